@@ -122,27 +122,6 @@ def _expert_settings(a: Architecture, spec: TrainerSpec) -> dict[str, Any]:
     }
 
 
-def _shape(a: Architecture) -> dict[str, Any]:
-    """What kind of a decoder it is, and its sizes."""
-    return {
-        "num_layers": a.layers,
-        "hidden_size": a.hidden,
-        "num_attention_heads": a.heads,
-        "num_query_groups": a.kv_heads,
-        "kv_channels": a.head_dim,
-        "ffn_hidden_size": a.ffn,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": a.norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": a.qkv_bias,
-        "qk_layernorm": a.qk_norm,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
-
-
 def _layout(spec: TrainerSpec) -> dict[str, Any]:
     """How it is cut, and how the parts talk."""
     deep = fused_a2a.HAVE_DEEP_EP and spec.layers == "te" and spec.ep > 1
@@ -161,35 +140,6 @@ def _layout(spec: TrainerSpec) -> dict[str, Any]:
     }
 
 
-def _arithmetic(spec: TrainerSpec) -> dict[str, Any]:
-    """What it computes in, what it computes twice, and what it starts from."""
-    dtype = torch.bfloat16 if spec.bf16 else torch.float32
-    return {
-        "bf16": spec.bf16,
-        "deterministic_mode": spec.deterministic and not spec.bf16 and rank_device().type == "cpu",
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "recompute_granularity": None if spec.recompute == "none" else spec.recompute,
-        "recompute_method": "uniform" if spec.recompute == "full" else None,
-        "recompute_num_layers": 1 if spec.recompute == "full" else None,
-        "recompute_modules": ["layernorm"],  # if selective; and SwiGLU, see GatedMLP
-        # must stay on: initialisation is also what marks shards as shards, and an unmarked shard is left out of the
-        # gradient norm as if it were a duplicate
-        "perform_initialization": True,
-        "init_method": _leave,
-        "output_layer_init_method": _leave,
-        "embedding_init_method": _leave,
-        "gradient_accumulation_fusion": torch.cuda.is_available(),  # into float32, see device.py
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,  # see GatedMLP
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": _fuse_rotation(),
-        "persist_layer_norm": False,
-        # gradients are summed over ranks and never rescaled: the denominator is in the token weights
-        "calculate_per_token_loss": True,
-    }
-
-
 def _fuse_rotation() -> bool:
     """Whether positions rotate queries and keys in one launch: Transformer Engine's, or ours in the place of one."""
     if rope_utils.fused_apply_rotary_pos_emb is None and kernels_run(rank_device()):
@@ -199,7 +149,50 @@ def _fuse_rotation() -> bool:
 
 def transformer_config(a: Architecture, spec: TrainerSpec) -> TransformerConfig:
     """Megatron's settings of a model that is trained as `spec` says."""
-    return TransformerConfig(**_shape(a), **_expert_settings(a, spec), **_layout(spec), **_arithmetic(spec))
+    dtype = torch.bfloat16 if spec.bf16 else torch.float32
+    return TransformerConfig(
+        # what kind of a decoder it is, and its sizes
+        num_layers=a.layers,
+        hidden_size=a.hidden,
+        num_attention_heads=a.heads,
+        num_query_groups=a.kv_heads,
+        kv_channels=a.head_dim,
+        ffn_hidden_size=a.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=a.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=a.qkv_bias,
+        qk_layernorm=a.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **_expert_settings(a, spec),
+        **_layout(spec),
+        # what it computes in, what it computes twice, and what it starts from
+        bf16=spec.bf16,
+        deterministic_mode=spec.deterministic and not spec.bf16 and rank_device().type == "cpu",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        recompute_granularity=None if spec.recompute == "none" else spec.recompute,
+        recompute_method="uniform" if spec.recompute == "full" else None,
+        recompute_num_layers=1 if spec.recompute == "full" else None,
+        recompute_modules=["layernorm"],  # if selective; and SwiGLU, see GatedMLP
+        # must stay on: initialisation is also what marks shards as shards, and an unmarked shard is left out of the
+        # gradient norm as if it were a duplicate
+        perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        gradient_accumulation_fusion=torch.cuda.is_available(),  # into float32, see device.py
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,  # see GatedMLP
+        bias_dropout_fusion=False,
+        apply_rope_fusion=_fuse_rotation(),
+        persist_layer_norm=False,
+        # gradients are summed over ranks and never rescaled: the denominator is in the token weights
+        calculate_per_token_loss=True,
+    )
 
 
 def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | None = None) -> PackedGPTModel:
