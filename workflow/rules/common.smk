@@ -51,14 +51,12 @@ wildcard_constraints:
     table="|".join(TABLES) or "(?!)",
 
 
-def config_of(wildcards):
-    """The resolved config, which is there before any job is started; `settings_of` says when it matters."""
-    return str(SUITE.config_path(wildcards.run))
-
-
 def settings_of(stage):
-    """The settings that `stage` depends on: an edit of one of them makes its jobs run again."""
-    return lambda wildcards: sharing.settings_digest(SUITE.runs[wildcards.run], stage)
+    """The resolved config, there before any job, and what `stage` needs of it: an edit there runs its jobs again."""
+    return {
+        "config": lambda wildcards: str(SUITE.config_path(wildcards.run)),
+        "settings": lambda wildcards: sharing.settings_digest(SUITE.runs[wildcards.run], stage),
+    }
 
 
 def needs_of(stage):

@@ -18,8 +18,7 @@ rule prepare_tasks:
         mem_mb=1000,
         runtime=30,
     params:
-        config=config_of,
-        settings=settings_of("tasks"),
+        **settings_of("tasks"),
     message:
         "{wildcards.run}: make the tasks"
     script:

@@ -18,8 +18,7 @@ rule evaluate:
         **needs_of("evaluate"),
         runtime=240,
     params:
-        config=config_of,
-        settings=settings_of("score"),
+        **settings_of("score"),
         seats=lambda wildcards: SUITE.seats(wildcards.run, wildcards.state),
     message:
         "{wildcards.run}: evaluate the {wildcards.state} team"

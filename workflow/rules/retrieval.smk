@@ -20,8 +20,7 @@ rule encode_shard:
         **needs_of("retriever"),
         runtime=720,
     params:
-        config=config_of,
-        settings=settings_of("tasks"),
+        **settings_of("tasks"),
     message:
         "{wildcards.run}: encode shard {wildcards.number} of {wildcards.shards}"
     script:
@@ -46,8 +45,7 @@ rule build_index:
         mem_mb=2000,
         runtime=60,
     params:
-        config=config_of,
-        settings=settings_of("tasks"),
+        **settings_of("tasks"),
     message:
         "{wildcards.run}: encode the passages and build the index"
     script:
@@ -77,8 +75,7 @@ rule probe_retriever:
         **needs_of("retriever"),
         runtime=10,
     params:
-        config=config_of,
-        settings=settings_of("tasks"),
+        **settings_of("tasks"),
     message:
         "{wildcards.run}: start the retriever and ask it"
     script:

@@ -18,8 +18,7 @@ rule make_base_model:
         mem_mb=2000,
         runtime=30,
     params:
-        config=config_of,
-        settings=settings_of("start"),
+        **settings_of("start"),
     message:
         "{wildcards.run}: make a tokenizer and a randomly initialised model"
     script:
@@ -46,8 +45,7 @@ rule bootstrap:
         **needs_of("start"),
         runtime=120,
     params:
-        config=config_of,
-        settings=settings_of("start"),
+        **settings_of("start"),
     message:
         "{wildcards.run}: cold start on demonstrations of every role"
     script:
@@ -73,8 +71,7 @@ rule train:
         **needs_of("train"),
         runtime=1440,
     params:
-        config=config_of,
-        settings=settings_of("training"),
+        **settings_of("training"),
     message:
         "{wildcards.run}: reinforcement learning of every policy (follow it: tail -f {log})"
     script:
