@@ -15,7 +15,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.task_group import cancel_tasks, once
+from mcore_mas.rollout.base.task_group import cancel_tasks, once, settle
 from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
 from mcore_mas.rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
 from mcore_mas.rollout.environments.tools import BadArguments, Tool, ToolFailed, check_arguments
@@ -38,72 +38,69 @@ class McpServer:
     outside: bool = False  # calls change what outlives it: a death does not repeat them
 
 
-class McpServers:
-    """Servers that are started together, their tools, and how one is called."""
+@asynccontextmanager
+async def mcp_tools(*, servers: Mapping[str, McpServer], start_s: PositiveFloat = 30.0) -> AsyncIterator[list[Tool]]:
+    """The tools of MCP servers, which each trajectory starts for itself.
 
-    def __init__(self, servers: Mapping[str, McpServer], start_s: float) -> None:
-        self.tools: dict[str, Tool] = {}  # by name
-        self._servers = servers
-        self._start_s = start_s
-        self._alive: asyncio.Task[None] | None = None
-        self._running = False  # all servers have started
-        self._over = asyncio.Event()
+    Args:
+        servers: by name, what starts each.
+        start_s: of all servers' start, in seconds.
 
-    async def open(self) -> None:
-        """Start the servers and ask for their tools; EnvError if the library is missing, or a server does not start."""
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        ready.add_done_callback(lambda _: None if ready.cancelled() else ready.exception())  # perhaps nobody waits
-        self._alive = asyncio.create_task(self._live(ready))
-        try:
-            await asyncio.wait_for(asyncio.shield(ready), self._start_s)
-        except TimeoutError as error:
-            servers = ", ".join(self._servers)
-            raise EnvError(f"MCP servers {servers} did not start within {self._start_s:g} s") from error
+    Raises:
+        EnvError: the library is missing, a server does not start, or two have a tool of one name.
+    """
+    ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
+    ready.add_done_callback(lambda _: None if ready.cancelled() else ready.exception())  # perhaps nobody waits
+    over = asyncio.Event()
+    alive = asyncio.create_task(_live(servers, ready, over))
+    try:
+        done, _ = await asyncio.wait({ready}, timeout=start_s)
+        if not done:
+            raise EnvError(f"MCP servers {', '.join(servers)} did not start within {start_s:g} s")
+        yield ready.result()
+    finally:
+        over.set()
+        if ready.done():
+            await asyncio.wait({alive}, timeout=_END_S)
+        await cancel_tasks([alive])
 
-    async def close(self) -> None:
-        """End them."""
-        if self._alive is None:
-            return
-        self._over.set()
-        if self._running:
-            await asyncio.wait({self._alive}, timeout=_END_S)
-        await cancel_tasks([self._alive])
 
-    async def _live(self, ready: asyncio.Future[None]) -> None:
-        """Hold the servers: what opens their connections must be the task that closes them."""
-        try:
-            async with AsyncExitStack() as stack:
-                for server, settings in self._servers.items():
-                    await self._start(stack, server, settings)
-                self._running = True
-                ready.set_result(None)
-                await self._over.wait()
-        except Exception as grouped:  # of a server or the library; whoever waits for a call hears of it there
-            error = _innermost(grouped)
-            if not ready.done():
-                ready.set_exception(error if isinstance(error, EnvError) else EnvError(_why("MCP servers", error)))
+async def _live(servers: Mapping[str, McpServer], ready: asyncio.Future[list[Tool]], over: asyncio.Event) -> None:
+    """Hold the servers: what opens their connections must be the task that closes them."""
+    tools: dict[str, Tool] = {}
+    try:
+        async with AsyncExitStack() as stack:
+            for server, settings in servers.items():
+                for tool in await _started(stack, server, settings):
+                    if tool.schema.name in tools:
+                        raise EnvError(f"two MCP servers have a tool '{tool.schema.name}'; name one of them")
+                    tools[tool.schema.name] = tool
+            ready.set_result(list(tools.values()))
+            await over.wait()
+    except Exception as grouped:  # of a server or the library; whoever waits for a call hears of it there
+        error = _innermost(grouped)
+        settle(ready, error if isinstance(error, EnvError) else EnvError(_why("MCP servers", error)))
 
-    async def _start(self, stack: AsyncExitStack, server: str, settings: McpServer) -> None:
-        try:
-            from mcp import ClientSession
-            from mcp.client.stdio import StdioServerParameters, stdio_client
-        except ImportError as error:
-            raise EnvError("env mcp needs `pip install mcore-mas[mcp]`") from error
-        quiet = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (its log)
-        try:
-            started = StdioServerParameters(
-                command=settings.command, args=settings.args, env=settings.env, cwd=settings.cwd
-            )
-            streams = await stack.enter_async_context(stdio_client(started, errlog=quiet))
-            session = await stack.enter_async_context(ClientSession(*streams))
-            await session.initialize()
-            listed = (await session.list_tools()).tools
-        except Exception as error:
-            raise EnvError(_why(f"MCP server '{server}'", error)) from error
-        for about in listed:
-            if about.name in self.tools:
-                raise EnvError(f"two MCP servers have a tool '{about.name}'; name one of them")
-            self.tools[about.name] = _tool(session, about, settings.outside)
+
+async def _started(stack: AsyncExitStack, server: str, settings: McpServer) -> list[Tool]:
+    """The tools of a server that is started, and lives as long as the stack is open."""
+    try:
+        from mcp import ClientSession
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+    except ImportError as error:
+        raise EnvError("env mcp needs `pip install mcore-mas[mcp]`") from error
+    quiet = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (its log)
+    try:
+        started = StdioServerParameters(
+            command=settings.command, args=settings.args, env=settings.env, cwd=settings.cwd
+        )
+        streams = await stack.enter_async_context(stdio_client(started, errlog=quiet))
+        session = await stack.enter_async_context(ClientSession(*streams))
+        await session.initialize()
+        listed = (await session.list_tools()).tools
+    except Exception as error:
+        raise EnvError(_why(f"MCP server '{server}'", error)) from error
+    return [_tool(session, about, settings.outside) for about in listed]
 
 
 def _tool(session: Any, about: Any, outside: bool) -> Tool:
@@ -154,32 +151,30 @@ class McpEnv:
     deadline_s: PositiveFloat = 30.0
     start_s: PositiveFloat = 30.0
     max_chars: PositiveInt = 4000
-    _own: McpServers | None = field(default=None, init=False)
-    _tools: dict[str, Tool] = field(default_factory=dict, init=False)
+    _opened: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)
+    _tools: dict[str, Tool] | None = field(default=None, init=False)  # by name; None before open
     _counts: Counter[str] = field(default_factory=Counter, init=False)  # of _COUNTED
     _steps: int = field(default=0, init=False)
 
     async def open(self, task: Task) -> None:
-        self._own = McpServers(self.servers, self.start_s)
-        await self._own.open()
-        self._tools = self._own.tools
+        tools = await self._opened.enter_async_context(mcp_tools(servers=self.servers, start_s=self.start_s))
+        self._tools = {tool.schema.name: tool for tool in tools}
 
     async def close(self) -> None:
-        if self._own is not None:
-            await self._own.close()
+        await self._opened.aclose()
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns its prompt, the tools and how to call them."""
         self.task = task
         about = (
             f"- {name}: {tool.schema.description}\n  arguments: {json.dumps(tool.schema.parameters)}"
-            for name, tool in self._tools.items()
+            for name, tool in (self._tools or {}).items()
         )
         return f"{task.prompt}\n\nTools:\n{chr(10).join(about)}\n\n{_FORM}"
 
     async def step(self, action: str) -> Step:
         """Call a tool, or answer."""
-        if self._own is None:
+        if self._tools is None:
             raise EnvError("McpEnv.step before open")
         self._steps += 1
         answer, call = last_tag(action, "answer"), last_tag(action, "call")
@@ -187,8 +182,8 @@ class McpEnv:
             return self._score(answer)
         tools: tuple[ToolCall, ...] = ()
         try:
-            name, arguments = self._read(call)
-            tools = (await self._call(name, arguments),)
+            tool, arguments = _read(call, self._tools)
+            tools = (await self._call(tool, arguments),)
             observation = tools[0].result
         except BadArguments as error:
             self._counts["bad_calls"] += 1
@@ -197,26 +192,12 @@ class McpEnv:
             return self._score("", tools)
         return Step(observation=observation, tools=tools, metrics=self._counted())
 
-    def _read(self, call: str | None) -> tuple[str, dict[str, Any]]:
-        try:
-            fields = json.loads(call or "")
-            name, arguments = fields["tool"], fields.get("arguments", {})
-            json.dumps(arguments, ensure_ascii=False).encode()  # refuses text that no message can hold
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                raise TypeError("expected a name and an object")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise BadArguments(f"This is no call.\n{_FORM}") from error
-        if name not in self._tools:
-            raise BadArguments(f"There is no tool '{name}'; tools: {', '.join(self._tools)}")
-        check_arguments(name, arguments, self._tools[name].schema.parameters)
-        return name, arguments
-
-    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolCall:
+    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> ToolCall:
         self._counts["calls"] += 1
-        failed = False
+        name, failed = tool.schema.name, False
         try:
             async with asyncio.timeout(self.deadline_s):
-                text = await self._tools[name].run(**arguments)
+                text = await tool.run(**arguments)
         except ToolFailed as error:
             text, failed = str(error), True
         except TimeoutError as error:
@@ -237,20 +218,20 @@ class McpEnv:
         return Step(reward=reward, done=True, answer=normalise(answer), tools=tools, metrics=metrics)
 
 
-@asynccontextmanager
-async def mcp_tools(*, servers: Mapping[str, McpServer], start_s: PositiveFloat = 30.0) -> AsyncIterator[list[Tool]]:
-    """The tools of MCP servers, which each trajectory starts for itself.
-
-    Args:
-        servers: by name, what starts each.
-        start_s: of all servers' start, in seconds.
-    """
-    own = McpServers(servers, start_s)
+def _read(call: str | None, tools: Mapping[str, Tool]) -> tuple[Tool, dict[str, Any]]:
+    """The tool that a call names, and its arguments; BadArguments if it cannot be made."""
     try:
-        await own.open()
-        yield list(own.tools.values())
-    finally:
-        await own.close()
+        fields = json.loads(call or "")
+        name, arguments = fields["tool"], fields.get("arguments", {})
+        json.dumps(arguments, ensure_ascii=False).encode()  # refuses text that no message can hold
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise TypeError("expected a name and an object")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadArguments(f"This is no call.\n{_FORM}") from error
+    if name not in tools:
+        raise BadArguments(f"There is no tool '{name}'; tools: {', '.join(tools)}")
+    check_arguments(name, arguments, tools[name].schema.parameters)
+    return tools[name], arguments
 
 
 def _innermost(error: BaseException) -> BaseException:
