@@ -173,10 +173,10 @@ class Watchdog:
         self._say = say
         self._shown = shown
         self._watched: dict[object, tuple[str, Waits]] = {}
-        self._pulse: EventLoopMonitor | None = None
         self._progress = 0.0  # when something began or ended last, as far as was seen
         self._patience = quiet_s
         self._timer: asyncio.TimerHandle | None = None
+        self._alive, self._ended = 0.0, threading.Event()  # when the event loop was, and that nothing is watched
 
     @contextmanager
     def over(self, name: str, waits: Waits) -> Iterator[None]:
@@ -187,22 +187,23 @@ class Watchdog:
         self._stir(loop.time())
         if self._timer is None:
             self._timer = loop.call_later(self._quiet_s / 4, self._look)
-            self._pulse = EventLoopMonitor(self._quiet_s, self._say)
+            self._alive, self._ended = time.monotonic(), threading.Event()
+            watched = (threading.get_ident(), self._ended)
+            threading.Thread(target=self._watch_loop, args=watched, name="pulse", daemon=True).start()
         try:
             yield
         finally:
             del self._watched[key]
             self._stir(loop.time())
-            if not self._watched and self._timer is not None and self._pulse is not None:
+            if not self._watched and self._timer is not None:
                 self._timer.cancel()
-                self._pulse.end()
-                self._timer = self._pulse = None
+                self._ended.set()
+                self._timer = None
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        if self._pulse is not None:
-            self._pulse.beat()
+        self._alive = time.monotonic()
         found = [(name, waits()) for name, waits in self._watched.values()]
         # whoever waits for something new has got what it waited for before
         begun = max((wait.since for _, waits in found for wait in waits), default=0.0)
@@ -228,44 +229,22 @@ class Watchdog:
         if len(found) > self._shown:
             self._say(f"  and {len(found) - self._shown} more")
 
-
-_FRAMES = 4  # of the code that blocks, the innermost last
-
-
-class EventLoopMonitor:
-    """Watches the thread that made it, until `end`.
-
-    After `quiet_s` without a `beat` one line goes to `say`, again after twice the time, four times, and so on.
-    """
-
-    def __init__(self, quiet_s: float, say: Callable[[str], None]) -> None:
-        self._quiet_s = quiet_s
-        self._say = say
-        self._watched = threading.get_ident()
-        self._last = time.monotonic()
-        self._ended = threading.Event()
-        threading.Thread(target=self._watch, name="pulse", daemon=True).start()
-
-    def beat(self) -> None:
-        """The event loop is alive."""
-        self._last = time.monotonic()
-
-    def end(self) -> None:
-        """Watch no more."""
-        self._ended.set()
-
-    def _watch(self) -> None:
+    def _watch_loop(self, thread: int, ended: threading.Event) -> None:
+        """Tell from a thread of its own, until `ended`, of an event loop that blocks another."""
         patience = self._quiet_s
-        while not self._ended.wait(self._quiet_s / 4):
-            quiet = time.monotonic() - self._last
+        while not ended.wait(self._quiet_s / 4):
+            quiet = time.monotonic() - self._alive
             if quiet < self._quiet_s:
                 patience = self._quiet_s
             elif quiet >= patience:
                 patience = 2 * quiet
                 self._say(
                     f"the event loop has been blocked for {quiet:.0f} s, so that no deadline holds and nobody goes on, "
-                    f"in {_where(self._watched)}"
+                    f"in {_where(thread)}"
                 )
+
+
+_FRAMES = 4  # of the code that blocks, the innermost last
 
 
 def _where(thread: int) -> str:
