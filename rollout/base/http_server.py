@@ -167,9 +167,19 @@ def server_config(app: Starlette, *, drain_s: int, lifespan: bool) -> uvicorn.Co
 class _Inner(uvicorn.Server):
     """A server that leaves signals to the process it is a part of."""
 
+    def __init__(self, app: Starlette) -> None:
+        super().__init__(server_config(app, drain_s=1, lifespan=False))
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def clear(self) -> None:
+        """End what is left of it when it is lost: its listeners and connections, whose callers ask again."""
+        for own in getattr(self, "servers", ()):
+            own.close()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 @asynccontextmanager
@@ -180,49 +190,29 @@ async def answering(
 
     A server that ends before is started again, with a line, as often as `restarts` has it; then `lost` is told of it.
     """
-    serving = _Serving(app, listener)
-    task = asyncio.create_task(serving.keep(restarts, lost))
-    try:
-        yield
-    finally:
-        serving.close()
-        await asyncio.wait([task])
-        listener.close()
+    server, closing = _Inner(app), False
 
-
-class _Serving:
-    """A server on the running event loop, and those in its place that come after it."""
-
-    def __init__(self, app: Starlette, listener: socket.socket) -> None:
-        self._app, self._listener, self._closing = app, listener, False
-        self._server = self._made()
-
-    def _made(self) -> _Inner:
-        return _Inner(server_config(self._app, drain_s=1, lifespan=False))
-
-    async def keep(self, restarts: Restarts, lost: Callable[[str], None]) -> None:
-        """Serve until this is closed; a server closes the socket that it has, so each has its own."""
-        while not self._closing:
-            task = asyncio.create_task(self._server.serve(sockets=[self._listener.dup()]), name=SERVER)
+    async def serve() -> None:
+        """Serve until the block ends; a server closes the socket that it has, so each has its own."""
+        nonlocal server
+        while not closing:
+            task = asyncio.create_task(server.serve(sockets=[listener.dup()]), name=SERVER)
             await asyncio.wait([task])
-            if self._closing:
+            if closing:
                 return
             why = "cancelled" if task.cancelled() else repr(task.exception() or "it ended by itself")
-            self._clear()
-            what = f"the HTTP server at {url_of(self._listener)} is lost ({why})"
+            server.clear()
+            what = f"the HTTP server at {url_of(listener)} is lost ({why})"
             if not restarts.take():
                 lost(f"{what}, and may not start again this hour")
                 return
             say(f"{what}; started again, {restarts.left} restarts left")
-            self._server = self._made()
+            server = _Inner(app)
 
-    def close(self) -> None:
-        """Have the server end."""
-        self._closing = self._server.should_exit = True
-
-    def _clear(self) -> None:
-        """End what a server that is lost has left: its listeners and connections, whose callers ask again."""
-        for own in getattr(self._server, "servers", ()):
-            own.close()
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
+    serving = asyncio.create_task(serve())
+    try:
+        yield
+    finally:
+        closing = server.should_exit = True
+        await asyncio.wait([serving])
+        listener.close()
