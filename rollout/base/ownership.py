@@ -113,18 +113,14 @@ def owned(folder: Path) -> Iterator[None]:
 
 def _refuse_living(path: Path) -> None:
     """Refuse a folder that this host could lock while its owner, on another one, goes on to show signs of life."""
-
-    def latest() -> float:
-        with path.open() as file:  # which has NFS ask its server
-            return os.fstat(file.fileno()).st_mtime
-
-    record, last = _record(path), latest()
-    if record.get("host", here := socket.gethostname()) == here or time.time() - last > 3 * BEAT_S:
+    record, last = _record(path), _state(path)
+    quiet = time.time() - last[1] / 1e9
+    if record.get("host", here := socket.gethostname()) == here or quiet > 3 * BEAT_S:
         return
     deadline = time.monotonic() + 1.5 * BEAT_S
     while time.monotonic() < deadline:
         time.sleep(BEAT_S / 20)
-        if latest() != last:
+        if _state(path) != last:
             raise FolderError(
                 f"{path.parent}: in use by {_owner(record)}, whom no lock keeps others from; stop it first"
             )
