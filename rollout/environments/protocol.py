@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from mcore_mas.rollout.records.trajectory import Task
 
@@ -46,14 +46,6 @@ class Env(Protocol):
         """
 
 
-@runtime_checkable
-class Running(Protocol):
-    """What an environment with a sandbox can do besides, without a step."""
-
-    async def run(self, program: str) -> ToolCall:
-        """Run an agent's Python program; the result is what it printed, and what went wrong if it failed."""
-
-
 class Living(Protocol):
     """What an environment has besides that holds something of the machine: a process, a session, a connection."""
 
@@ -67,7 +59,7 @@ class Living(Protocol):
 Case = tuple[str, str]  # what a program is given, and what it should answer, as an agent writes them
 
 
-class PlayedEnv(Env, Running, Protocol):
+class PlayedEnv(Env, Protocol):
     """An environment as orchestras have it, in an episode, with what one may do besides, without a step.
 
     Where it lacks an ability, that raises EnvError. It previews where it has no side effects, says whether answers are
@@ -80,6 +72,9 @@ class PlayedEnv(Env, Running, Protocol):
 
     async def same(self, answer: str, other: str) -> bool:
         """Whether two answers are known to be equal."""
+
+    async def run(self, program: str) -> ToolCall:
+        """Run an agent's Python program; the result is what it printed, and what went wrong if it failed."""
 
     async def files(self) -> Mapping[str, int]:
         """Size in bytes of every file, by path."""

@@ -49,7 +49,7 @@ class SandboxedEnv:
 
 
 class CalculatingEnv(SandboxedEnv):
-    """One whose agents may run programs on the way (see `Running`)."""
+    """One whose agents may run programs on the way (see `PlayedEnv`)."""
 
     async def run(self, program: str) -> ToolCall:
         result = await once(RunResult, partial(self.runner.run, program, limits=self.limits), program)

@@ -11,8 +11,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.environments.protocol import Env, PlayedEnv, Running, after_thought
+from mcore_mas.rollout.environments.protocol import PlayedEnv, after_thought
 from mcore_mas.rollout.orchestras.replies import boxed, graded, parse_listed
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.teams.roles import AgentReply
@@ -21,15 +20,13 @@ from mcore_mas.rollout.teams.team import TeamSession
 ProposalStyle = Literal["actions", "program"]
 
 
-async def _proposed(style: ProposalStyle, reply: AgentReply, env: Env) -> str:
+async def _proposed(style: ProposalStyle, reply: AgentReply, env: PlayedEnv) -> str:
     """The actions that a reply states itself, or that its program prints.
 
     "" when it is malformed, when the program fails, or when that prints none.
     """
     if style == "actions" or reply.value is None:
         return reply.value or ""
-    if not isinstance(env, Running):
-        raise EnvError(f"{type(env).__name__} cannot run a program; choose orchestra.options.tool: actions")
     call = await env.run(reply.value)
     return "" if call.failed else parse_listed(call.result) or ""
 
@@ -85,7 +82,7 @@ async def game_team(
 
 
 async def single(
-    task: Task, team: TeamSession, env: Env, *, max_turns: PositiveInt = 5, tool: ProposalStyle = "actions"
+    task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 5, tool: ProposalStyle = "actions"
 ) -> None:
     """Let the agent `player` act until the environment has ended or `max_turns` are spent.
 
