@@ -1,7 +1,6 @@
 """Search besides vectors: by words (BM25), and facets, which passages have which value."""
 
 import hashlib
-import shutil
 from array import array
 from functools import lru_cache
 from hashlib import blake2b
@@ -31,7 +30,6 @@ class Lexical:
         """Write the index of a corpus below `out_dir`; its digest."""
         index = bm25s.BM25()
         index.index(bm25s.tokenize([passage.contents for passage in corpus], **_QUIET), **_QUIET)
-        shutil.rmtree(out_dir / FOLDER, ignore_errors=True)
         with atomic_folder(out_dir / FOLDER, 0o755) as folder:
             index.save(str(folder), **_QUIET)
         return lexical_digest(out_dir)

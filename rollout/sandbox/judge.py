@@ -136,10 +136,8 @@ def _same(given: Any, expected: Any) -> bool:
         )
     if isinstance(given, float) or isinstance(expected, float):
         return isinstance(given, int | float) and isinstance(expected, int | float) and _close(given, expected)
-    return type(given) in (type(expected), *_ALIKE.get(type(expected), ())) and given == expected
-
-
-_ALIKE: dict[type, tuple[type, ...]] = {bool: (int,), int: (bool,)}
+    alike = type(given) is type(expected) or {type(given), type(expected)} == {bool, int}
+    return alike and bool(given == expected)
 
 
 def _close(given: float, expected: float) -> bool:
