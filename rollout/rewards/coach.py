@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -49,7 +50,6 @@ class Unscored:
     why: str
 
 
-TurnPlace = tuple[int, int, int]  # group, trajectory, turn: positions in what `score` was given
 Judgement = dict[str, float] | Unscored  # a verdict's scores, by the names that turns carry
 
 
@@ -88,34 +88,25 @@ class Coach:
             BudgetExhausted: a call did not fit and `when_exhausted` is `stop`. Replies that came are kept.
         """
         judged = self._config.agents
+        turns = [
+            (group.task, played, turn) for group in groups for played in group.trajectories for turn in played.turns
+        ]
         tasks = {
-            (g, t, i): asyncio.create_task(
-                self._judge(turn.agent, question(group.task, trajectory, turn, self._config))
-            )
-            for g, group in enumerate(groups)
-            for t, trajectory in enumerate(group.trajectories)
-            for i, turn in enumerate(trajectory.turns)
+            place: asyncio.create_task(self._judge(turn.agent, question(task, trajectory, turn, self._config)))
+            for place, (task, trajectory, turn) in enumerate(turns)
             # a masked turn, such as a frozen agent's, cannot train
             if trajectory.status is Status.COMPLETED and not turn.masked and (not judged or turn.agent in judged)
         }
         found = await self._gather(tasks)
         out = [f for f in found.values() if isinstance(f, Unscored) and f.kind == "budget"]
         self.exhausted = self.exhausted or bool(out)
-        scores = {
-            (g, t, i): self._scores(groups[g].trajectories[t].turns[i].agent, verdict)
-            for (g, t, i), verdict in found.items()
-        }
+        scores = {place: self._scores(turns[place][2].agent, verdict) for place, verdict in found.items()}
         if out and self._config.when_exhausted == "stop":
             raise BudgetExhausted(f"coach: {out[0].why}; raise coach.budget to go on, replies so far are kept")
-
-        def scored(g: int, t: int, trajectory: Trajectory) -> Trajectory:
-            own = [{**turn.scores, **scores.get((g, t, i), {})} for i, turn in enumerate(trajectory.turns)]
-            turns = (replace(turn, scores=s) for turn, s in zip(trajectory.turns, own, strict=True))
-            return replace(trajectory, turns=tuple(turns))
-
+        new = (replace(turn, scores={**turn.scores, **scores.get(i, {})}) for i, (_, _, turn) in enumerate(turns))
         return [
-            replace(group, trajectories=tuple(scored(g, t, one) for t, one in enumerate(group.trajectories)))
-            for g, group in enumerate(groups)
+            replace(g, trajectories=tuple(replace(t, turns=tuple(islice(new, len(t.turns)))) for t in g.trajectories))
+            for g in groups
         ]
 
     def metrics(self) -> dict[str, float]:
@@ -136,8 +127,8 @@ class Coach:
         """Close the connections and the cache."""
         await self._caller.aclose()
 
-    async def _gather(self, tasks: dict[TurnPlace, asyncio.Task[Judgement]]) -> dict[TurnPlace, Judgement]:
-        """What the tasks found; those that are late are ended. One that raises ends them all."""
+    async def _gather(self, tasks: dict[int, asyncio.Task[Judgement]]) -> dict[int, Judgement]:
+        """What the tasks found, by place; those that are late are ended. One that raises ends them all."""
         if not tasks:
             return {}
         try:
