@@ -116,34 +116,31 @@ def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
                 return
             for unit in units[index]:
                 used[unit] |= 1 << digit
-    yield from _search(cells, used, units, size, random)
-
-
-def _search(
-    cells: list[int], used: list[int], units: Sequence[Cells], size: int, random: Random | None
-) -> Iterator[Cells]:
-    best, options = -1, size + 1
-    for index, digit in enumerate(cells):
-        if not digit:
-            row, column, box = units[index]
-            free = size - (used[row] | used[column] | used[box]).bit_count()
-            if free < options:
-                best, options = index, free
-    if best < 0:
-        yield tuple(cells)
-        return
-    taken = used[units[best][0]] | used[units[best][1]] | used[units[best][2]]
     digits = range(1, size + 1)
-    for digit in random.sample(digits, size) if random else digits:
-        if taken >> digit & 1:
-            continue
-        cells[best] = digit
-        for unit in units[best]:
-            used[unit] |= 1 << digit
-        yield from _search(cells, used, units, size, random)
-        cells[best] = 0
-        for unit in units[best]:
-            used[unit] &= ~(1 << digit)
+
+    def search() -> Iterator[Cells]:
+        """Try the digits of the empty cell that has the fewest left."""
+        best, taken = -1, 0
+        for index, digit in enumerate(cells):
+            if not digit:
+                row, column, box = units[index]
+                there = used[row] | used[column] | used[box]
+                if best < 0 or there.bit_count() > taken.bit_count():
+                    best, taken = index, there
+        if best < 0:
+            yield tuple(cells)
+            return
+        for digit in random.sample(digits, size) if random else digits:
+            if not taken >> digit & 1:
+                cells[best] = digit
+                for unit in units[best]:
+                    used[unit] |= 1 << digit
+                yield from search()
+                cells[best] = 0
+                for unit in units[best]:
+                    used[unit] &= ~(1 << digit)
+
+    yield from search()
 
 
 @lru_cache(maxsize=4096)
