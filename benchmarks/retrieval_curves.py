@@ -221,7 +221,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
-    table = Encoder.minilm()._model.get_input_embeddings().weight.detach().numpy()  # type: ignore[operator]
+    table = Encoder.of("minilm")._model.get_input_embeddings().weight.detach().numpy()  # type: ignore[operator]
     kept = options.out.with_suffix(".jsonl")
     for total in options.sizes:
         made = Passages(total, table)

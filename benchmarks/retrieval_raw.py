@@ -124,7 +124,7 @@ def reference(folder: Path, port: int) -> None:
     faiss.omp_set_num_threads(2)
     torch.set_num_threads(2)
     set_blas(2)
-    encoder, opened = Encoder.minilm(), Index.open(folder)
+    encoder, opened = Encoder.of("minilm"), Index.open(folder)
     index, corpus, turn = faiss.read_index(str(folder / "vectors.faiss")), opened.corpus, threading.Lock()
     app = FastAPI()
 
@@ -181,7 +181,7 @@ def main() -> None:
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
-        folder, encoder = options.folder or Path(made) / "index", Encoder.minilm()
+        folder, encoder = options.folder or Path(made) / "index", Encoder.of("minilm")
         if options.rounds:
             if not (folder / "index.json").exists():
                 spread_index(folder, encoder, options.passages)

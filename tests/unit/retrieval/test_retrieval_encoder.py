@@ -81,7 +81,7 @@ def test_loading_touches_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    assert Encoder.minilm().identity.sha256 == MINILM_SHA256
+    assert Encoder.of("minilm").identity.sha256 == MINILM_SHA256
 
 
 def test_other_weights_are_refused_before_loading(encoder: Encoder, tmp_path: Path) -> None:
