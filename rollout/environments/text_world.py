@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -86,10 +87,9 @@ class WorldEnv:
     async def close(self) -> None:
         env, self._env, self._scene = self._env, None, None
         try:
-            if env is not None:
-                await self._call(env.close)
-        except EnvError:  # what it held goes with its process
-            pass
+            with suppress(EnvError):  # what it held goes with its process
+                if env is not None:
+                    await self._call(env.close)
         finally:
             if self._own is not None:
                 self._own.shutdown(wait=False, cancel_futures=True)

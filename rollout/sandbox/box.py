@@ -146,13 +146,9 @@ class Sandbox(Runner):
             yield Session(jail, limits, self._slot)
 
     async def start(self) -> None:
-        async with self._starting:
+        async with of_loop((self, "starting"), asyncio.Lock):
             if self._pool is None:
                 await self._start()
-
-    @property
-    def _starting(self) -> asyncio.Lock:
-        return of_loop((self, "starting"), asyncio.Lock)
 
     def close(self) -> None:
         """End every program and the pool. A later run starts it again."""
@@ -193,7 +189,7 @@ class Sandbox(Runner):
 
     async def _revive(self) -> None:
         """Start the pool again if its zygote is gone, unless that was too often; of many that find it so, one does."""
-        async with self._starting:
+        async with of_loop((self, "starting"), asyncio.Lock):
             if self._pool is None or not self._pool.alive:
                 if self._pool is not None and not self._restarts.take():
                     raise SandboxUnavailable(f"the sandbox has ended {_RESTARTS} times within an hour; see who ends it")

@@ -20,7 +20,6 @@ _FIRST, _VERDICTS = 0.75, 0.15  # shares of demonstrations; the rest are second 
 class Sum:
     """One drawn problem."""
 
-    source: str
     operation: str
     numbers: tuple[int, ...]
     text: str
@@ -113,7 +112,7 @@ def _draw(random: Random, name: str, split: str) -> Sum:
         wording = random.choice(wordings[operation])
         who, what = random.choice(_WORDS["names"]), random.choice(_WORDS["things"])
         text = wording.format(*numbers, sum=operation.join(map(str, numbers)), name=who, things=what)
-        problem = Sum(source=name, operation=operation, numbers=tuple(numbers), text=text)
+        problem = Sum(operation=operation, numbers=tuple(numbers), text=text)
         if problem.split == split:
             return problem
 

@@ -126,14 +126,14 @@ class Collector:
             return cast(Env, _Unmade(error))
 
 
+@dataclass(frozen=True, slots=True)
 class _Unmade:
     """An environment that could not be made, and says so when it is opened: a defect of its own trajectory."""
 
-    def __init__(self, error: Exception) -> None:
-        self._error = error
+    error: Exception
 
     async def open(self, task: Task) -> None:
-        raise self._error
+        raise self.error
 
     async def close(self) -> None:
         pass

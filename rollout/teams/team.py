@@ -22,20 +22,18 @@ from mcore_mas.rollout.teams.roles import Agent, AgentReply
 TurnReply = tuple[Turn, AgentReply]  # what is written down, and what the orchestra gets
 
 
+@dataclass(slots=True)
 class Blamed:  # made of a generator it would take several times longer, three times a turn
     """Anything but a failure that is expected is a Defect of `what`: it fails one trajectory, not the run."""
 
-    __slots__ = ("_what",)
-
-    def __init__(self, what: str) -> None:
-        self._what = what
+    what: str
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, (EngineError, EnvError, Late, Unusable)):
-            raise Defect(f"{self._what}: {type(error).__name__}: {error}") from error
+            raise Defect(f"{self.what}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
