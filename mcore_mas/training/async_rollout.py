@@ -202,7 +202,7 @@ class AsyncRollouts:
         return self._journals[step]
 
     def _options(self, **options: Any) -> CollectOptions:
-        limits = self.config.collection.limits
+        limits = self.config.collection
         return CollectOptions(limits=limits, watchdog=self.watchdog, quarantine=self._quarantine, **options)
 
     @property

@@ -154,7 +154,9 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:
             options=CollectOptions(
                 quarantine=folder.with_name(f"{folder.name}-quarantine"),
                 sampling=config.evaluation.sampling,
-                limits=replace(config.collection.limits, batch_s=None),  # an evaluation takes as long as it takes
+                limits=config.collection.model_copy(
+                    update={"batch_s": None}
+                ),  # an evaluation takes as long as it takes
                 watchdog=Watchdog(stall_s, reporter.note) if stall_s else None,
             ),
         )

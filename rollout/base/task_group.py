@@ -106,15 +106,6 @@ def settle(future: asyncio.Future[_T], outcome: _T | Exception) -> None:
 LEFT = "; it goes on though cancelled, and was left behind"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """Seconds that one of each may take; None is any time. A call's own limit is its policy's `EngineClient`'s."""
-
-    tool_s: float | None = None  # a step or another call of the environment
-    trajectory_s: float | None = None
-    batch_s: float | None = None  # everything that one `collect` plays
-
-
 class Late(Exception):
     """Something took longer than it may."""
 

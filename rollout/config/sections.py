@@ -16,7 +16,6 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from mcore_mas.rollout.base.http import check_url
 from mcore_mas.rollout.base.options import Registry, Section, lookup
-from mcore_mas.rollout.base.task_group import Deadlines
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.engines import Engine, EngineClient, PolicyClient
 from mcore_mas.rollout.environments import ENVS, TOOLS
@@ -27,6 +26,7 @@ from mcore_mas.rollout.orchestras.program import check_program
 from mcore_mas.rollout.records.trajectory import Group, Sampling, Task, Turn
 from mcore_mas.rollout.rewards import ALLOCATORS
 from mcore_mas.rollout.rewards.penalties import PENALTIES, apply_penalties
+from mcore_mas.rollout.teams.collect import Deadlines
 from mcore_mas.rollout.teams.episode import Episode
 from mcore_mas.rollout.teams.roles import (
     ROLES,
@@ -289,13 +289,9 @@ class AgentConfig(Section):
         return self
 
 
-class CollectionConfig(Section):
+class CollectionConfig(Deadlines):
     """How long the parts of a collection may take, in seconds (None is any time), and how much of it may be lost."""
 
-    call_s: float | None = Field(None, gt=0)  # one reply of a policy's engine, from when the engine is asked
-    tool_s: float | None = Field(None, gt=0)  # one step or other call of the environment
-    trajectory_s: float | None = Field(None, gt=0)
-    batch_s: float | None = Field(None, gt=0)  # all trajectories that a step or a validation plays
     stall_s: float | None = Field(120.0, gt=0)  # without anything finished, until it is said who waits for what
     # share of an agent's answers that nobody may be able to judge; from more on they count as wrong
     max_undecided: float = Field(0.05, ge=0, le=1)
@@ -310,11 +306,6 @@ class CollectionConfig(Section):
             if outer != "tool_s" and own is not None and most is not None and own > most:
                 raise ValueError(f"{inner} {own:g} never comes: {outer} {most:g} is over before; lower it or drop it")
         return self
-
-    @property
-    def limits(self) -> Deadlines:
-        """What `collect` is to keep to."""
-        return Deadlines(tool_s=self.tool_s, trajectory_s=self.trajectory_s, batch_s=self.batch_s)
 
 
 def build_role(name: str, config: AgentConfig) -> Role:

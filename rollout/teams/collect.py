@@ -9,8 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
+from pydantic import Field
+
 from mcore_mas.rollout.base.errors import Defect, PromptTooLong, Undecided
-from mcore_mas.rollout.base.task_group import LEFT, Deadlines, Late, Watchdog, cancel_tasks, put_on_record, together
+from mcore_mas.rollout.base.options import Section
+from mcore_mas.rollout.base.task_group import LEFT, Late, Watchdog, cancel_tasks, put_on_record, together
 from mcore_mas.rollout.engines import Heard
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
@@ -18,6 +21,15 @@ from mcore_mas.rollout.teams.episode import Episode, Orchestra
 from mcore_mas.rollout.teams.journal import Recording, write_quarantined
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.rollout.teams.tree import Branching, Tree
+
+
+class Deadlines(Section):
+    """Seconds that one of each may take; None is any time."""
+
+    call_s: float | None = Field(None, gt=0)  # one reply of a policy's engine, from when its client asks the engine
+    tool_s: float | None = Field(None, gt=0)  # one step or other call of the environment
+    trajectory_s: float | None = Field(None, gt=0)
+    batch_s: float | None = Field(None, gt=0)  # all trajectories that a step or a validation plays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

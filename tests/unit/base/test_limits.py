@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.task_group import Deadlines, Late, Watchdog, within
+from mcore_mas.rollout.base.task_group import Late, Watchdog, within
 from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
 from mcore_mas.rollout.records.trajectory import Status
+from mcore_mas.rollout.teams.collect import Deadlines
 from mcore_mas.rollout.teams.tree import Branching
 from mcore_mas.training.metrics import rollout_metrics
 from tests.support.play import Adder

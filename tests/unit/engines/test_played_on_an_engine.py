@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mcore_mas.rollout.base.task_group import Deadlines
 from mcore_mas.rollout.config.sections import build_player
 from mcore_mas.rollout.engines.embedded.batching import LocalEngine
 from mcore_mas.rollout.records.trajectory import Status, VersionSpan
+from mcore_mas.rollout.teams.collect import Deadlines
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 
 TASKS = [replace(TASK, id=f"task {n}") for n in range(3)]

@@ -9,9 +9,9 @@ import pytest
 
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.rollout.base.errors import EngineError, Unusable
-from mcore_mas.rollout.base.task_group import Deadlines
 from mcore_mas.rollout.environments import ENVS
 from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory
+from mcore_mas.rollout.teams.collect import Deadlines
 from tests.support.play import SEED, STEP, TASK, Adder, Bytes, collect, make_team, seeded
 from tests.support.scripted_engine import ScriptedEngine
 

@@ -13,8 +13,9 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.rollout.base.errors import EngineError, EnvError
-from mcore_mas.rollout.base.task_group import LEFT, PATIENCE_S, Deadlines, Watchdog, cancel_tasks
+from mcore_mas.rollout.base.task_group import LEFT, PATIENCE_S, Watchdog, cancel_tasks
 from mcore_mas.rollout.records.trajectory import Status
+from mcore_mas.rollout.teams.collect import Deadlines
 from mcore_mas.rollout.teams.tree import Branching
 from mcore_mas.training.metrics import losses, rollout_metrics
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team

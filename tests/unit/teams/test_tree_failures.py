@@ -6,9 +6,9 @@ import asyncio
 import re
 
 from mcore_mas.rollout.base.errors import EngineError, EnvError
-from mcore_mas.rollout.base.task_group import Deadlines
 from mcore_mas.rollout.environments.protocol import Step
 from mcore_mas.rollout.records.trajectory import Status, derive_seed
+from mcore_mas.rollout.teams.collect import Deadlines
 from mcore_mas.rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, Adder, seeded
 from tests.support.trees import DUET, duet, grow, rows

@@ -16,7 +16,7 @@ from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines import EngineClient, render_within
 from mcore_mas.rollout.environments.protocol import Step
 from mcore_mas.rollout.records.trajectory import Message, Status, Trajectory
-from mcore_mas.rollout.teams.collect import CollectOptions, Collector
+from mcore_mas.rollout.teams.collect import CollectOptions, Collector, Deadlines
 from mcore_mas.training.measure import Scoreboard, measure, score_rows
 from tests.support.play import SEED, TASK, Bytes, make_team
 from tests.support.scripted_engine import ScriptedEngine
@@ -180,7 +180,7 @@ def test_a_task_of_which_nothing_is_known_has_no_score():
 def test_no_more_are_under_way_than_may_be_and_none_is_late_for_having_waited():
     engine = Flaky(0)
     board = measured(
-        engine, k=50, in_flight=8, client={"deadline_s": 2}, limits=replace(CollectOptions().limits, trajectory_s=2)
+        engine, k=50, in_flight=8, client={"deadline_s": 2}, limits=Deadlines(trajectory_s=2)
     )
     assert engine.busiest == 8
     assert board.counts()["failed"] == {}
