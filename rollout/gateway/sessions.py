@@ -37,7 +37,6 @@ class _Said:
     """A reply that an agent gave."""
 
     chat: Chat  # as it stood then; it is not moved on
-    message: Message  # as the chat has it
     goes_on: bool = False  # whether another reply has come after it in the same chat
 
 
@@ -255,7 +254,7 @@ class GatewaySession:
             self._given[given.id] = whole.messages
         if not cut:
             *_, key = await _maybe_far(_digests, agent.name, whole)
-            self._said[key] = _Said(chat, chat.messages[-1])
+            self._said[key] = _Said(chat)
         return given
 
     def _chat(self, asked: ChatRequest, agent: Agent, place: _Place) -> tuple[Chat, list[Message]]:
@@ -273,7 +272,10 @@ class GatewaySession:
             return chat, news
         said.goes_on = True
         chat.take_over(said.chat)
-        theirs, ours = asked.messages[place.read - 1].calls, [call for call in said.message.calls if call.name]
+        theirs, ours = (
+            asked.messages[place.read - 1].calls,
+            [call for call in said.chat.messages[-1].calls if call.name],
+        )
         ids = {their.id: our.id for their, our in zip(theirs, ours, strict=True)}
         return chat, [replace(message, answers=ids.get(message.answers, message.answers)) for message in news]
 

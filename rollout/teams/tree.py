@@ -27,6 +27,7 @@ from mcore_mas.rollout.teams.team import Call, Team, TeamSession, TurnReply
 _SETTLE = 8  # turns of the event loop in which nested gathers start their calls and hand results on
 
 CallKey = tuple[int, str, str]  # turn, agent, state key: what a call asks for
+Asked = tuple[Call, TurnReply | EngineError | EnvError]  # a call of an earlier round and how it was answered
 
 
 class Branching(Section):
@@ -152,14 +153,6 @@ class BranchError(RuntimeError):
     """A branch that was told the same as another did something else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A call of an earlier round and how it was answered."""
-
-    call: Call
-    answer: TurnReply | EngineError | EnvError
-
-
 class BranchSession(TeamSession):
     """A session whose calls stand open until the tree answers them."""
 
@@ -264,7 +257,7 @@ class Branch:
         """
         await self.rest()
         for asked in rounds:
-            self._expect([_key(one.call) for one in asked])
+            self._expect([_key(call) for call, _ in asked])
             await self._hand_over(asked)
         self._expect(standing)
 
@@ -273,11 +266,11 @@ class Branch:
         self.node, self.resting = node, False
         calls = [call for call, _ in self._seat.open.values()]
         answers = await together(self._seat.ask(call, node) for call in calls)
-        await self._hand_over([Asked(call=call, answer=answer) for call, answer in zip(calls, answers, strict=True)])
+        await self._hand_over(list(zip(calls, answers, strict=True)))
 
     def score(self, alpha: float) -> float:
         """Of the latest round: the local scores of its turns and, once, alpha times what the environment gave."""
-        local = sum(self._seat.scores.get(one.call.index, {}).get("local", 0.0) for one in self.rounds[-1])
+        local = sum(self._seat.scores.get(call.index, {}).get("local", 0.0) for call, _ in self.rounds[-1])
         return local + alpha * sum(self.episode.rewards[self._before :])
 
     def _expect(self, calls: Sequence[CallKey]) -> None:
@@ -287,10 +280,10 @@ class Branch:
     async def _hand_over(self, asked: list[Asked]) -> None:
         self.rounds.append(asked)
         self.resting, self._before = False, len(self.episode.rewards)
-        for one in asked:
-            _, future = self._seat.open.get(one.call.index, (None, None))
+        for call, answer in asked:
+            _, future = self._seat.open.get(call.index, (None, None))
             if future is not None:  # else the orchestra has given the call up
-                settle(future, one.answer)
+                settle(future, answer)
         await self.rest()
 
 
