@@ -14,10 +14,7 @@ _FINISH = {"stop_sequence": "stop"}
 _DELTAS = {"reasoning": "reasoning_content", "text": "content"}
 
 
-class _Function(BaseModel):
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+class _Function(dialects.ToolSpec):
     arguments: str = "{}"
 
 
@@ -71,10 +68,9 @@ def _message(said: _Message) -> Message:
 def _parse(body: bytes) -> ChatRequest:
     asked: _Completions = dialects.read(_Completions, body)
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    tools = (tool.function for tool in asked.tools or ())
     return asked.request(
         [_message(said) for said in asked.messages],
-        (dialects.schema_of(tool.name, tool.description, tool.parameters) for tool in tools),
+        [tool.function for tool in asked.tools or ()],
         max_tokens=asked.max_completion_tokens or asked.max_tokens,
         stop=tuple(filter(None, stop)),
         usage=bool(asked.stream_options and asked.stream_options.include_usage),
@@ -136,7 +132,6 @@ def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
 
 
 COMPLETIONS = Dialect(
-    name="chat completions",
     path="/v1/chat/completions",
     parse=_parse,
     render=_render,

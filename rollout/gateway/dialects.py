@@ -133,7 +133,6 @@ class Growth:
 class Dialect:
     """How one API writes requests, replies, streams and errors."""
 
-    name: str
     path: str  # below a session's address
     parse: Callable[[bytes], ChatRequest]  # raises GatewayError
     render: Callable[[ChatReply], dict[str, Any]]
@@ -164,6 +163,24 @@ def text_of(content: Content) -> str:
     return "\n".join(part.text for part in content)
 
 
+class ToolSpec(BaseModel):
+    """A tool as a program describes it."""
+
+    type: str = "function"
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def told(self) -> ToolSchema:
+        """As a model is told of it."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        try:
+            json.dumps(parameters)
+        except ValueError as error:
+            raise GatewayError(400, f"the parameters of tool '{self.name}': {error}") from None
+        return ToolSchema(name=self.name, description=self.description or "", parameters=parameters)
+
+
 class TextFormat(BaseModel):
     """The form of a reply; nothing here holds a model to a grammar."""
 
@@ -179,7 +196,7 @@ class Body(BaseModel):
     stream: bool | None = None
 
     def request(
-        self, messages: Sequence[Message], tools: Iterable[ToolSchema], *, system: str | None = None, **own: Any
+        self, messages: Sequence[Message], tools: Iterable[ToolSpec] | None, *, system: str | None = None, **own: Any
     ) -> ChatRequest:
         """What is asked, with the fields that are the dialect's `own`; `system` is said before the messages."""
         named = {"temperature": self.temperature, "top_p": self.top_p}
@@ -187,7 +204,7 @@ class Body(BaseModel):
         return ChatRequest(
             model=self.model,
             messages=conversation([*opening, *messages]),
-            tools=tuple(tools),
+            tools=tuple(tool.told() for tool in tools or ()),
             sampling={name: value for name, value in named.items() if value is not None},
             stream=bool(self.stream),
             **own,
@@ -213,16 +230,6 @@ def arguments_of(given: str | dict[str, Any]) -> str:
     except ValueError:
         pass
     raise GatewayError(400, "the arguments of a tool call are no JSON object")
-
-
-def schema_of(name: str, description: str | None, parameters: dict[str, Any] | None) -> ToolSchema:
-    """A tool as a program describes it."""
-    parameters = parameters or {"type": "object", "properties": {}}
-    try:
-        json.dumps(parameters)
-    except ValueError as error:
-        raise GatewayError(400, f"the parameters of tool '{name}': {error}") from None
-    return ToolSchema(name=name, description=description or "", parameters=parameters)
 
 
 def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -30,11 +30,10 @@ class _Said(BaseModel):
     content: str | list[_Block]
 
 
-class _Tool(BaseModel):
-    name: str = Field(min_length=1)
+class _Tool(dialects.ToolSpec):
     type: str = Field(default="custom", pattern=r"^(custom|(memory|bash|text_editor)_\d{8})$")
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None  # none of those that Anthropic defines, and the client runs
+    # none of those that Anthropic defines, and the client runs
+    parameters: dict[str, Any] | None = Field(None, alias="input_schema")
 
 
 class _MessagesBody(dialects.Body):
@@ -67,7 +66,7 @@ def _parse(body: bytes) -> ChatRequest:
     asked: _MessagesBody = dialects.read(_MessagesBody, body)
     return asked.request(
         [message for said in asked.messages for message in _messages(said)],
-        (dialects.schema_of(tool.name, tool.description, tool.input_schema) for tool in asked.tools or ()),
+        asked.tools,
         system=dialects.text_of(asked.system),
         max_tokens=asked.max_tokens,
         stop=tuple(filter(None, asked.stop_sequences or ())),
@@ -129,6 +128,4 @@ def _error(error: dialects.GatewayError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": error.kind, "message": str(error)}, "request_id": None}
 
 
-MESSAGES = dialects.Dialect(
-    name="messages", path="/v1/messages", parse=_parse, render=_render, stream=_stream, error=_error
-)
+MESSAGES = dialects.Dialect(path="/v1/messages", parse=_parse, render=_render, stream=_stream, error=_error)

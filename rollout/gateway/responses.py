@@ -33,11 +33,8 @@ class _Item(BaseModel):
     output: Content = None
 
 
-class _Tool(BaseModel):
+class _Tool(dialects.ToolSpec):
     type: Literal["function"]  # tools of OpenAI's own servers are not here
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
 
 
 class _Text(BaseModel):
@@ -88,7 +85,7 @@ def _parse(body: bytes) -> ChatRequest:
     items = [_Item(content=asked.input)] if isinstance(asked.input, str) else asked.input
     return asked.request(
         _messages(items),
-        (dialects.schema_of(tool.name, tool.description, tool.parameters) for tool in asked.tools or ()),
+        asked.tools,
         system=asked.instructions,
         max_tokens=asked.max_output_tokens,
         kept=asked.store is not False,
@@ -171,5 +168,5 @@ def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
 
 
 RESPONSES = dialects.Dialect(
-    name="responses", path="/v1/responses", parse=_parse, render=_render, stream=_stream, error=dialects.openai_error
+    path="/v1/responses", parse=_parse, render=_render, stream=_stream, error=dialects.openai_error
 )
