@@ -19,7 +19,7 @@ from mcore_mas.rollout.base.options import HERE, checked, lookup
 from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.config.data import TaskFile, placed_tasks
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
-from mcore_mas.rollout.tasks.files import PLAIN, distinct, located_dataset, not_downloaded, row_tasks
+from mcore_mas.rollout.tasks.files import PLAIN, distinct, located_dataset, not_downloaded, read_task_file
 from mcore_mas.rollout.tasks.splits import SPLITS
 from mcore_mas.rollout.teams.roles import Parser
 
@@ -181,7 +181,7 @@ def load_tasks(
         raise TaskError(invalid(error, TaskFile)) from error
     if rows is not None:
         own = file.columns.model_dump(exclude_none=True)
-        placed = row_tasks("rows", rows, format=format, split=split, columns=own)
+        placed = read_task_file(file.path, rows, format=format, split=split, columns=own)
     elif file.path.exists():
         placed = placed_tasks(file, split, format)
     else:

@@ -116,7 +116,13 @@ Placed = tuple[str, Task]  # where a task is from, "file: row 7"
 
 
 def read_task_file(
-    path: Path, *, format: str, split: str, source: str = "", columns: Mapping[str, str] = MappingProxyType({})
+    path: Path,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    *,
+    format: str,
+    split: str,
+    source: str = "",
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Placed]:
     """The tasks of a file with the rows they are from, counted from 0; rows with nothing to score are left out.
 
@@ -124,6 +130,7 @@ def read_task_file(
     `tasks` bring ids, sources and splits of their own.
 
     Args:
+        rows: what is there; None: the file is read.
         format: a name in READABLE, or the import path of a Format.
         split: train, validation or test.
         source: the data source to report under; "" is the row's own, or the format's name.
@@ -133,37 +140,24 @@ def read_task_file(
         RecordError: the file or a row of it is not of that format: says which, and what was expected.
         UnknownName: no such format.
     """
-    if lookup("data format", format, READABLE) is None:
+    if rows is None and lookup("data format", format, READABLE) is None:
         for number, task in enumerate(read_tasks(path)):
             yield f"{path}: row {number}", task
         return
-    yield from row_tasks(path, read_rows(path), format=format, split=split, source=source, columns=columns)
-
-
-def row_tasks(
-    place: Path | str,
-    rows: Iterable[Mapping[str, Any]],
-    *,
-    format: str,
-    split: str,
-    source: str = "",
-    columns: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[Placed]:
-    """The tasks of rows that are at `place`, as `read_task_file`."""
     known = lookup("data format", format, FORMATS)
     if columns:
         if not isinstance(known, Fields):
-            raise RecordError(f"{place}: rows of format {format} are programs with tests; leave columns out")
+            raise RecordError(f"{path}: rows of format {format} are programs with tests; leave columns out")
         own: dict[str, Any] = {_COLUMNS[what]: (name.lower(),) for what, name in columns.items()}
         known = replace(known, **own)
-    for number, row in enumerate(rows):
+    for number, row in enumerate(read_rows(path) if rows is None else rows):
         try:
             problem = known.problem(row)
         except BadRow as error:
-            raise RecordError(f"{place}: row {number} of format {format} {error}") from error
+            raise RecordError(f"{path}: row {number} of format {format} {error}") from error
         if problem is not None:
             label = source or problem.source or format.rpartition(":")[2]
-            yield f"{place}: row {number}", problem_task(problem, known.env, split, label)
+            yield f"{path}: row {number}", problem_task(problem, known.env, split, label)
 
 
 def distinct(placed: Iterable[Placed], seen: dict[str, Placed], *, drop: bool) -> Iterator[Task]:
