@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from pydantic import ConfigDict
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoTokenizer
 
 from mcore_mas.retrieval.corpus import RetrievalError
@@ -125,12 +126,9 @@ class Encoder:
         return vectors
 
     def _pool(self, model: torch.nn.Module, tokens: list[list[int]]) -> np.ndarray:
-        width = len(tokens[0])  # the longest comes first
-        ids = torch.full((len(tokens), width), self._tokenizer.pad_token_id or 0)
-        mask = torch.zeros((len(tokens), width), dtype=torch.long)
-        for row, line in enumerate(tokens):
-            ids[row, : len(line)] = torch.tensor(line)
-            mask[row, : len(line)] = 1
+        lines = [torch.tensor(line) for line in tokens]
+        ids = pad_sequence(lines, batch_first=True, padding_value=self._tokenizer.pad_token_id or 0)
+        mask = pad_sequence([torch.ones_like(line) for line in lines], batch_first=True)
         ids, mask = ids.to(self._model.device), mask.to(self._model.device)
         hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state  # [B, L, dim]
         if self.identity.pooling == "cls":
