@@ -18,8 +18,8 @@ from mcore_mas.rollout.teams.roles import Agent, AgentReply, WhenFull
 
 _UNANSWERED = "This tool was not called: there were no turns left for it."
 _DROPPED = "[This result was dropped to save space.]"
-# (tool, what makes the call, turn that asked for it, whether the environment writes it down) -> the call made
-ToolRunner = Callable[[str, Callable[[], Awaitable[ToolCall]], int, bool], Awaitable[ToolCall]]
+# (tool, what makes the call, turn that asked for it) -> the call made
+ToolRunner = Callable[[str, Callable[[], Awaitable[ToolCall]], int], Awaitable[ToolCall]]
 
 
 class ChatHost(Protocol):
@@ -188,9 +188,10 @@ class Chat:
     async def _call(self, call: ToolUse, reply: AgentReply) -> str:
         rules, tool = self._agent.chats, self._tools.get(call.name)
         make = partial(call_tool, self._tools, call, call_s=rules.call_s, most_chars=rules.result_chars)
-        noted = tool is not None and tool.noted
-        kept = make if noted or (tool is not None and tool.again) else partial(once, ToolCall, make, self.id, call)
-        return (await self._host.run_tool(call.name, kept, reply.turn, noted)).result
+        if tool is not None and tool.noted:  # a step of the environment, which is timed and written down as any
+            return (await make()).result
+        kept = make if tool is not None and tool.again else partial(once, ToolCall, make, self.id, call)
+        return (await self._host.run_tool(call.name, kept, reply.turn)).result
 
     async def drop_results(self) -> bool:
         """Leave out the older half of the results of tools that are still there; False where there are none."""

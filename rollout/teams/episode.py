@@ -77,10 +77,8 @@ class Episode:
                 self.seat.tools[agent.name] = own
         self.seat.run_tool = self.run_tool
 
-    async def run_tool(self, name: str, call: Callable[[], Awaitable[ToolCall]], turn: int, noted: bool) -> ToolCall:
+    async def run_tool(self, name: str, call: Callable[[], Awaitable[ToolCall]], turn: int) -> ToolCall:
         """Make a tool call of a turn (see `ToolRunner`): timed, Blamed on its tool, and written down."""
-        if noted:
-            return await call()  # a step of this episode, which does all that
         began = time.time()
         with self.seat.waits(f"tools.{name}"):
             made = await self._timed(f"tools.{name}", call)

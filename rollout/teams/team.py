@@ -91,7 +91,7 @@ class TeamSession:
         self._place, self._session = place, "/".join(map(str, place))
         self.tools: dict[str, Sequence[Tool]] = {}  # by agent, those that are open for this trajectory
         # makes a call of a tool; an episode times it and writes it down
-        self.run_tool: ToolRunner = lambda name, call, turn, noted: call()
+        self.run_tool: ToolRunner = lambda name, call, turn: call()
         self._chats: dict[str, int] = {}  # by agent, how many it has
         self._calls: dict[str, int] = {}  # by agent, of tools
         self._asked = 0
