@@ -44,7 +44,7 @@ _WORDS: Mapping[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableModel:
-    """How a target comes from the features: y = b + Σ w x + effect of the level + noise, or whether that is above 0.
+    """How a target comes from the features: y = b + Σ w x + effect of the level + N(0, 1), or whether that is above 0.
 
     Tables of different worlds have nothing in common that could be learned by heart.
     """
@@ -54,7 +54,6 @@ class TableModel:
     weights: tuple[int, ...]  # one per numeric feature; 0 is a feature without meaning
     intercept: int
     effects: tuple[int, int, int]  # of the levels low, middle, high
-    noise: float  # its standard deviation
 
     @property
     def key(self) -> str:
@@ -117,7 +116,6 @@ def _draw(random: Random, kind: TableKind, features: int) -> TableModel:
         weights=tuple(weights),
         intercept=random.randint(-4, 4) if kind == "regression" else -effects[0],
         effects=(effects[0], effects[1], effects[2]),
-        noise=1.0,
     )
 
 
@@ -125,7 +123,7 @@ def _sample(random: Random, world: TableModel, count: int, first: int) -> _Rows:
     features = [[round(random.gauss(0.0, 1.5), 2) for _ in world.weights] for _ in range(count)]
     levels = [random.randrange(3) for _ in range(count)]
     signals = [world.signal(row, level) for row, level in zip(features, levels, strict=True)]
-    noisy = [signal + random.gauss(0.0, world.noise) for signal in signals]
+    noisy = [signal + random.gauss(0.0, 1.0) for signal in signals]
     targets = [round(y, 2) if world.kind == "regression" else float(y > 0) for y in noisy]
     ids = list(range(first, first + count))
     return _Rows(ids=ids, features=features, levels=levels, signals=signals, targets=targets)

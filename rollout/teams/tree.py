@@ -171,9 +171,10 @@ class BranchSession(TeamSession):
         finally:
             self.stirred.set()
 
-    def put_on_record(self) -> None:
-        """Tell calls of tools apart by the latest turn: branches may ask the same, and hear otherwise."""
+    async def play(self, episode: Episode) -> None:
+        """Play, and tell calls of tools apart by the latest turn: branches may ask the same, and hear otherwise."""
         put_on_record(self._team.record, lambda: f"{self._session} {self.last.seed if self.last else ''}")
+        await episode.play()
 
     def place(self, turn: int, /, node: str) -> None:
         """Refuse: the turns of this session have their nodes already."""
@@ -224,7 +225,7 @@ class Branch:
         """Until the orchestra has ended, or waits for open calls and nothing else."""
         seat = self._seat
         if self._task is None:
-            self._task = asyncio.create_task(self._play())
+            self._task = asyncio.create_task(seat.play(self.episode))
             self._task.add_done_callback(lambda _: seat.stirred.set())
         while not self._task.done():
             seat.stirred.clear()
@@ -239,10 +240,6 @@ class Branch:
         self.resting = True
         if self._task.done():
             self._task.result()
-
-    async def _play(self) -> None:
-        self._seat.put_on_record()
-        await self.episode.play()
 
     async def close(self) -> None:
         """End the orchestra where it stands."""

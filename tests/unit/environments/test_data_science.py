@@ -251,7 +251,7 @@ def test_generated_tables_are_a_function_of_the_seed_and_splits_share_no_world()
     assert tasks[:40] == generate(1, {"train": 30, "validation": 5, "test": 5}, train_rows=10, test_rows=10)
     assert len({task.id for task in tasks}) == 80
     assert {task.source for task in tasks} == {"tabular_regression", "tabular_classification"}
-    world = TableModel(kind="regression", metric="mae", weights=(2, 0), intercept=1, effects=(0, 4, -4), noise=1.0)
+    world = TableModel(kind="regression", metric="mae", weights=(2, 0), intercept=1, effects=(0, 4, -4))
     assert [world.signal([1.5, 9.0], level) for level in range(3)] == [4.0, 8.0, 0.0]
 
 
