@@ -11,8 +11,8 @@ from pydantic import PositiveFloat, PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.environments.code import last_program
-from mcore_mas.rollout.environments.predictions import TABLE_METRICS, BadSubmission, Target
-from mcore_mas.rollout.environments.protocol import Step, ToolCall
+from mcore_mas.rollout.environments.predictions import TABLE_METRICS, Target
+from mcore_mas.rollout.environments.protocol import AgentMistake, Step, ToolCall
 from mcore_mas.rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.sandbox import Sandbox, Session
@@ -118,10 +118,10 @@ class DataScienceEnv:
         metrics = {"submitted": float(content is not None), "malformed_submission": 0.0, "normalised": 0.0}
         try:
             if content is None:
-                raise BadSubmission(f"there is no {SUBMISSION}")
+                raise AgentMistake(f"there is no {SUBMISSION}")
             score = target.score(content.decode("utf-8", errors="replace"))
             reward = target.normalise(score, self.reward)
-        except BadSubmission as error:
+        except AgentMistake as error:
             metrics |= {"malformed_submission": metrics["submitted"], "solved": 0.0}
             observation = f"The submission cannot be scored: {error}."
             reward = self.malformed

@@ -16,9 +16,9 @@ from pydantic import PositiveFloat, PositiveInt
 from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.task_group import cancel_tasks, once, settle
-from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
+from mcore_mas.rollout.environments.protocol import AgentMistake, Step, ToolCall, last_tag
 from mcore_mas.rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
-from mcore_mas.rollout.environments.tools import BadArguments, Tool, ToolFailed, check_arguments
+from mcore_mas.rollout.environments.tools import Tool, ToolFailed, check_arguments
 from mcore_mas.rollout.models.tool_calls import ToolSchema
 from mcore_mas.rollout.records.trajectory import Task
 
@@ -185,7 +185,7 @@ class McpEnv:
             tool, arguments = _read(call, self._tools)
             tools = (await self._call(tool, arguments),)
             observation = tools[0].result
-        except BadArguments as error:
+        except AgentMistake as error:
             self._counts["bad_calls"] += 1
             observation = str(error)
         if self._steps == self.max_turns:
@@ -219,7 +219,7 @@ class McpEnv:
 
 
 def _read(call: str | None, tools: Mapping[str, Tool]) -> tuple[Tool, dict[str, Any]]:
-    """The tool that a call names, and its arguments; BadArguments if it cannot be made."""
+    """The tool that a call names, and its arguments; AgentMistake if it cannot be made."""
     try:
         fields = json.loads(call or "")
         name, arguments = fields["tool"], fields.get("arguments", {})
@@ -227,9 +227,9 @@ def _read(call: str | None, tools: Mapping[str, Tool]) -> tuple[Tool, dict[str, 
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise TypeError("expected a name and an object")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadArguments(f"This is no call.\n{_FORM}") from error
+        raise AgentMistake(f"This is no call.\n{_FORM}") from error
     if name not in tools:
-        raise BadArguments(f"There is no tool '{name}'; tools: {', '.join(tools)}")
+        raise AgentMistake(f"There is no tool '{name}'; tools: {', '.join(tools)}")
     check_arguments(name, arguments, tools[name].schema.parameters)
     return tools[name], arguments
 

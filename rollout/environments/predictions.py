@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
-
-class BadSubmission(ValueError):
-    """A submission cannot be scored: says what was expected. It names no truth."""
-
+from mcore_mas.rollout.environments.protocol import AgentMistake
 
 ScoredRows = Sequence[tuple[Any, Any]]  # truth and prediction: numbers, or labels, in which 1 and 1.0 are the same
 
@@ -44,11 +41,11 @@ def rmse(rows: ScoredRows) -> float:
 
 
 def rmsle(rows: ScoredRows) -> float:
-    """The root of the mean squared error of log(1 + x); BadSubmission if a prediction is -1 or less."""
+    """The root of the mean squared error of log(1 + x); AgentMistake if a prediction is -1 or less."""
     try:
         return rmse([(math.log1p(a), math.log1p(b)) for a, b in rows])
     except ValueError as error:
-        raise BadSubmission("rmsle takes predictions above -1") from error
+        raise AgentMistake("rmsle takes predictions above -1") from error
 
 
 def log_loss(rows: ScoredRows) -> float:
@@ -102,18 +99,18 @@ class Target:
         """The metric of a submission, CSV text with the columns `id_column` and `column`, in any order of rows.
 
         Raises:
-            BadSubmission: it is not of that form, or has not every id once.
+            AgentMistake: it is not of that form, or has not every id once.
         """
         given = self._read(submission)
         metric = TABLE_METRICS[self.metric]
         if metric.numeric:
             for value in given.values():
                 if not _finite(value):
-                    raise BadSubmission(f"column {self.column} holds {value[:40]!r}; expected finite numbers")
+                    raise AgentMistake(f"column {self.column} holds {value[:40]!r}; expected finite numbers")
         try:
             return metric.score(list(self.truth.values()), [given[key] for key in self.truth])
         except OverflowError as error:
-            raise BadSubmission(f"column {self.column} holds numbers that are too large") from error
+            raise AgentMistake(f"column {self.column} holds numbers that are too large") from error
 
     def normalise(self, score: float, how: Literal["normalised", "gap"]) -> float:
         """A score as reward: in [0, 1] by its metric, or the relative performance gap.
@@ -143,17 +140,17 @@ class Target:
                 if column not in columns:
                     found = ", ".join(map(str, columns))[:200] or "nothing"
                     expected = f"{self.id_column},{self.column}"
-                    raise BadSubmission(f"no column {column}; expected {expected} and found {found}")
+                    raise AgentMistake(f"no column {column}; expected {expected} and found {found}")
             for row in rows:
                 key, value = (row[self.id_column] or "").strip(), (row[self.column] or "").strip()
                 if key in given:
-                    raise BadSubmission(f"{self.id_column} {key[:40]!r} comes twice")
+                    raise AgentMistake(f"{self.id_column} {key[:40]!r} comes twice")
                 given[key] = value
         except csv.Error as error:
-            raise BadSubmission(f"not CSV ({error})") from error
+            raise AgentMistake(f"not CSV ({error})") from error
         wrong = [key for key in self.truth if not given.get(key)] or [key for key in given if key not in self.truth]
         if wrong:
-            raise BadSubmission(
+            raise AgentMistake(
                 f"{len(wrong)} rows of test.csv have no prediction or are not known, one of them is "
                 f"{self.id_column} {wrong[0][:40]!r}; expected {len(self.truth)} rows"
             )

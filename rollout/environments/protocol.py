@@ -32,6 +32,10 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)  # `solved`, where there is one, is what evaluation counts
 
 
+class AgentMistake(ValueError):
+    """What an agent wrote cannot be used: says why, in words for the agent, and nothing that it must not know."""
+
+
 class Env(Protocol):
     """One task's world, used by one trajectory; any of its methods may raise what `step` raises."""
 

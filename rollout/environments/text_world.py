@@ -17,7 +17,7 @@ from pydantic import JsonValue, PositiveFloat, PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.environments.protocol import AgentMistake, Step
 from mcore_mas.rollout.records.trajectory import Task
 
 _T = TypeVar("_T")
@@ -25,10 +25,6 @@ _T = TypeVar("_T")
 _MOST_CHOICES = 100  # possible actions that are shown; where there are more, none are
 _MARKED = re.compile(r"\x1b\[\d+(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)  # what a terminal highlights
 _SESSIONS = count()  # of this process: the shop tells its visitors apart by name
-
-
-class BadAction(ValueError):
-    """A text is no action here: says what one looks like, in words for the agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +66,7 @@ class WorldEnv:
         raise NotImplementedError
 
     def act(self, action: str) -> Scene:
-        """Do something; BadAction if the text is no action, and nothing was changed."""
+        """Do something; AgentMistake if the text is no action, and nothing was changed."""
         raise NotImplementedError
 
     def thread(self) -> Executor:
@@ -107,7 +103,7 @@ class WorldEnv:
         try:
             scene = await self._call(self.act, action.strip())
             shown, reward = self._shown(scene), scene.reward
-        except BadAction as error:
+        except AgentMistake as error:
             self._bad += 1
             scene, shown, reward = before, f"{error}\n{self._shown(before)}", self.malformed
         self._scene = scene
@@ -134,7 +130,7 @@ class WorldEnv:
             return await asyncio.wait_for(future, self.deadline_s)
         except TimeoutError as error:
             raise EnvError(f"the world did not answer within {self.deadline_s:g} s") from error
-        except (BadAction, EnvError):
+        except (AgentMistake, EnvError):
             raise
         except Exception as error:  # of somebody else's code: it fails this trajectory, not the run
             raise EnvError(f"the world failed ({type(error).__name__}: {error})") from error
@@ -205,7 +201,7 @@ class GymnasiumEnv(WorldEnv):
             action = numbers[0] if isinstance(space, Discrete) and len(numbers) == 1 else numbers
         if not space.contains(action):
             expected = f"one of {', '.join(self.actions)}" if self.actions else str(space)
-            raise BadAction(f"This is no action; expected {expected}.")
+            raise AgentMistake(f"This is no action; expected {expected}.")
         return action
 
     def _show(self, observation: Any) -> str:
@@ -297,7 +293,7 @@ class WebshopEnv(WorldEnv):
 
     def act(self, action: str) -> Scene:
         if not (action.startswith(("search[", "click[")) and action.endswith("]")):
-            raise BadAction("This is no action; expected search[words] or click[what can be clicked].")
+            raise AgentMistake("This is no action; expected search[words] or click[what can be clicked].")
         text, reward, done, _ = self._env.step(action)
         choices = () if done else self._choices()
         return Scene(text=text, reward=float(reward), done=bool(done), solved=done and reward == 1, choices=choices)

@@ -16,16 +16,12 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.base.options import descriptions, options_model
 from mcore_mas.rollout.base.schema_words import json_schema
-from mcore_mas.rollout.environments.protocol import Env, ToolCall
+from mcore_mas.rollout.environments.protocol import AgentMistake, Env, ToolCall
 from mcore_mas.rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
 from mcore_mas.rollout.models.tool_calls import ToolSchema
 from mcore_mas.rollout.records.trajectory import ToolUse
 from mcore_mas.rollout.sandbox import Sandbox, Session
 from mcore_mas.rollout.sandbox.records import RunLimits, Verdict, render_result
-
-
-class BadArguments(ValueError):
-    """A tool call that cannot be made: the model's mistake, whose message may be shown to it."""
 
 
 class ToolFailed(Exception):
@@ -37,7 +33,7 @@ class Tool:
     """A tool as agents are told of it, and what it does."""
 
     schema: ToolSchema
-    run: Callable[..., Awaitable[str]]  # its arguments by name; raises BadArguments or ToolFailed
+    run: Callable[..., Awaitable[str]]  # its arguments by name; raises AgentMistake or ToolFailed
     noted: bool = False  # the environment writes its calls down itself
     parallel: bool = False  # calls of one reply may be under way at once, and no call changes what another finds
     again: bool = False  # what calls do is gone with the trajectory, such as variables: a death repeats them
@@ -63,14 +59,14 @@ def tool_of(function: Callable[..., Awaitable[str]], **flags: bool) -> Tool:
 
 
 def check_arguments(name: str, arguments: object, schema: Mapping[str, Any]) -> None:
-    """Refuse, with BadArguments, what is not as the tool's schema says; EnvError if that is no schema."""
+    """Refuse, with AgentMistake, what is not as the tool's schema says; EnvError if that is no schema."""
     import jsonschema
 
     try:
         jsonschema.validate(arguments, schema)
     except jsonschema.ValidationError as error:
         place = "/".join(map(str, error.absolute_path)) or "arguments"
-        raise BadArguments(f"{name}: {place}: {error.message}") from error
+        raise AgentMistake(f"{name}: {place}: {error.message}") from error
     except Exception as error:
         raise EnvError(f"the schema of tool '{name}' failed ({type(error).__name__}: {error})") from error
 
@@ -88,7 +84,7 @@ async def call_tool(tools: Mapping[str, Tool], use: ToolUse, *, call_s: float, m
     failed = True
     try:
         if use.name not in tools:
-            raise BadArguments(f"There is no tool '{use.name}'; tools: {', '.join(tools)}")
+            raise AgentMistake(f"There is no tool '{use.name}'; tools: {', '.join(tools)}")
         tool, arguments = tools[use.name], json.loads(use.arguments)
         check_arguments(use.name, arguments, tool.schema.parameters)
         # a step of the environment's own has the run's limit: that a retriever is away is nothing to tell a model
@@ -97,7 +93,7 @@ async def call_tool(tools: Mapping[str, Tool], use: ToolUse, *, call_s: float, m
         failed = False
     except TimeoutError:
         result = f"{use.name}: nothing came within {call_s:g} s"
-    except (BadArguments, ToolFailed) as error:
+    except (AgentMistake, ToolFailed) as error:
         result = str(error)
     if len(result) > most_chars:
         half = most_chars // 2
@@ -134,7 +130,7 @@ async def calculator(*, expression: str) -> str:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
         return str(value.numerator) if value.denominator == 1 else f"{value} = {float(value):.12g}"
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
-        raise BadArguments(f"calculator: {error or type(error).__name__}") from error
+        raise AgentMistake(f"calculator: {error or type(error).__name__}") from error
 
 
 def _value(node: ast.AST) -> Fraction:

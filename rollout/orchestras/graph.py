@@ -258,10 +258,6 @@ _GRAMMAR = "names, texts, numbers, comparisons, in, and, or, not, len(...)"
 _Value = Callable[[Mapping[str, Any]], Any]  # of a part, given the values of names
 
 
-class ExpressionError(ValueError):
-    """A condition that cannot be used: says which, and what in it."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Expression:
     """A condition over named values; a dotted name is one name, not an attribute."""
@@ -274,24 +270,24 @@ class Expression:
         """Whether the condition is true of `values`, which has all of `names`.
 
         Raises:
-            ExpressionError: two values cannot be compared. As every part is evaluated, whatever the others are, this
+            ValueError: two values cannot be compared. As every part is evaluated, whatever the others are, this
                 depends on the types of the values alone.
         """
         try:
             return bool(self._value(values))
         except TypeError as error:
-            raise ExpressionError(f"condition '{self.text}': {error}") from error
+            raise ValueError(f"condition '{self.text}': {error}") from error
 
 
 @lru_cache(maxsize=1024)
 def read_expression(text: str) -> Expression:
-    """The condition that `text` writes; ExpressionError if it is none, or more than the grammar allows."""
+    """The condition that `text` writes; ValueError if it is none, or more than the grammar allows."""
     if len(text) > _LIMIT:
-        raise ExpressionError(f"condition '{text[:20]}...': {len(text)} characters; at most {_LIMIT}")
+        raise ValueError(f"condition '{text[:20]}...': {len(text)} characters; at most {_LIMIT}")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ExpressionError(f"condition '{text}': not an expression ({error})") from error
+        raise ValueError(f"condition '{text}': not an expression ({error})") from error
     names: list[str] = []
     value = _read(tree, text, names)
     return Expression(text, tuple(dict.fromkeys(names)), value)
@@ -330,4 +326,4 @@ def _read(node: ast.expr, text: str, names: list[str]) -> _Value:
         case ast.Call(func=ast.Name(id="len"), args=[argument], keywords=[]):
             [measured] = read(argument)
             return lambda values: len(measured(values))
-    raise ExpressionError(f"condition '{text}': '{ast.unparse(node)}' is not allowed; allowed: {_GRAMMAR}")
+    raise ValueError(f"condition '{text}': '{ast.unparse(node)}' is not allowed; allowed: {_GRAMMAR}")

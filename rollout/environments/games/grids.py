@@ -228,7 +228,7 @@ class Sokoban(_GridGame[SokobanRoom]):
         return pair[cell in state.goals]
 
     def _move(self, state: SokobanRoom, move: str) -> Played[SokobanRoom]:
-        pushed = _push(state.walls, state.boxes, state.player, move)
+        pushed = _push(state.walls, state.player, state.boxes, move)
         player, boxes = pushed or (state.player, state.boxes)
         after = replace(state, player=player, boxes=boxes, moves=state.moves + 1)
         reward = self.step if pushed else self.impossible
@@ -248,18 +248,16 @@ class Sokoban(_GridGame[SokobanRoom]):
 
     def solve(self, state: SokobanRoom) -> str | None:
         """The fewest moves; None when the room is lost."""
-
-        def after(node: tuple[Cell, frozenset[Cell]]) -> list[tuple[str, tuple[Cell, frozenset[Cell]]]]:
-            player, boxes = node
-            steps = ((move, _push(state.walls, boxes, player, move)) for move in MOVES)
-            return [(move, to) for move, to in steps if to is not None]
-
-        moves = puzzles.breadth_first((state.player, state.boxes), after, lambda node: node[1] == state.goals)
+        moves = puzzles.breadth_first(
+            (state.player, state.boxes),
+            lambda node: ((move, to) for move in MOVES if (to := _push(state.walls, *node, move))),
+            lambda node: node[1] == state.goals,
+        )
         return None if moves is None else " ".join(moves)
 
 
 def _push(
-    walls: frozenset[Cell], boxes: frozenset[Cell], player: Cell, move: str
+    walls: frozenset[Cell], player: Cell, boxes: frozenset[Cell], move: str
 ) -> tuple[Cell, frozenset[Cell]] | None:
     to = neighbour(player, move)
     if to in walls:

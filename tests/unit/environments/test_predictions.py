@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from mcore_mas.rollout.environments.predictions import TABLE_METRICS, BadSubmission, Target
+from mcore_mas.rollout.environments.predictions import TABLE_METRICS, Target
+from mcore_mas.rollout.environments.protocol import AgentMistake
 
 LABELS, GUESSES = ["1", "1", "0", "0", "1"], ["1", "0", "0", "1", "1.0"]
 VALUES, PREDICTED = ["1", "2", "3"], ["1", "4", "0"]
@@ -67,7 +68,7 @@ def test_rows_are_matched_by_id() -> None:
     ],
 )
 def test_other_submissions_are_refused_without_a_word_on_the_truth(text: str, message: str) -> None:
-    with pytest.raises(BadSubmission, match=message):
+    with pytest.raises(AgentMistake, match=message):
         target().score(text)
 
 

@@ -18,8 +18,8 @@ from gymnasium import spaces
 
 from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.environments import text_world
-from mcore_mas.rollout.environments.protocol import Env, Step
-from mcore_mas.rollout.environments.text_world import AlfworldEnv, BadAction, GymnasiumEnv, Scene, WebshopEnv, WorldEnv
+from mcore_mas.rollout.environments.protocol import AgentMistake, Env, Step
+from mcore_mas.rollout.environments.text_world import AlfworldEnv, GymnasiumEnv, Scene, WebshopEnv, WorldEnv
 from mcore_mas.rollout.records.files import RecordError
 from mcore_mas.rollout.records.trajectory import Status, Task
 from mcore_mas.rollout.tasks import GENERATORS
@@ -202,7 +202,7 @@ def test_a_world_that_hangs_is_given_up() -> None:
             return Scene(text="late")
 
         def act(self, action: str) -> Scene:
-            raise BadAction("no")
+            raise AgentMistake("no")
 
     with pytest.raises(EnvError, match=r"did not answer within 0\.05 s"):
         played(partial(Slow, deadline_s=0.05), "1", "x")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_mas.rollout.orchestras.graph import ExpressionError, read_expression
+from mcore_mas.rollout.orchestras.graph import read_expression
 
 VALUES = {"verdict": "yes", "verdict.runs": 2, "draft": "", "draft.text": "no tag"}
 
@@ -63,24 +63,24 @@ def test_names_are_listed_once() -> None:
     ],
 )
 def test_nothing_else_is_allowed(text: str, part: str) -> None:
-    with pytest.raises(ExpressionError) as caught:
+    with pytest.raises(ValueError) as caught:
         read_expression(text)
     assert f"'{part}' is not allowed; allowed: names, texts" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "verdict ==", "a = 1", "import os", "a; b", "\0", "(" * 300])
 def test_what_is_no_expression_is_refused(text: str) -> None:
-    with pytest.raises(ExpressionError, match="not an expression") as caught:
+    with pytest.raises(ValueError, match="not an expression") as caught:
         read_expression(text)
     assert "\n" not in str(caught.value)
 
 
 def test_a_condition_is_short() -> None:
-    with pytest.raises(ExpressionError, match="501 characters; at most 500"):
+    with pytest.raises(ValueError, match="501 characters; at most 500"):
         read_expression("a" * 501)
 
 
 @pytest.mark.parametrize("text", ["verdict < 3", "3 in verdict", "len(3) > 1", "verdict or draft < 3", "'a' in 3"])
 def test_values_that_cannot_be_compared_are_refused_whatever_they_are(text: str) -> None:
-    with pytest.raises(ExpressionError, match="condition '"):
+    with pytest.raises(ValueError, match="condition '"):
         read_expression(text).holds(VALUES)

@@ -16,7 +16,8 @@ import pytest
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.packing.pack import pack
 from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.environments.tools import BadArguments, Tool, tool_of
+from mcore_mas.rollout.environments.protocol import AgentMistake
+from mcore_mas.rollout.environments.tools import Tool, tool_of
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.records.trajectory import Group, Sampling, Status, Trajectory
 from mcore_mas.rollout.teams.chat import Chat
@@ -42,7 +43,7 @@ async def counting() -> AsyncIterator[list[Tool]]:
         """
         nonlocal count
         if by < 0:
-            raise BadArguments("count_on: only forwards")
+            raise AgentMistake("count_on: only forwards")
         if by > 99:
             raise RuntimeError("the counter broke")
         count += by

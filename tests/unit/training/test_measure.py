@@ -179,9 +179,7 @@ def test_a_task_of_which_nothing_is_known_has_no_score():
 
 def test_no_more_are_under_way_than_may_be_and_none_is_late_for_having_waited():
     engine = Flaky(0)
-    board = measured(
-        engine, k=50, in_flight=8, client={"deadline_s": 2}, limits=Deadlines(trajectory_s=2)
-    )
+    board = measured(engine, k=50, in_flight=8, client={"deadline_s": 2}, limits=Deadlines(trajectory_s=2))
     assert engine.busiest == 8
     assert board.counts()["failed"] == {}
 
