@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -201,13 +200,12 @@ class TrajectoryFilter:
     def keeps(self, row: TrajectoryRow) -> bool:
         """Whether the list shows `row`."""
         reward = row.outcome if row.reward is None else row.reward
-        bounded = self.low is not None or self.high is not None
-        low, high = (-inf if self.low is None else self.low), (inf if self.high is None else self.high)
         return (
             self.text.casefold() in f"{row.task_id}\n{row.answer}\n{row.error}".casefold()
             and (not self.agent or self.agent in row.agents)
             and self.status in ("", row.status)
-            and (not bounded or (reward is not None and low <= reward <= high))
+            and (self.low is None or (reward is not None and reward >= self.low))
+            and (self.high is None or (reward is not None and reward <= self.high))
         )
 
 

@@ -178,22 +178,19 @@ def tree_shaping(group: Group, *, measure: str = "local", gamma: float = 0.3, mi
             if value is not None:
                 scores[turn.node].append(value)
         values = {node: fmean(own) for node, own in scores.items()}
-        shaped: list[float | None] = []
-        for turn, value in zip(trajectory.turns, raw, strict=True):
-            if value is None:
-                shaped.append(None)
-                continue
-            # r + gamma (r - baseline)   MARTI (ICLR 2026), ab_mcts_processor.py
-            baseline = _baseline(turn.node, values, mix)
-            shaped.append(value if baseline is None else value + gamma * (value - baseline))
-        return shaped
+        # r + gamma (r - baseline)   MARTI (ICLR 2026), ab_mcts_processor.py
+        return [
+            None if value is None else value + gamma * (value - _baseline(turn.node, values, mix, value))
+            for turn, value in zip(trajectory.turns, raw, strict=True)
+        ]
 
     return allocate(group, rewards)
 
 
-def _baseline(node: str, values: Mapping[str, float], mix: float) -> float | None:
+def _baseline(node: str, values: Mapping[str, float], mix: float, own: float) -> float:
+    """What a score is held against: itself where there is nothing else."""
     if not node:  # turns before the first branching
-        return None
+        return own
     parent = node.rpartition(".")[0]
     above = values.get(parent)
     others = (other for other in values if other not in ("", node))
@@ -202,7 +199,7 @@ def _baseline(node: str, values: Mapping[str, float], mix: float) -> float | Non
     # baseline = (1 - lambda) parent + lambda leave-one-out mean of the siblings
     if above is not None and siblings is not None:
         return (1 - mix) * above + mix * siblings
-    return siblings if above is None else above
+    return next((value for value in (above, siblings) if value is not None), own)
 
 
 def _ordered(clip: tuple[float, float] | None) -> tuple[float, float] | None:
