@@ -3,10 +3,7 @@
 A malformed query finds nothing and is counted by the environment; a malformed answer is scored as an empty one.
 """
 
-from __future__ import annotations
-
 import asyncio
-from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import PositiveInt
@@ -141,27 +138,20 @@ async def qa_rewrite(task: Task, team: TeamSession, env: Env) -> None:
 NOTHING = "no useful information"
 
 
-@dataclass(frozen=True, slots=True)
-class AskPlan:
-    """Sub-questions with what the team believes of each."""
+def shown_plan(plan: Steps) -> str:
+    """A plan as agents read it, a step a line."""
+    return "".join(f"t{number}: {question} | {answer}\n" for number, (question, answer) in enumerate(plan, start=1))
 
-    steps: Steps = ()
 
-    def __str__(self) -> str:
-        return "".join(f"t{number}: {question} | {answer}\n" for number, (question, answer) in enumerate(self.steps, 1))
-
-    def changed(self, change: str | None) -> AskPlan:
-        """The plan after `change`, as `parse_change` gives it; itself when that is None or names no step of it."""
-        if change is None:
-            return self
-        kind, left, right = change.split("|")
-        if kind == "add":
-            return AskPlan((*self.steps, (left, right)))
-        steps = list(self.steps)
-        index = int(left.removeprefix("t")) - 1
-        if index < len(steps):
-            steps[index] = (steps[index][0], right)
-        return AskPlan(tuple(steps))
+def changed_plan(plan: Steps, change: str | None) -> Steps:
+    """The plan after `change`, as `parse_change` gives it; itself when that is None or names no step of it."""
+    if change is None:
+        return plan
+    kind, left, right = change.split("|")
+    if kind == "add":
+        return *plan, (left, right)
+    place = int(left.removeprefix("t"))
+    return tuple((step[0], right) if number == place else step for number, step in enumerate(plan, start=1))
 
 
 async def m_ask(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 5) -> None:
@@ -188,12 +178,11 @@ async def m_ask(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: Pos
         team.score(turn, **ahead.metrics)
 
     first = await team.act("planner", question=question)
-    steps, answer = read_plan(first.value or "") or ((), "")
-    plan = AskPlan(steps)
+    plan, answer = read_plan(first.value or "") or ((), "")
     await measure(first.turn, answer)
     queries = ""
     for _ in range(max_turns):
-        known = {"question": question, "plan": str(plan)}
+        known = {"question": question, "plan": shown_plan(plan)}
         choice = await team.act("searcher", **known, answer=answer, queries=queries)
         query = choice.value
         if query is None or query == END:
@@ -202,8 +191,8 @@ async def m_ask(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: Pos
         found = await env.step(f"<search> {query} </search>")
         report = await team.act("summariser", **known, query=query, information=found.observation)
         change = await team.act("updater", **known, query=query, evidence=report.value or NOTHING)
-        plan = plan.changed(change.value)
-        reply = await team.act("answerer", question=question, plan=str(plan), answer=answer)
+        plan = changed_plan(plan, change.value)
+        reply = await team.act("answerer", question=question, plan=shown_plan(plan), answer=answer)
         answer = reply.value or ""
         await measure(reply.turn, answer)
     await env.step(f"<answer> {answer} </answer>")

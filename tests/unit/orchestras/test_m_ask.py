@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_mas.rollout.orchestras.replies import parse_change, parse_plan, parse_search, read_plan
-from mcore_mas.rollout.orchestras.search import AskPlan
+from mcore_mas.rollout.orchestras.search import changed_plan, shown_plan
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from tests.support.shipped import Library, play_shipped, seen
 
@@ -88,11 +88,11 @@ def test_a_malformed_answer_loses_what_was_known() -> None:
 
 
 def test_a_plan_changes_by_one_step() -> None:
-    plan = AskPlan((("a?", "1"), ("b?", "2")))
-    assert plan.changed("update|t2|3") == AskPlan((("a?", "1"), ("b?", "3")))
-    assert plan.changed("add|c?|4") == AskPlan((*plan.steps, ("c?", "4")))
-    assert plan.changed("update|t3|4") == plan.changed(None) == plan
-    assert str(plan) == "t1: a? | 1\nt2: b? | 2\n"
+    plan = (("a?", "1"), ("b?", "2"))
+    assert changed_plan(plan, "update|t2|3") == (("a?", "1"), ("b?", "3"))
+    assert changed_plan(plan, "add|c?|4") == (*plan, ("c?", "4"))
+    assert changed_plan(plan, "update|t3|4") == changed_plan(plan, None) == plan
+    assert shown_plan(plan) == "t1: a? | 1\nt2: b? | 2\n"
 
 
 @pytest.mark.parametrize(
