@@ -12,7 +12,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -61,19 +60,6 @@ def start_group(
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, **settings)
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A command that has ended."""
-
-    status: int  # negative for a signal
-    output: bytes
-    errors: bytes  # the end of what it said
-
-
-class TooMuchOutput(Exception):
-    """A command printed more bytes than it may."""
-
-
 async def run_command(
     command: Sequence[str],
     given: bytes,
@@ -81,15 +67,15 @@ async def run_command(
     env: Mapping[str, str],
     most_bytes: int,
     confine: Callable[[], None] = lambda: None,
-) -> Ended:
+) -> subprocess.CompletedProcess[bytes]:
     """Run `command` to its end with `given` on its standard input; then, or when cancelled, its whole group is killed.
 
-    The new process calls `confine` before it executes the command.
+    The new process calls `confine` before it executes the command. Of what it says on its standard error the end is
+    kept.
 
     Raises:
         OSError, ValueError: it cannot be started.
-        subprocess.SubprocessError: `confine` has failed.
-        TooMuchOutput: it printed more than `most_bytes`.
+        subprocess.SubprocessError: `confine` has failed, or it printed more than `most_bytes`.
     """
 
     def begin(parent: int = os.getpid()) -> None:
@@ -129,7 +115,7 @@ async def run_command(
         await exited
         _kill(child)  # what it has left behind, and with that their ends of its outputs
         await reading
-        return Ended(child.wait(), bytes(output), bytes(errors))
+        return subprocess.CompletedProcess(command, child.wait(), bytes(output), bytes(errors))
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -149,7 +135,7 @@ async def _read_pipe(pipe: IO[bytes] | None, into: bytearray, most: int, *, refu
             into += part
             if len(into) > most:
                 if refuse:
-                    raise TooMuchOutput(f"it printed more than {most} bytes")
+                    raise subprocess.SubprocessError(f"it printed more than {most} bytes")
                 del into[: -most // 2]
     finally:
         transport.close()

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from mcore_mas.rollout.base.options import lookup
-from mcore_mas.rollout.base.processes import TooMuchOutput, run_command
+from mcore_mas.rollout.base.processes import run_command
 from mcore_mas.rollout.base.task_group import LateTool, cancel_tasks, of_loop
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task, valid_text
@@ -206,12 +206,12 @@ async def _run(command: Sequence[str], job: Job, sandbox: Sequence[str] | None, 
                     ended = await run(env=environment)
     except TimeoutError:
         raise LateTool(f"program: no answer within {rules.deadline_s:g} s", "tool/program") from None
-    except (OSError, ValueError, SubprocessError, TooMuchOutput) as error:
+    except (OSError, ValueError, SubprocessError) as error:
         raise ProgramFailed(f"'{command[0]}': {error}") from error
-    if ended.status:
-        said = ended.errors.decode("utf-8", "replace").replace(job.key, "[key]").strip()[-_SHOWN_CHARS:]
-        raise ProgramFailed(f"'{command[0]}' ended with status {ended.status}: {said or 'it said nothing'}")
-    return ended.output.decode("utf-8", "replace").replace(job.key, "[key]").strip()
+    if ended.returncode:
+        said = ended.stderr.decode("utf-8", "replace").replace(job.key, "[key]").strip()[-_SHOWN_CHARS:]
+        raise ProgramFailed(f"'{command[0]}' ended with status {ended.returncode}: {said or 'it said nothing'}")
+    return ended.stdout.decode("utf-8", "replace").replace(job.key, "[key]").strip()
 
 
 _NETWORK_FILES = ("ssl", "hosts", "mime.types", "nsswitch.conf", "passwd", "resolv.conf")  # in /etc
