@@ -8,6 +8,7 @@ docstring, and the bug is called what its own name has besides.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -24,23 +25,16 @@ class BuggyFunction:
 BUGGY_FUNCTIONS: list[BuggyFunction] = []
 
 
-def _right(draw: Callable[[Random], tuple[Any, ...]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        BUGGY_FUNCTIONS.append(BuggyFunction(right=function, draw=draw))
-        return function
-
-    return noted
+def _right(draw: Callable[[Random], tuple[Any, ...]], function: Callable[..., Any]) -> Callable[..., Any]:
+    BUGGY_FUNCTIONS.append(BuggyFunction(right=function, draw=draw))
+    return function
 
 
-def _bug(complaint: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _bug(complaint: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Of the right function before it."""
-
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        family = BUGGY_FUNCTIONS[-1]
-        family.bugs[function.__name__.removeprefix(f"_{family.right.__name__}_")] = function, complaint
-        return function
-
-    return noted
+    family = BUGGY_FUNCTIONS[-1]
+    family.bugs[function.__name__.removeprefix(f"_{family.right.__name__}_")] = function, complaint
+    return function
 
 
 def _numbers(random: Random, least: int = 0) -> list[int]:
@@ -52,23 +46,23 @@ def _intervals(random: Random) -> list[list[int]]:
     return [[start, start + random.randint(1, 6)] for start in starts]
 
 
-@_right(lambda r: (_numbers(r), r.randint(1, 4)))
+@partial(_right, lambda r: (_numbers(r), r.randint(1, 4)))
 def window_sums(values, size):
     """The sum of every run of `size` neighbouring values, from left to right."""
     return [sum(values[i : i + size]) for i in range(len(values) - size + 1)]
 
 
-@_bug("The last window is missing from the result.")
+@partial(_bug, "The last window is missing from the result.")
 def _window_sums_short(values, size):
     return [sum(values[i : i + size]) for i in range(len(values) - size)]
 
 
-@_bug("There are too many windows: the last ones have fewer values than asked for.")
+@partial(_bug, "There are too many windows: the last ones have fewer values than asked for.")
 def _window_sums_long(values, size):
     return [sum(values[i : i + size]) for i in range(len(values))]
 
 
-@_right(lambda r: (_intervals(r),))
+@partial(_right, lambda r: (_intervals(r),))
 def merge_intervals(intervals):
     """Sorted intervals [start, end] that cover the same as `intervals`; touching ones become one."""
     merged = []
@@ -80,7 +74,7 @@ def merge_intervals(intervals):
     return merged
 
 
-@_bug("Intervals like [1, 2] and [2, 3] stay apart.")
+@partial(_bug, "Intervals like [1, 2] and [2, 3] stay apart.")
 def _merge_intervals_touching(intervals):
     merged = []
     for start, end in sorted(intervals):
@@ -91,7 +85,7 @@ def _merge_intervals_touching(intervals):
     return merged
 
 
-@_bug("An interval within a longer one cuts the longer one off.")
+@partial(_bug, "An interval within a longer one cuts the longer one off.")
 def _merge_intervals_inside(intervals):
     merged = []
     for start, end in sorted(intervals):
@@ -102,23 +96,23 @@ def _merge_intervals_inside(intervals):
     return merged
 
 
-@_right(lambda r: (_numbers(r), r.randint(1, 4)))
+@partial(_right, lambda r: (_numbers(r), r.randint(1, 4)))
 def chunks(values, size):
     """The values in lists of `size`; the last one may be shorter."""
     return [values[i : i + size] for i in range(0, len(values), size)]
 
 
-@_bug("Values at the end get lost when their number is no multiple of the size.")
+@partial(_bug, "Values at the end get lost when their number is no multiple of the size.")
 def _chunks_dropped(values, size):
     return [values[i : i + size] for i in range(0, len(values) - size + 1, size)]
 
 
-@_bug("Some values are in two lists.")
+@partial(_bug, "Some values are in two lists.")
 def _chunks_overlapping(values, size):
     return [values[i : i + size] for i in range(0, len(values), size - 1 or 1)]
 
 
-@_right(lambda r: (_numbers(r), r.randint(0, 10)))
+@partial(_right, lambda r: (_numbers(r), r.randint(0, 10)))
 def rotate(values, places):
     """The values moved to the right by `places`, those at the end to the front."""
     if not values:
@@ -127,7 +121,7 @@ def rotate(values, places):
     return values[len(values) - places :] + values[: len(values) - places]
 
 
-@_bug("Values move in the wrong direction.")
+@partial(_bug, "Values move in the wrong direction.")
 def _rotate_left(values, places):
     if not values:
         return []
@@ -135,14 +129,14 @@ def _rotate_left(values, places):
     return values[places:] + values[:places]
 
 
-@_bug("Moving by more places than there are values repeats or loses some.")
+@partial(_bug, "Moving by more places than there are values repeats or loses some.")
 def _rotate_far(values, places):
     if not values:
         return []
     return values[len(values) - places :] + values[: len(values) - places]
 
 
-@_right(lambda r: (r.choice((0, r.randint(1, 60))), r.randint(2, 9)))
+@partial(_right, lambda r: (r.choice((0, r.randint(1, 60))), r.randint(2, 9)))
 def in_base(number, base):
     """A number from 0 on, in a base from 2 to 10, as text."""
     digits = ""
@@ -152,7 +146,7 @@ def in_base(number, base):
     return digits or "0"
 
 
-@_bug("Zero comes out as an empty text.")
+@partial(_bug, "Zero comes out as an empty text.")
 def _in_base_zero(number, base):
     digits = ""
     while number:
@@ -161,7 +155,7 @@ def _in_base_zero(number, base):
     return digits
 
 
-@_bug("The digits are in the wrong order.")
+@partial(_bug, "The digits are in the wrong order.")
 def _in_base_reversed(number, base):
     digits = ""
     while number:
@@ -170,7 +164,7 @@ def _in_base_reversed(number, base):
     return digits or "0"
 
 
-@_right(lambda r: (_numbers(r, 1),))
+@partial(_right, lambda r: (_numbers(r, 1),))
 def middle(values):
     """The median of some numbers: the mean of the two in the middle where their count is even."""
     ordered = sorted(values)
@@ -180,14 +174,14 @@ def middle(values):
     return (ordered[half - 1] + ordered[half]) / 2
 
 
-@_bug("With an even number of values the result is one of them.")
+@partial(_bug, "With an even number of values the result is one of them.")
 def _middle_upper(values):
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half]
 
 
-@_bug("The result depends on the order of the values.")
+@partial(_bug, "The result depends on the order of the values.")
 def _middle_unsorted(values):
     half = len(values) // 2
     if len(values) % 2:
@@ -195,23 +189,23 @@ def _middle_unsorted(values):
     return (values[half - 1] + values[half]) / 2
 
 
-@_right(lambda r: (_numbers(r), r.randint(-6, -1), r.randint(1, 6)))
+@partial(_right, lambda r: (_numbers(r), r.randint(-6, -1), r.randint(1, 6)))
 def clipped(values, low, high):
     """The values, those below `low` as `low` and those above `high` as `high`."""
     return [min(max(value, low), high) for value in values]
 
 
-@_bug("Values that are too small are left as they are.")
+@partial(_bug, "Values that are too small are left as they are.")
 def _clipped_low(values, low, high):
     return [min(value, high) for value in values]
 
 
-@_bug("The result has fewer values than there were.")
+@partial(_bug, "The result has fewer values than there were.")
 def _clipped_out(values, low, high):
     return [value for value in values if low <= value <= high]
 
 
-@_right(lambda r: ("".join(r.choice("aab") for _ in range(r.randint(0, 7))),))
+@partial(_right, lambda r: ("".join(r.choice("aab") for _ in range(r.randint(0, 7))),))
 def runs(text):
     """Each run of equal letters as the letter and how often it stands there: "aab" is "a2b1"."""
     found = []
@@ -223,7 +217,7 @@ def runs(text):
     return "".join(f"{letter}{count}" for letter, count in found)
 
 
-@_bug("A letter that stands alone has no number.")
+@partial(_bug, "A letter that stands alone has no number.")
 def _runs_ones(text):
     found = []
     for letter in text:
@@ -234,7 +228,7 @@ def _runs_ones(text):
     return "".join(f"{letter}{count if count > 1 else ''}" for letter, count in found)
 
 
-@_bug("Runs of the same letter with others between them are counted together.")
+@partial(_bug, "Runs of the same letter with others between them are counted together.")
 def _runs_apart(text):
     found = {}
     for letter in text:
