@@ -144,8 +144,10 @@ class HttpClient:
             TimedOut: the answer took longer than `timeout_s`, or without it than the client's, once a connection was
                 free for it.
         """
-        timeout_s = timeout_s or self._timeout_s
-        free, slots = self._connections_of_loop()
+        timeout_s, loop = timeout_s or self._timeout_s, asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._free, self._slots = loop, [], asyncio.Semaphore(self._connections)
+        free, slots = self._free, self._slots
         try:
             async with slots, asyncio.timeout(timeout_s):
                 http = free.pop() if free else self._open()
@@ -182,13 +184,6 @@ class HttpClient:
         if heard is None and said.startswith("sha-256=:") and said != content_digest(content):
             raise Unanswered(f"a reply that is not what its {DIGEST_HEADER} says")
         return HttpReply(reply.status_code, reply.headers, bytes(content))
-
-    def _connections_of_loop(self) -> tuple[list[httpx.AsyncClient], asyncio.Semaphore]:
-        """The running loop's free connections, and what lets in no more requests than it may have."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._free, self._slots = loop, [], asyncio.Semaphore(self._connections)
-        return self._free, self._slots
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""

@@ -25,6 +25,7 @@ from mcore_mas.rollout.base.errors import EngineError, EnvError
 
 _T = TypeVar("_T")
 
+_FRAMES = 4  # of code that blocks an event loop, the innermost last
 PATIENCE_S = 10.0  # that a cancelled task has to clean up, before it is cancelled again and left behind
 
 
@@ -229,18 +230,12 @@ class Watchdog:
                 patience = self._quiet_s
             elif quiet >= patience:
                 patience = 2 * quiet
+                frames = traceback.extract_stack(sys._current_frames().get(thread))[-_FRAMES:]
+                where = " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
                 self._say(
                     f"the event loop has been blocked for {quiet:.0f} s, so that no deadline holds and nobody goes on, "
-                    f"in {_where(thread)}"
+                    f"in {where}"
                 )
-
-
-_FRAMES = 4  # of the code that blocks, the innermost last
-
-
-def _where(thread: int) -> str:
-    frames = traceback.extract_stack(sys._current_frames().get(thread))[-_FRAMES:]
-    return " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
 
 
 class CallRecord(Protocol):

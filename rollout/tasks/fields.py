@@ -36,13 +36,6 @@ def final_answer(text: str) -> str:
     return text
 
 
-def bare_question(text: str) -> str:
-    """A math problem without the instructions that published prompts put around it."""
-    for frame in _FRAMES:
-        text = frame.sub("", text)
-    return text.strip()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
     """Where a format keeps what; of several columns the first that is filled counts.
@@ -63,7 +56,8 @@ class Fields:
     def problem(self, row: DataRow) -> Problem:
         """The question with its context and every accepted answer."""
         question = _prompt(_filled(row, self.question, "question"))
-        question = bare_question(question) if self.solutions else question
+        for frame in _FRAMES if self.solutions else ():
+            question = frame.sub("", question).strip()
         context = _first(row, self.context)
         if context is not None:
             question = f"{_prompt(context)}\n{question}"

@@ -88,17 +88,15 @@ def _json_lines(path: Path) -> Iterator[Any]:
 def _csv(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
-        while (row := _next_row(rows)) is not None:
+        while True:
+            usual = csv.field_size_limit(_MAX_CELL_CHARS)  # cells may be longer than this process allows elsewhere
+            try:
+                row = next(rows, None)
+            finally:
+                csv.field_size_limit(usual)
+            if row is None:
+                return
             yield row
-
-
-def _next_row(rows: Iterator[dict[str, str]]) -> dict[str, str] | None:
-    """The next row; its cells may be longer than this process allows elsewhere."""
-    usual = csv.field_size_limit(_MAX_CELL_CHARS)
-    try:
-        return next(rows, None)
-    finally:
-        csv.field_size_limit(usual)
 
 
 READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
