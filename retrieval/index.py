@@ -76,16 +76,6 @@ def read_vectors(path: Path) -> faiss.Index:
     return index
 
 
-def _checked_vectors(path: Path, manifest: Manifest, verify: bool) -> faiss.Index:
-    if path.is_file():
-        expect(path, "sha256", known_sha256(path, again=verify), manifest.index_sha256)
-    vectors = read_vectors(path)
-    expect(path, "metric", vectors.metric_type, faiss.METRIC_INNER_PRODUCT)
-    expect(path, "dim", vectors.d, manifest.dim)
-    expect(path, "ntotal", vectors.ntotal, manifest.ntotal)
-    return vectors
-
-
 def read_manifest(index_dir: Path | str) -> Manifest:
     """The manifest of an index folder; raises RetrievalError if it is missing, damaged or of another format."""
     path = Path(index_dir) / MANIFEST
@@ -146,8 +136,14 @@ class Index:
         expect(corpus.path, "sha256", known_sha256(corpus.path, again=verify), manifest.corpus_sha256)
         index = cls(manifest, None, corpus)
         if manifest.encoder is not None:
-            index._vectors = _checked_vectors(index_dir / manifest.vectors, manifest, verify)
-            index.scan = open_scan(index._vectors, backend, device)
+            path = index_dir / manifest.vectors
+            if path.is_file():
+                expect(path, "sha256", known_sha256(path, again=verify), manifest.index_sha256)
+            vectors = read_vectors(path)
+            expect(path, "metric", vectors.metric_type, faiss.METRIC_INNER_PRODUCT)
+            expect(path, "dim", vectors.d, manifest.dim)
+            expect(path, "ntotal", vectors.ntotal, manifest.ntotal)
+            index._vectors, index.scan = vectors, open_scan(vectors, backend, device)
         if manifest.lexical_sha256:
             expect(index_dir / LEXICAL, "sha256", lexical_digest(index_dir, again=verify), manifest.lexical_sha256)
             index.lexical = Lexical(index_dir / LEXICAL)

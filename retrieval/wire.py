@@ -154,11 +154,10 @@ def render_response(results: Sequence[Sequence[Passage]], return_scores: bool) -
 
 def parse_response(body: bytes, queries: int, topk: int, least: int = 1) -> list[list[Passage]]:
     """Passages per query, best first, from a reply with scores; raises ValueError on any other shape."""
-    data = json.loads(body)
-    rows = data.get("result") if isinstance(data, dict) else None
-    if not isinstance(rows, list) or len(rows) != queries:
-        raise ValueError(f"expected 'result' with {queries} rows")
-    return [_parse_row(row, least, topk) for row in rows]
+    match json.loads(body):
+        case {"result": list(rows)} if len(rows) == queries:
+            return [_parse_row(row, least, topk) for row in rows]
+    raise ValueError(f"expected 'result' with {queries} rows")
 
 
 def _parse_row(row: object, least: int, topk: int) -> list[Passage]:

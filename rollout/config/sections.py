@@ -357,12 +357,10 @@ def build_env(config: EnvConfig, **tools: Any) -> Callable[[Task], Env]:
 def build_allocator(config: RewardConfig, agents: Mapping[str, AgentConfig]) -> Callable[[Group], Group]:
     """The allocator with its options, and after it the penalties; every reward is checked on its way out."""
     limits = {name: agent.max_tokens for name, agent in agents.items()}
-    penalties = [_penalty(name, options, limits) for name, options in config.penalties.items()]
+    penalties: list[Callable[[Turn], float | None]] = []
+    for name, options in config.penalties.items():
+        penalty = lookup("penalty", name, PENALTIES)
+        if "max_tokens" in inspect.signature(penalty).parameters:  # the agents' own, where the config sets no other
+            options = {**options, "max_tokens": {**limits, **options.get("max_tokens", {})}}
+        penalties.append(partial(penalty, **options))
     return partial(apply_penalties, allocate=config.call, penalties=penalties)
-
-
-def _penalty(name: str, options: Mapping[str, Any], limits: Mapping[str, int]) -> Callable[[Turn], float | None]:
-    penalty = lookup("penalty", name, PENALTIES)
-    if "max_tokens" in inspect.signature(penalty).parameters:  # the agents' own, where the config sets no other
-        options = {**options, "max_tokens": {**limits, **options.get("max_tokens", {})}}
-    return partial(penalty, **options)

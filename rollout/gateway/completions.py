@@ -10,7 +10,7 @@ from mcore_mas.rollout.gateway.dialects import Body, ChatReply, ChatRequest, Con
 from mcore_mas.rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system", "function": "tool"}
-_FINISH = {"stop_sequence": "stop"}
+_FINISH: dict[str | None, str] = {"stop_sequence": "stop"}
 _DELTAS = {"reasoning": "reasoning_content", "text": "content"}
 
 
@@ -92,10 +92,6 @@ def _calls(reply: ChatReply) -> list[dict[str, Any]]:
     ]
 
 
-def _finish(reply: ChatReply) -> str | None:
-    return _FINISH.get(reply.finish or "", reply.finish)
-
-
 def _head(reply: ChatReply, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": reply.model}
 
@@ -104,7 +100,8 @@ def _render(reply: ChatReply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     message |= {"reasoning_content": reply.reasoning} if reply.reasoning else {}
     message |= {"content": reply.text or None, "tool_calls": _calls(reply)} if reply.calls else {}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(reply)}
+    finish = _FINISH.get(reply.finish, reply.finish)
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
     return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
@@ -126,7 +123,7 @@ def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
             yield chunk({"tool_calls": [{**calls[number], "index": number + len(calls)}]})
     if reply.finish is None:
         return
-    yield chunk({}, _finish(reply))
+    yield chunk({}, _FINISH.get(reply.finish, reply.finish))
     if asked.usage:
         yield "", {**head, "choices": [], "usage": _usage(reply)}
 

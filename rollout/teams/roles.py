@@ -138,7 +138,8 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     own = [
         call
         for call in calls
-        if any(isinstance(a, ast.Constant) and a.value == agent for a in call.args) and not _defines(call)
+        if any(isinstance(a, ast.Constant) and a.value == agent for a in call.args)
+        and getattr(call.func, "attr", getattr(call.func, "id", "")) not in ("register_agent", "AgentSpec")
     ]
     written = {keyword.arg for call in own for keyword in call.keywords}
     chats = any(isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in own)  # slots come later
@@ -146,7 +147,8 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
         return frozenset(name for name in written if name)
     words = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
     words |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    elsewhere = any(isinstance(node, ast.ImportFrom) and not _ours(node) for node in nodes)
+    imported = {(node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+    elsewhere = not imported <= {"mcore_mas", *sys.stdlib_module_names}
     elsewhere |= any(k.arg is None and not isinstance(k.value, ast.Dict) for call in calls for k in call.keywords)
     ours = (module.__name__ if module else "").startswith("mcore_mas.rollout.")
     return frozenset(filter(str.isidentifier, words)) if ours or not elsewhere else None
@@ -227,11 +229,6 @@ def _not_awaited(
     return ""
 
 
-def _defines(call: ast.Call) -> bool:
-    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-    return name in ("register_agent", "AgentSpec")
-
-
 def _definition(function: Callable[..., Any]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """A function as its source defines it; None where there is none, as of a lambda or an object."""
     try:
@@ -239,8 +236,3 @@ def _definition(function: Callable[..., Any]) -> ast.FunctionDef | ast.AsyncFunc
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     return tree if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef) else None
-
-
-def _ours(node: ast.ImportFrom) -> bool:
-    first = (node.module or "").split(".")[0]
-    return first == "mcore_mas" or first in sys.stdlib_module_names
