@@ -75,7 +75,7 @@ async def _take(session: TrainingSession, number: int) -> None:
     except Abandoned:
         await _leave(session, number)
     await _report(session, number, metrics)
-    if not await session.after_step(number, metrics):
+    if session.after_step and not await session.after_step(number, metrics):
         session.stop.tell()
     last = number + 1 == trainer.steps
     if session.stop.came and not last:

@@ -24,11 +24,6 @@ from mcore_mas.training.weight_sync import Memory, WeightSync
 AfterStep = Callable[[int, StepMetrics], Awaitable[bool]]  # told of each step's metrics; whether to take the next one
 
 
-async def goes_on(number: int, metrics: StepMetrics) -> bool:
-    """The `AfterStep` of a run that nobody watches."""
-    return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSession:
     """One run's parts, as `train` brings them up."""
@@ -41,7 +36,7 @@ class TrainingSession:
     checkpoints: Checkpoints
     logbook: Logbook
     stop: StopSignal = field(default_factory=StopSignal)
-    after_step: AfterStep = goes_on
+    after_step: AfterStep | None = None  # of a run that somebody watches
     recent: RecentState | None = None  # where all ranks are on this process' machine
     credit_watch: CreditWatch = field(default_factory=CreditWatch)
 

@@ -38,7 +38,7 @@ from mcore_mas.training.placement import room_for
 from mcore_mas.training.ray_client import train_at
 from mcore_mas.training.recent import RecentState, recent_folder, recent_state, state_bytes
 from mcore_mas.training.recipe import identity_of, input_digests, lineage_of
-from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
+from mcore_mas.training.step import AfterStep, TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 
 _NEVER_APPENDED = frozenset({".safetensors", ".parquet"})  # written once, so that one copy on the disk is enough
@@ -189,7 +189,7 @@ class _Run:
             checkpoints=checkpoints,
             logbook=log,
             stop=self.stop,
-            after_step=self.after_step or goes_on,
+            after_step=self.after_step,
             recent=RecentState(self.recent, checkpoints.identity, state_bytes(config), log.note) if kept else None,
         )
 
@@ -307,11 +307,8 @@ def fork_run(train: Path, checkpoints: Checkpoints, found: Saved, steps: int) ->
 
 
 def _linked(source: str, target: str) -> None:
-    if Path(source).suffix in _NEVER_APPENDED:
-        try:
+    with suppress(OSError):  # a file system without links
+        if Path(source).suffix in _NEVER_APPENDED:
             os.link(source, target)
-        except OSError:  # a file system without links
-            pass
-        else:
             return
     shutil.copy2(source, target)
