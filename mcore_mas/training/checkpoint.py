@@ -6,10 +6,11 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
@@ -19,7 +20,7 @@ from mcore_mas.rollout.base.files import Digest, read_json, sealed, sha256, sync
 from mcore_mas.rollout.base.ownership import epoch_of
 from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
-from mcore_mas.training.full_disk import until_room
+from mcore_mas.training.full_disk import ROOM_S, until_room
 from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.recipe import Identity, differences
 
@@ -27,7 +28,6 @@ CHECKPOINT_FORMAT = 2  # of what a checkpoint's folder holds
 _MANIFEST = "manifest.json"
 _REFUSED = "refused_"
 
-_T = TypeVar("_T")
 Written = Callable[[], Awaitable[dict[str, Digest]]]
 Write = Callable[[Path], Awaitable[Written]]
 
@@ -49,16 +49,16 @@ class Saved:
 class Checkpoints:
     """The checkpoints under one folder, newest last."""
 
-    def __init__(self, folder: Path, identity: Identity, *, keep: int, best: int = 0, waits: bool = True) -> None:
+    def __init__(self, folder: Path, identity: Identity, *, keep: int, best: int = 0, room_s: float = ROOM_S) -> None:
         """Keep the newest `keep` and the `best` by their metric; what a killed writer left behind is removed.
 
-        `waits`: for room, as `until_room` has it; else a full disk is an error like any other.
+        `room_s`: seconds to wait for room, as `until_room` has it; with 0 a full disk is an error like any other.
         """
         self._folder = folder
         self.identity = identity
         self._keep = keep
         self._best = best
-        self._until = until_room if waits else _at_once
+        self._room_s = room_s
         self._writing: asyncio.Task[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         for partial in folder.glob(".*.partial"):
@@ -96,7 +96,7 @@ class Checkpoints:
             failpoint("checkpoint.begun")
 
         try:
-            await self._until(begin, partial)
+            await until_room(begin, partial, self._room_s)
             files = await write(partial)
         except OSError as error:
             raise _unwritten(partial, error) from error
@@ -186,8 +186,8 @@ class Checkpoints:
 
     async def _complete(self, partial: Path, manifest: dict[str, Any], files: Written) -> None:
         try:
-            manifest["files"] = dict(sorted((await self._until(files, partial)).items()))
-            await self._until(lambda: asyncio.to_thread(self._commit, partial, manifest), partial)
+            manifest["files"] = dict(sorted((await until_room(files, partial, self._room_s)).items()))
+            await until_room(lambda: asyncio.to_thread(self._commit, partial, manifest), partial, self._room_s)
         except ProcessLost:
             raise
         except Exception as error:
@@ -217,13 +217,10 @@ class Checkpoints:
         """Those that have a metric, best first; of equals, the newest first."""
         rated = []
         for folder in _steps(self._folder):
-            try:
-                saved = _saved(folder)
-            except _BadManifest:
-                continue
-            if saved.metric is not None:
-                rated.append((saved.metric, saved.step, saved))
-        return [saved for _, _, saved in sorted(rated, key=lambda row: row[:2], reverse=True)]
+            with suppress(_BadManifest):
+                rated.append(_saved(folder))
+        known = ((saved.metric, saved.step, saved) for saved in rated if saved.metric is not None)
+        return [saved for _, _, saved in sorted(known, key=lambda row: row[:2], reverse=True)]
 
 
 def newest(folder: Path, identity: Identity, told: Callable[[str], None]) -> Saved | None:
@@ -232,10 +229,6 @@ def newest(folder: Path, identity: Identity, told: Callable[[str], None]) -> Sav
     for other, fault in refused:
         told(f"{other}: {fault}")
     return found
-
-
-async def _at_once(write: Callable[[], Awaitable[_T]], path: Path) -> _T:
-    return await write()
 
 
 def _search(folder: Path, identity: Identity) -> tuple[Saved | None, list[tuple[Path, str]]]:

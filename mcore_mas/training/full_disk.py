@@ -17,14 +17,14 @@ _FIRST_S, _MOST_S = 1.0, 60.0  # between two tries
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
-async def until_room(write: Callable[[], Awaitable[_T]], path: Path) -> _T:
+async def until_room(write: Callable[[], Awaitable[_T]], path: Path, room_s: float = ROOM_S) -> _T:
     """What `write` comes to, which writes `path`: called again while a disk or a quota is full, of which a line tells.
 
     Raises:
-        Exception: what `write` raises for another reason, or when there has been no room for `ROOM_S` seconds.
+        Exception: what `write` raises for another reason, or when there has been no room for `room_s` seconds.
     """
     time, pause = asyncio.get_running_loop().time, _FIRST_S
-    deadline = time() + ROOM_S
+    deadline = time() + room_s
     while True:
         try:
             return await write()
@@ -37,7 +37,7 @@ async def until_room(write: Callable[[], Awaitable[_T]], path: Path) -> _T:
                 )
                 say(
                     f"{path}: the disk or a quota is full ({free} MiB are free); make room: it is tried again for "
-                    f"{ROOM_S / 60:.0f} minutes, and nothing is lost"
+                    f"{room_s / 60:.0f} minutes, and nothing is lost"
                 )
         await asyncio.sleep(pause)
         pause = min(2 * pause, _MOST_S)

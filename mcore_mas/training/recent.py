@@ -44,7 +44,7 @@ class RecentState:
     def __init__(self, folder: Path, identity: Identity, size: float, note: Callable[[str], None]) -> None:
         """`size`: bytes of one state; `note` is told, once, that there is no room or that it could not be written."""
         self._folder, self._size, self._note, self._told = folder, size, note, False
-        self._states = Checkpoints(folder, identity, keep=1, waits=False)
+        self._states = Checkpoints(folder, identity, keep=1, room_s=0.0)
 
     async def keep(self, step: int, state: dict[str, Any], write: Write) -> None:
         """Begin to keep the state after `step` steps in place of the one before; see `Checkpoints.save`."""
