@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from statistics import fmean
 
 import torch
@@ -53,6 +53,7 @@ class _Keys(dict[str, Tensor]):
 def columns(samples: Sequence[Sample]) -> Turns:
     """The samples as the estimators see them, in their order."""
     trees = any(sample.node for sample in samples)
+    penalised = any(sample.penalties is not None for sample in samples)
     return Turns(
         scores=torch.tensor([sample.reward - sum(sample.penalties or ()) for sample in samples], dtype=torch.float64),
         keys=_Keys(samples),
@@ -60,8 +61,8 @@ def columns(samples: Sequence[Sample]) -> Turns:
         # the rounds of a tree are not one line of time
         steps=None if trees else _steps(samples),
         greedy=_named(samples, "greedy"),
-        penalties=_penalties(samples),
-        values=_by_token(samples, [sample.values for sample in samples]),
+        penalties=_by_token([s.penalties or (0.0,) * s.tokens for s in samples]) if penalised else None,
+        values=_by_token([sample.values for sample in samples]),
         alike=partial(_alike, samples),
     )
 
@@ -183,13 +184,7 @@ def _steps(samples: Sequence[Sample]) -> Tensor | None:
     return steps + torch.tensor([rounds[s.trajectory, s.round] for s in samples], dtype=torch.float64)
 
 
-def _penalties(samples: Sequence[Sample]) -> Tensor | None:
-    if all(sample.penalties is None for sample in samples):
-        return None
-    return _by_token(samples, [sample.penalties or (0.0,) * sample.tokens for sample in samples])
-
-
-def _by_token(samples: Sequence[Sample], rows: Sequence[tuple[float, ...] | None]) -> Tensor | None:
+def _by_token(rows: Sequence[tuple[float, ...] | None]) -> Tensor | None:
     """[T] of all samples one after the other; None when a sample has none."""
     if any(row is None for row in rows):
         return None
@@ -198,18 +193,18 @@ def _by_token(samples: Sequence[Sample], rows: Sequence[tuple[float, ...] | None
 
 def _alike(samples: Sequence[Sample], similarity: float) -> Tensor:
     """[n] numbers of states: a prompt joins the first earlier state of its task that it is at least so alike to."""
-    anchors: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
-    numbers: list[int] = []
-    count = 0
+    anchors: dict[str, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+    numbers, new = list[int](), count()
     for sample in samples:
-        for known, prompt in anchors.setdefault(sample.task, []):
-            if SequenceMatcher(None, prompt, sample.prompt_ids, autojunk=False).ratio() >= similarity:
-                numbers.append(known)
-                break
-        else:
-            anchors[sample.task].append((count, sample.prompt_ids))
-            numbers.append(count)
-            count += 1
+        alike = (
+            number
+            for number, prompt in anchors[sample.task]
+            if SequenceMatcher(None, prompt, sample.prompt_ids, autojunk=False).ratio() >= similarity
+        )
+        if (found := next(alike, None)) is None:
+            found = next(new)
+            anchors[sample.task].append((found, sample.prompt_ids))
+        numbers.append(found)
     return torch.tensor(numbers)
 
 

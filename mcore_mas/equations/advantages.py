@@ -45,14 +45,11 @@ def _second(b: GroupStatistics) -> Tensor:
     """[n] r_max - r_second for the best vote, 0 for all others."""
     order = torch.argsort(b.votes, descending=True, stable=True)
     order = order[torch.argsort(b.group_of[order], stable=True)]  # by group, best first
-    first = torch.ones(len(order), dtype=torch.bool)
-    first[1:] = b.group_of[order][1:] != b.group_of[order][:-1]
-    best = order[first]
-    follows = torch.nonzero(first).flatten() + 1
-    has_second = (follows < len(order)) & (b.group_of[order[follows.clamp(max=len(order) - 1)]] == b.group_of[best])
-    second = b.votes[order[follows.clamp(max=len(order) - 1)]]
-    advantage = torch.zeros_like(b.votes)
-    advantage[best] = torch.where(has_second, b.votes[best] - second, 0.0)
+    votes, group = b.votes[order], b.group_of[order]
+    best = group.diff(prepend=group[:1] - 1) != 0
+    has_next = group.diff(append=group[-1:] + 1) == 0
+    advantage = torch.empty_like(votes)
+    advantage[order] = torch.where(best & has_next, votes - votes.roll(-1), 0.0)
     return advantage[b.vote]
 
 
@@ -315,12 +312,10 @@ def advantages_and_returns(
         order = torch.argsort(place + turns.by_token(turns.keys["turn"]), stable=True)
         lengths = owner.bincount()
     rewards, values = rewards[order], values[order]
-    after = torch.zeros_like(values)
-    after[:-1] = values[1:]
+    after = values.roll(-1)
     after[lengths.cumsum(0) - 1] = 0.0  # an episode is worth nothing beyond its end
     advantages = reverse_scan(rewards + gamma * after - values, gamma * lam, lengths)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order))
+    back = order.argsort()
     return advantages[back], (advantages + values)[back]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from mcore_mas.equations.tensors import Tensor, torch
-from mcore_mas.equations.turns import Grouping, GroupStatistics, Turns, grouping
+from mcore_mas.equations.turns import Grouping, Turns, grouping
 from mcore_mas.rollout.base.options import AboveLow, Share
 
 _By = Literal["task", "state"]
@@ -22,24 +22,24 @@ _PEERS = {"task": grouping("task", "trajectory"), "state": grouping("state", "tu
 
 def informative(turns: Turns, *, by: _By = "task") -> Tensor:
     """Groups whose votes differ: equal ones have no gradient   DAPO's dynamic sampling, arXiv 2503.14476."""
-    return _votes(turns, by).differ
+    return _PEERS[by].statistics(turns).differ
 
 
 def mean_range(turns: Turns, *, low: float = 0.0, high: AboveLow = 1.0, by: _By = "task") -> Tensor:
     """Groups with low < mean < high   MARTI's dynamic filtering."""
-    mean = _votes(turns, by).mean
+    mean = _PEERS[by].statistics(turns).mean
     return (mean > low) & (mean < high)
 
 
 def lowest_mean(turns: Turns, *, ratio: Share = 0.5, by: _By = "task") -> Tensor:
     """All groups but the share `ratio` of them with the lowest mean   Stronger-MAS, filter_method mean."""
-    b = _votes(turns, by)
+    b = _PEERS[by].statistics(turns)
     return _best_groups(b.mean, turns.key(*_PEERS[by].peers), ratio)
 
 
 def lowest_spread(turns: Turns, *, ratio: Share = 0.5, by: _By = "task") -> Tensor:
     """All groups but the share `ratio` of them with the lowest variance / range²   Stronger-MAS, filter_method std."""
-    b = _votes(turns, by)
+    b = _PEERS[by].statistics(turns)
     groups = int(b.group_of.max()) + 1
     highest = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce(0, b.group_of, b.votes, "amax")
     lowest = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce(0, b.group_of, b.votes, "amin")
@@ -56,7 +56,7 @@ def outliers(turns: Turns, *, ratio: Share = 0.1, by: _By = "task") -> Tensor:
 
     Stronger-MAS, filter_method uid.
     """
-    distance, group = (turns.scores - _votes(turns, by).mean).abs(), turns.key(*_PEERS[by].peers)
+    distance, group = (turns.scores - _PEERS[by].statistics(turns).mean).abs(), turns.key(*_PEERS[by].peers)
     order = distance.argsort(descending=True, stable=True)
     order = order[group[order].argsort(stable=True)]  # by group, furthest first
     size = group.bincount()
@@ -64,10 +64,6 @@ def outliers(turns: Turns, *, ratio: Share = 0.1, by: _By = "task") -> Tensor:
     keep = torch.empty(len(order), dtype=torch.bool)
     keep[order] = place >= (size * ratio).floor()[group[order]]
     return keep
-
-
-def _votes(turns: Turns, by: str) -> GroupStatistics:
-    return _PEERS[by].statistics(turns)
 
 
 def _best_groups(value: Tensor, group: Tensor, ratio: float) -> Tensor:
