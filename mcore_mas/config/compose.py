@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mcore_mas import SHIPPED
 from mcore_mas.config.models import located
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.config.scale import ScaleError, scaled
+from mcore_mas.config.scale import scaled
 from mcore_mas.equations.advantages import ESTIMATORS
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import merged
@@ -41,10 +41,6 @@ CONFIGS = SHIPPED / "configs"
 CHOICES = "choices.yaml"  # of a folder of configs: a table of small ones by group and name
 GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking", "experiment", "recipe")
 _GLOBAL = ("team", "experiment", "recipe")  # groups whose files set any section, not the one of their name
-
-
-class CompositionError(ValueError):
-    """A grid, or the sharing of a team, cannot be read: says which, what was expected and what to do."""
 
 
 def resolve(
@@ -65,7 +61,7 @@ def resolve(
         raise ConfigError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{where}: {uncomposed(error)}") from error
-    except (CompositionError, ScaleError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return RunConfig.check(values, where).model_dump(mode="json")
 
@@ -133,7 +129,7 @@ class Folder(FileConfigSource):
         given = _content(choices)[1] if choices.is_file() else {}
         for group, rows in given.items():
             if not isinstance(rows, dict) or not all(isinstance(row, dict | None) for row in rows.values()):
-                raise CompositionError(f"{choices}: {group} is {rows}; expected names, each with its settings")
+                raise ConfigError(f"{choices}: {group} is {rows}; expected names, each with its settings")
         self._rows: dict[str, dict[str, Any]] = {"advantage": {name: {"name": name} for name in ESTIMATORS}, **given}
 
     @staticmethod
@@ -220,7 +216,7 @@ def _names(file: Path, modified_ns: int) -> list[str]:
     if not isinstance(values, dict) or "grid" not in values:
         return [file.stem]
     if not isinstance(values["grid"], dict):
-        raise CompositionError(f"{file}: grid is {values['grid']}; expected patterns of names, each with its settings")
+        raise ConfigError(f"{file}: grid is {values['grid']}; expected patterns of names, each with its settings")
     return [name for pattern in values["grid"] for name, _ in expand_braces(pattern)]
 
 
@@ -241,7 +237,7 @@ def _row(file: Path, name: str) -> dict[str, Any]:
         return _merged(values, _setting(pieces, settings), {"run": name})
     except KeyError as error:
         known = ", ".join(settings)
-        raise CompositionError(f"{file}: '{name}' takes {error}; expected one of settings: {known}") from error
+        raise ConfigError(f"{file}: '{name}' takes {error}; expected one of settings: {known}") from error
 
 
 def _setting(piece: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -292,12 +288,12 @@ def _shared(values: dict[str, Any]) -> dict[str, Any]:
     named = known.get(sharing) if isinstance(sharing, str) else sharing
     if not isinstance(named, dict) or named.keys() != agents.keys():
         expected = [name for name, policy in known.items() if policy]
-        raise CompositionError(
+        raise ConfigError(
             f"sharing is {sharing}; expected {', '.join(expected)}, or a policy for each of {', '.join(agents)}"
         )
     values["agents"] = {name: {**agent, "policy": agent.get("policy", named[name])} for name, agent in agents.items()}
     if not isinstance(defaults, dict):
-        raise CompositionError(f"policy_defaults is {defaults}; expected keys of a policy, for example lr: 1.0e-6")
+        raise ConfigError(f"policy_defaults is {defaults}; expected keys of a policy, for example lr: 1.0e-6")
     if defaults and isinstance(policies, dict):
         played = [agent["policy"] for agent in values["agents"].values() if agent["policy"] in named.values()]
         values["policies"] = {

@@ -7,6 +7,7 @@ from typing import Any
 from zlib import crc32
 
 from mcore_mas import SHIPPED
+from mcore_mas.config.run import ConfigError
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import merged
 from mcore_mas.rollout.records.trajectory import Turn
@@ -14,10 +15,6 @@ from mcore_mas.rollout.tasks.splits import SPLITS
 
 _CORPUS = "data/search/passages.jsonl"
 _FILE_LIMIT = 4  # tasks of each file
-
-
-class ScaleError(ValueError):
-    """A run cannot be had at a scale: says what is in the way."""
 
 
 def scaled(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
@@ -28,7 +25,7 @@ def scaled(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
     coach's reward is the outcome's. Every turn's reward gets a `drawn_reward`, so that there is something to train on.
 
     Raises:
-        ScaleError: a policy is a remote model.
+        ConfigError: a policy is a remote model.
     """
     if scale == "paper":
         return dict(values)
@@ -83,7 +80,7 @@ def _policy(policy: Mapping[str, Any], settings: Mapping[str, Any], values: Mapp
     if made.get("critic"):
         made["critic"] = {**made["critic"], "warmup_steps": 0, "schedule": "constant"}
     if made.get("remote"):
-        raise ScaleError("a remote model has no tiny scale; give the agent a model folder")
+        raise ConfigError("a remote model has no tiny scale; give the agent a model folder")
     return {**made, "model": str(Path(values["results"]) / made["model"])}
 
 

@@ -230,8 +230,8 @@ def _composed(
     def compose() -> dict[str, Any]:
         try:
             values = resolve(settings, configs, scale, own={"run": run})
-            return _placed(values) if scale == "paper" else values
-        except (ConfigError, SuiteError) as error:
+            return placed(values) if scale == "paper" and values["cluster"]["gpus"] is not None else values
+        except (ConfigError, ModelError, PlanError) as error:
             where = f"run '{run}': "
             raise SuiteError(f"{where}{str(error).removeprefix(where)} ({' '.join(overrides)})") from error
 
@@ -268,16 +268,6 @@ def _check_seat(where: str, run: Mapping[str, Any], agent: str, source: Any, run
         )
     if (of or agent) not in runs[other]["agents"]:
         raise SuiteError(f"{where}: run '{other}' has no agent '{of or agent}'; {', '.join(runs[other]['agents'])}")
-
-
-def _placed(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with a placement for its `cluster.gpus`, if it has that key."""
-    if config["cluster"]["gpus"] is None:
-        return config
-    try:
-        return placed(config)
-    except (ModelError, PlanError) as error:
-        raise SuiteError(str(error)) from error
 
 
 def load_suite(suite: str, overrides: Sequence[str] = ()) -> Suite:
