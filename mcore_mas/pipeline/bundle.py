@@ -37,7 +37,7 @@ _MOST = 4 << 30  # bytes of all members: several times those of the largest tabl
 _CODE = ("mcore_mas", "rollout", "retrieval", "configs", "workflow")
 
 
-class BundleError(ValueError):
+class BundleError(RuntimeError):
     """A bundle is not what it says: one line with the file in it, and what is wrong."""
 
 
@@ -86,8 +86,6 @@ def verify_bundle(path: Path) -> str:
             contents = {info.filename: archive.read(info) for info in archive.infolist()}
         described = {entity["@id"]: entity for entity in json.loads(contents.pop(METADATA))["@graph"]}
         listed = {name: entity for name, entity in described.items() if entity["@type"] == "File"}
-    except BundleError:
-        raise
     except (OSError, zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError) as error:
         raise BundleError(f"{path}: damaged, or no bundle of a table ({' '.join(str(error).split())})") from error
     for name in listed.keys() ^ contents.keys():
@@ -117,8 +115,6 @@ def _recomputed(path: Path, contents: Mapping[str, bytes], folder: Path) -> str:
         again = folder / "again.csv", folder / "again.md"
         make_paper_table(PaperTable.load("table", folder), files, made, *again)
     except (KeyError, TypeError, ValueError, TableError) as error:
-        if isinstance(error, BundleError):
-            raise
         raise BundleError(f"{path}: the table cannot be made again ({' '.join(str(error).split())})") from error
     for name, file in zip(("table.csv", "table.md"), again, strict=True):
         ours, theirs = file.read_text(encoding="utf-8").splitlines(), contents[name].decode().splitlines()

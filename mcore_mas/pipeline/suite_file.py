@@ -106,16 +106,11 @@ def check_schema(suite: Mapping[str, Any]) -> None:
     error = jsonschema.exceptions.best_match(validator.iter_errors(suite))
     if error is not None:
         place = "/".join(map(str, error.absolute_path)) or "top level"
-        known = error.schema.get("properties", {})
-        unknown = (
-            [key for key in error.instance if key not in known] if error.validator == "additionalProperties" else []
-        )
-        near = nearest(unknown[0], known) if unknown else ""
-        trouble = (
-            f"unknown key '{unknown[0]}'; known here: {', '.join(known)}{near}"
-            if unknown
-            else error.message.replace("'array'", "'list'")
-        )
+        trouble = error.message.replace("'array'", "'list'")
+        if error.validator == "additionalProperties":
+            known = error.schema.get("properties", {})
+            unknown = next(key for key in error.instance if key not in known)
+            trouble = f"unknown key '{unknown}'; known here: {', '.join(known)}{nearest(unknown, known)}"
         if error.validator == "pattern" and "=" in str(error.validator_value):
             trouble = f"'{error.instance}' is no override; expected KEY=VALUE, or ~KEY to take a key out"
         raise SuiteError(f"suite file, {place}: {trouble} (workflow/schemas/suite.schema.json says what is allowed)")

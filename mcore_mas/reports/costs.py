@@ -1,15 +1,12 @@
 """What a run cost: device hours and tokens of its training, tokens and seconds of an answer, by agent too."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mcore_mas.rollout.base.files import json_lines
+from mcore_mas.rollout.base.files import json_lines, read_json
 from mcore_mas.rollout.base.parquet import bounded_table
 
 _OF_TURNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
@@ -18,7 +15,7 @@ _OF_TURNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
 def run_costs(run: Path, state: str) -> dict[str, str]:
     """A line of a table on the run in the folder `run` and its evaluation in `state`; without what was not recorded."""
     found, costs, answer = {"experiment": run.name}, training_costs(run), answer_costs(run / "evaluation" / state)
-    devices = _devices(run) if costs else None
+    devices = read_json(run / "train" / "done.json").get("devices") if costs else None
     if devices:
         found["trained on"] = f"{devices['count']} x {devices['name']}"
         kind = devices["kind"]
@@ -46,20 +43,14 @@ def training_costs(run: Path) -> dict[str, float]:
     A device hour is an hour of one GPU, or of one CPU where there are none, while steps are taken: starting, validating
     and writing checkpoints are not in it. Without recorded devices it is left out.
     """
-    steps = run / "train" / "metrics.jsonl"
-    if not (steps.is_file() and (run / "train" / "done.json").is_file()):
+    steps, done = run / "train" / "metrics.jsonl", run / "train" / "done.json"
+    if not (steps.is_file() and done.is_file()):
         return {}
     taken = [line for line in json_lines(steps)[0] if line["step"] >= 0]
     seconds = sum(line["time/collect_s"] + line["time/update_s"] for line in taken)
-    found, devices = {"tokens": float(sum(line.get("rollout/tokens", 0.0) for line in taken))}, _devices(run)
+    found = {"tokens": float(sum(line.get("rollout/tokens", 0.0) for line in taken))}
+    devices = read_json(done).get("devices")
     return found | ({f"{devices['kind'].lower()}_hours": devices["count"] * seconds / 3600} if devices else {})
-
-
-def _devices(run: Path) -> Mapping[str, Any] | None:
-    """What a finished run trained on; None of a version that did not record it."""
-    devices: Mapping[str, Any] | None
-    devices = json.loads((run / "train" / "done.json").read_text(encoding="utf-8")).get("devices")
-    return devices
 
 
 def answer_costs(folder: Path) -> dict[str, float]:

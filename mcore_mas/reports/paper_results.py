@@ -18,7 +18,7 @@ from mcore_mas.config.run import GAIN, RunConfig
 from mcore_mas.equations.losses import LOSSES
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
-from mcore_mas.reports.paper_tables import PaperCell, PaperTable
+from mcore_mas.reports.paper_tables import PaperTable
 from mcore_mas.reports.tables import markdown_table, read_evaluation
 from mcore_mas.rollout.base.files import read_yaml, write_text
 
@@ -73,8 +73,8 @@ def make_paper_table(
         TableError: an evaluation is missing or not as `mcore_mas.training.evaluate` writes it.
     """
     evaluations = Evaluations(files)
-    lines = [_line(table, cell, evaluations) for cell in table.cells]
-    differences = [line | _agreement(line) for line in _differences(table, evaluations)]
+    lines = [line | _agreement(table, line) for line in _lines(table, evaluations)]
+    differences = [line | _agreement(table, line) for line in _differences(table, evaluations)]
     frame = pd.DataFrame([*lines, *differences]).assign(scale=made.scale, commit=made.commit, seeds=len(made.seeds))
     write_text(csv, str(frame.to_csv(index=False, float_format="%.6f", lineterminator="\n")))
     page = render_page(
@@ -88,30 +88,32 @@ def make_paper_table(
     write_text(markdown, page)
 
 
-def _line(table: PaperTable, cell: PaperCell, evaluations: Evaluations) -> dict[str, Any]:
-    scores = evaluations.scores(cell.experiment, cell.state, cell.dataset, cell.kind)
-    line = {
-        **{name: getattr(cell, name) for name in ("block", "row", "column", "metric")},
-        "experiment": cell.experiment,
-        "policy_state": cell.state,
-        "dataset": cell.dataset,
-        "measured": f"{cell.kind}@{evaluations.answers(cell.experiment, cell.state)}",
-        **_measured(scores, f"{cell.dataset}/{cell.metric}"),
-    }
-    published = cell.published
-    if isinstance(published, float) and not table.config.fraction:
-        published /= 100
-    line |= {"paper_value": published, "paper_source": table.config.source, "grade": table.config.grade}
-    return line | _agreement(line)
+def _lines(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
+    """Each cell of the table, with the paper's number as a fraction of 1."""
+    for cell in table.cells:
+        scores = evaluations.scores(cell.experiment, cell.state, cell.dataset, cell.kind)
+        published = cell.published
+        if isinstance(published, float) and not table.config.fraction:
+            published /= 100
+        yield {
+            **{name: getattr(cell, name) for name in ("block", "row", "column", "metric")},
+            "experiment": cell.experiment,
+            "policy_state": cell.state,
+            "dataset": cell.dataset,
+            "measured": f"{cell.kind}@{evaluations.answers(cell.experiment, cell.state)}",
+            **_measured(scores, f"{cell.dataset}/{cell.metric}"),
+            "paper_value": published,
+        }
 
 
-def _agreement(line: Mapping[str, Any]) -> dict[str, Any]:
+def _agreement(table: PaperTable, line: Mapping[str, Any]) -> dict[str, Any]:
     """How far from the paper's number ours may be by the chance of which tasks there are, and whether it is within."""
+    said = {"paper_source": table.config.source, "grade": table.config.grade}
     if line["value"] is None or not isinstance(line["paper_value"], float):
-        return {"tolerance": None, "within": None}
+        return said | {"tolerance": None, "within": None}
     off = line["paper_value"] - line["value"]
     tolerance = line["ci_high"] - line["value"] if off > 0 else line["value"] - line["ci_low"]
-    return {"tolerance": tolerance + _ROUNDING, "within": abs(off) <= tolerance + _ROUNDING}
+    return said | {"tolerance": tolerance + _ROUNDING, "within": abs(off) <= tolerance + _ROUNDING}
 
 
 def _measured(groups: Sequence[pd.Series], name: str) -> dict[str, Any]:
@@ -152,8 +154,6 @@ def _differences(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[s
                 **(where if not by_rows else {"row": where["column"], "column": where["row"]}),
                 **_measured(scores, f"{cell.dataset}/{metric}"),
                 "paper_value": paper,
-                "paper_source": table.config.source,
-                "grade": table.config.grade,
             }
 
 
