@@ -67,8 +67,12 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         stack.callback(destroy_process_groups)
         make_env = stack.enter_context(world(config, "bootstrap/retriever"))
         measure = _measurement(config, cold_start, base_dir, renderer, make_env)
-        saves = _Saves(out_dir / "checkpoints", config, base_dir, trainer)
-        step, history = saves.restore()
+        checkpoints = _checkpoints(out_dir / "checkpoints", config, base_dir)
+        step, history = 0, list[dict[str, float]]()
+        if saved := checkpoints.newest(print):
+            trainer.restore(saved.folder)
+            print(f"continuing from {saved.folder}")
+            step, history = saved.step, saved.state["history"]
         reporter = stack.enter_context(Reporter(f"{config.run} bootstrap", cold_start.max_steps, step))
         started = time.monotonic() - (history[-1]["seconds"] if history else 0.0)
         for batch in _batches(config, cold_start, renderer, step):
@@ -85,7 +89,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
                 reporter.step(step, shown)
             told = signal.sigpending() & set(STOP_SIGNALS)
             if due or told:
-                saves.save(step, history)
+                asyncio.run(_save(checkpoints, trainer, step, history))
             if told:
                 raise Stopped(f"stopped by {signal.Signals(min(told)).name} after step {step}; all of it is saved")
         trainer.model.write(out_dir / "model")
@@ -97,43 +101,26 @@ def _enough(measured: Mapping[str, float], cold_start: ColdStartConfig) -> bool:
     return measured["legal"] >= cold_start.stop_legal and measured["accuracy"] >= cold_start.stop_accuracy
 
 
-class _Saves:
-    """Checkpoints of a cold start, in a folder for its settings and its base model: others start anew."""
+def _checkpoints(folder: Path, config: RunConfig, base_dir: Path) -> Checkpoints:
+    """Those of a cold start, in a folder for its settings and its base model: others start anew."""
+    settings, base = settings_digest(config.model_dump(mode="json"), "start"), sha256(*sorted(base_dir.iterdir()))
+    identity = Identity(run=config.run, models={}, inputs={"settings": settings, "base": base})
+    return Checkpoints(folder / f"{settings}-{base}"[:40], identity, keep=1)
 
-    def __init__(self, folder: Path, config: RunConfig, base_dir: Path, trainer: MegatronTrainer) -> None:
-        of = {
-            "settings": settings_digest(config.model_dump(mode="json"), "start"),
-            "base": sha256(*sorted(base_dir.iterdir())),
-        }
-        self._identity = Identity(run=config.run, models={}, inputs=of)
-        self._checkpoints = Checkpoints(folder / "-".join(of.values())[:40], self._identity, keep=1)
-        self._trainer = trainer
 
-    def restore(self) -> tuple[int, list[dict[str, float]]]:
-        """Steps that were taken, and the measurements of them."""
-        saved = self._checkpoints.newest(print)
-        if saved is None:
-            return 0, []
-        self._trainer.restore(saved.folder)
-        print(f"continuing from {saved.folder}")
-        return saved.step, saved.state["history"]
+async def _save(checkpoints: Checkpoints, trainer: MegatronTrainer, step: int, history: list[dict[str, float]]) -> None:
+    """Save all that is needed to go on after `step`."""
 
-    def save(self, step: int, history: list[dict[str, float]]) -> None:
-        """Save all that is needed to go on after `step`."""
+    async def write(folder: Path) -> Any:
+        trainer.save(folder)
 
-        async def write(folder: Path) -> Any:
-            self._trainer.save(folder)
+        async def written() -> dict[str, Digest]:
+            return trainer.written()
 
-            async def written() -> dict[str, Digest]:
-                return self._trainer.written()
+        return written
 
-            return written
-
-        async def save() -> None:
-            await self._checkpoints.save(step, {"history": history}, write)
-            await self._checkpoints.finish()
-
-        asyncio.run(save())
+    await checkpoints.save(step, {"history": history}, write)
+    await checkpoints.finish()
 
 
 def _measurement(
