@@ -26,7 +26,6 @@ from mcore_mas.rollout.records.trajectory import Group, Status, Task, Turn, deri
 from mcore_mas.rollout.rewards.allocation import judge_undecided
 from mcore_mas.rollout.rewards.coach import Coach
 from mcore_mas.rollout.teams.collect import CollectOptions, Collector, collect
-from mcore_mas.rollout.teams.episode import Orchestra
 from mcore_mas.rollout.teams.journal import CollectionJournal, Lineage
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.training.full_disk import until_room
@@ -52,7 +51,6 @@ class AsyncRollouts:
 
     config: RunConfig
     team: Team
-    orchestra: Orchestra
     make_env: Callable[[Task], Env]
     schedule: Schedule
     validation: tuple[Task, ...]
@@ -86,7 +84,7 @@ class AsyncRollouts:
         collector = Collector(
             team=self.team,
             make_env=self.make_env,
-            orchestra=self.orchestra,
+            orchestra=self.config.orchestra.call,
             seed=config.seed,
             step=_VALIDATION,
             options=self._options(began=asyncio.get_running_loop().time(), sampling=config.evaluation.sampling),
@@ -188,7 +186,7 @@ class AsyncRollouts:
             tasks,
             self.team,
             self.make_env,
-            self.orchestra,
+            self.config.orchestra.call,
             group_size=group_size,
             seed=self.config.seed,
             step=step,

@@ -6,6 +6,7 @@ What is played is kept in files of a fixed size, from which an evaluation that w
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -69,13 +70,9 @@ class Scoreboard:
 
     def missing(self) -> list[tuple[Task, int]]:
         """The tasks and samples of which nothing is known."""
-        unplayed = Reply(None, None, "", cut=False, valid=0, turns=0)
-        return [
-            (task, sample)
-            for task in self._tasks
-            for sample in range(self.k)
-            if self._replies.get((task.id, sample), unplayed).score is None
-        ]
+        known = {place for place, reply in self._replies.items() if reply.score is not None}
+        wanted = itertools.product(self._tasks, range(self.k))
+        return [(task, sample) for task, sample in wanted if (task.id, sample) not in known]
 
     @property
     def replies(self) -> int:

@@ -76,14 +76,6 @@ class PolicyTrainer:
             return [self._batch(part) for part in deal(own, trainer.minibatch, seed, step)]
         return [self._batch(part) for part in split(own, trainer.updates_per_step, seed, step)]
 
-    def _parts(self, batches: Sequence[UpdateBatch], samples: Sequence[Sample], step: int) -> list[list[Sample]]:
-        """The samples in parts as `pack` made them."""
-        trainer = self._config.trainer
-        if trainer.minibatch is None:
-            return split(samples, trainer.updates_per_step, self._config.seed, step)
-        of = {sample.id: number for number, batch in enumerate(batches) for sample in batch.samples}
-        return [[s for s in samples if of[s.id] == number] for number in range(len(batches))]
-
     def _learns(self, sample: Sample) -> bool:
         return sample.policy == self._policy and sample.tokens > 0
 
@@ -120,7 +112,11 @@ class PolicyTrainer:
         samples = align([s for s in credited if self._learns(s)], self._aligned, config.seed, step)
         weights = {name: agent.loss_weight for name, agent in config.agents.items()}
         loss = config.loss
-        parts = [weigh(p, weights, loss.aggregation, loss.norm) for p in self._parts(batches, samples, step)]
+        of = {sample.id: number for number, batch in enumerate(batches) for sample in batch.samples}
+        parts = [
+            weigh([s for s in samples if of[s.id] == number], weights, loss.aggregation, loss.norm)
+            for number in range(len(batches))
+        ]
         critic = config.policies[self._policy].critic
         waits = critic is not None and step < critic.head_start
         trained = [

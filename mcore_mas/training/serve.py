@@ -24,7 +24,7 @@ from mcore_mas.rollout.gateway.app import Entrance, gateway_app
 from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, GatewayError
 from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.teams.episode import Episode, Orchestra
+from mcore_mas.rollout.teams.episode import Episode
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.training.evaluate import NO_SEATS, playing, seated
 
@@ -61,19 +61,17 @@ class HandedIn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTeam:
-    """A team that answers each call by itself: there are no trajectories that outlive one."""
+    """A team that answers each call by itself, under the run's name: there are no trajectories that outlive one."""
 
-    name: str  # the whole team's, as a model
+    config: RunConfig
     team: Team
-    orchestra: Orchestra
     make_env: Callable[[Task], Env]
-    env: str  # name in ENVS
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
     def models(self) -> list[str]:
         """The whole team and its agents."""
-        return [self.name, *self.team.agents]
+        return [self.config.run, *self.team.agents]
 
     async def ask(self, asked: ChatRequest) -> GatewayCall:
         """Have the team, or one of its agents, reply.
@@ -81,7 +79,7 @@ class ServedTeam:
         Raises:
             GatewayError: nobody can.
         """
-        if asked.model == self.name:
+        if asked.model == self.config.run:
             call = GatewayCall(key=b"", head=ChatReply(id=str(next(self.numbers)), model=asked.model))
             return call.start(self._play(asked, call.head))
         if asked.model not in self.team.agents:
@@ -98,16 +96,21 @@ class ServedTeam:
 
     async def _play(self, asked: ChatRequest, head: ChatReply) -> ChatReply:
         if asked.tools:
-            raise GatewayError(400, f"'{self.name}' is a whole team, which takes no tools; its agents do")
+            raise GatewayError(400, f"'{self.config.run}' is a whole team, which takes no tools; its agents do")
         texts = [message.text for message in asked.messages]
         if not any(texts):
-            raise GatewayError(400, f"'{self.name}' is a whole team, which needs a problem; there is no text")
+            raise GatewayError(400, f"'{self.config.run}' is a whole team, which needs a problem; there is no text")
         said = texts if len(texts) == 1 else [f"{m.role}: {m.text}" for m in asked.messages]
         task = Task(
-            id=f"served-{head.id}", prompt="\n\n".join(said), answers=(), env=self.env, source="served", split="test"
+            id=f"served-{head.id}",
+            prompt="\n\n".join(said),
+            answers=(),
+            env=self.config.env.name,
+            source="served",
+            split="test",
         )
         env, seat = HandedIn(self.make_env(task)), self._seat()
-        episode = Episode(task, seat, env, self.orchestra)
+        episode = Episode(task, seat, env, self.config.orchestra.call)
         await episode.play()
         if isinstance(episode.failure, PromptTooLong):
             raise episode.failure
@@ -142,13 +145,7 @@ def serve(run: Path, *, state: str, host: str, port: int, token_file: Path | Non
     torch.set_num_threads(config.cluster.threads_per_process or 1)
     folder = writable(config.folder / "served")
     with owned(folder), playing(config, f"{folder}/") as (team, make_env, runner):
-        served = ServedTeam(
-            name=config.run,
-            team=team,
-            orchestra=config.orchestra.call,
-            make_env=make_env,
-            env=config.env.name,
-        )
+        served = ServedTeam(config=config, team=team, make_env=make_env)
 
         def find(request: Request) -> ServedTeam:
             if token is not None and not bears(request, token):

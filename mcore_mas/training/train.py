@@ -170,7 +170,6 @@ class _Run:
             rollouts=AsyncRollouts(
                 config=config,
                 team=build_team(config.agents, {**make_players(config, engines, config.models), **self.remotes}),
-                orchestra=config.orchestra.call,
                 make_env=self.make_env,
                 schedule=Schedule(self.tasks["train"], config.trainer.tasks_per_step, config.seed),
                 validation=tuple(self.tasks["validation"]),

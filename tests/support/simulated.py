@@ -196,7 +196,6 @@ def make_session(
     rollouts = AsyncRollouts(
         config=config,
         team=build_team(config.agents, players_of(config, engines, Text())),
-        orchestra=config.orchestra.call,
         make_env=build_env(config.env),
         schedule=Schedule(tasks, config.trainer.tasks_per_step, config.seed),
         validation=(),
