@@ -87,14 +87,15 @@ def reward_section(reward: Callable[..., Any] | str, label: str) -> dict[str, An
     Raises:
         TaskError: it is neither a name nor a function of one argument.
     """
-    if not isinstance(reward, str) and not callable(reward):
+    if isinstance(reward, str):
+        return {"name": reward}
+    if not callable(reward):
         raise TaskError(f"reward is {reward!r}; expected a function of a trajectory or a group, or an allocator's name")
-    if not isinstance(reward, str):
-        try:
-            inspect.signature(reward).bind(None)
-        except TypeError as error:
-            raise TaskError(f"reward {label}: {error}; expected a function of a trajectory or a group") from error
-    if isinstance(reward, str) or allocator_of(reward) is reward:
+    try:
+        inspect.signature(reward).bind(None)
+    except TypeError as error:
+        raise TaskError(f"reward {label}: {error}; expected a function of a trajectory or a group") from error
+    if allocator_of(reward) is reward:
         return {"name": known_here(reward, label)}
     return {"name": f"{__name__}:by_trajectory", "options": {"reward": known_here(reward, label)}}
 

@@ -55,15 +55,6 @@ def _of_tasks(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: config[key] for key in _TASKS}, "corpus": corpus}
 
 
-def _of_start(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**{key: config[key] for key in _COLD}, "agents": _unrewarded(config)}
-
-
-def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All but where it is watched, and how often a trained team answers."""
-    return {**config, "tracking": None, "evaluation": {**config["evaluation"], "samples": None}}
-
-
 def _of_score(config: Mapping[str, Any]) -> dict[str, Any]:
     agents = {
         name: {**agent, "policy": _voice(config["policies"][agent["policy"]])}
@@ -76,8 +67,13 @@ _STAGES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = MappingProxyType(
     {
         "tasks": _of_tasks,
         "index": lambda config: [_of_tasks(config), config.get("retriever")],
-        "start": _of_start,
-        "training": _of_training,
+        "start": lambda config: {**{key: config[key] for key in _COLD}, "agents": _unrewarded(config)},
+        # all but where it is watched, and how often a trained team answers
+        "training": lambda config: {
+            **config,
+            "tracking": None,
+            "evaluation": {**config["evaluation"], "samples": None},
+        },
         "score": _of_score,
     }
 )
