@@ -20,6 +20,7 @@ from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.equations.advantages import ALONE, BY_TOKEN, NEEDS, compared
 from mcore_mas.equations.divergence import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
+from mcore_mas.rollout.base.options import grouped
 
 # what an estimator's keys may name: columns of samples
 _IDS = ("policy", "task", "agent", "trajectory", "state")
@@ -253,9 +254,7 @@ class CreditWatch:
         groups = [compared(rule.name, rule.options) for rule in rules.values()]
         if not any(group is not None and "agent" not in group.peers for group in groups):
             return ""
-        rewards: dict[str, list[float]] = defaultdict(list)
-        for sample in samples:
-            rewards[sample.agent].append(sample.reward)
+        rewards = grouped((sample.agent, sample.reward) for sample in samples)
         scales = {agent: max(own) - min(own) for agent, own in rewards.items() if max(own) > min(own)}
         if not scales:
             return ""

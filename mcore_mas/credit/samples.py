@@ -1,12 +1,13 @@
 """Training samples: one turn each, and what each of its tokens weighs in an update."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName, token_weights
+from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.records.trajectory import Group, Status, derive_seed
 
 TurnId = tuple[str, str, int]  # trajectory, node, turn: which turn of a step
@@ -120,8 +121,8 @@ def align(samples: Sequence[Sample], sizes: Mapping[str, int | None], *place: in
     size are dropped at random, missing ones are made up by counting some more than once. `place` seeds the draw.
     """
     done = []
-    for own in _by(samples, lambda sample: (sample.task, sample.agent)):
-        size = sizes.get(own[0].agent)
+    for (_, agent), own in grouped(((sample.task, sample.agent), sample) for sample in samples).items():
+        size = sizes.get(agent)
         if size is None:
             done += own
             continue
@@ -136,8 +137,9 @@ def split(samples: Sequence[Sample], parts: int, *place: int | str) -> list[list
 
     A task's turns stay together, so that their prompts are still computed once.
     """
-    tasks = sorted(_by(samples, lambda sample: sample.task), key=lambda own: derive_seed(*place, "split", own[0].task))
-    dealt = [[s for own in tasks[part::parts] for s in own] for part in range(parts)]
+    by_task = grouped((sample.task, sample) for sample in samples)
+    tasks = sorted(by_task, key=lambda task: derive_seed(*place, "split", task))
+    dealt = [[s for task in tasks[part::parts] for s in by_task[task]] for part in range(parts)]
     return [part for part in dealt if part]
 
 
@@ -172,10 +174,3 @@ def weigh(
         replace(sample, weight=loss_weights[sample.agent] * weight)
         for sample, weight in zip(trained, weights.tolist(), strict=True)
     ]
-
-
-def _by(samples: Iterable[Sample], key: Callable[[Sample], object]) -> list[list[Sample]]:
-    groups: dict[object, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(key(sample), []).append(sample)
-    return list(groups.values())

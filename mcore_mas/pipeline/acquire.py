@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 from mcore_mas.pipeline.hub import AcquireError, Hub, fetch
 from mcore_mas.pipeline.sources import Source, known_sources
 from mcore_mas.reports.pages import render_page
-from mcore_mas.retrieval.corpus import RetrievalError
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import atomic_path, write_json, write_text
+from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.config.data import DataConfig, make_tasks
 from mcore_mas.rollout.models.architecture import read_config
 from mcore_mas.rollout.models.tensors import tensor_shapes
@@ -56,7 +56,7 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
     What is there already is checked and used as it is.
 
     Raises:
-        AcquireError: it cannot be had, or is not what its name says.
+        AcquireError, RetrievalError: it cannot be had, or is not what its name says.
     """
     source, path = known_sources()[item], Path(item)
     there, fetched, found = path.exists(), dict[str, Any](), dict[str, Any]()
@@ -87,14 +87,11 @@ def _open_index(source: Source, manifest: Path) -> dict[str, Any]:
     from mcore_mas.retrieval.index import Index
 
     vectors, corpus, folder = map(Path, source.needs)
-    try:
-        encoder = Encoder.of(str(source.encoder), folder)
-        if manifest.exists():
-            made = Index.open(manifest.parent, encoder=encoder.identity).manifest
-        else:
-            made = import_index(vectors, corpus, encoder)
-    except RetrievalError as error:
-        raise AcquireError(str(error)) from error
+    encoder = Encoder.of(str(source.encoder), folder)
+    if manifest.exists():
+        made = Index.open(manifest.parent, encoder=encoder.identity).manifest
+    else:
+        made = import_index(vectors, corpus, encoder)
     return {"bytes": vectors.stat().st_size, "rows": made.ntotal, "kept": made.ntotal}
 
 
@@ -252,11 +249,8 @@ def report_inputs(receipts: Sequence[Path], runs: Drawn, out: Path, *, by_hand: 
 
 
 def _leaks(runs: Drawn) -> list[str]:
-    names: dict[str, list[str]] = {}
-    for run, (data, seed) in runs.items():
-        if data.get("generator"):
-            continue
-        names.setdefault(json.dumps([data, seed], sort_keys=True, default=str), []).append(run)
+    read = {run: drawn for run, drawn in runs.items() if not drawn[0].get("generator")}
+    names = grouped((json.dumps(drawn, sort_keys=True, default=str), run) for run, drawn in read.items())
     lines = []
     for key, alike in names.items():
         data, seed = json.loads(key)

@@ -13,6 +13,7 @@ from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
 from mcore_mas.rollout.base.files import write_json
+from mcore_mas.rollout.base.options import grouped
 
 ALL_TABLES = "tables"  # the target of every table
 ACQUIRE = "acquire"  # that of all inputs; acquire_NAME those of a table
@@ -59,10 +60,8 @@ def paper_suite(tables: Sequence[str], config: Mapping[str, Any]) -> dict[str, A
     except TableError as error:
         raise SuiteError(str(error)) from error
     scale, seeds = str(config.get("scale", "paper")), seeds_of(config)
-    names: dict[str, list[str]] = {}  # experiment -> tables that it is in
-    for table_name, table in zip(tables, loaded, strict=True):
-        for name in table.experiments:
-            names.setdefault(name, []).append(table_name)
+    # experiment -> tables that it is in
+    names = grouped((run, table) for table, own in zip(tables, loaded, strict=True) for run in own.experiments)
     cells = {run: own for table in loaded for run, own in table.config.evaluate.items()}
     return {
         "suite": f"table_{tables[0]}" if len(tables) == 1 else ALL_TABLES,

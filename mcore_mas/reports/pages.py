@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.environments.games import GAMES
 from mcore_mas.rollout.environments.games.game import BadPuzzle
 from mcore_mas.rollout.orchestras.replies import parse_decided, parse_listed
 from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajectories
-from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Trajectory, Turn
+from mcore_mas.rollout.records.trajectory import Task, Trajectory
 
 if TYPE_CHECKING:  # it brings torch, and lists of runs and pages need none
     from mcore_mas.credit.samples import Sample
@@ -76,14 +77,9 @@ def trajectory_page(
     Turns that have `pieces` show their tokens, shaded by how unlikely each was or, if asked, by the turn's advantage;
     those with `groups`, which turns they were compared with.
     """
-    agents: dict[str, list[Turn]] = {}
-    nodes: dict[str, list[Turn]] = {}
-    tools: dict[tuple[str, int], list[ToolEvent]] = {}
-    for turn in trajectory.turns:
-        agents.setdefault(turn.agent, []).append(turn)
-        nodes.setdefault(turn.node, []).append(turn)
-    for event in trajectory.tools:
-        tools.setdefault((event.node, event.after_turn), []).append(event)
+    agents = grouped((turn.agent, turn) for turn in trajectory.turns)
+    nodes = grouped((turn.node, turn) for turn in trajectory.turns)
+    tools = grouped(((event.node, event.after_turn), event) for event in trajectory.tools)
     path = {
         node: [other for other in nodes if node and other and other != node and _parent(other) == _parent(node)]
         for node in dict.fromkeys(turn.node for turn in trajectory.path)

@@ -14,6 +14,7 @@ from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.tables import markdown_table
 from mcore_mas.rollout.base.files import json_lines, write_text
+from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.records.files import read_trajectories
 from mcore_mas.rollout.records.trajectory import Status, Trajectory, groups_of
 
@@ -58,10 +59,7 @@ def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Pat
         MetricsError: a team was trained with one estimator only, its estimators have other seeds, or a run has not
             finished.
     """
-    teams: dict[str, list[dict[str, Any]]] = {}
-    for name, config in runs.items():
-        arm = {"advantage": config["advantage"]["name"], "seed": config["seed"]}
-        teams.setdefault(config["orchestra"]["name"], []).append(arm | _measured(Path(config["results"]) / name))
+    teams = grouped((config["orchestra"]["name"], _arm(name, config)) for name, config in runs.items())
     findings = pd.DataFrame(finding for team, own in teams.items() for finding in _compared(team, own))
     writers: dict[str, Callable[[pd.DataFrame], str]] = {
         ".csv": lambda table: str(table.to_csv(index=False, lineterminator="\n")),
@@ -106,25 +104,23 @@ def lemma_factors(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
 
 def skills(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Of each agent: the share of its turns scored `right`, where turns are, and the mean -log p of a sampled token."""
-    right: dict[str, list[float]] = defaultdict(list)
-    surprise: dict[str, list[float]] = defaultdict(list)
-    for turn in (turn for t in trajectories if t.status is Status.COMPLETED for turn in t.turns):
-        surprise[turn.agent] += [-logprob for logprob in turn.logprobs]
-        if "right" in turn.scores:
-            right[turn.agent].append(turn.scores["right"])
+    turns = [turn for t in trajectories if t.status is Status.COMPLETED for turn in t.turns]
+    right = grouped((turn.agent, turn.scores["right"]) for turn in turns if "right" in turn.scores)
+    surprise = grouped((turn.agent, -logprob) for turn in turns for logprob in turn.logprobs)
     found = {f"skill {agent}": fmean(own) for agent, own in right.items()}
     return found | {f"entropy {agent}": fmean(own) for agent, own in surprise.items()}
 
 
-def _measured(folder: Path) -> dict[str, float]:
+def _arm(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured of a run, with its estimator and seed."""
+    folder = Path(config["results"]) / run
     metrics = [row for row in read_metrics(folder / "train" / "metrics.jsonl") if row["step"] >= 0]
     base, trained = (_accuracy(folder / "evaluation" / f"{state}.json") for state in ("base", "trained"))
-    factors: dict[str, list[float]] = defaultdict(list)
-    for path in sorted((folder / "train" / "trajectories").glob("step_*.parquet")):
-        played = [group.trajectories for group in groups_of(read_trajectories(path))]
-        for agent, factor in lemma_factors(played).items():
-            factors[agent].append(factor)
-    found = {"accuracy before": base, "accuracy": trained} | norms(metrics)
+    steps = sorted((folder / "train" / "trajectories").glob("step_*.parquet"))
+    played = ([group.trajectories for group in groups_of(read_trajectories(path))] for path in steps)
+    factors = grouped(factor for groups in played for factor in lemma_factors(groups).items())
+    found = {"advantage": config["advantage"]["name"], "seed": config["seed"]}
+    found |= {"accuracy before": base, "accuracy": trained} | norms(metrics)
     found |= {f"A² under one (μ, σ) {agent}": fmean(own) for agent, own in factors.items()}
     shards = sorted((folder / "evaluation" / "trained").glob("*.parquet"))
     return found | skills([trajectory for shard in shards for trajectory in read_trajectories(shard)])

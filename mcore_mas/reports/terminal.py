@@ -18,6 +18,7 @@ from mcore_mas.credit.assign import assess, assessments, by_place, columns, esti
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.pages import PeerGroup, TurnAdvantages, TurnGroups
+from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.records.files import read_trajectories
@@ -191,9 +192,7 @@ def _groups_table(statistics: GroupStatistics, samples: Sequence[Sample], rows: 
     """One line per peer group: its votes, each once, with their mean and deviation."""
     numbers = [Column(heading, justify="right") for heading in ("n", "μ", "σ")]
     table = Table("group", "votes", *numbers, show_edge=False)
-    groups: dict[int, list[int]] = {}
-    for i in rows:
-        groups.setdefault(int(statistics.group_of[statistics.vote[i]]), []).append(i)
+    groups = grouped((int(statistics.group_of[statistics.vote[i]]), i) for i in rows)
     for own in groups.values():
         first = own[0]
         votes = {int(statistics.vote[i]): f"{float(statistics.own[i]):g}" for i in own}

@@ -1,11 +1,12 @@
 """Metrics of a step: what its trajectories say, as numbers by agent."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from mcore_mas.credit.samples import Sample
+from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
 
 StepMetrics = dict[str, float]
@@ -22,10 +23,7 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
     metrics |= _lost(trajectories)
     if not completed:
         return metrics
-    turns: dict[str, list[Turn]] = defaultdict(list)
-    for trajectory in completed:
-        for turn in trajectory.turns:
-            turns[turn.agent].append(turn)
+    turns = grouped((turn.agent, turn) for trajectory in completed for turn in trajectory.turns)
     metrics |= {
         "reward/mean": fmean(t.outcome or 0.0 for t in completed),
         "rollout/turns": fmean(len(t.path) for t in completed),
@@ -83,10 +81,7 @@ def staleness_metrics(samples: Sequence[Sample]) -> StepMetrics:
 
     Mean, maximum, and how many turns by how many versions.
     """
-    ages: dict[str, list[int]] = defaultdict(list)
-    for sample in samples:
-        for whose in ("", f"policy/{sample.policy}/"):
-            ages[whose].append(sample.age)
+    ages = grouped((whose, sample.age) for sample in samples for whose in ("", f"policy/{sample.policy}/"))
     metrics: dict[str, float] = {}
     for whose, own in ages.items():
         metrics |= {f"{whose}staleness/mean": fmean(own), f"{whose}staleness/max": float(max(own))}
@@ -99,10 +94,8 @@ def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
 
     The second moment is what Dr. MAS's Lemma 4.2 ties to the agent's gradient.
     """
-    by_agent: dict[str, list[Sequence[float]]] = defaultdict(list)
-    for sample in samples:
-        if sample.tokens:  # else it only counts for its peers
-            by_agent[sample.agent].append(sample.advantages or (0.0,))
+    training = (sample for sample in samples if sample.tokens)  # others only count for their peers
+    by_agent = grouped((sample.agent, sample.advantages or (0.0,)) for sample in training)
     metrics: dict[str, float] = {}
     for agent, own in by_agent.items():
         metrics |= {

@@ -2,7 +2,6 @@
 
 import itertools
 import platform
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
 from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, server_gpus, tenants_of
+from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.engines.sglang.server import visible_gpus
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
 from mcore_mas.training.cluster import KEEP_PAGES, Node, cores_here
@@ -236,10 +236,10 @@ class DevicePlacement:
         pieces = [(tenant, size) for tenant in hardest_first for size in tenant.pieces]
         labels = [room.labels.get(node) for node in room.nodes]
         hows = strategies([size for _, size in pieces], free, [tenant.label for tenant, _ in pieces], labels)
-        made: dict[GroupKey, list[Any]] = {}
-        for (t, size), how in zip(pieces, hows, strict=True):
-            group = _group([t.unit] * (size // t.unit), how, room.kind, t.label)
-            made.setdefault((t.policy, t.part), []).append(group)
+        made = grouped(
+            ((t.policy, t.part), _group([t.unit] * (size // t.unit), how, room.kind, t.label))
+            for (t, size), how in zip(pieces, hows, strict=True)
+        )
         for t in hardest_first:
             self._settle(t, made[t.policy, t.part], t.unit, 1)
 
@@ -293,14 +293,11 @@ def _group(
 ) -> Any:
     wanted = [{"pool": label}] * len(bundles) if label else None
     group = placement_group([{kind: size} for size in bundles], strategy=strategy, bundle_label_selector=wanted)
-    deadline = time.monotonic() + wait_s
-    while placement_group_table(group)["state"] != "CREATED":
-        if time.monotonic() > deadline:
-            remove_placement_group(group)
-            raise PlacementError(
-                f"Ray has no room for {sum(bundles)} {kind}s together ({strategy}); is something else there?"
-            )
-        time.sleep(0.02)
+    if not group.wait(wait_s):
+        remove_placement_group(group)
+        raise PlacementError(
+            f"Ray has no room for {sum(bundles)} {kind}s together ({strategy}); is something else there?"
+        )
     return group
 
 

@@ -21,6 +21,7 @@ from mcore_mas.equations.losses import Objective, ValueObjective, explained_vari
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
+from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.records.trajectory import derive_seed
 from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.metrics import StepMetrics
@@ -205,10 +206,7 @@ def critic_metrics(metrics: Mapping[str, float]) -> StepMetrics:
 
 def merge_updates(rows: Sequence[Mapping[str, float]]) -> StepMetrics:
     """The metrics of a step's updates as one: extremes and counts by their names, everything else by its mean."""
-    columns: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        for name, value in row.items():
-            columns[name].append(value)
+    columns = grouped(item for row in rows for item in row.items())
     return {name: _REDUCE.get(name.rpartition("/")[2], _reduction(name))(values) for name, values in columns.items()}
 
 
