@@ -81,10 +81,10 @@ class _Rank:
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return self._watch.phase(name) if self._watch else nullcontext()
 
-    def score(self, policy: str, microbatches: Sequence[Microbatch], reference: bool, send: bool) -> list[Any]:
+    def score(self, policy: str, microbatches: Sequence[Microbatch], reference: bool) -> list[Any]:
         with self._phase("score"):
             scores = self._trainers[policy].score(microbatches, reference=reference)
-        return [score.numpy() for score in scores] if send else []
+        return [] if self._rank else [score.numpy() for score in scores]
 
     def export(self, policy: str, route: SyncRoute, version: int) -> WeightUpdate:
         """Gather all weights, or the adapter, with the other ranks and send them where the engine wants them."""
@@ -211,14 +211,9 @@ class TrainerGroup:
 
     async def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
         """Log-probabilities, or a critic's values, of each micro-batch; see `MegatronTrainer.score`."""
-        batches = ray.put(list(microbatches))
-        async with self._turn():
-            scores = await self._ask(
-                rank.score.remote(self.policy, batches, reference, send=i == 0)
-                for i, rank in enumerate(self.home._ranks)
-            )
+        scores = (await self._all("score", ray.put(list(microbatches)), reference))[0]
         # what comes out of the object store is read-only, and torch has no tensors of that kind
-        return [torch.from_numpy(score.copy()) for score in scores[0]]
+        return [torch.from_numpy(score.copy()) for score in scores]
 
     async def export(self, route: SyncRoute, version: int) -> WeightUpdate:
         """Send all weights over an engine's `route`; their bytes do not pass through this process.
