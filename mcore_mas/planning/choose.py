@@ -163,11 +163,10 @@ def _layouts(models: Models, ranks: int, node: int) -> Iterator[dict[str, Parall
     """The same number of ranks for every policy, each cut by tensor as far as it and a common bound allow."""
     seen: list[dict[str, ParallelLayout]] = []
     for bound, pp in itertools.product([tp for tp in _CUTS if tp <= node], (1, 2, 4)):
-        layouts = {policy: _layout(a, ranks, bound, pp) for policy, a in models.items()}
-        whole = {policy: layout for policy, layout in layouts.items() if layout is not None}
-        if len(whole) == len(layouts) and whole not in seen:
-            seen.append(whole)
-            yield whole
+        found = {policy: layout for policy, a in models.items() if (layout := _layout(a, ranks, bound, pp))}
+        if len(found) == len(models) and found not in seen:
+            seen.append(found)
+            yield found
 
 
 @lru_cache(maxsize=4096)

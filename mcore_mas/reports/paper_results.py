@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import cache
+from functools import cache, partial
 from math import hypot
 from pathlib import Path
 from statistics import fmean
@@ -223,11 +223,8 @@ def _at(value: Any, path: Sequence[str]) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _of_loss(key: str) -> Callable[[RunConfig], Any]:
-    def value(config: RunConfig) -> Any:
-        return config.loss.options.get(key, inspect.signature(LOSSES[config.loss.name]).parameters[key].default)
-
-    return value
+def _of_loss(key: str, config: RunConfig) -> Any:
+    return config.loss.options.get(key, inspect.signature(LOSSES[config.loss.name]).parameters[key].default)
 
 
 def _filter(config: RunConfig) -> Any:
@@ -252,9 +249,9 @@ COMPUTED: Mapping[str, Callable[[RunConfig], Any]] = {
         config.trainer.branching.width if config.trainer.branching else config.trainer.group_size
     ),
     "updates per step": _updates,
-    "lower clip": _of_loss("clip_low"),
-    "upper clip": _of_loss("clip_high"),
-    "dual clip": _of_loss("dual_clip"),
+    "lower clip": partial(_of_loss, "clip_low"),
+    "upper clip": partial(_of_loss, "clip_high"),
+    "dual clip": partial(_of_loss, "dual_clip"),
     "KL": _kl,
     "prompt tokens": lambda config: config.engine.max_length - max(a.max_tokens for a in config.agents.values()),
     "turns": lambda config: next(

@@ -68,8 +68,7 @@ def input_digests(config: RunConfig) -> dict[str, str]:
     found = {"code": _code()}
     for policy, folder in config.models.items():
         for file in sorted(path for path in Path(folder).iterdir() if path.is_file() and path.name[0] != "."):
-            digest = known_sha256 if file.stat().st_size > _LARGE else sha256
-            found[f"policies.{policy}.model/{file.name}"] = digest(file)
+            found[f"policies.{policy}.model/{file.name}"] = _digest(file)
     if (retriever := config.retriever) is not None:
         manifest = (retriever.folder or config.folder / "index") / "index.json"
         found |= {"retriever.index": sha256(manifest)} if manifest.is_file() else {}

@@ -83,7 +83,9 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
 
     updates = dict(zip(trained, await together(map(learn, trained)), strict=True))
     metrics = _metrics(session, rollouts, credited, updates)
-    return metrics | _times(began, collected, metrics.get("rollout/tokens", 0.0))
+    now = time.perf_counter()
+    metrics |= {"time/collect_s": collected - began, "time/update_s": now - collected}
+    return metrics | {"time/tokens_per_s": metrics.get("rollout/tokens", 0.0) / (now - began)}
 
 
 async def _settled(session: TrainingSession) -> None:
@@ -146,13 +148,3 @@ def _metrics(
     for policy, own in updates.items():
         metrics |= {n if n.startswith("agent/") else f"policy/{policy}/{n}": value for n, value in own.items()}
     return metrics | session.rollouts.metrics() | restart_metrics() | {"rollout/batches": float(rollouts.batches)}
-
-
-def _times(began: float, collected: float, tokens: float) -> StepMetrics:
-    """Seconds of a step's two halves; `collected` is the time between them."""
-    now = time.perf_counter()
-    return {
-        "time/collect_s": collected - began,
-        "time/update_s": now - collected,
-        "time/tokens_per_s": tokens / (now - began),
-    }
