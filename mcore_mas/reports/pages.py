@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from mcore_mas.rollout.base.files import write_text
 from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.environments.games import GAMES
@@ -144,9 +145,7 @@ def draw_games(file: Path, out: Path, *, index: int = 0, trajectory_id: str | No
     else:
         targets = {out / file_name(t): t for t in trajectories}
     for path, trajectory in targets.items():
-        drawing = picture(_task(file, trajectory, tasks), actions_of(trajectory))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(drawing, encoding="utf-8")
+        write_text(path, picture(_task(file, trajectory, tasks), actions_of(trajectory)))
     return list(targets)
 
 

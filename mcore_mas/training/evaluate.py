@@ -9,7 +9,7 @@ import itertools
 import json
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +28,9 @@ from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
-from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from mcore_mas.rollout.teams.collect import CollectOptions, Collector
 from mcore_mas.rollout.teams.journal import Quarantined
-from mcore_mas.rollout.teams.team import Team
 from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
 from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal
 from mcore_mas.training.logbook import Reporter
@@ -92,14 +90,7 @@ def converse(run: RunConfig, state: str, prompts: Iterable[str]) -> Iterator[Tra
         FolderError: the training has not finished.
     """
     config = seated(run, state, NO_SEATS)
-    with playing(config, f"{config.folder}/chat-") as (team, make_env, runner):
-        collector = Collector(
-            team=team,
-            make_env=make_env,
-            orchestra=config.orchestra.call,
-            seed=config.seed,
-            step=_CHAT,
-        )
+    with playing(config, f"{config.folder}/chat-") as (collector, runner):
         for number, prompt in enumerate(prompts):
             # an answer that no reply gives: environments of questions want one
             task = Task(
@@ -111,8 +102,8 @@ def converse(run: RunConfig, state: str, prompts: Iterable[str]) -> Iterator[Tra
 
 
 @contextmanager
-def playing(config: RunConfig, place: str) -> Iterator[tuple[Team, Callable[[Task], Env], asyncio.Runner]]:
-    """A config's team, its environments, and what runs the event loop that it is asked in; nobody trains it.
+def playing(config: RunConfig, place: str, step: int = _CHAT) -> Iterator[tuple[Collector, asyncio.Runner]]:
+    """A config's team at its environments, and what runs the event loop that it is asked in; nobody trains it.
 
     Its remote models, engines and retriever write and log to paths that begin with `place`.
 
@@ -129,7 +120,8 @@ def playing(config: RunConfig, place: str) -> Iterator[tuple[Team, Callable[[Tas
         for remote in remotes.values():
             stack.callback(lambda own: runner.run(own.aclose()), remote)
         players = make_players(config, engines, config.models, gpus)
-        yield build_team(config.agents, {**players, **remotes}), make_env, runner
+        team, orchestra = build_team(config.agents, {**players, **remotes}), config.orchestra.call
+        yield Collector(team=team, make_env=make_env, orchestra=orchestra, seed=config.seed, step=step), runner
 
 
 def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:
@@ -141,25 +133,17 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:
         return
     with ExitStack() as stack:
         stack.callback(shards.flush)
-        team, make_env, runner = stack.enter_context(playing(config, f"{folder}-"))
+        collector, runner = stack.enter_context(playing(config, f"{folder}-", _EVALUATION))
         first = board.replies - len(board.missing())
         reporter = stack.enter_context(Reporter(f"{config.run} evaluate {folder.name}", board.replies, first))
         stall_s = config.collection.stall_s
-        collector = Collector(
-            team=team,
-            make_env=make_env,
-            orchestra=config.orchestra.call,
-            seed=config.seed,
-            step=_EVALUATION,
-            options=CollectOptions(
-                quarantine=folder.with_name(f"{folder.name}-quarantine"),
-                sampling=config.evaluation.sampling,
-                limits=config.collection.model_copy(
-                    update={"batch_s": None}
-                ),  # an evaluation takes as long as it takes
-                watchdog=Watchdog(stall_s, reporter.note) if stall_s else None,
-            ),
+        options = CollectOptions(
+            quarantine=folder.with_name(f"{folder.name}-quarantine"),
+            sampling=config.evaluation.sampling,
+            limits=config.collection.model_copy(update={"batch_s": None}),  # it takes as long as it takes
+            watchdog=Watchdog(stall_s, reporter.note) if stall_s else None,
         )
+        collector = replace(collector, options=options)
         numbers = itertools.count(first + 1)
 
         async def keep(trajectory: Trajectory) -> None:

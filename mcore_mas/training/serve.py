@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from mcore_mas.rollout.gateway.app import Entrance, gateway_app
 from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, GatewayError
 from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
 from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.collect import Collector
 from mcore_mas.rollout.teams.episode import Episode
-from mcore_mas.rollout.teams.team import Team
 from mcore_mas.training.evaluate import NO_SEATS, playing, seated
 
 _DRAIN_S = 10
@@ -64,14 +63,13 @@ class ServedTeam:
     """A team that answers each call by itself, under the run's name: there are no trajectories that outlive one."""
 
     config: RunConfig
-    team: Team
-    make_env: Callable[[Task], Env]
+    collector: Collector  # of its team at its environments
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
     def models(self) -> list[str]:
         """The whole team and its agents."""
-        return [self.config.run, *self.team.agents]
+        return [self.config.run, *self.collector.team.agents]
 
     async def ask(self, asked: ChatRequest) -> GatewayCall:
         """Have the team, or one of its agents, reply.
@@ -82,7 +80,7 @@ class ServedTeam:
         if asked.model == self.config.run:
             call = GatewayCall(key=b"", head=ChatReply(id=str(next(self.numbers)), model=asked.model))
             return call.start(self._play(asked, call.head))
-        if asked.model not in self.team.agents:
+        if asked.model not in self.collector.team.agents:
             known = ", ".join(self.models)
             raise GatewayError(404, f"no model '{asked.model[:80]}'; the models here: {known}", "model_not_found")
         return await GatewaySession(self._seat(), own_sampling=True).ask(asked)
@@ -92,7 +90,7 @@ class ServedTeam:
         call.task.cancel()
 
     def _seat(self) -> Any:
-        return self.team.seat("served", secrets.randbits(63))  # the same call again is another sample
+        return self.collector.team.seat("served", secrets.randbits(63))  # the same call again is another sample
 
     async def _play(self, asked: ChatRequest, head: ChatReply) -> ChatReply:
         if asked.tools:
@@ -109,8 +107,8 @@ class ServedTeam:
             source="served",
             split="test",
         )
-        env, seat = HandedIn(self.make_env(task)), self._seat()
-        episode = Episode(task, seat, env, self.config.orchestra.call)
+        env, seat = HandedIn(self.collector.make_env(task)), self._seat()
+        episode = Episode(task, seat, env, self.collector.orchestra)
         await episode.play()
         if isinstance(episode.failure, PromptTooLong):
             raise episode.failure
@@ -144,8 +142,8 @@ def serve(run: Path, *, state: str, host: str, port: int, token_file: Path | Non
     listener, token = listen(host, port, token_file)
     torch.set_num_threads(config.cluster.threads_per_process or 1)
     folder = writable(config.folder / "served")
-    with owned(folder), playing(config, f"{folder}/") as (team, make_env, runner):
-        served = ServedTeam(config=config, team=team, make_env=make_env)
+    with owned(folder), playing(config, f"{folder}/") as (collector, runner):
+        served = ServedTeam(config=config, collector=collector)
 
         def find(request: Request) -> ServedTeam:
             if token is not None and not bears(request, token):
