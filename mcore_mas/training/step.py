@@ -16,7 +16,7 @@ from mcore_mas.training.checkpoint import Checkpoints
 from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook
 from mcore_mas.training.metrics import StepMetrics, credit_metrics, losses, rollout_metrics, staleness_metrics
-from mcore_mas.training.policy_trainer import PolicyTrainer, UpdateBatch
+from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.recent import RecentState
 from mcore_mas.training.trainer_group import TrainerGroup
 from mcore_mas.training.weight_sync import Memory, WeightSync
@@ -65,15 +65,21 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
         rollouts = await session.stop.unless(session.rollouts.take(number))
     collected = time.perf_counter()
 
-    samples = _with_ages(session, _compared(config, rollouts.samples, trained))
+    # of other policies, what theirs may be compared with
+    seen = [s for s in rollouts.samples if s.policy in trained or config.advantage_of(s.agent).name not in ALONE]
+    samples = _with_ages(session, seen)
     batches = {policy: trainers[policy].pack(samples, number) for policy in trained}  # once per policy
     await together(trainers[policy].score(batches[policy]) for policy in trained)  # columns: reference, values
+    known = {sample.id: sample for own in batches.values() for batch in own for sample in batch.samples}
     rules = {name: config.advantage_of(name) for name in config.agents}
-    credited = estimate(_scored(samples, batches), rules)
+    credited = estimate([known.get(sample.id, sample) for sample in samples], rules)
     session.credit_watch.check(config.trainer, number, credited)
     if apart := session.credit_watch.scales_apart(credited, rules):
         session.logbook.note(f"step {number}: {apart}")
-    _tell(session, number, rollouts, credited)
+    if lost := losses(rollouts.groups):
+        session.logbook.note(f"step {number}: {lost}")
+    if session.validates_after(number):
+        session.logbook.trace(rollouts.groups, credited)
 
     async def learn(policy: str) -> StepMetrics:
         async with session.memory.learning():
@@ -103,11 +109,6 @@ async def _settled(session: TrainingSession) -> None:
             ) from None
 
 
-def _compared(config: RunConfig, samples: Sequence[Sample], trained: Sequence[str]) -> list[Sample]:
-    """The samples of the `trained` policies, and those of the others that theirs may be compared with."""
-    return [s for s in samples if s.policy in trained or config.advantage_of(s.agent).name not in ALONE]
-
-
 def _with_ages(session: TrainingSession, samples: Sequence[Sample]) -> list[Sample]:
     """The samples with the number of weight updates since they were begun."""
     aged = []
@@ -122,20 +123,6 @@ def _with_ages(session: TrainingSession, samples: Sequence[Sample]) -> list[Samp
             )
         aged.append(replace(sample, age=age))
     return aged
-
-
-def _scored(samples: Sequence[Sample], batches: Mapping[str, Sequence[UpdateBatch]]) -> list[Sample]:
-    """All samples in their order, those that are trained with what is known of them by now."""
-    known = {sample.id: sample for own in batches.values() for batch in own for sample in batch.samples}
-    return [known.get(sample.id, sample) for sample in samples]
-
-
-def _tell(session: TrainingSession, number: int, rollouts: RolloutBatch, credited: Sequence[Sample]) -> None:
-    """Note what was lost, and trace some of what was played where the run looks at a step."""
-    if lost := losses(rollouts.groups):
-        session.logbook.note(f"step {number}: {lost}")
-    if session.validates_after(number):
-        session.logbook.trace(rollouts.groups, credited)
 
 
 def _metrics(
