@@ -332,7 +332,9 @@ class _Steps:
 
     def next(self) -> StepRow | None:
         """The next step's metrics, None after the last; raises what ended the training."""
-        self._go_on(True)
+        if self._taken:
+            self._asked.put(True)
+        self._taken = False
         found = self._rows.get()
         if isinstance(found, BaseException):
             raise found
@@ -341,14 +343,8 @@ class _Steps:
 
     def close(self) -> None:
         """End the training where it is, with a checkpoint, and wait for that."""
-        self._go_on(False)
-        self._asked.put(False)  # of a step under way
+        self._asked.put(False)  # of the row that it waits behind, or of a step under way
         self._thread.join()
-
-    def _go_on(self, wanted: bool) -> None:
-        if self._taken:
-            self._taken = False
-            self._asked.put(wanted)
 
     def _train(self, config: Path) -> None:
         from mcore_mas.training.joblog import Stopped
