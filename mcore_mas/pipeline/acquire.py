@@ -63,7 +63,11 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
     if source.encoder:
         found = _open_index(source, path)
     elif path.parts[0] == "models":
-        fetched = {} if there else _fetch_model(source, path, hub)
+        if not there:  # it is under its name once all its files are
+            partial = path.with_name(f".{path.name}.partial")
+            fetched = fetch(source, partial, hub, model=True)
+            _check_model(partial)
+            partial.rename(path)
         found = _check_model(path)
     else:
         raw = _RAW / str(source.repository).replace("/", "--")
@@ -93,15 +97,6 @@ def _open_index(source: Source, manifest: Path) -> dict[str, Any]:
     else:
         made = import_index(vectors, corpus, encoder)
     return {"bytes": vectors.stat().st_size, "rows": made.ntotal, "kept": made.ntotal}
-
-
-def _fetch_model(source: Source, folder: Path, hub: Hub) -> dict[str, Any]:
-    """Make a model folder, which is there under its name once all its files are."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    fetched = fetch(source, partial, hub, model=True)
-    _check_model(partial)
-    partial.rename(folder)
-    return fetched
 
 
 def _check_model(folder: Path) -> dict[str, Any]:

@@ -201,11 +201,11 @@ def _said(folder: Path) -> Iterator[Said]:
     gained = [name for name, own in trained.items() if own.success and name in base and not base[name].success]
     shown = next(iter(gained or trained), None)
     lost = next((own for own in trained.values() if own.score == 0), None)
-    for what, played in (("before training", base.get(shown or "")), ("after training", trained.get(shown or ""))):
+    both = [("before training", base.get(shown or "")), ("after training", trained.get(shown or ""))]
+    for what, played in [*both, ("after training, not solved", lost)]:
         if played is not None:
-            yield _conversation(what, played, tasks)
-    if lost is not None:
-        yield _conversation("after training, not solved", lost, tasks)
+            picture = drawing(tasks[played.task_id], played) if played.task_id in tasks else None
+            yield what, framed(trajectory_page(played, {})), Markup(picture or "")  # noqa: S704 `drawing` escapes its signs
 
 
 def _first_samples(folder: Path) -> dict[str, Trajectory]:
@@ -213,11 +213,6 @@ def _first_samples(folder: Path) -> dict[str, Trajectory]:
     files = sorted(folder.glob("part_*.parquet"))
     played = read_trajectories(files[0]) if files else []
     return {one.task_id: one for one in reversed(played) if not one.error}
-
-
-def _conversation(what: str, played: Trajectory, tasks: dict[str, Any]) -> Said:
-    picture = drawing(tasks[played.task_id], played) if played.task_id in tasks else None
-    return what, framed(trajectory_page(played, {})), Markup(picture or "")  # noqa: S704 `drawing` escapes its signs
 
 
 _MOMENTS = 60
