@@ -145,7 +145,11 @@ def draw_games(file: Path, out: Path, *, index: int = 0, trajectory_id: str | No
     else:
         targets = {out / file_name(t): t for t in trajectories}
     for path, trajectory in targets.items():
-        write_text(path, picture(_task(file, trajectory, tasks), actions_of(trajectory)))
+        task = tasks.get(trajectory.task_id)
+        if task is None or task.env not in GAMES:
+            what = "is not among the run's tasks" if task is None else f"is played in env '{task.env}'"
+            raise RecordError(f"{file}: task {trajectory.task_id} {what}; pictures are of {', '.join(GAMES)}")
+        write_text(path, picture(task, actions_of(trajectory)))
     return list(targets)
 
 
@@ -178,14 +182,6 @@ def actions_of(trajectory: Trajectory) -> list[str]:
         decided = printed.get((turn.node, turn.index), parse_decided(turn.text))
         done.append((decided or "") if turn.valid else "")
     return done
-
-
-def _task(file: Path, trajectory: Trajectory, tasks: dict[str, Task]) -> Task:
-    task = tasks.get(trajectory.task_id)
-    if task is None or task.env not in GAMES:
-        what = "is not among the run's tasks" if task is None else f"is played in env '{task.env}'"
-        raise RecordError(f"{file}: task {trajectory.task_id} {what}; pictures are of {', '.join(GAMES)}")
-    return task
 
 
 def _tasks(file: Path) -> Sequence[Task]:

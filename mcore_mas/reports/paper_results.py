@@ -263,12 +263,6 @@ COMPUTED: Mapping[str, Callable[[RunConfig], Any]] = {
 }
 
 
-def _ours(config: RunConfig, name: str) -> Any:
-    """A hyper-parameter of a config."""
-    computed = COMPUTED.get(name)
-    return computed(config) if computed else _at(config, read_published()["hyperparameters"][name].split("."))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedValue:
     """One hyper-parameter of an experiment, in the paper and here."""
@@ -305,10 +299,10 @@ def published_values(experiment: str) -> dict[str, PublishedValue]:
             theirs |= {name: (value, source) for name, (value, source) in family.get("values", {}).items()}
             reasons |= family.get("differs", {})
     config = RunConfig.check(resolve([f"experiment={experiment}"]), experiment)
+    keys = read_published()["hyperparameters"]
+    ours = {n: COMPUTED[n](config) if n in COMPUTED else _at(config, keys[n].split(".")) for n in theirs}
     return {
-        name: PublishedValue(
-            name=name, ours=_ours(config, name), theirs=value, source=source, reason=reasons.get(name, "")
-        )
+        name: PublishedValue(name=name, ours=ours[name], theirs=value, source=source, reason=reasons.get(name, ""))
         for name, (value, source) in theirs.items()
     }
 

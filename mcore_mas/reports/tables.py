@@ -71,12 +71,13 @@ def _measured(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Rows by experiment, data source, metric and policy state, in the order in which experiments first appear."""
     for experiment, own in scores.groupby("experiment", sort=False):
         sources = sorted(own["source"].unique())
+        seated = [state for state in own["policy_state"].unique() if state not in STATES]  # other models in some seats
         for dataset, metric in product(["all", *sources] if len(sources) > 1 else sources, own["metric"].unique()):
             part = own[(own["metric"] == metric) & (own["source"].eq(dataset) | (dataset == "all"))]
-            states = {state: part[part["policy_state"] == state] for state in [*STATES, *_seated(own)]}
+            states = {state: part[part["policy_state"] == state] for state in [*STATES, *seated]}
             # two seeds of a task are one vote
             columns = {s: rows.groupby("task", sort=False)["value"].mean() for s, rows in states.items() if len(rows)}
-            pairs = [("trained", "base"), *((cell, "trained") for cell in _seated(own))]
+            pairs = [("trained", "base"), *((cell, "trained") for cell in seated)]
             for state, other in [pair for pair in pairs if all(name in columns for name in pair)]:
                 columns[f"{state}-{other}"] = (columns[state] - columns[other]).dropna().sort_index()
             for state, by_task in columns.items():
@@ -95,11 +96,6 @@ def _measured(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
                     "seed_count": len(runs),  # that differ only in their seed, averaged task by task
                     **_counts(runs, of_all=dataset == "all" or len(sources) == 1),
                 }
-
-
-def _seated(own: pd.DataFrame) -> list[str]:
-    """The states of an experiment besides its base and trained ones: other models in some seats."""
-    return [state for state in own["policy_state"].unique() if state not in STATES]
 
 
 def _counts(runs: pd.DataFrame, *, of_all: bool) -> dict[str, Any]:
