@@ -269,11 +269,8 @@ def _over(values: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 def _joined(first: Sequence[Any], last: Sequence[Any]) -> list[Any]:
     """Defaults lists in one, as Hydra reads them: of included configs the last has the word, of overrides the first."""
-
-    def overrides(items: Sequence[Any]) -> list[Any]:
-        return [item for item in items if isinstance(item, Mapping) and str(next(iter(item))).startswith("override ")]
-
-    over = [*overrides(last), *overrides(first)]
+    mappings = (item for item in (*last, *first) if isinstance(item, Mapping))
+    over = [item for item in mappings if str(next(iter(item))).startswith("override ")]
     return [*(item for item in (*first, *last) if item not in over), *over]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -155,12 +156,9 @@ def draw_games(file: Path, out: Path, *, index: int = 0, trajectory_id: str | No
 
 def drawing(task: Task, trajectory: Trajectory) -> str | None:
     """The picture of a trajectory of `task`; None of what is no game."""
-    if task.env not in GAMES:
-        return None
-    try:
-        return picture(task, actions_of(trajectory))
-    except BadPuzzle:  # nobody could play it either
-        return None
+    with suppress(BadPuzzle):  # nobody could play it either
+        return picture(task, actions_of(trajectory)) if task.env in GAMES else None
+    return None
 
 
 def file_name(trajectory: Trajectory) -> str:

@@ -252,10 +252,9 @@ def _steps(folder: Path) -> list[Path]:
 
 def _epoch(folder: Path) -> int:
     """Of the owner who wrote a checkpoint; 0 where it does not say."""
-    try:
+    with suppress(_BadManifest, ValueError, TypeError):
         return int(_read_manifest(folder).get("epoch", 0))
-    except (_BadManifest, ValueError, TypeError):
-        return 0
+    return 0
 
 
 def _fault(folder: Path, identity: Identity) -> str:

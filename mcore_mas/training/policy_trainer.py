@@ -207,14 +207,13 @@ def critic_metrics(metrics: Mapping[str, float]) -> StepMetrics:
 def merge_updates(rows: Sequence[Mapping[str, float]]) -> StepMetrics:
     """The metrics of a step's updates as one: extremes and counts by their names, everything else by its mean."""
     columns = grouped(item for row in rows for item in row.items())
-    return {name: _REDUCE.get(name.rpartition("/")[2], _reduction(name))(values) for name, values in columns.items()}
+    return {name: _reduction(name.rpartition("/")[2])(values) for name, values in columns.items()}
 
 
 def _reduction(name: str) -> Callable[[Sequence[float]], float]:
+    if name in ("grad_spikes", "skipped_updates", "tokens"):
+        return sum
     return max if name.endswith("_max") else min if name.endswith("_min") else fmean
-
-
-_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"grad_spikes": sum, "skipped_updates": sum, "tokens": sum}
 
 
 def policy_spec(name: str, config: RunConfig) -> TrainerSpec:

@@ -87,10 +87,9 @@ def input_digests(config: RunConfig) -> dict[str, str]:
 
 def _is_there(name: str) -> bool:
     """Whether a text, which may be anything, names a file or folder."""
-    try:
+    with suppress(OSError, ValueError):  # too long, or a zero in it
         return Path(name).exists()
-    except (OSError, ValueError):  # too long, or a zero in it
-        return False
+    return False
 
 
 def _texts(value: Any) -> Iterator[str]:
