@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Triton reads its variable as it is imported, which many a library does; without a GPU it interprets its kernels.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell puts in the background ignores it
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TRITON_INTERPRET", "1")
