@@ -20,7 +20,7 @@ from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.equations.advantages import ALONE, BY_TOKEN, NEEDS, compared
 from mcore_mas.equations.divergence import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
-from mcore_mas.rollout.base.options import grouped
+from mcore_mas.rollout.records.trajectory import grouped
 
 # what an estimator's keys may name: columns of samples
 _IDS = ("policy", "task", "agent", "trajectory", "state")

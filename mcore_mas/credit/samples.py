@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName, token_weights
-from mcore_mas.rollout.base.options import grouped
-from mcore_mas.rollout.records.trajectory import Group, Status, derive_seed
+from mcore_mas.rollout.records.trajectory import Group, Status, derive_seed, grouped
 
 TurnId = tuple[str, str, int]  # trajectory, node, turn: which turn of a step
 

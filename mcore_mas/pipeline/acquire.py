@@ -21,11 +21,11 @@ from mcore_mas.pipeline.sources import Source, known_sources
 from mcore_mas.reports.pages import render_page
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import atomic_path, write_json, write_text
-from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.config.data import DataConfig, make_tasks
 from mcore_mas.rollout.models.architecture import read_config
 from mcore_mas.rollout.models.tensors import tensor_shapes
 from mcore_mas.rollout.records.files import RecordError
+from mcore_mas.rollout.records.trajectory import grouped
 from mcore_mas.rollout.tasks.fields import BadRow
 from mcore_mas.rollout.tasks.files import FORMATS, problem_task, read_rows
 from mcore_mas.rollout.tasks.splits import SPLITS, find_leaks, tokenise

@@ -13,7 +13,7 @@ from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
 from mcore_mas.rollout.base.files import write_json
-from mcore_mas.rollout.base.options import grouped
+from mcore_mas.rollout.records.trajectory import grouped
 
 ALL_TABLES = "tables"  # the target of every table
 ACQUIRE = "acquire"  # that of all inputs; acquire_NAME those of a table

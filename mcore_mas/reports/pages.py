@@ -14,13 +14,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from mcore_mas.rollout.base.files import write_text
-from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.environments.games import GAMES
 from mcore_mas.rollout.environments.games.game import BadPuzzle
 from mcore_mas.rollout.orchestras.replies import parse_decided, parse_listed
 from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajectories
-from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from mcore_mas.rollout.records.trajectory import Task, Trajectory, grouped
 
 if TYPE_CHECKING:  # it brings torch, and lists of runs and pages need none
     from mcore_mas.credit.samples import Sample

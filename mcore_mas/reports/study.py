@@ -14,9 +14,8 @@ from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.tables import markdown_table
 from mcore_mas.rollout.base.files import json_lines, write_text
-from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.records.trajectory import Status, Trajectory, groups_of
+from mcore_mas.rollout.records.trajectory import Status, Trajectory, grouped, groups_of
 
 Metrics = Sequence[Mapping[str, float]]  # of a run, one step after the other; what a step did not measure is absent
 

@@ -18,11 +18,10 @@ from mcore_mas.credit.assign import assess, assessments, by_place, columns, esti
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.pages import PeerGroup, TurnAdvantages, TurnGroups
-from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.records.trajectory import Status, Trajectory, Turn, groups_of
+from mcore_mas.rollout.records.trajectory import Status, Trajectory, Turn, grouped, groups_of
 
 
 def plain(text: str, style: str = "") -> Text:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.rollout.base.options import grouped
-from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
+from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn, grouped
 
 StepMetrics = dict[str, float]
 

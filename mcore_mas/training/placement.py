@@ -14,9 +14,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
 from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, server_gpus, tenants_of
-from mcore_mas.rollout.base.options import grouped
 from mcore_mas.rollout.engines.sglang.server import visible_gpus
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
+from mcore_mas.rollout.records.trajectory import grouped
 from mcore_mas.training.cluster import KEEP_PAGES, Node, cores_here
 
 Options = dict[str, Any]  # of a Ray actor

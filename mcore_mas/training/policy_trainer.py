@@ -21,8 +21,7 @@ from mcore_mas.equations.losses import Objective, ValueObjective, explained_vari
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
-from mcore_mas.rollout.base.options import grouped
-from mcore_mas.rollout.records.trajectory import derive_seed
+from mcore_mas.rollout.records.trajectory import derive_seed, grouped
 from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.trainer_group import TrainerGroup

@@ -13,7 +13,7 @@ import re
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -30,7 +30,6 @@ from mcore_mas.rollout.base.text import nearest
 # A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names of errors
-_K = TypeVar("_K")
 _T = TypeVar("_T")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -146,14 +145,6 @@ def merged(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, A
         for key, new in changed.items()
     }
     return {**values, **own}
-
-
-def grouped(pairs: Iterable[tuple[_K, _T]]) -> dict[_K, list[_T]]:
-    """The values of equal keys together, both in the order in which they come."""
-    found: dict[_K, list[_T]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
 
 
 @cache

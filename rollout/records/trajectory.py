@@ -16,6 +16,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator
 
+_K = TypeVar("_K")
+_T = TypeVar("_T")
 _Record = TypeVar("_Record")
 # Which experts of a mixture the engine sent each token to: [tokens, sparse layers, k] as `Experts` writes numbers; b""
 # where nobody knows. The last token of all is not among them: nothing was computed of it. In JSON it is base64
@@ -305,14 +307,19 @@ class Group:
     trajectories: tuple[Trajectory, ...]
 
 
+def grouped(pairs: Iterable[tuple[_K, _T]]) -> dict[_K, list[_T]]:
+    """The values of equal keys together, both in the order in which they come."""
+    found: dict[_K, list[_T]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
 def groups_of(trajectories: Iterable[Trajectory]) -> list[Group]:
     """Recorded trajectories by task; of the task itself only its id is known."""
-    by_task: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        by_task.setdefault(trajectory.task_id, []).append(trajectory)
     return [
         Group(
             task=Task(id=task, prompt="", answers=(), env="", source=own[0].source, split=""), trajectories=tuple(own)
         )
-        for task, own in by_task.items()
+        for task, own in grouped((trajectory.task_id, trajectory) for trajectory in trajectories).items()
     ]

@@ -64,6 +64,7 @@ class MegatronTrainer:
             lambda: (t for t in (*self._model.tensors.values(), *self._state.tensors()) if t.is_cuda),
         )
         self._asleep = False
+        self._gathers_late = gathers_late(spec)
         self._stale = False  # whether other ranks' parts of the weights are those before the last step
         self._spikes: dict[str, SpikeMonitor] = {}
         self.updates = 0  # optimizer steps taken
@@ -137,7 +138,7 @@ class MegatronTrainer:
         skipped = not math.isfinite(norm) or (spike and self.spec.skip_spikes)
         if not skipped:
             self._optimizer.step()
-            self._stale = gathers_late(self.spec)
+            self._stale = self._gathers_late
             self.updates += 1
         return {"grad_norm": norm, "lr": lr, "grad_spikes": float(spike), "skipped_updates": float(skipped)}
 
