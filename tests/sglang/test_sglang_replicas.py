@@ -137,4 +137,4 @@ def test_a_death_without_a_restart_is_told_and_the_other_replica_goes_on(pair: P
         if isinstance(one, Completion):
             assert worst(pair.model, [8, 9], one) < LOGPROB_TOLERANCE
     with pytest.raises(EngineError, match="is gone, and it is not ours to start"):
-        asyncio.run(pair.guest._fleet.all("/flush_cache"))
+        asyncio.run(pair.guest._fleet.all("/flush_cache", {}))

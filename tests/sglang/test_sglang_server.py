@@ -116,12 +116,12 @@ def test_the_cache_is_flushed_when_nothing_runs(engine: SGLangEngine) -> None:
 
     async def refused() -> None:
         with pytest.raises(EngineError, match=r"SGLang /flush_cache: status 400: "):
-            await engine._fleet.all("/flush_cache")
+            await engine._fleet.all("/flush_cache", {})
 
     asyncio.run(amid(engine, refused))
     (cached,) = ask(engine, [(prompt, Sampling(max_tokens=3))])
     assert cached.cached_tokens == len(prompt) - 1  # the last token gives the logits of the first
-    asyncio.run(engine._fleet.all("/flush_cache"))
+    asyncio.run(engine._fleet.all("/flush_cache", {}))
     (fresh,) = ask(engine, [(prompt, Sampling(max_tokens=3))])
     assert fresh.cached_tokens == 0
 
@@ -135,7 +135,7 @@ def test_who_is_cancelled_is_aborted(engine: SGLangEngine) -> None:
         await asyncio.gather(*engine._tasks)  # the aborts have been sent
         for _ in range(100):
             try:
-                return await engine._fleet.all("/flush_cache")  # refused while anything runs
+                return await engine._fleet.all("/flush_cache", {})  # refused while anything runs
             except EngineError:
                 await asyncio.sleep(0.01)
         raise AssertionError("what was cancelled runs on")
