@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_mas.pipeline.base_model import ScaffoldError, make_tiny_model, new_project
+from tests.support.played import failed, group, rewards, trajectory, turn
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -106,6 +108,14 @@ def test_ten_edited_lines_are_another_team_that_learns(tmp_path: Path, request: 
     print(f"valid replies: {', '.join(f'{value:.2f}' for value in valid)}")
     assert len(curve) == 5 and curve[0] < 0.3 and curve[-1] > 0.45  # 0.58 to 0.75 in three runs
     assert valid[-1] > 0.8 > valid[0]  # replies end by themselves
+
+
+def test_a_malformed_reply_pays_for_its_tokens_and_earns_nothing(project: Path) -> None:
+    brief = runpy.run_path(str(project / "poets" / "reward.py"))["brief"]
+    long = {"completion_ids": (1,) * 8, "logprobs": (0.0,) * 8}
+    played = group(trajectory(turn(0), turn(1, valid=False, **long)), trajectory(turn(0), outcome=0.0), failed(turn(0)))
+    # by hand: outcome 1 less 1 token, none of it less 8 tokens, outcome 0 less 1 token; a failed one does not train
+    assert rewards(brief(played, price=0.01)) == [[0.99, -0.08], [-0.01], [None]]
 
 
 def test_its_model_is_what_makes_models_from_nothing(project: Path, tmp_path: Path) -> None:

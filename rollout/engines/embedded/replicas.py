@@ -28,9 +28,9 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
     """Actors of one policy on any nodes, which take their weights from a folder that all of them see.
 
     A call goes to the actor that has the fewest, or to one that is asked the same prompt, which it then computes once,
-    if that has few more. One that dies leaves, and what it was asked the others are asked; the
-    last one is started again, `restarts` times an hour. After each update of the weights actors join, where there are
-    fewer than there may be and `take` has a place for one.
+    if that has few more. One that dies leaves, and what it was asked the others are asked; the last one is started
+    again, `restarts` times an hour. After each update of the weights actors join, where there are fewer than there may
+    be and `take` has a place for one.
     """
 
     transport = "disk"
