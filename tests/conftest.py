@@ -126,3 +126,14 @@ def sglang_engine(sglang: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     engine = make_engine(sglang, folder / "model", folder, restarts=2)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def shared_by_name() -> Iterator[None]:
+    """CPU memory goes to an unrelated process by name; a GPU's goes by handle, whatever this says."""
+    import torch.multiprocessing
+
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu.shapes import CASES
@@ -83,18 +84,57 @@ def _heads(measured: Sequence[dict[str, Any]]) -> list[str]:
     return rows
 
 
+@dataclass(frozen=True)
+class HandOver:
+    """What an update of a server's weights over CUDA IPC takes, in bfloat16 from `tp` ranks to as many of a server's.
+
+    What a request takes is the one thing assumed. A shard is read to be hashed, read and written to be put together
+    (qkv, gate with up) and to be copied into its bucket, and read and written by the server.
+    """
+
+    model: str
+    tp: int
+    direct: bool  # each rank's shard, or full tensors
+
+    @property
+    def size(self) -> int:
+        """Bytes that each rank sends."""
+        whole = 2 * count_parameters(planned_architecture(self.model))
+        return -(-whole // self.tp) if self.direct else whole
+
+    @property
+    def requests(self) -> int:
+        """Buckets, one after the other."""
+        return -(-self.size // PUSHED_BUCKET_BYTES)
+
+    @property
+    def gathered_s(self) -> float:
+        """Seconds of gathering: none where shards stay where they are."""
+        return 0.0 if self.direct else self.size * (self.tp - 1) / self.tp / (ASSUMED.link * 1e9)
+
+    @property
+    def read_s(self) -> float:
+        """Seconds of hashing and copying. Of full tensors ranks hash their share, and the server copies its own."""
+        moved = (1 + 2 + 2 + 2) * self.size if self.direct else (3 / self.tp + 2) * self.size
+        return moved / (0.8 * 4.8e12)
+
+    @property
+    def seconds(self) -> float:
+        """Of all: one bucket is made while the one before is loaded."""
+        asked, made = self.requests * REQUEST_S, self.gathered_s + self.read_s
+        return max(asked, made) + made / self.requests
+
+
 def _hand_over() -> str:
-    """Seconds of an update of a large model's servers over CUDA IPC; what a request takes is the one thing assumed."""
-    size = 2 * count_parameters(planned_architecture("Qwen3-32B"))
-    requests = -(-size // PUSHED_BUCKET_BYTES)
-    gathered = size * 7 / 8 / (ASSUMED.link * 1e9)
-    read = (size / 8 + 2 * size) / (0.8 * 4.8e12)  # to be hashed, by all ranks in turn, and to be copied into buckets
-    asked = requests * REQUEST_S
+    shards, full = (HandOver("Qwen3-32B", 8, direct) for direct in (True, False))
     return (
-        f"Qwen3-32B in bfloat16 from 8 ranks to a server at tp 8: {size / 1e9:.1f} GB in {requests} buckets. They are "
-        f"gathered\nin {gathered:.2f} s (at {ASSUMED.link:g} GB/s), hashed and flattened in {read:.2f} s, and loaded "
-        f"in {asked:.1f} s if each takes {1e3 * REQUEST_S:g} ms,\nwhich nobody has measured. One is gathered while the "
-        f"one before is loaded: {max(asked, gathered + read) + (gathered + read) / requests:.1f} s."
+        f"Qwen3-32B in bfloat16 from 8 ranks to a server at tp 8. Each rank sends its shards, {shards.size / 1e9:.1f} "
+        f"GB in {shards.requests} buckets.\nNothing is gathered. They are hashed and copied in {shards.read_s:.3f} s, "
+        f"and loaded in {shards.requests * REQUEST_S:.2f} s if a request takes\n{1e3 * REQUEST_S:g} ms, which nobody "
+        f"has measured. One is made while the one before is loaded: {shards.seconds:.2f} s.\n\n"
+        f"Where the server holds its tensors in another form, it gets full ones: {full.size / 1e9:.1f} GB in "
+        f"{full.requests} buckets, gathered in\n{full.gathered_s:.2f} s (at {ASSUMED.link:g} GB/s), hashed and copied "
+        f"in {full.read_s:.2f} s, loaded in {full.requests * REQUEST_S:.1f} s: {full.seconds:.1f} s."
     )
 
 

@@ -87,14 +87,17 @@ class _Rank:
         return [] if self._rank else [score.numpy() for score in scores]
 
     def export(self, policy: str, route: SyncRoute, version: int) -> WeightUpdate:
-        """Gather all weights, or the adapter, with the other ranks and send them where the engine wants them."""
+        """Gather all weights, or the adapter, with the other ranks and send them where the engine wants them.
+
+        What the engine's ranks hold as the trainer's do is not gathered.
+        """
         lasting = replace(route, state={})
         if policy not in self._senders or self._senders[policy][0] != lasting:
             self._senders[policy] = lasting, make_sender(route, rank=self._rank, exchange=exchange)
-        model = self._trainers[policy].model
+        model, sender = self._trainers[policy].model, self._senders[policy][1]
         with self._phase("export"):
-            weights = model.adapter() if "adapter" in route.options else model.weights()
-            return self._senders[policy][1].send(weights, version, route.state)
+            weights = model.adapter() if "adapter" in route.options else model.weights(sender.shares(model.tp))
+            return sender.send(weights, version, route.state)
 
     @ray.method(concurrency_group="writing")
     def written(self, policy: str) -> dict[str, Digest]:

@@ -1,7 +1,7 @@
 """Model weights: safetensors files, full tensors in blocks of rows, and checksums of them (XXH3, and SGLang's own)."""
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -46,18 +46,18 @@ def cut(target: Tensor, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
     return parts
 
 
-def buckets(tensors: Iterable[tuple[_Key, Tensor]], limit: int) -> Iterator[list[tuple[_Key, Tensor]]]:
-    """Split a stream into lists of at most `limit` bytes, or of one larger tensor."""
-    held: list[tuple[_Key, Tensor]] = []
-    size = 0
+def buckets(
+    tensors: Iterable[tuple[_Key, Tensor]], limit: int, kind: Callable[[_Key], object] = lambda _: None
+) -> Iterator[list[tuple[_Key, Tensor]]]:
+    """Split a stream into lists of one `kind`, each of at most `limit` bytes, or of one larger tensor."""
+    held: dict[object, list[tuple[_Key, Tensor]]] = {}
     for key, tensor in tensors:
-        if held and size + tensor.nbytes > limit:
-            yield held
-            held, size = [], 0
-        held.append((key, tensor))
-        size += tensor.nbytes
-    if held:
-        yield held
+        alike = held.setdefault(kind(key), [])
+        if alike and sum(one.nbytes for _, one in alike) + tensor.nbytes > limit:
+            yield held.pop(kind(key))
+            alike = held.setdefault(kind(key), [])
+        alike.append((key, tensor))
+    yield from held.values()
 
 
 class TensorFiles:
@@ -119,8 +119,12 @@ def tensor_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(files.sliced(name).get_shape()) for name in files}
 
 
-def complete(weights: WeightStream, manifest: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, RowBlocks]]:
+def complete(
+    weights: WeightStream, manifest: Mapping[str, Sequence[int]], shares: Mapping[str, Sequence[int]] | None = None
+) -> Iterator[tuple[str, RowBlocks]]:
     """Pass on tensors as long as `manifest` has their names and shapes; a tied head's second name is left out.
+
+    A tensor of `shares` may have the shape there.
 
     Raises:
         EngineError: names the tensor that is missing, unknown, repeated or of another shape.
@@ -131,8 +135,8 @@ def complete(weights: WeightStream, manifest: Mapping[str, Sequence[int]]) -> It
             if name == "lm_head.weight" and name not in manifest:
                 continue
             raise EngineError(f"tensor '{name}' {'comes twice' if name in manifest else 'is unknown to this model'}")
-        shape = left.pop(name)
-        if list(shape_of(rows)) != list(shape):
+        shape, share = left.pop(name), (shares or {}).get(name, ())
+        if list(shape_of(rows)) not in (list(shape), list(share)):
             raise EngineError(f"tensor '{name}' has shape {list(shape_of(rows))}; expected {list(shape)}")
         yield name, rows
     if left:

@@ -65,8 +65,12 @@ class WeightSender:
     def _open(self) -> None:
         """Get ready to send over the route."""
 
+    def shares(self, ranks: int) -> frozenset[str]:
+        """Tensors of which each rank of a trainer that cuts them over so many may give its own share alone."""
+        return frozenset()
+
     def send(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> WeightUpdate:
-        """Drain a stream of full tensors, or of their blocks, into the route's place.
+        """Drain a stream of full tensors, or of their blocks, into the route's place; `shares` may come as such.
 
         Raises:
             EngineError: a tensor is missing, unknown or of another shape, or the engine does not take it.

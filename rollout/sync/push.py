@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,11 +22,13 @@ import torch.multiprocessing  # teaches ForkingPickler how tensors travel
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.models.tensors import WeightStream, buckets, tensor_shapes
+from mcore_mas.rollout.models.tensors import WeightStream, buckets, complete, tensor_shapes, whole
 from mcore_mas.rollout.sync import Stored, WeightSender
-from mcore_mas.rollout.sync.digests import digest_of, digested
+from mcore_mas.rollout.sync.digests import digest_of, digested, sum_of
+from mcore_mas.rollout.sync.sglang_layout import VOCABULARY, SGLangLayout, held_by, is_expert, kind_of, of_rank
 
 _TIMEOUT_S = 600.0
+_FULL = "flattened_bucket"  # SGLang's load_format for full tensors, of which its ranks take their parts
 
 
 class _Push(WeightSender):
@@ -48,16 +51,24 @@ class _Push(WeightSender):
 
     def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
         """Push bucket by bucket; a failure leaves servers with a mixture, and says so."""
-        digest = digest_of(self._route, (self._rank, len(self._exchange(None))))
         size, limit = 0, int(self._route.options.get("bucket_bytes", PUSHED_BUCKET_BYTES))
+        sums: dict[str, str] = {}
         with self._session():
-            for bucket in buckets(digested(weights, self._manifest, digest), limit):
-                size += sum(tensor.nbytes for _, tensor in bucket)
-                self._bucket(bucket, version)
-        sums = {name: said for part in self._exchange(digest.finish()) for name, said in part.items()}
+            for bucket in buckets(self._entries(weights, sums), limit, itemgetter(0)):
+                form = bucket[0][0][0]
+                size += sum(tensor.nbytes for _, tensor in bucket) * (self._tp if form == "direct" else 1)
+                self._bucket([(name, tensor) for (_, name), tensor in bucket], form, version)
+        sums = {name: said for part in self._exchange(sums) for name, said in part.items()}
         return self._route.place, sums, size
 
-    def _bucket(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
+    def _entries(self, weights: WeightStream, sums: dict[str, str]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        """((SGLang's load_format, name), tensor) of what is sent; `sums` gets this rank's part of the checksums."""
+        digest = digest_of(self._route, (self._rank, len(self._exchange(None))))
+        for name, tensor in digested(weights, self._manifest, digest):
+            yield (_FULL, name), tensor
+        sums |= digest.finish()
+
+    def _bucket(self, bucket: list[tuple[str, Tensor]], form: str, version: int) -> None:
         raise NotImplementedError
 
     @contextmanager
@@ -72,8 +83,9 @@ class _Push(WeightSender):
             self._together(self._end)
         except BaseException:
             if self._leads:
-                wait(self._answers)
                 with suppress(EngineError):  # the failure itself is what matters
+                    self._settle()
+                with suppress(EngineError):
                     self._ask_for("/end_weight_update")
             raise
 
@@ -85,8 +97,12 @@ class _Push(WeightSender):
                 self._ask_for("/end_weight_update")
             self._ask_for("/begin_weight_update")
 
-    def _end(self) -> None:
+    def _settle(self) -> None:
+        """Wait until the servers have what was sent last."""
         _all_of(self._answers)
+
+    def _end(self) -> None:
+        self._settle()
         self._ask_for("/end_weight_update")
         # while all pause: nothing was computed by half of the weights, and nothing old is cached
         _all_of(self._post("/flush_cache", [None] * len(self._urls)))
@@ -125,13 +141,59 @@ class _Push(WeightSender):
 class TensorSender(_Push):
     """Trainer rank r shares its bucket with the engine's rank r on the same GPU, as `MultiprocessingSerializer` would.
 
-    SGLang's format is a pickle, made here of a CUDA IPC handle and of names; nothing of the kind is read here. While
+    A rank sends what the engine's rank has of a tensor, in its layout, where the engine was seen to hold that kind of
+    tensor so (`direct`); where trainer and engine are cut alike, nothing is gathered for it (`shares`). Of all else the
+    full tensors are sent.
+
+    SGLang's format is a pickle, made here of CUDA IPC handles and of names; nothing of the kind is read here. While
     the servers load one bucket the next is gathered. SGLang answers when its copies are queued, not when they are done:
     a bucket is kept until it is answered, and after that torch keeps its memory until the server, whose stream it waits
     for, has let go of it.
     """
 
     _kept: Tensor | None = None
+
+    def _open(self) -> None:
+        super()._open()
+        self._direct, self._held = self._route.options.get("direct", ()), self._route.options.get("held", {})
+
+    def _layout(self) -> SGLangLayout:
+        return SGLangLayout(**self._held, ranks=[self._rank % self._tp])
+
+    def shares(self, ranks: int) -> frozenset[str]:
+        """All that is sent directly, if the engine is cut over as many ranks; but experts, which trainers share out."""
+        if not self._direct or ranks != self._tp or self._held["kv_heads"] % ranks:
+            return frozenset()
+        rows, vocab = self._layout().vocab_rows, self._held["vocab"]
+        # Megatron's vocabulary is padded to be cut evenly, SGLang's to more than that; no rank is to have nothing of it
+        alike = rows == -(-vocab // ranks) and rows * (ranks - 1) < vocab
+        names = (name for name in self._manifest if self._sent_directly(name) and not is_expert(name))
+        return frozenset(name for name in names if alike or name not in VOCABULARY)
+
+    def _sent_directly(self, name: str) -> bool:
+        return kind_of(held_by(name)) in self._direct
+
+    def _entries(self, weights: WeightStream, sums: dict[str, str]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        if not self._direct:
+            yield from super()._entries(weights, sums)
+            return
+        layout, gpu = self._layout(), bool(self._held["gpu"])
+
+        def sent(done: Iterable[tuple[str, Iterable[Tensor]]]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+            for held, shards in done:
+                (shard,) = shards
+                sums[of_rank(held, self._rank % self._tp, self._tp)] = sum_of(shard, gpu=gpu)
+                yield ("direct", held), shard.contiguous()  # of columns: a copy, so that the others are kept no longer
+
+        full = {name: torch.empty(self._manifest[name], device="meta") for name in self.shares(self._tp)}
+        shares = {name: layout.shares(name, tensor)[0].shape for name, tensor in full.items()}
+        for name, rows in complete(weights, self._manifest, shares):
+            tensor = whole(rows).detach()
+            if self._sent_directly(name):
+                yield from sent(layout.add(name, tensor, share=tuple(tensor.shape) != tuple(self._manifest[name])))
+            else:
+                yield (_FULL, name), tensor
+        yield from sent(layout.finish())
 
     def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
         """As `_Push`; afterwards this rank holds no bucket."""
@@ -142,32 +204,36 @@ class TensorSender(_Push):
             if torch.cuda.is_available():
                 torch.cuda.ipc_collect()  # or what servers have let go of stays taken until the next time
 
-    def _bucket(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
+    def _bucket(self, bucket: list[tuple[str, Tensor]], form: str, version: int) -> None:
         flat, metadata = flatten(bucket)
         if flat.is_cuda:
             torch.cuda.synchronize()  # the servers' streams do not wait for this one
-        handles = self._exchange(serialize({"flattened_tensor": _Shared(flat), "metadata": metadata}))
+        handles = self._exchange(serialize(payload_of(form, flat, metadata)))
         groups = [handles[first : first + self._tp] for first in range(0, len(self._urls) * self._tp, self._tp)]
         if any(len(group) < self._tp for group in groups):
             raise EngineError(
                 f"transport 'tensor' needs a trainer rank on every GPU of the engine: {len(self._urls)} servers of "
                 f"{self._tp} GPUs, {len(handles)} ranks; use transport distributed or disk"
             )
-        fields = {"load_format": "flattened_bucket", "weight_version": str(version), "flush_cache": False}
+        fields = {"load_format": form, "weight_version": str(version), "flush_cache": False}
         bodies = [{"serialized_named_tensors": group, **fields} for group in groups]
         self._together(lambda: self._next(bodies))
         self._kept = flat
 
     def _next(self, bodies: Sequence[Mapping[str, Any]]) -> None:
-        _all_of(self._answers)
+        self._settle()
         self._answers = self._post("/update_weights_from_tensor", bodies)
 
 
 class GroupSender(_Push):
-    """Rank 0 broadcasts to every rank of every server over a group of their own; for servers on other GPUs."""
+    """Rank 0 broadcasts to every rank of every server over a group of their own; for servers on other GPUs.
+
+    While the servers receive and load one bucket the next is gathered.
+    """
 
     _name = ""
     _group: dist.ProcessGroup | None = None
+    _sent: tuple[Any, Tensor] | None = None  # a broadcast under way, and its bucket
 
     def _begin(self) -> None:
         if self._group is None:
@@ -190,25 +256,43 @@ class GroupSender(_Push):
         _first_failure_of([*joined, here])
         return here.result()
 
-    def _bucket(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
-        self._together(lambda: self._broadcast(bucket, version))
+    def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
+        """As `_Push`; afterwards nothing is under way."""
+        try:
+            return super()._write(weights, version, state)
+        finally:
+            self._sent, self._answers = None, ()
 
-    def _broadcast(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
+    def _bucket(self, bucket: list[tuple[str, Tensor]], form: str, version: int) -> None:
+        self._together(lambda: self._broadcast(bucket, form, version))
+
+    def _broadcast(self, bucket: list[tuple[str, Tensor]], form: str, version: int) -> None:
         flat, metadata = flatten(bucket)
         body = {
             "names": [entry.name for entry in metadata],
             "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in metadata],
             "shapes": [list(entry.shape) for entry in metadata],
             "group_name": self._name,
-            "load_format": "flattened_bucket",
+            "load_format": form,
             "weight_version": str(version),
             "flush_cache": False,
         }
-        posts = self._post("/update_weights_from_distributed", [body] * len(self._urls))
+        self._settle()
+        self._answers = self._post("/update_weights_from_distributed", [body] * len(self._urls))
+        with self._left_if_it_fails():
+            self._sent = dist.broadcast(flat, group=self._group, group_src=0, async_op=True), flat
+
+    def _settle(self) -> None:
+        (answers, self._answers), (sent, self._sent) = (self._answers, ()), (self._sent, None)
+        with self._left_if_it_fails():
+            _first_failure_of(answers)  # a server that refuses or dies does not receive: what was sent may never end
+            if sent:
+                sent[0].wait()
+
+    @contextmanager
+    def _left_if_it_fails(self) -> Iterator[None]:
         try:
-            sent = dist.broadcast(flat, group=self._group, group_src=0, async_op=True)
-            _first_failure_of(posts)  # a server that refuses or dies does not receive: what was sent may never end
-            sent.wait()
+            yield
         except (EngineError, RuntimeError) as error:  # the latter from gloo, when a server has died
             self._leave()
             raise error if isinstance(error, EngineError) else EngineError(f"SGLang: broadcast: {error}") from error
@@ -248,6 +332,15 @@ class _Shared:
             # they see, so SGLang takes a GPU's own name in place of its number (utils/patch_torch.py)
             arguments = (*arguments[:6], _name_of(self._tensor.device), *arguments[7:])
         return rebuild, arguments
+
+
+def payload_of(
+    form: str, flat: Tensor, metadata: Sequence[Any], shared: Callable[[Tensor], object] = _Shared
+) -> object:
+    """What SGLang unpickles for a `load_format`, of what `flatten` made: all of it, or a view of each tensor."""
+    if form == _FULL:
+        return {"flattened_tensor": shared(flat), "metadata": metadata}
+    return [(x.name, shared(flat[x.start_idx : x.end_idx].view(x.dtype).view(x.shape))) for x in metadata]
 
 
 def _name_of(device: torch.device) -> str:

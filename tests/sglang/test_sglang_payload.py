@@ -36,20 +36,25 @@ class OnAGpu:
 def reduced(shared: OnAGpu) -> tuple[Any, tuple[Any, ...]]:
     """What torch's `reduce_tensor` gives of a CUDA tensor, with its bytes in the place of the memory's handle."""
     tensor, size = shared.tensor, shared.tensor.nbytes
-    of_storage = (torch.storage.TypedStorage, tensor.dtype, 0, tensor.numpy().tobytes(), size, 0)
+    of_storage = (torch.storage.TypedStorage, tensor.dtype, 0, tensor.view(torch.uint8).numpy().tobytes(), size, 0)
     counter_and_event = (False, b"counter", 0, b"event", True)
     whole = (torch.Tensor, tensor.size(), tensor.stride(), 0, *of_storage, *counter_and_event)
     return reductions.rebuild_cuda_tensor, whole
 
 
-def test_sglang_finds_the_gpu_and_the_tensors(sglang: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["flattened_bucket", "direct"])
+def test_sglang_finds_the_gpu_and_the_tensors(sglang: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "://" in sglang:
         pytest.skip("the reader runs in SGLang's environment")
     monkeypatch.setattr(reductions, "reduce_tensor", reduced)
     monkeypatch.setattr(push, "_name_of", lambda device: GPU)
     half, one, byte = torch.tensor([1.0, -2.0]).bfloat16(), torch.tensor([[0.5], [3.0]]), torch.ones(1).byte()
     flat, metadata = flatten([("half", half), ("one", one), ("byte", byte)])
-    payload = serialize({"flattened_tensor": push._Shared(OnAGpu(flat)), "metadata": metadata})  # type: ignore[arg-type]
+
+    def shared(tensor: Tensor) -> push._Shared:
+        return push._Shared(OnAGpu(tensor))  # type: ignore[arg-type]
+
+    payload = serialize(push.payload_of(form, flat, metadata, shared))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     said = subprocess.run(
         [sglang, str(READER)],

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from mcore_mas.rollout.engines.sglang import fleet as checks
+from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.tensors import compare
 from mcore_mas.rollout.records.files import read_trajectories
 from mcore_mas.rollout.sync.digests import SGLangDigest
@@ -78,8 +79,10 @@ def test_trainer_and_engine_agree_and_every_step_is_handed_over(
         assert compared.keys() == {1, 2}
         assert compared[1] != compared[2]
         # what the server held in the end is what the trainer wrote in the end
-        digest = SGLangDigest(dtype="float32", tp=1, kv_heads=1, gpu=False)
-        for name, tensor in sorted(load_file(run / "train" / "models" / "solver" / "model.safetensors").items()):
+        folder = run / "train" / "models" / "solver"
+        vocab = read_architecture(folder).vocab
+        digest = SGLangDigest(dtype="float32", tp=1, kv_heads=1, gpu=False, vocab=vocab)
+        for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
             digest.add(name, tensor)
         written = digest.finish()
         assert {name: compared[2][name] for name in written} == written

@@ -18,7 +18,7 @@ from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
 from mcore_mas.rollout.records.trajectory import Sampling
 from mcore_mas.rollout.sync import make_sender, push
-from mcore_mas.rollout.sync.digests import kind_of
+from mcore_mas.rollout.sync.sglang_layout import kind_of
 from tests.contract.test_engines import (
     LOGPROB_TOLERANCE,
     ask,

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch.multiprocessing import start_processes
 
@@ -29,6 +30,7 @@ from mcore_mas.rollout.models.layout import ParallelLayout
 from mcore_mas.rollout.models.tensors import WeightStream
 from mcore_mas.rollout.models.tensors import whole as whole_of
 from mcore_mas.rollout.sync import SyncRoute, make_sender
+from mcore_mas.rollout.sync.sglang_layout import VOCABULARY, SGLangLayout
 from tests.support.gradients import gradients_of
 from tests.support.starts import preload
 
@@ -158,6 +160,26 @@ def export(rank: int, spec: TrainerSpec, routes: dict[int, SyncRoute]) -> None:
         }
         assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
         assert len({entry.parameter for bucket in plan for entry, _ in bucket.shards}) > len(plan) or bucket_bytes == 1
+    _check_shares(trainer, whole)
+
+
+def _check_shares(trainer: MegatronTrainer, whole: dict[str, torch.Tensor]) -> None:
+    """What is not gathered is what the SGLang rank beside this one holds."""
+    tp, rank = trainer.model.tp, parallel_state.get_tensor_model_parallel_rank()
+    a = trainer.model.architecture
+    layout = SGLangLayout(dtype="float32", tp=tp, kv_heads=a.kv_heads, gpu=True, vocab=a.vocab, ranks=[rank])
+    shares = frozenset(name for name in whole if "experts" not in name and "k_proj" not in name)  # all of qkv is whole
+    if layout.vocab_rows * tp != a.vocab:
+        shares -= {*VOCABULARY}
+    stream = {name: whole_of(rows) for name, rows in trainer.model.weights(shares)}
+    assert stream.keys() == whole.keys()
+    for name, tensor in stream.items():
+        alone = name in shares and not any(x in name for x in ("q_proj", "v_proj"))
+        assert torch.equal(tensor, layout.shares(name, whole[name])[0] if alone else whole[name]), name
+    alone = frozenset(name for name in whole if "_proj." in name and "experts" not in name)
+    for name, rows in trainer.model.weights(alone):
+        if name in alone:
+            assert torch.equal(whole_of(rows), layout.shares(name, whole[name])[0]), name
 
 
 def resume(rank: int, spec: TrainerSpec, out: Path, checkpoint: Path, samples: list[Sample], steps: int) -> None:

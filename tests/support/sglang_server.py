@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ IN_FLOAT32 = {  # kernels of its own compute in half precision only
 ON_A_CPU = {"device": "cpu", "disable-overlap-schedule": True}
 
 
-def server_settings() -> dict[str, Any]:
+def server_settings(tp: int = 1) -> dict[str, Any]:
     """`options` and `environment` of servers on this machine, as an engine's config has them."""
     if torch.cuda.is_available():
         return {"options": IN_FLOAT32, "environment": {}}
-    return {"options": IN_FLOAT32 | ON_A_CPU, "environment": {"SGLANG_USE_CPU_ENGINE": "1"}}
+    environment = {"SGLANG_USE_CPU_ENGINE": "1"}
+    if tp > 1:  # else each rank wants a NUMA node of its own
+        cores = sorted(os.sched_getaffinity(0))
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
+    return {"options": IN_FLOAT32 | ON_A_CPU, "environment": environment}
 
 
 async def pid_of(replica: Replica) -> int | None:
@@ -52,7 +57,7 @@ def make_engine(given: str, model: Path, folder: Path, **settings: Any) -> SGLan
         weights_folder=folder / "weights",
         log=folder / "server.log",
         start_s=1500.0,
-        **server_settings(),
+        **server_settings(int(settings.get("tp", 1))),
         **where,
         **settings,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class ShardedModel:
         self._base = {name: p for name, p in self.tensors.items() if not weight_import.is_adapter(name)}
         self._low_rank = {name: p for name, p in self.parameters.items() if weight_import.is_adapter(name)}
         self._frozen: dict[str, Tensor] = {}  # the reference's parameters, once they are needed
-        self._plans: dict[str, ExportPlan] = {}  # how what is exported is gathered, by what it is
+        self._plans: dict[tuple[str, ...], ExportPlan] = {}  # how what is exported is gathered, by what it is
         frozen = base._base.items() if base else ()
         self._load(self._start(), held={name for name, parameter in frozen if not parameter.requires_grad})
 
@@ -111,12 +111,18 @@ class ShardedModel:
             adapter = AdapterFolder(Path(lora.adapter), lora) if lora.adapter else fresh
             weight_import.import_weights(self._low_rank, self.architecture, adapter)
 
-    def weights(self) -> Iterator[tuple[str, list[Tensor]]]:
+    @property
+    def tp(self) -> int:
+        """How many ranks cut its dense layers."""
+        return int(parallel_state.get_tensor_model_parallel_world_size())
+
+    def weights(self, shares: Collection[str] = ()) -> Iterator[tuple[str, list[Tensor]]]:
         """Stream (Hugging Face name, full tensor), adapters merged into their base; every rank must drain it.
 
-        A tensor is in blocks of its rows, which are copied nowhere if no rank has part of them.
+        A tensor is in blocks of its rows, which are copied nowhere if no rank has part of them. Of those in `shares`
+        each tensor-parallel rank gives what it has itself.
         """
-        return self._export("weights", self._base, self._merged)
+        return self._export(("weights", *sorted(shares)), self._base, self._merged)
 
     def _merged(self, name: str) -> Tensor:
         """A parameter of the base with its adapters' update in it."""
@@ -127,13 +133,13 @@ class ShardedModel:
 
     def adapter(self) -> Iterator[tuple[str, list[Tensor]]]:
         """Stream (PEFT name, full tensor) of the adapters, none where all weights are trained; as `weights`."""
-        return self._export("adapter", self._low_rank)
+        return self._export(("adapter",), self._low_rank)
 
     def _export(
-        self, what: str, local: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
+        self, what: tuple[str, ...], local: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
     ) -> Iterator[tuple[str, list[Tensor]]]:
         if what not in self._plans:
-            self._plans[what] = plan_export(local, self.architecture)
+            self._plans[what] = plan_export(local, self.architecture, shares=what[1:])
         return export_weights(read or local.__getitem__, self.architecture, self._plans[what])
 
     def write(self, folder: Path) -> None:
@@ -188,6 +194,7 @@ class Bucket:
 
     stage: int
     expert: bool  # of experts, which expert-parallel ranks hold different ones of
+    gathered: bool  # or each tensor-parallel rank gives its own shards
     shards: tuple[tuple[WeightMapping, Tensor], ...]  # with each its shard, which holds nothing (a "meta" tensor)
 
 
@@ -195,7 +202,10 @@ ExportPlan = tuple[Bucket, ...]
 
 
 def plan_export(
-    local: Mapping[str, Tensor], architecture: Architecture, bucket_bytes: int = _BUCKET_BYTES
+    local: Mapping[str, Tensor],
+    architecture: Architecture,
+    bucket_bytes: int = _BUCKET_BYTES,
+    shares: Collection[str] = (),
 ) -> ExportPlan:
     """What is gathered together, the same on every rank of a pipeline; all its ranks must call.
 
@@ -204,21 +214,24 @@ def plan_export(
     Args:
         local: this rank's tensors by Megatron parameter name: parameters, or anything shaped like them.
         bucket_bytes: of a bucket, at most.
+        shares: Hugging Face names of what is not gathered from tensor-parallel ranks; none of an expert.
     """
     held = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in local.items()}
     told: set[str] = set()
+    alone = frozenset(shares)
     plan = []
     for stage, kinds in enumerate(exchange(held, parallel_state.get_pipeline_model_parallel_group())):
-        groups: dict[tuple[bool, str], list[tuple[WeightMapping, Tensor]]] = {}
+        groups: dict[tuple[bool, bool, str], list[tuple[WeightMapping, Tensor]]] = {}
         for entry in weight_mappings(kinds, tied=architecture.tied):
             if not told.issuperset(entry.tensors):  # else the last stage's copy of a tied embedding
                 told.update(entry.tensors)
                 kind, shape = kinds[entry.parameter]
                 shard = torch.empty(shape, dtype=getattr(torch, kind), device="meta")
-                groups.setdefault((entry.expert, kind), []).append((entry, shard))
-        for (expert, _), alike in groups.items():
+                gathered = not alone.issuperset(entry.tensors)
+                groups.setdefault((entry.expert, gathered, kind), []).append((entry, shard))
+        for (expert, gathered, _), alike in groups.items():
             for part in buckets(alike, bucket_bytes):
-                plan.append(Bucket(stage=stage, expert=expert, shards=tuple(part)))
+                plan.append(Bucket(stage=stage, expert=expert, gathered=gathered, shards=tuple(part)))
     return tuple(plan)
 
 
@@ -227,31 +240,49 @@ def export_weights(
 ) -> Iterator[tuple[str, list[Tensor]]]:
     """Stream (Hugging Face name, full tensor in blocks of rows) from all ranks' shards; every rank must drain it.
 
+    Tensors that are not gathered are this rank's share, as if the model had no more than that.
+
     Where nothing is cut, the blocks are parts of what `local` gives.
 
     Args:
         local: this rank's tensor by Megatron parameter name, asked for when it is sent.
         plan: of these names, as `plan_export` made it.
     """
+    own = _share_of(architecture)
     for bucket in plan:
         beat()
         for (entry, _), shards in zip(bucket.shards, _shards(local, bucket), strict=True):
             names = _holders(entry, architecture)
             tp = len(shards) // len(names)
             for number, holder in enumerate(names):
-                full = holder.join(shards[number * tp : (number + 1) * tp], architecture)
+                full = holder.join(shards[number * tp : (number + 1) * tp], architecture if bucket.gathered else own)
                 yield from zip(holder.tensors, full, strict=True)
 
 
+def _share_of(architecture: Architecture) -> Architecture:
+    """What one tensor-parallel rank's shards are all shards of."""
+    tp, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    rows = architecture.vocab_padded(tp) // tp
+    return replace(
+        architecture,
+        heads=architecture.heads // tp,
+        kv_heads=architecture.kv_heads // tp,
+        vocab=min(max(architecture.vocab - rank * rows, 0), rows),
+    )
+
+
 def _shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[Tensor]]:
-    """Of each of the bucket's parameters every rank's shard, on every rank."""
+    """Of each of the bucket's parameters every rank's shard, on every rank; or its own alone."""
     group = (
         parallel_state.get_expert_tensor_and_model_parallel_group()  # tensor-parallel ranks are neighbours
         if bucket.expert
         else parallel_state.get_tensor_model_parallel_group()
     )
     stages = parallel_state.get_pipeline_model_parallel_group()
-    ranks, pipeline = dist.get_world_size(group), dist.get_world_size(stages)
+    ranks, pipeline = dist.get_world_size(group) if bucket.gathered else 1, dist.get_world_size(stages)
     here = parallel_state.get_pipeline_model_parallel_rank() == bucket.stage
     mine = [local(entry.parameter).detach().contiguous() for entry, _ in bucket.shards] if here else []
     if ranks == pipeline == 1:
@@ -260,7 +291,7 @@ def _shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[Tensor]
     sizes = [shard.numel() for shard in shards]
     flat = torch.empty(ranks, sum(sizes), dtype=shards[0].dtype, device=rank_device())
     if here:
-        torch.cat([tensor.flatten() for tensor in mine], out=flat[dist.get_rank(group)])
+        torch.cat([tensor.flatten() for tensor in mine], out=flat[dist.get_rank(group) % ranks])
         if ranks > 1:
             dist.all_gather_into_tensor(flat.view(-1), flat[dist.get_rank(group)].clone(), group=group)
     if pipeline > 1:

@@ -108,6 +108,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             state = {"base": self.version if known else None}
             return SyncRoute(place=str(self.place), options=self._settings.digest, state=state, **common)
         options = self._settings.digest | {"tp": self._settings.tp, "starts": self.starts}
+        options["direct"] = self._checks.direct
         options["key"] = self._settings.own_key
         options["sessions"] = await self._replicas[0].client.has("/begin_weight_update")
         await self._fleet.all("/pause_generation", {"mode": "retract"})

@@ -17,7 +17,8 @@ from mcore_mas.rollout.engines.sglang.client import StreamedReply
 from mcore_mas.rollout.engines.sglang.server import NoRoom, Replica, owned_replica
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from mcore_mas.rollout.models.tensors import TensorFiles, compare
-from mcore_mas.rollout.sync.digests import SGLangDigest, kind_of, layer_of, of_rank
+from mcore_mas.rollout.sync.digests import SGLangDigest
+from mcore_mas.rollout.sync.sglang_layout import kind_of, layer_of, of_rank
 
 if TYPE_CHECKING:
     from mcore_mas.rollout.sync import WeightUpdate
@@ -260,6 +261,18 @@ class Checks:
         """`tell` is called with one line if there are tensors that will not be compared."""
         self._settings, self._tell = settings, tell
         self._kinds: frozenset[str] | None = None if settings.held else frozenset()
+
+    @property
+    def direct(self) -> list[str]:
+        """Kinds of tensors that every rank of a server holds just as they are cut here: shards may be written there.
+
+        None with a draft model, which would be given them too.
+        """
+        if any(name.startswith("speculative") for name in self._settings.arguments):
+            return []
+        tp, known = self._settings.tp, self._kinds or frozenset()
+        kinds = {kind.partition(" of rank ")[0] for kind in known}
+        return sorted(kind for kind in kinds if all(of_rank(kind, rank, tp) in known for rank in range(tp)))
 
     async def learn(self, replica: Replica) -> None:
         """Find out, while the server still has the weights of the folder, what can be compared."""

@@ -133,12 +133,12 @@ class SGLangSettings:
 
     @property
     def held(self) -> dict[str, Any]:
-        """How the servers hold weights, as `sync.digests.SGLangDigest` is told; {} where nothing is compared."""
+        """How the servers hold weights, as `sync.sglang_layout.SGLangLayout` is told; {} where nothing is compared."""
         if not self.verify or "quantization" in self.arguments:
             return {}
         heads = self._model.get("num_key_value_heads") or self._model.get("num_attention_heads", 1)
         gpu = self.arguments.get("device") != "cpu"
-        return {"dtype": self._dtype, "tp": self.tp, "kv_heads": heads, "gpu": gpu}
+        return {"dtype": self._dtype, "tp": self.tp, "kv_heads": heads, "gpu": gpu, "vocab": self.vocab}
 
     @property
     def digest(self) -> dict[str, Any]:

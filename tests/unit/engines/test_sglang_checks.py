@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from mcore_mas.rollout.engines.sglang.fleet import Checks
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from mcore_mas.rollout.models.tensors import read_tensors
 from mcore_mas.rollout.sync import WeightUpdate
-from mcore_mas.rollout.sync.digests import SGLangDigest, kind_of
+from mcore_mas.rollout.sync.digests import SGLangDigest
+from mcore_mas.rollout.sync.sglang_layout import kind_of
 from tests.support import reference
 
 QKV = "model.layers.{}.self_attn.qkv_proj.weight of rank {}"
@@ -62,9 +64,15 @@ def test_what_a_server_orders_itself_is_told_once_and_left_out(settings: SGLangS
     right = dict(server.sums)
 
     async def play() -> None:
+        assert checks.direct == []  # nothing is known yet
         await checks.learn(server)
         await checks.learn(server)
         assert server.asked == 1
+        assert "model.layers.*.self_attn.o_proj.weight" in checks.direct and "model.norm.weight" in checks.direct
+        assert not any("down_proj" in kind or "of rank" in kind for kind in checks.direct)
+        drafts = Checks(replace(settings, options={"speculative-algorithm": "EAGLE"}), told.append)
+        drafts._kinds = checks._kinds
+        assert drafts.direct == []  # a draft model would be given the shards, too
         assert told == [
             "SGLang: model.layers.*.mlp.down_proj.weight of rank 0 and 3 more kinds are in a form of its own and not "
             "compared"
@@ -95,8 +103,9 @@ def test_a_server_without_checksums_is_told_and_not_asked(settings: SGLangSettin
 def test_how_servers_hold_weights(settings: SGLangSettings) -> None:
     folder = settings.folder
     held = SGLangSettings(folder=folder, max_length=8, options={"device": "cpu", "dtype": "float"}).held
-    assert held == {"dtype": "float32", "tp": 1, "kv_heads": 2, "gpu": False}
-    assert settings.held == {"dtype": "float16", "tp": 2, "kv_heads": 2, "gpu": True}  # auto is never float32
+    assert held == {"dtype": "float32", "tp": 1, "kv_heads": 2, "gpu": False, "vocab": 101}
+    held |= {"dtype": "float16", "tp": 2, "gpu": True}
+    assert settings.held == held  # auto is never float32
     assert SGLangSettings(folder=folder, max_length=8, options={"dtype": "bfloat16"}).held["dtype"] == "bfloat16"
     for options in ({"verify": False}, {"options": {"quantization": "fp8"}}):
         assert not SGLangSettings(folder=folder, max_length=8, **options).held  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def test_a_checksum_is_xxh3_of_shape_and_bytes() -> None:
 
 
 def test_sglangs_own_checksums_are_of_stacked_tensors() -> None:
-    digest = SGLangDigest(dtype="float32", tp=1, kv_heads=1, gpu=False)
+    digest = SGLangDigest(dtype="float32", tp=1, kv_heads=1, gpu=False, vocab=70)
     q, k, v = torch.ones(2, 3), torch.zeros(1, 3), torch.full((1, 3), 2.0)
     for part, tensor in (("q", q), ("k", k), ("v", v)):
         digest.add(f"model.layers.0.self_attn.{part}_proj.weight", tensor)
@@ -130,7 +130,7 @@ def test_sglangs_own_checksums_are_of_stacked_tensors() -> None:
 
 
 def test_sglangs_ranks_hold_parts_of_stacks() -> None:
-    digest = SGLangDigest(dtype="bfloat16", tp=2, kv_heads=1, gpu=True)
+    digest = SGLangDigest(dtype="bfloat16", tp=2, kv_heads=1, gpu=True, vocab=65)
     q, k, v = torch.arange(12.0).view(4, 3), torch.full((2, 3), 20.0), torch.full((2, 3), 30.0)
     for part, tensor in (("q", q), ("k", k), ("v", v)):
         digest.add(f"model.layers.0.self_attn.{part}_proj.weight", tensor)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.models.tensors import buckets
-from mcore_mas.rollout.sync import SyncRoute, alone, digests, push
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, alone, digests, push
 from mcore_mas.rollout.sync.push import GroupSender, TensorSender, flatten
+from mcore_mas.rollout.sync.sglang_layout import SGLangLayout
+from tests.support.meeting import meeting
 from tests.support.three_tensors import NAMES, tensors
 
 
@@ -64,13 +70,31 @@ def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> No
     assert asked == {"": whole, begun: [begun, ended] * 2, whole[1]: whole[:3]}[refused]
 
 
-def test_the_next_bucket_is_gathered_while_servers_load_one(model: Path) -> None:
+class Sent:
+    """A broadcast that has ended."""
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture
+def broadcasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of servers that are not there, which gets all that is sent to it."""
+    monkeypatch.setattr(GroupSender, "_join", lambda self: None)
+    monkeypatch.setattr(push.dist, "broadcast", lambda *_, **__: Sent())
+    monkeypatch.setattr(push.torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("kind", [TensorSender, GroupSender])
+def test_the_next_bucket_is_gathered_while_servers_load_one(
+    model: Path, kind: type[TensorSender | GroupSender], broadcasts: None
+) -> None:
     drawn = {name: threading.Event() for name in NAMES}
     loading: list[int] = []
     most: list[int] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/update_weights_from_tensor":
+        if request.url.path.startswith("/update_weights"):
             number = len(most)
             loading.append(number)
             most.append(len(loading))
@@ -85,34 +109,16 @@ def test_the_next_bucket_is_gathered_while_servers_load_one(model: Path) -> None
             yield name, tensor
 
     options = {"digest": "nothing", "bucket_bytes": 1}  # a bucket for every tensor
-    to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(model), options=options)
-    sender = TensorSender(to, rank=0, exchange=alone)
+    to = SyncRoute(transport="t", place="http://127.0.0.1:9", model=str(model), options=options)
+    sender = kind(to, rank=0, exchange=alone)
     sender._http = httpx.Client(transport=httpx.MockTransport(answer))
     sender.send(stream(), 1, {})
     assert most == [1] * len(NAMES) and not loading  # one at a time, and all of them
 
 
-def meeting(ranks: int) -> list[Callable[[Any], list[Any]]]:
-    """The exchange of each of that many ranks, which are threads; one that waits for nobody fails."""
-    place: list[Any] = [None] * ranks
-    barrier = threading.Barrier(ranks, timeout=10)
-
-    def exchange_of(rank: int) -> Callable[[Any], list[Any]]:
-        def exchange(value: Any) -> list[Any]:
-            place[rank] = value
-            barrier.wait()
-            found = list(place)
-            barrier.wait()
-            return found
-
-        return exchange
-
-    return [exchange_of(rank) for rank in range(ranks)]
-
-
 @pytest.mark.parametrize("kind", [TensorSender, GroupSender])
 def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
-    model: Path, kind: type[TensorSender | GroupSender], monkeypatch: pytest.MonkeyPatch
+    model: Path, kind: type[TensorSender | GroupSender], broadcasts: None
 ) -> None:
     updates: list[str] = []
 
@@ -122,13 +128,6 @@ def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
         refuses = update and len(updates) == 2
         return httpx.Response(400 if refuses else 200, json={"success": not refuses, "message": "no memory"})
 
-    class Sent:
-        def wait(self) -> None:
-            pass
-
-    monkeypatch.setattr(GroupSender, "_join", lambda self: None)
-    monkeypatch.setattr(push.dist, "broadcast", lambda *_, **__: Sent())
-    monkeypatch.setattr(push.torch.cuda, "is_available", lambda: False)
     options = {"digest": "nothing", "bucket_bytes": 1}  # a bucket for every tensor
     to = SyncRoute(transport="t", place="http://127.0.0.1:9", model=str(model), options=options)
     drawn: dict[int, list[str]] = {0: [], 1: []}
@@ -163,7 +162,7 @@ def test_every_rank_sums_its_share_of_the_engines_tensors(model: Path, monkeypat
         return tensor.numel()
 
     monkeypatch.setattr(digests, "_sha", hashed)
-    held = {"dtype": "float32", "tp": 2, "kv_heads": 2, "gpu": False}
+    held = {"dtype": "float32", "tp": 2, "kv_heads": 2, "gpu": False, "vocab": 64}
     to = SyncRoute(
         transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"digest": "sglang", "held": held}
     )
@@ -181,6 +180,131 @@ def test_every_rank_sums_its_share_of_the_engines_tensors(model: Path, monkeypat
         digest.add(name, tensor)
     assert sorted(map(len, summed.values())) == [1, 2, 3]  # of three tensors; the last are those of all at once
     assert said == [digest.finish()] * 2
+
+
+DECODER = {  # two heads of keys and values for four of queries, of one row each
+    "model.embed_tokens.weight": torch.arange(128.0)[:, None] + 1000,
+    "model.layers.0.input_layernorm.weight": torch.tensor([7.0, 8.0]),
+    "model.layers.0.self_attn.q_proj.weight": torch.arange(8.0).view(4, 2),
+    "model.layers.0.self_attn.k_proj.weight": torch.arange(4.0).view(2, 2) + 20,
+    "model.layers.0.self_attn.v_proj.weight": torch.arange(4.0).view(2, 2) + 30,
+    "model.layers.0.self_attn.o_proj.weight": torch.arange(8.0).view(2, 4) + 40,
+    "model.layers.0.mlp.gate_proj.weight": torch.arange(8.0).view(4, 2) + 50,
+    "model.layers.0.mlp.up_proj.weight": torch.arange(8.0).view(4, 2) + 60,
+    "model.layers.0.mlp.down_proj.weight": torch.arange(8.0).view(2, 4) + 70,
+}
+HELD = {"dtype": "float32", "tp": 2, "kv_heads": 2, "gpu": False, "vocab": 128}
+DIRECT = (
+    "model.embed_tokens.weight",
+    "model.layers.*.input_layernorm.weight",
+    "model.layers.*.self_attn.qkv_proj.weight",
+    "model.layers.*.self_attn.o_proj.weight",
+    "model.layers.*.mlp.gate_up_proj.weight",
+)  # down_proj is in a form of the server's own
+
+
+class Server:
+    """Takes buckets for its two ranks as SGLang does, the pickles of this very process."""
+
+    def __init__(self) -> None:
+        self.direct: list[dict[str, Tensor]] = [{}, {}]
+        self.full: list[dict[str, Tensor]] = [{}, {}]
+        self.requests: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/update_weights_from_tensor":
+            body = json.loads(request.content)
+            self.requests.append(body["load_format"])
+            for rank, payload in enumerate(body["serialized_named_tensors"]):
+                taken = ForkingPickler.loads(base64.b64decode(payload))
+                if body["load_format"] == "direct":
+                    self.direct[rank] |= {name: tensor.clone() for name, tensor in taken}
+                else:
+                    flat = taken["flattened_tensor"]
+                    self.full[rank] |= {
+                        x.name: flat[x.start_idx : x.end_idx].view(x.dtype).reshape(x.shape).clone()
+                        for x in taken["metadata"]
+                    }
+        return httpx.Response(200, json={"success": True})
+
+
+def pushed(
+    model: Path, streams: Sequence[Iterable[tuple[str, Tensor]]], **options: Any
+) -> tuple[Server, list[WeightUpdate]]:
+    """What a server at tp 2 is given, one stream a rank."""
+    options = {"digest": "sglang", "held": HELD, "tp": 2, "direct": DIRECT, **options}
+    to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(model), options=options)
+    server = Server()
+
+    def play(rank: int, exchange: Callable[[Any], list[Any]]) -> WeightUpdate:
+        sender = TensorSender(to, rank=rank, exchange=exchange)
+        sender._http = httpx.Client(transport=httpx.MockTransport(server))
+        return sender.send(streams[rank], 1, {})
+
+    with ThreadPoolExecutor(2) as pool:
+        return server, list(pool.map(play, range(2), meeting(2)))
+
+
+@pytest.fixture
+def decoder(tmp_path: Path, shared_by_name: None) -> Path:
+    save_file(DECODER, str(tmp_path / "model.safetensors"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("cut", [False, True])
+def test_each_rank_of_a_server_is_given_its_shard_where_it_holds_it_so(
+    decoder: Path, cut: bool, bucket_bytes: int
+) -> None:
+    def stream(rank: int) -> Iterator[tuple[str, Tensor]]:
+        layout = SGLangLayout(**HELD, ranks=[rank])
+        for name, tensor in DECODER.items():
+            yield name, layout.shares(name, tensor)[0] if cut and "down_proj" not in name else tensor
+
+    server, updates = pushed(decoder, [stream(0), stream(1)], bucket_bytes=bucket_bytes)
+    q, k, v = (DECODER[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv")
+    gate, up = (DECODER[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    for rank in (0, 1):
+        heads, one, rows = (slice(size * rank, size * rank + size) for size in (2, 1, 64))
+        want = {
+            "model.embed_tokens.weight": DECODER["model.embed_tokens.weight"][rows],
+            "model.layers.0.input_layernorm.weight": torch.tensor([7.0, 8.0]),
+            "model.layers.0.self_attn.qkv_proj.weight": torch.cat([q[heads], k[one], v[one]]),
+            "model.layers.0.self_attn.o_proj.weight": DECODER["model.layers.0.self_attn.o_proj.weight"][:, heads],
+            "model.layers.0.mlp.gate_up_proj.weight": torch.cat([gate[heads], up[heads]]),
+        }
+        assert server.direct[rank].keys() == want.keys()
+        assert all(torch.equal(server.direct[rank][name], tensor) for name, tensor in want.items())
+        (down,) = server.full[rank].items()
+        assert down[0] == "model.layers.0.mlp.down_proj.weight" and torch.equal(down[1], DECODER[down[0]])
+    forms = {1: ["direct"] * 5 + ["flattened_bucket"], 1 << 20: ["direct", "flattened_bucket"]}
+    assert sorted(server.requests) == forms[bucket_bytes]
+    digest = digests.SGLangDigest(**HELD)
+    for name, tensor in DECODER.items():
+        digest.add(name, tensor)
+    right = {name: said for name, said in digest.finish().items() if "down_proj" not in name}
+    assert [update.checksums for update in updates] == [right, right]
+    # 64 rows, 2 numbers, 4 rows of 2, 2 of 2, 4 of 2 on each rank; a full matrix of 2 rows of 4
+    assert [update.bytes for update in updates] == [4 * (2 * (64 + 2 + 8 + 4 + 8) + 8)] * 2
+
+
+def test_a_share_of_another_shape_is_refused(decoder: Path) -> None:
+    wrong = [(name, tensor[:3] if "q_proj" in name else tensor) for name, tensor in DECODER.items()]
+    with pytest.raises(EngineError, match=r"q_proj.weight' has shape \[3, 2\]; expected \[4, 2\]"):
+        pushed(decoder, [wrong, wrong])
+
+
+def test_shares_come_alone_where_both_sides_are_cut_alike(decoder: Path) -> None:
+    def shares(ranks: int, **changes: Any) -> frozenset[str]:
+        options = {"held": {**HELD, **changes}, "tp": 2, "direct": changes.pop("direct", DIRECT)}
+        to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(decoder), options=options)
+        return TensorSender(to).shares(ranks)
+
+    every = frozenset(DECODER) - {"model.layers.0.mlp.down_proj.weight"}
+    assert shares(2) == every
+    assert shares(2, vocab=127) == every  # 64 and 63 rows on both sides
+    assert shares(2, vocab=126) == every - {"model.embed_tokens.weight"}  # 63 each, and SGLang has 64 and 62
+    assert shares(1) == shares(4) == shares(2, kv_heads=1) == frozenset()  # ranks of SGLang would have the same head
 
 
 def test_a_gpu_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
