@@ -153,7 +153,7 @@ def _trainer(folder: Path, model: str, layout: str, spec: dict[str, Any], *, cou
     init_process_groups(rank=0, threads=torch.get_num_threads())
     if torch.cuda.is_available():  # on the CPU, drawing billions of weights would take all of the time
         weight_import.RandomTensors._draw = (  # type: ignore[method-assign]
-            lambda self, name: torch.randn(self._shapes[name], device="cuda").mul_(0.02).cpu()
+            lambda self, name: torch.randn(self.shapes[name], device="cuda").mul_(0.02).cpu()
         )
     trainer = MegatronTrainer(TrainerSpec(model=str(path), init="random", **spec))
     vocab = int(MODELS[model]["vocab_size"])

@@ -128,7 +128,7 @@ def make_batch(
 
 def operations(folder: Path, batch: Microbatch) -> float:
     """Floating-point operations of an update, forward and backward, recomputation not counted."""
-    return 3 * CostModel(architecture=read_architecture(folder)).work_of(batch)
+    return CostModel(architecture=read_architecture(folder)).flops(batch)
 
 
 # updates that are measured, and predicted by the meter

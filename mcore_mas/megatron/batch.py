@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_mas.config.policy import LoraConfig
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 
@@ -34,10 +35,9 @@ def depths(segments: Sequence[Segment]) -> list[int]:
     return above
 
 
-def pairs(segments: Sequence[Segment]) -> float:
-    """Pairs of a token and one that it attends to, itself counted half."""
-    above = depths(segments)
-    return sum(segment.tokens * (depth + segment.tokens / 2) for segment, depth in zip(segments, above, strict=True))
+def pairs(segments: Sequence[Segment]) -> int:
+    """Pairs of a token and one that it attends to, itself among them."""
+    return sum(s.tokens * (2 * above + s.tokens + 1) // 2 for s, above in zip(segments, depths(segments), strict=True))
 
 
 _BY_TOKEN = ("token_ids", "position_ids", "routing")  # columns of a micro-batch that are of its tokens, not its rows
@@ -148,22 +148,24 @@ class CostModel:
     vpp: int = 1
     architecture: Architecture | None = None  # None: every token costs the same
     value_head: bool = False
+    lora: LoraConfig | None = None
 
     @classmethod
     def of(cls, spec: TrainerSpec, architecture: Architecture | None = None) -> CostModel:
         """The cost model of a trainer, whose `architecture` is read if it is not given."""
         a = architecture or read_architecture(spec.model)
-        return cls(dp=spec.dp, pp=spec.pp, vpp=spec.vpp, architecture=a, value_head=spec.head == "value")
+        head = spec.head == "value"
+        return cls(dp=spec.dp, pp=spec.pp, vpp=spec.vpp, architecture=a, value_head=head, lora=spec.lora)
 
     @property
     def spread(self) -> bool:
         """Whether several ranks or stages take part, so that how samples are packed depends on them."""
         return self.dp * self.pp > 1
 
-    def work(self, tokens: int, seen: float, rows: int) -> float:
+    def work(self, tokens: int, seen: int, rows: int) -> float:
         """Floating-point operations of one forward pass, or tokens where the model is not known.
 
-        A backward pass has twice as many.
+        A backward pass has twice as many. An adapter's own are left out.
 
         Args:
             seen: pairs of a token and one that it attends to.
@@ -186,6 +188,18 @@ class CostModel:
     def work_of(self, batch: Microbatch) -> float:
         """`work` of a micro-batch."""
         return self.work(len(batch.token_ids), pairs(batch.segments), len(batch.predictors))
+
+    def flops(self, *batches: Microbatch) -> float:
+        """Floating-point operations of training on micro-batches, forward and backward, recomputation not counted.
+
+        A frozen weight has no gradient, so with adapters its products are two of three, and there are the adapters'.
+        """
+        work, a = 3 * sum(map(self.work_of, batches)), self.architecture
+        if self.lora is None or a is None:
+            return work
+        adapters = sum(sum(a.projections[x]) for x in self.lora.targets) * self.lora.rank
+        tokens, rows = sum(len(b.token_ids) for b in batches), sum(len(b.predictors) for b in batches)
+        return work - self.work(tokens, 0, rows) + 6 * a.layers * tokens * adapters
 
     def counts(self, least: int) -> list[int]:
         """How many micro-batches may be worth their while, where at least `least` are needed."""

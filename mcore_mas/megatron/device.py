@@ -116,10 +116,11 @@ def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
 
-def upload(value: _T, device: torch.device) -> _T:
+def upload(value: _T, device: torch.device, stream: torch.cuda.Stream | None = None) -> _T:
     """The same with all its tensors on `device`: those of a tensor, a tuple or a dataclass, and of what is in them.
 
-    They travel together from page-locked memory, beside what the device computes. On the CPU nothing is copied.
+    They travel together from page-locked memory, on `stream` (None: the one that computes, which need not wait for
+    them then). On the CPU nothing is copied.
     """
     if device.type == "cpu":
         return value
@@ -129,13 +130,26 @@ def upload(value: _T, device: torch.device) -> _T:
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     for place, tensor in zip(packed.split(sizes), found.values(), strict=True):
         place[: tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
-    places = dict(zip(found, packed.to(device, non_blocking=True).split(sizes), strict=True))
+    computes = torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        there = packed.to(device, non_blocking=True)
+    there.record_stream(computes)  # its memory is the other's, which is not to use it again before
+    places = dict(zip(found, there.split(sizes), strict=True))
 
     def moved(tensor: Tensor) -> Tensor:
-        there: Tensor = places[id(tensor)][: tensor.nbytes]
-        return there.view(tensor.dtype).view(tensor.shape)
+        own: Tensor = places[id(tensor)][: tensor.nbytes]
+        return own.view(tensor.dtype).view(tensor.shape)
 
     return _replaced(value, moved)  # type: ignore[no-any-return]
+
+
+def uploads(values: Iterable[_T], device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[_T]:
+    """Each value on `device`, once the one after it is on its way on `stream`, beside what the device computes."""
+    sent = ((upload(value, device, stream), stream.record_event() if stream else None) for value in values)
+    for (value, arrived), _ in pairwise(chain(sent, [None])):  # type: ignore[misc]
+        if arrived:
+            torch.cuda.current_stream(device).wait_event(arrived)
+        yield value
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -144,11 +158,6 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
         return []
     together = torch.cat(list(tensors)).cpu()
     return list(together.split([len(tensor) for tensor in tensors]))
-
-
-def ahead(values: Iterable[_T]) -> Iterator[_T]:
-    """Each value once the one after it has been made as well."""
-    return (value for value, _ in pairwise(chain(values, [None])))  # type: ignore[misc]
 
 
 def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -175,14 +175,14 @@ class _Sums:
         self._shared = [*forest.shared, 0]
         own = [(len(ids), shared) for ids, shared in zip(forest.sequences, forest.shared, strict=True)]
         self._tokens = [0, *accumulate(length - shared for length, shared in own)]
-        self._pairs = [0.0, *accumulate((length**2 - shared**2) / 2 for length, shared in own)]
+        self._pairs = [0, *accumulate(_pairs(length) - _pairs(shared) for length, shared in own)]
         self._rows = [0, *accumulate(rows)]
         self._cost = cost
 
     def item(self, first: int, end: int) -> PackingItem:
         stem = self._shared[first]
         tokens = self._tokens[end] - self._tokens[first] + stem
-        pairs = self._pairs[end] - self._pairs[first] + stem**2 / 2
+        pairs = self._pairs[end] - self._pairs[first] + _pairs(stem)
         work = self._cost.work(tokens, pairs, self._rows[end] - self._rows[first])
         return PackingItem(first=first, end=end, tokens=tokens, work=work)
 
@@ -203,6 +203,10 @@ class _Sums:
         """The two parts of an item whose larger one is smallest."""
         cuts = ((self.item(item.first, i), self.item(i, item.end)) for i in range(item.first + 1, item.end))
         return min(cuts, key=lambda parts: max(part.work for part in parts))
+
+
+def _pairs(tokens: int) -> int:
+    return tokens * (tokens + 1) // 2
 
 
 def _first_fit(items: Sequence[PackingItem], max_tokens: int) -> list[_Bin]:

@@ -5,6 +5,7 @@ Everything is counted tensor by tensor, and the tests compare it with the tensor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -34,6 +35,14 @@ GPUS = {
     "B200": GPU(memory=180, flops=2250, bandwidth=8.0),
     "L40S": GPU(memory=48, flops=362, bandwidth=0.86),
 }
+
+
+def peak_flops(name: str) -> float | None:
+    """What a GPU can do a second in bfloat16, by the name that CUDA has for it; None: it is none of `GPUS`."""
+    words = set(re.split("[ -]", name))
+    kind = next((kind for kind in GPUS if kind in words), None)
+    slower = {"PCIe", "NVL"} & words and kind in ("H100", "H200")  # cards of that name with less power
+    return None if kind is None or slower else 1e12 * GPUS[kind].flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

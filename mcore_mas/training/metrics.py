@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from statistics import fmean, pstdev
 
 from mcore_mas.credit.samples import Sample
@@ -102,6 +103,24 @@ def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
             f"agent/{agent}/advantage_abs_max": max(abs(a) for turn in own for a in turn),
             f"agent/{agent}/advantage_share": fmean(any(turn) for turn in own),
         }
+    return metrics
+
+
+def speed_metrics(updates: Mapping[str, StepMetrics]) -> StepMetrics:
+    """TFLOP/s of a device in updates, in all and by policy, its critic's with it; and their share of a known peak."""
+    spent = {
+        f"policy/{policy}/": [
+            (row[f"{of}flops"], row[f"{of}device_s"], row.get(f"{of}peak_flops", math.nan))
+            for of in ("", "critic/")
+            if f"{of}device_s" in row
+        ]
+        for policy, row in updates.items()
+    }
+    metrics: StepMetrics = {}
+    for whose, own in {"": list(chain(*spent.values())), **spent}.items():
+        flops, seconds, peak = map(sum, zip(*own, strict=True)) if own else (0.0, 0.0, math.nan)
+        metrics |= {f"{whose}time/tflops": flops / seconds / 1e12} if seconds else {}
+        metrics |= {} if math.isnan(peak) else {f"{whose}time/mfu": flops / peak}
     return metrics
 
 

@@ -157,7 +157,8 @@ class PolicyTrainer:
         if self._critic is not None:
             valued = batch.valued.train([s for s in samples if s.returns is not None])
             updates.append(_update_critic(self._critic, valued, at))
-        metrics = {"tokens_saved": tokens_saved(microbatches)} if microbatches else {"skipped_updates": 1.0}
+        counts = {"tokens_saved": tokens_saved(microbatches), "flops": self._group.cost_model.flops(*microbatches)}
+        metrics = counts if microbatches else {"skipped_updates": 1.0}
         for own in await asyncio.gather(*updates):
             metrics |= own
         return metrics
@@ -187,7 +188,9 @@ async def _scores(
 
 
 async def _update_critic(critic: TrainerGroup, microbatches: list[Microbatch], at: int | None) -> StepMetrics:
-    return critic_metrics(await critic.update(microbatches, at) if microbatches else {})
+    if not microbatches:
+        return {}
+    return critic_metrics(await critic.update(microbatches, at) | {"flops": critic.cost_model.flops(*microbatches)})
 
 
 def critic_metrics(metrics: Mapping[str, float]) -> StepMetrics:
@@ -210,7 +213,7 @@ def merge_updates(rows: Sequence[Mapping[str, float]]) -> StepMetrics:
 
 
 def _reduction(name: str) -> Callable[[Sequence[float]], float]:
-    if name in ("grad_spikes", "skipped_updates", "tokens"):
+    if name in ("grad_spikes", "skipped_updates", "tokens", "flops", "device_s", "peak_flops"):
         return sum
     return max if name.endswith("_max") else min if name.endswith("_min") else fmean
 

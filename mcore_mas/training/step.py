@@ -15,7 +15,14 @@ from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.checkpoint import Checkpoints
 from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook
-from mcore_mas.training.metrics import StepMetrics, credit_metrics, losses, rollout_metrics, staleness_metrics
+from mcore_mas.training.metrics import (
+    StepMetrics,
+    credit_metrics,
+    losses,
+    rollout_metrics,
+    speed_metrics,
+    staleness_metrics,
+)
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.recent import RecentState
 from mcore_mas.training.trainer_group import TrainerGroup
@@ -90,7 +97,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     updates = dict(zip(trained, await together(map(learn, trained)), strict=True))
     metrics = _metrics(session, rollouts, credited, updates)
     now = time.perf_counter()
-    metrics |= {"time/collect_s": collected - began, "time/update_s": now - collected}
+    metrics |= {"time/collect_s": collected - began, "time/update_s": now - collected} | speed_metrics(updates)
     return metrics | {"time/tokens_per_s": metrics.get("rollout/tokens", 0.0) / (now - began)}
 
 

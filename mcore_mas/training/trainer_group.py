@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.device import RankWatch, WatchFiles, exchange
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
+from mcore_mas.planning.memory import peak_flops
 from mcore_mas.rollout.base.files import Digest
 from mcore_mas.rollout.base.processes import ProcessLost, interface_of
 from mcore_mas.rollout.base.task_group import cancel_tasks
@@ -59,8 +61,8 @@ class _Rank:
         )
         return address, port
 
-    def join(self, rank: int, place: tuple[str, int], specs: Mapping[str, TrainerSpec]) -> None:
-        """Meet the other ranks and load the model, once for all policies."""
+    def join(self, rank: int, place: tuple[str, int], specs: Mapping[str, TrainerSpec]) -> str:
+        """Meet the other ranks and load the model, once for all policies; returns what its GPU is called, if any."""
         self._rank = rank
         if self._watched:
             self._watch = RankWatch(self._watched.of(rank), self._watched.hang_s)
@@ -72,6 +74,7 @@ class _Rank:
             init_process_groups(next(iter(specs.values())), rank=rank, threads=self._threads, store=store)
             for policy, spec in specs.items():
                 self._trainers[policy] = self._load(spec, next(iter(self._trainers.values()), None))
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
     def call(self, policy: str, method: str, *arguments: Any) -> Any:
         """Call the `method` of a policy's trainer, as all ranks do."""
@@ -80,6 +83,11 @@ class _Rank:
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return self._watch.phase(name) if self._watch else nullcontext()
+
+    def update(self, policy: str, microbatches: Sequence[Microbatch], at: int | None) -> tuple[dict[str, float], float]:
+        """The trainer's metrics, and how many seconds it took."""
+        began = time.perf_counter()
+        return self.call(policy, "update", microbatches, at), time.perf_counter() - began
 
     def score(self, policy: str, microbatches: Sequence[Microbatch], reference: bool) -> list[Any]:
         with self._phase("score"):
@@ -179,6 +187,7 @@ class TrainerGroup:
         self._watched = watched
         self._turns = turns
         self._asleep, self._joined = turns is not None, False
+        self._peak: float | None = None  # of a rank's GPU, once `ready`
         self._waking = asyncio.Lock()
         if turns:
             turns.groups.append(self)
@@ -200,7 +209,8 @@ class TrainerGroup:
         async with self._turn():
             self._joined = True
             place = await self._ranks[0].host.remote(meeting_address([seats[number][0] for number in order]))
-            await self._ask(rank.join.remote(number, place, self._specs) for number, rank in enumerate(self._ranks))
+            joins = (rank.join.remote(number, place, self._specs) for number, rank in enumerate(self._ranks))
+            self._peak = peak_flops((await self._ask(joins))[0])
 
     def close(self) -> None:
         """End all ranks, also those that wait for one that is gone."""
@@ -208,9 +218,16 @@ class TrainerGroup:
             ray.kill(rank)
 
     async def update(self, microbatches: Sequence[Microbatch], at: int | None = None) -> dict[str, float]:
-        """One optimizer step; see `MegatronTrainer.update`."""
-        metrics: dict[str, float] = (await self._all("call", "update", ray.put(list(microbatches)), at))[0]
-        return metrics
+        """One optimizer step; see `MegatronTrainer.update`.
+
+        Its metrics say too how many seconds it took of all devices, and of GPUs whose peak is known how many
+        floating-point operations they can do in these.
+        """
+        metrics, seconds = (await self._all("update", ray.put(list(microbatches)), at))[0]
+        spent = {"device_s": seconds * len(self.home._ranks)}
+        if self.home._peak:
+            spent["peak_flops"] = self.home._peak * spent["device_s"]
+        return {**metrics, **spent}
 
     async def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
         """Log-probabilities, or a critic's values, of each micro-batch; see `MegatronTrainer.score`."""

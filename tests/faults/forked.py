@@ -129,7 +129,7 @@ def _timeless(value: object) -> object:
     if isinstance(value, dict):
         own = {k: v for k, v in value.items() if k not in _RUNS_OWN or ("bytes" in value and k == "sha256")}
         own = {k: v for k, v in own.items() if not k.startswith("restarts/")}  # of trainers, after faults
-        return {k: _timeless(v) for k, v in own.items() if not k.endswith(("_s", "/tokens_per_s"))}
+        return {k: _timeless(v) for k, v in own.items() if not k.endswith(("_s", "/tokens_per_s", "/tflops"))}
     return [_timeless(item) for item in value] if isinstance(value, list) else value
 
 

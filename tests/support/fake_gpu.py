@@ -5,6 +5,10 @@ groups are torch's fake ones. Every operation is counted with its floating-point
 for it is the largest of operations / 0.9 of what its kernel was seen to reach, bytes / (0.8 · 4.8 TB/s), and 2.5 µs.
 Such a figure is a prediction: it is for comparing two versions of the code.
 
+Operations belong to a region: that of the module that is called, and backward that of the call that made the node.
+Memory is page-locked where that was asked for. Streams have clocks, as CUDA's: what one has written another may read
+once it waits for it, and memory that another uses must be recorded for it before it is freed.
+
     python -m tests.support.fake_gpu '{"model": "4b", "layout": "groups", "recompute": "selective"}' ...
 """
 
@@ -21,21 +25,24 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 META = torch.device("meta")
+OTHER = "other"  # the region of what is in none
 PEAK, MEMORY, LAUNCH = 0.9 * 790e12, 0.8 * 4.8e12, 2.5e-6  # operations and bytes a second, seconds
 FLOAT32_PEAK = 0.9 * 55e12
 TREE_PEAK = 380e12, 350e12  # Triton's flash attention on an H100, forward and backward
@@ -45,21 +52,91 @@ ADVERTISED = 989e12  # what MFU is told of
 
 
 class Still:
-    """A stream or an event on which nothing is under way."""
-
-    cuda_stream = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = META
+    """The handle of an exchange between ranks, of which nothing is under way."""
 
     def __getattr__(self, _: str) -> Any:
         return lambda *_, **__: self
 
-    def __enter__(self) -> Still:
+
+STREAMS: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+class Stream:
+    """A stream of the device: how much it has been given, and how much of others' it comes after."""
+
+    current: Stream  # what is launched goes there
+    default: Stream
+    cuda_stream = 0
+    device = META
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.now = 0
+        self.after: defaultdict[Stream, int] = defaultdict(int)
+        STREAMS.add(self)
+
+    def comes_after(self, other: Stream, then: int) -> bool:
+        """Whether what `other` was given by `then` is done before what this one is given now."""
+        return other is self or self.after[other] >= then
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        for stream, then in event.after.items():
+            self.after[stream] = max(self.after[stream], then)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        METER.waits[place()] += 1
+        for stream in STREAMS:  # whatever the host launches from now on
+            stream.wait_stream(self)
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        self._outer, Stream.current = Stream.current, self
         return self
 
     def __exit__(self, *_: object) -> None:
-        return None
+        Stream.current = self._outer
+
+
+class Event:
+    """What a stream had been given, and came after, when this was recorded."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.after: dict[Stream, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or Stream.current
+        self.after = {**stream.after, stream: stream.now}
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or Stream.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        METER.waits[place()] += 1
+        for stream in STREAMS:
+            stream.wait_event(self)
+
+    def query(self) -> bool:
+        return True
+
+
+Stream.current = Stream.default = Stream()
+
+
+def synchronize(*_: Any) -> None:
+    """The host waits for the device, whatever its streams do."""
+    METER.waits[place()] += 1
+    for stream in list(STREAMS):
+        for other in list(STREAMS):
+            stream.wait_stream(other)
 
 
 class Meter(TorchDispatchMode):
@@ -107,9 +184,14 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.region = "other"
+        self.region = OTHER
         self.bytes = 0  # on the device now
         self._sizes: dict[int, int] = {}  # of each storage there
+        self._pinned: set[int] = set()  # storages of page-locked memory
+        self._sent: dict[int, torch.Tensor] = {}  # what a storage on the device was sent, while it is there
+        self._written: dict[int, tuple[Stream, int]] = {}  # which stream wrote a storage last, and when
+        self._users: defaultdict[int, set[Stream]] = defaultdict(set)  # of a storage there, of which the memory waits
+        self._reused: defaultdict[int, set[Stream]] = defaultdict(set)  # only for these
         self.clear()
 
     def clear(self) -> None:
@@ -117,23 +199,46 @@ class Meter(TorchDispatchMode):
         self.peak = self.bytes  # most of them at a time
         self.launches: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
-        self.operations: Counter[str] = Counter()
+        self.model_operations = 0.0  # those of products and attention, of the latter for pairs that see each other
         self.waits: Counter[str] = Counter()  # the host waits for the device: where
-        self.copies: Counter[str] = Counter()  # from memory that is not page-locked: where
-        self.uploads = 0  # from memory that is
+        self.copies: Counter[str] = Counter()  # to the device, while the host waits or on the stream that computes
+        self.uploads = 0  # to it, from page-locked memory and beside what it computes
+        self.order: list[str] = []  # uploads, and micro-batches that begin to be computed
+        self.races: Counter[str] = Counter()  # what another stream writes is read, or its memory freed: where
         self.mixed: Counter[str] = Counter()  # operations on tensors of two devices: where
+        self._marks: list[tuple[int, str]] = [(0, OTHER)]  # from which autograd node on they are of which region
 
     def held(self, tensor: Any) -> None:
         """Count the storage of a tensor on the device until nobody holds it."""
         storage = tensor.untyped_storage()
-        if tensor.device.type == "meta" and storage._cdata not in self._sizes and storage.nbytes():
-            self._sizes[storage._cdata] = storage.nbytes()
-            weakref.finalize(storage, self._freed, storage._cdata)
+        key = storage._cdata
+        if tensor.device.type == "meta" and key not in self._sizes and storage.nbytes():
+            self._sizes[key] = storage.nbytes()
+            self._users[key], self._reused[key] = set(), {Stream.current}
+            weakref.finalize(storage, self._freed, key)
             self.bytes += storage.nbytes()
             self.peak = max(self.peak, self.bytes)
 
-    def _freed(self, storage: int) -> None:
-        self.bytes -= self._sizes.pop(storage)
+    def _freed(self, key: int) -> None:
+        self.bytes -= self._sizes.pop(key)
+        self._sent.pop(key, None)
+        self._written.pop(key, None)
+        if self._users.pop(key) - self._reused.pop(key):
+            self.races["memory is reused while another stream may read it (no record_stream)"] += 1
+
+    def recorded(self, tensor: Any, stream: Stream) -> None:
+        """The memory of a tensor is reused only once what `stream` was given by then is done."""
+        self._reused[tensor.untyped_storage()._cdata].add(stream)
+
+    def pin(self, tensor: Any) -> None:
+        """A tensor's memory is page-locked."""
+        storage = tensor.untyped_storage()
+        self._pinned.add(storage._cdata)
+        weakref.finalize(storage, self._pinned.discard, storage._cdata)
+
+    def pinned(self, tensor: Any) -> bool:
+        """Whether a tensor's memory is page-locked."""
+        return tensor.untyped_storage()._cdata in self._pinned
 
     def resized(self, storage: Any, resize: Any, size: int) -> Any:
         """A storage resized; what was on the device counts as it is from now on."""
@@ -150,37 +255,54 @@ class Meter(TorchDispatchMode):
             self.seconds[self.region] += max(2 * storage.nbytes() / MEMORY, LAUNCH)
         return copy(storage, source)
 
-    def within(self, name: str, function: Any) -> Any:
-        """The function, metered as a region."""
+    def within(self, name: str | None, function: Any) -> Any:
+        """The function, metered as a region; None: as that of the autograd node that calls it."""
 
         @functools.wraps(function)
         def inner(*arguments: Any, **keywords: Any) -> Any:
-            outer, self.region = self.region, name
+            outer = self.region
+            self._enter(name or self._here())
             try:
                 return function(*arguments, **keywords)
             finally:
-                self.region = outer
+                self._enter(outer)
 
         return inner
+
+    def _enter(self, region: str) -> None:
+        self.region = region
+        self._marks.append((torch.autograd._get_sequence_nr(), region))  # type: ignore[attr-defined]
+
+    def _here(self) -> str:
+        """The region that is entered, or in a backward pass that which the node was made in."""
+        node = torch._C._current_autograd_node() if self.region == OTHER else None
+        if node is None:
+            return self.region
+        if node.name() == "struct torch::autograd::AccumulateGrad":
+            return "gradients"
+        number = node._sequence_nr()  # type: ignore[attr-defined]
+        return self._marks[bisect_right(self._marks, number, key=lambda mark: mark[0]) - 1][1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         space, _, name = func._schema.name.partition("::")
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = tensors((*args, *kwargs.values()))
         there = any(x.device.type == "meta" for x in given)
         if there and (found := self._waited(name, given, args, kwargs)) is not None:
             return found[0]
         if name == "copy_" and given[0].device != given[1].device:
-            self._crossed(to_host=given[0].device.type == "cpu")
+            self._crossed(given[1], given[0], waits=not (args[2] if len(args) > 2 else kwargs.get("non_blocking")))
             return args[0]
         if there and name != "_to_copy" and any(x.device.type == "cpu" and x.dim() for x in given):
             self.mixed[f"{name} {place()}"] += 1
         made = None if there and name.startswith("_fused_adam") else func(*args, **kwargs)  # `meta` has no such kernel
-        results = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        results = tensors((made,))
         for x in results:
             self.held(x)
+        if name not in self.FREE:
+            self._ordered(given, results)
         if name == "_to_copy" and not there and any(x.device.type == "meta" for x in results):
-            self._crossed(to_host=False)
+            self._crossed(given[0], results[0], waits=not kwargs.get("non_blocking"))
         elif (there or any(x.device.type == "meta" for x in results)) and name not in self.FREE and space != "c10d":
             self._count(func, name, args, kwargs, given, results, made)
         return made
@@ -195,12 +317,15 @@ class Meter(TorchDispatchMode):
             self.waits[place()] += 1
             return (torch.empty(x.numel(), *([x.dim()] if name == "nonzero" else []), dtype=torch.int64, device=META),)
         if name == "_to_copy" and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu":
-            self._crossed(to_host=True)
-            return (torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype),)
+            copied = torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype)
+            if kwargs.get("non_blocking"):
+                self.pin(copied)  # as torch makes it then
+            self._crossed(x, copied, waits=not kwargs.get("non_blocking"))
+            return (copied,)
         places = args[1] if name.startswith("index") and isinstance(args[1], list) else []
         masks = [i for i in places if i is not None and i.dtype == torch.bool]
         if masks and name != "index" and args[2].numel() == 1:  # torch fills by mask, for which nobody waits
-            self.launches[self.region] += 1
+            self.launches[self._here()] += 1
             return (args[0],)
         if name in ("index", "index_put_", "_index_put_impl_") and masks:
             self.waits[place()] += 1
@@ -210,14 +335,41 @@ class Meter(TorchDispatchMode):
             return (operator(args[0].flatten(0, masks[0].dim() - 1), places, *args[2:]),)
         return None
 
-    def _crossed(self, *, to_host: bool) -> None:
-        where = place()
+    def _crossed(self, source: torch.Tensor, target: torch.Tensor, *, waits: bool) -> None:
+        """A copy between host and device."""
+        to_host = target.device.type == "cpu"
+        locked = self.pinned(target if to_host else source)
         if to_host:
-            self.waits[where] += 1
-        elif "/megatron/device.py" in where:
+            if waits or not locked:
+                self.waits[place()] += 1
+            return
+        if locked and not waits and Stream.current is not Stream.default:
             self.uploads += 1
+            self.order.append("upload")
         else:
-            self.copies[where] += 1
+            why = "pageable" if not locked else "blocking" if waits else "on the stream that computes"
+            self.copies[f"{place()}, {why}"] += 1
+        if source.numel() == source.untyped_storage().nbytes():  # bytes that travel together
+            self._sent[target.untyped_storage()._cdata] = source
+
+    def _ordered(self, given: list[Any], results: list[Any]) -> None:
+        """An operation is given to the current stream: whether it comes after those that made what it reads."""
+        stream = Stream.current
+        stream.now += 1
+        for key in {x.untyped_storage()._cdata for x in given if x.device.type == "meta"}:
+            writer, then = self._written.get(key, (stream, 0))
+            if not stream.comes_after(writer, then):
+                self.races[f"{place()} reads what another stream may not have written"] += 1
+            if key in self._sizes:
+                self._users[key].add(stream)
+        for x in results:
+            if x.device.type == "meta":
+                self._written[x.untyped_storage()._cdata] = stream, stream.now
+
+    def _pairs(self, ends: torch.Tensor) -> int:
+        """Pairs of a query and a key that it sees, of tree attention's plan as the device was sent it."""
+        sent = self._sent[ends.untyped_storage()._cdata].view(torch.int32)[ends.storage_offset() :][: len(ends)]
+        return int((sent - torch.arange(len(sent))).sum())
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, given: Any, results: Any, made: Any) -> None:
         operations, launches = 0.0, 1
@@ -227,8 +379,13 @@ class Meter(TorchDispatchMode):
         elif name in ("zeros", "zeros_like", "ones", "full", "zero_", "fill_"):
             moved = sum(x.nbytes for x in results or given[:1])
         peak = PEAK if any(x.dtype == torch.bfloat16 for x in given) else FLOAT32_PEAK
+        useful = None
         if name.startswith("tree_attention"):
             operations, launches, peak = tree_attention(name, args)
+            forward = name == "tree_attention"
+            queries, ends = (args[0], args[3][0]) if forward else (args[1][0], args[2][0])
+            # two products over what is seen, and twice as much for their gradients
+            useful = (4.0 if forward else 8.0) * self._pairs(ends) * queries.shape[1] * queries.shape[2]
         elif name == "_grouped_mm":
             operations, peak = 2.0 * given[0].numel() * results[0].shape[1], GROUPED_PEAK[0]
         elif name == "add_grouped":
@@ -241,9 +398,26 @@ class Meter(TorchDispatchMode):
                 causal = any(x is True for x in args[4:8]) or kwargs.get("is_causal")
                 operations /= 2 if causal else 1
                 peak = (0.9 * 545e12 if peak == PEAK else 0.9 * 30e12) * (0.75 if "backward" in name else 1)
-        self.operations[self.region] += operations
-        self.launches[self.region] += launches
-        self.seconds[self.region] += max(operations / peak, moved / MEMORY, LAUNCH * launches)
+        region = self._here()
+        if name == "embedding" and region == "embedding":
+            self.order.append("compute")
+        self.model_operations += operations if useful is None else useful
+        self.launches[region] += launches
+        self.seconds[region] += max(operations / peak, moved / MEMORY, LAUNCH * launches)
+
+
+METER = Meter()
+
+
+def tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Those of an operator's arguments or results."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors(value)
+    return found
 
 
 def tree_attention(name: str, args: Any) -> tuple[float, int, float]:
@@ -256,16 +430,18 @@ def tree_attention(name: str, args: Any) -> tuple[float, int, float]:
 
 
 def place() -> str:
-    """Whose line of the project or of Megatron asked for it."""
+    """Which function of the project or of Megatron asked for it."""
     for frame in reversed(traceback.extract_stack()):
         if any(part in frame.filename for part in ("/mcore_mas/", "/rollout/", "/megatron/core/")):
-            parts = frame.filename.split("/")
-            return f"/{'/'.join(parts[-3:])}:{frame.lineno}"
+            return f"{Path(frame.filename).name} {frame.name}"
     return "?"
 
 
+IS_CUDA = torch.Tensor.is_cuda.__get__
+
+
 class OnMeta(TorchFunctionMode):
-    """What is asked for on CUDA is made on `meta`; there is no page-locked memory."""
+    """What is asked for on CUDA is made on `meta`; what is to be page-locked is remembered."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -275,11 +451,18 @@ class OnMeta(TorchFunctionMode):
         if name == "to":
             args = tuple(elsewhere(x) for x in args)
         if name == "cuda":
-            return args[0].to(META)
-        if name == "pin_memory":
-            return args[0]
-        kwargs.pop("pin_memory", None)
-        return func(*args, **kwargs)
+            return args[0].to(META, **kwargs)
+        if name == "__get__" and func == IS_CUDA:
+            return args[0].device.type == "meta"
+        if name == "is_pinned":
+            return METER.pinned(args[0])
+        if name in ("tensor", "as_tensor") and kwargs.get("device") == META and not isinstance(args[0], torch.Tensor):
+            METER.copies[f"{place()}, pageable"] += 1  # numbers of Python's
+        pinned = kwargs.pop("pin_memory", False) or name == "pin_memory"
+        made = args[0].clone() if name == "pin_memory" else func(*args, **kwargs)
+        if pinned:
+            METER.pin(made)
+        return made
 
 
 def elsewhere(device: Any) -> Any:
@@ -307,12 +490,13 @@ def pretend() -> None:
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200", total_memory=141 << 30)
     answers = {"is_available": True, "device_count": 1, "current_device": META, "get_device_capability": (9, 0)}
     answers |= {"get_device_properties": properties, "is_initialized": False, "get_device_name": "H200"}
-    answers |= dict.fromkeys(("set_device", "empty_cache", "ipc_collect", "synchronize"))
+    answers |= dict.fromkeys(("set_device", "empty_cache", "ipc_collect"))
     for name, answer in answers.items():
         setattr(cuda, name, lambda *_, answer=answer, **__: answer)
-    for name in ("current_stream", "default_stream", "Stream", "Event"):
-        setattr(cuda, name, Still)
-    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.Stream, cuda.Event, cuda.synchronize = Stream, Event, synchronize
+    cuda.current_stream, cuda.default_stream = lambda *_: Stream.current, lambda *_: Stream.default
+    cuda.stream = lambda stream: stream or contextlib.nullcontext()
+    torch.Tensor.record_stream = lambda x, stream: METER.recorded(x, stream)
     kind = torch.Tensor.type
     names = {torch.float32: "FloatTensor", torch.bfloat16: "BFloat16Tensor"}
     torch.Tensor.type = lambda x, dtype=None, *a, **k: (
@@ -360,16 +544,17 @@ def move(module: Any, change: Any, recurse: bool = True) -> Any:
 
 
 def measure(
-    meter: Meter, folder: Path, *, model: str, layout: str, microbatches: int = 1, updates: int = 1, **spec: Any
+    folder: Path, *, model: str, layout: str, microbatches: int = 1, updates: int = 1, change: str = "", **spec: Any
 ) -> dict[str, Any]:
-    """One update of a model of `benchmarks.gpu.shapes`, or the last of several, as figures."""
-    from benchmarks.gpu.shapes import LAYOUTS, MODELS, make_batch, operations, write_model
+    """One update of a model of `benchmarks.gpu.shapes`, or the last of several, as figures; with a change for worse."""
+    from benchmarks.gpu.shapes import LAYOUTS, MODELS, make_batch, write_model
     from mcore_mas.config.policy import LoraConfig
     from mcore_mas.equations.losses import ValueObjective
+    from mcore_mas.megatron.batch import CostModel
     from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
     from mcore_mas.megatron.step.trainer import MegatronTrainer
 
-    path = write_model(model, folder / model)
+    path, meter = write_model(model, folder / model), METER
     if "lora" in spec:
         spec["lora"] = LoraConfig(**spec["lora"])
     if critic := spec.get("head") == "value":
@@ -379,7 +564,7 @@ def measure(
     began = time.process_time()
     gc.collect()
     others = meter.bytes  # of earlier trainers
-    with OnMeta(), meter:
+    with OnMeta(), meter, CHANGES[change]():
         init_process_groups(trainer_spec, rank=0, threads=1)
         trainer = MegatronTrainer(trainer_spec)
         batches = [make_batch(LAYOUTS[layout], vocab=vocab, seed=i) for i in range(microbatches * trainer_spec.dp)]
@@ -392,7 +577,7 @@ def measure(
         destroy_process_groups()
     layers = int(MODELS[model]["num_hidden_layers"])
     seconds, launches = sum(meter.seconds.values()), sum(meter.launches.values())
-    flops = sum(operations(path, batch) for batch in batches)
+    flops = CostModel.of(trainer_spec).flops(*batches) / trainer_spec.ranks
     return {
         "model": model,
         "layout": layout,
@@ -400,15 +585,108 @@ def measure(
         "tokens": len(batches[0].token_ids),
         "bytes": {"kept": kept, "peak": meter.peak - others},
         "launches": launches,
-        "launches_of_attention_per_layer": meter.launches["attention"] / layers / microbatches,
+        "launches_by_region": dict(meter.launches.most_common()),
+        "launches_per_layer": {name: meter.launches[name] / layers / microbatches for name in IN_LAYERS},
         "milliseconds": {name: round(1e3 * value, 1) for name, value in meter.seconds.most_common()},
         "mfu": round(flops / max(seconds, launches * HOST_LAUNCH) / ADVERTISED, 3),
+        "operations": {"counted": meter.model_operations, "model": flops},
         "waits": dict(meter.waits),
         "copies": dict(meter.copies),
         "uploads": meter.uploads,
+        "order": meter.order,
+        "races": dict(meter.races),
         "mixed": dict(meter.mixed),
         "cpu_seconds": round(time.process_time() - began, 1),
     }
+
+
+IN_LAYERS = ("attention", "projections", "mlp", "layer")
+
+
+def regions() -> None:
+    """Say which function is of which region; what is inside is not of what is around it."""
+    decoder = importlib.import_module("mcore_mas.megatron.model.decoder")
+    transformer, trainer = "megatron.core.transformer", "mcore_mas.megatron.step.trainer"
+    for module, owner, method, region in (
+        ("mcore_mas.megatron.model.attention", "TreeAttention", "forward", "attention"),
+        (f"{transformer}.attention", "SelfAttention", "forward", "projections"),  # norms and rotations among them
+        (decoder.__name__, "GatedMLP", "forward", "mlp"),
+        (f"{transformer}.moe.moe_layer", "MoELayer", "forward", "mlp"),
+        (f"{transformer}.transformer_layer", "TransformerLayer", "forward", "layer"),
+        (decoder.__name__, "PackedGPTModel", "_preprocess", "embedding"),
+        (decoder.__name__, "PackedGPTModel", "_postprocess", "head"),
+        ("megatron.core.tensor_parallel.random", "CheckpointWithoutOutput", "_recompute", None),
+        ("mcore_mas.megatron.step.pipeline", "Pipeline", "_train", "loss"),
+        (trainer, "MegatronTrainer", "_step", "optimizer"),
+        (trainer, "MegatronTrainer", "_norm", "norms"),
+    ):
+        where = getattr(importlib.import_module(module), owner)
+        setattr(where, method, METER.within(region, getattr(where, method)))
+
+
+def worse(where: str, name: str, change: Callable[[Any], Any]) -> Callable[[], Any]:
+    """A block in which `name` of what `where` says is what `change` makes of it."""
+
+    def block() -> Any:
+        module, _, owner = where.partition(":")
+        target = importlib.import_module(module)
+        target = getattr(target, owner) if owner else target
+        return mock.patch.object(target, name, change(getattr(target, name)))
+
+    return block
+
+
+def one_by_one(_: Any) -> Any:
+    """In place of `uploads`: each when it is asked for."""
+    from mcore_mas.megatron.device import upload
+
+    def found(values: Any, device: Any, stream: Any) -> Iterator[Any]:
+        for value in values:
+            there = upload(value, device, stream)
+            Stream.current.wait_stream(stream)
+            yield there
+
+    return found
+
+
+def before(function: Any, first: Callable[[], Any]) -> Any:
+    """The function, but `first` comes before it."""
+    return lambda *arguments, **keywords: (first(), function(*arguments, **keywords))[1]
+
+
+PIPELINE, DECODER = "mcore_mas.megatron.step.pipeline", "mcore_mas.megatron.model.decoder"
+# what would make an update slow or wrong on a GPU, and nobody would see on a CPU
+CHANGES: dict[str, Callable[[], Any]] = {
+    "": contextlib.nullcontext,
+    "rotation not fused": worse("mcore_mas.megatron.model.build", "_fuse_rotation", lambda _: lambda: False),
+    "SwiGLU and head not fused": worse(DECODER, "kernels_run", lambda _: lambda _: False),
+    "pageable": worse("torch", "empty", lambda empty: lambda *a, pin_memory=False, **k: empty(*a, **k)),
+    "waiting in each step": worse(f"{PIPELINE}:Pipeline", "_step", lambda f: before(f, torch.cuda.synchronize)),
+    "a stream's wait in each step": worse(
+        f"{PIPELINE}:Pipeline", "_step", lambda f: before(f, lambda: torch.cuda.current_stream().synchronize())
+    ),
+    "not ahead": worse(PIPELINE, "uploads", one_by_one),
+    "read too early": worse(__name__ + ":Stream", "wait_event", lambda _: lambda *_: None),
+    "freed too early": worse(__name__ + ":Meter", "recorded", lambda _: lambda *_: None),
+}
+
+
+def even_exchange() -> None:
+    """Ranks send each other equally many rows to experts, each of which gets as many: the device knows no numbers."""
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    known = dispatcher._maybe_dtoh_and_synchronize
+
+    def even(self: Any, point: str, *arguments: Any) -> Any:
+        there = known(self, point, *arguments)
+        if point == self.cuda_dtoh_point and self.ep_size > 1:
+            rows = self.num_out_tokens // self.ep_size
+            self.input_splits[:] = self.output_splits[:] = rows
+            self.output_splits_tp[:] = rows * self.ep_size
+            each = rows // self.num_local_experts
+            self.num_global_tokens_per_local_expert.fill_(each)[:, 0] += rows - each * self.num_local_experts
+        return there
+
+    dispatcher._maybe_dtoh_and_synchronize = even
 
 
 def main(cases: list[str]) -> None:
@@ -418,28 +696,17 @@ def main(cases: list[str]) -> None:
 
     device.rank_device = lambda: META  # before others take them from there
     device.exchange = lambda value, group=None: [value] * dist.get_world_size(group)
-    from mcore_mas.megatron.model import attention, layer_ops, tree_ops
     from mcore_mas.megatron.state import weight_import
-    from mcore_mas.megatron.step import trainer
 
     weight_import.RandomTensors._draw = lambda self, name: torch.empty(self.shapes[name])  # type: ignore[method-assign]
-    meter = Meter()
-    for module, name, methods, region in (
-        (attention, "_TreeAttention", ("forward", "backward"), "attention"),
-        (tree_ops, "KernelAttention", ("forward", "backward"), "attention"),
-        (layer_ops, "KernelHead", ("forward", "backward"), "head"),
-    ):
-        for method in methods:
-            own = getattr(module, name)
-            setattr(own, method, staticmethod(meter.within(region, getattr(own, method))))
-    for method, region in (("_step", "optimizer"), ("_norm", "norms")):
-        setattr(trainer.MegatronTrainer, method, meter.within(region, getattr(trainer.MegatronTrainer, method)))
+    regions()
+    even_exchange()
     resize, copy = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_
-    torch.UntypedStorage.resize_ = lambda storage, size: meter.resized(storage, resize, size)
-    torch.UntypedStorage.copy_ = lambda storage, source, *_: meter.copied(storage, copy, source)
+    torch.UntypedStorage.resize_ = lambda storage, size: METER.resized(storage, resize, size)
+    torch.UntypedStorage.copy_ = lambda storage, source, *_: METER.copied(storage, copy, source)
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
-            print(json.dumps(measure(meter, Path(folder), **json.loads(case))), flush=True)
+            print(json.dumps(measure(Path(folder), **json.loads(case))), flush=True)
 
 
 if __name__ == "__main__":

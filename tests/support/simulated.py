@@ -13,6 +13,7 @@ from typing import Any
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.samples import Sample
+from mcore_mas.megatron.batch import CostModel
 from mcore_mas.rollout.base.files import Digest
 from mcore_mas.rollout.config.sections import build_env, build_player, build_team
 from mcore_mas.rollout.engines import Hear
@@ -126,7 +127,7 @@ def handed_over(version: int) -> WeightUpdate:
 class SimulatedGang:
     """A trainer that takes `seconds` of the number of its updates so far."""
 
-    cost_model = None
+    cost_model = CostModel()
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.updates: list[list] = []  # micro-batches of each

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_mas.equations.divergence import gap_statistics, histogram_quantile, log_histogram
 from mcore_mas.equations.losses import Tokens, ValueTokens
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
-from mcore_mas.megatron.device import ahead, beat, download, kernels_run, rank_device, upload
+from mcore_mas.megatron.device import beat, download, kernels_run, rank_device, uploads
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.spec import TrainerSpec
@@ -83,7 +83,7 @@ _Output = tuple[Tensor, ...]  # log-probabilities and entropies, or values, each
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What a rank computes with of a micro-batch, on its device."""
+    """What a rank computes with of a micro-batch."""
 
     whole: Microbatch
     part: Microbatch  # of this context-parallel rank
@@ -115,6 +115,7 @@ class Pipeline:
         self._cost = CostModel.of(spec, architecture)
         self._run = get_forward_backward_func()
         self._device = rank_device()
+        self._uploads = None if self._device.type == "cpu" else torch.cuda.Stream()
         self._tiles = _tiles(spec, architecture, self._device)
         self._experts = architecture.experts
 
@@ -164,7 +165,7 @@ class Pipeline:
         batches = [microbatches[i] for i in own]
         batches += [microbatches[0].idle()] * (-(-rounds // turns) * turns - len(own))
         batches = [batch.padded(tokens) for batch, tokens in zip(batches, self._lengths(batches), strict=True)]
-        iterators = [ahead(map(self._on_device, batches)) for _ in self._stages]
+        iterators = [uploads(map(self._planned, batches), self._device, self._uploads) for _ in self._stages]
         rows: list[TokenStatistics] = self._run(
             forward_step_func=partial(self._step, self._score if forward_only else self._train),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -176,13 +177,12 @@ class Pipeline:
         )
         return dict(zip(own, rows[: len(own)], strict=True)) if rows else {}
 
-    def _on_device(self, batch: Microbatch) -> _Input:
+    def _planned(self, batch: Microbatch) -> _Input:
         part, rows = batch.part(self._spec.cp, parallel_state.get_context_parallel_rank())
         layout = PackedTrees.of(batch.segments, self._device.type, self._tiles)
         # what is asked of numbers is asked here: asking the GPU would wait for it
         with_kl = batch.reference is not None or bool(batch.kl_coef.any())
-        given = _Input(batch, part, rows, layout, entropy=bool(batch.entropy_coef.any()), kl=with_kl)
-        return upload(given, self._device)
+        return _Input(batch, part, rows, layout, entropy=bool(batch.entropy_coef.any()), kl=with_kl)
 
     def _lengths(self, batches: Sequence[Microbatch]) -> list[int]:
         """To how many tokens each micro-batch is padded."""

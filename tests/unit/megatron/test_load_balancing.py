@@ -1,12 +1,15 @@
 """What a trainer is told and fed: its head, and work dealt so that no rank waits long."""
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from mcore_mas.config.policy import LoraConfig
 from mcore_mas.equations.losses import ValueObjective
-from mcore_mas.megatron.batch import CostModel, Microbatch, Segment, balance_work
+from mcore_mas.megatron.batch import CostModel, Microbatch, Segment, balance_work, pairs
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 from tests.support import reference
@@ -54,11 +57,12 @@ def microbatch(*segments: Segment, rows: int) -> Microbatch:
 def test_operations_by_hand(architecture: Architecture) -> None:
     # hidden 64, 4 heads and 2 key/value heads of 16, ffn 96, vocabulary 101, 2 layers
     weights = 64 * (2 * 64 + 2 * 32 + 3 * 96)
-    # a prompt of 4 sees 8; replies of 2 and 6 see 2 · (4 + 1) and 6 · (4 + 3)
-    seen = 8 + 10 + 42
+    # a prompt of 4 sees 1 + 2 + 3 + 4; replies of 2 and 6 see 5 + 6 and 5 + 6 + ... + 10
+    seen = 10 + 11 + 45
     batch = microbatch(Segment(tokens=4), Segment(tokens=2, parent=0), Segment(tokens=6, parent=0), rows=8)
     policy = CostModel(architecture=architecture)
     assert policy.work_of(batch) == 2 * (2 * (12 * weights + 2 * seen * 64) + 8 * 64 * 101)
+    assert policy.flops(batch) == 3 * policy.work_of(batch)
     critic = CostModel(architecture=architecture, value_head=True)
     assert critic.work_of(batch) == 2 * (2 * (12 * weights + 2 * seen * 64) + 8 * 64)
 
@@ -69,9 +73,36 @@ def test_operations_of_a_mixture_by_hand(tmp_path: Path) -> None:
     attention, dense, sparse = 64 * (2 * 128 + 2 * 64), 64 * 3 * 96, 64 * (2 * 3 * 48 + 4)
     batch = microbatch(Segment(tokens=4), Segment(tokens=2, parent=0), rows=2)
     weights = 3 * attention + dense + 2 * sparse
-    seen = 8 + 10
+    seen = 10 + 11
     want = 2 * (6 * weights + 3 * 2 * seen * 128 + 2 * 64 * 101)
     assert CostModel(architecture=read_architecture(tmp_path)).work_of(batch) == want
+
+
+def test_a_chain_of_single_tokens_sees_what_one_segment_of_them_does() -> None:
+    chain = [Segment(tokens=1, parent=i - 1) for i in range(64)]
+    assert pairs(chain) == pairs([Segment(tokens=64)]) == 64 * 65 // 2 == 2080
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pairs_are_those_of_the_mask(seed: int) -> None:
+    draw = random.Random(seed)
+    segments = [Segment(tokens=draw.randint(1, 9), parent=draw.randint(-1, i - 1)) for i in range(12)]
+    owner = [i for i, segment in enumerate(segments) for _ in range(segment.tokens)]
+
+    def leads_to(above: int, below: int) -> bool:
+        return below == above or (below >= 0 and leads_to(above, segments[below].parent))
+
+    assert pairs(segments) == sum(leads_to(owner[k], owner[q]) for q in range(len(owner)) for k in range(q + 1))
+
+
+def test_operations_of_adapters_by_hand(architecture: Architecture) -> None:
+    batch = microbatch(Segment(tokens=4), rows=3)
+    plain = CostModel(architecture=architecture)
+    adapted = replace(plain, lora=LoraConfig(rank=8, alpha=8, targets=("q", "down")))
+    weights, attention, head = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 96), 2 * 2 * 64, 64 * 101
+    # forward and backward through all weights and the pairs' gradients; of the adapters' own weights, gradients too
+    through = 2 * 2 * (4 * weights + 3 * head) + 3 * 2 * 10 * attention
+    assert adapted.flops(batch) == through + 3 * 2 * 4 * 2 * 8 * ((64 + 64) + (96 + 64))
 
 
 def test_a_head_goes_with_its_objective() -> None:

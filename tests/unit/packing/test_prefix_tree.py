@@ -40,8 +40,8 @@ def test_three_levels_deep_with_ragged_ends() -> None:
     ]
     assert depths(segments) == [0, 0, 10, 10, 20, 20]
     assert forest.tokens == 26 == sum(segment.tokens for segment in segments)
-    # 2²/2 + 11²/2 + (22² − 10²)/2 + (21² − 20²)/2
-    assert pairs(segments) == 2 + 60.5 + 192 + 20.5
+    # a sequence of n sees n (n + 1) / 2; of the second and the third what they share is seen once
+    assert pairs(segments) == 3 + 66 + (253 - 55) + (231 - 210)
 
 
 def test_equal_sequences_and_beginnings_are_held_by_the_longest() -> None:

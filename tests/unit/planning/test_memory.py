@@ -14,6 +14,7 @@ from mcore_mas.planning.memory import (
     count_parameters,
     engine_weights,
     kv_bytes,
+    peak_flops,
     rank_parameters,
     trainer_memory,
 )
@@ -219,3 +220,22 @@ def test_a_process_grows_by_about_as_much(grown: Path, name: str) -> None:
         found[layers] = max(json.loads(file.read_text())["peak"] for file in files)
     (flat, deep), (planned_flat, planned_deep) = found.values(), planned.values()
     assert 1.0 <= (deep - flat) / (planned_deep - planned_flat) <= 1.5
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA L40S", 362),
+    ],
+)
+def test_a_gpu_s_peak_by_what_cuda_calls_it(name: str, tflops: float) -> None:
+    assert peak_flops(name) == tflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "Tesla T4"])
+def test_of_other_gpus_no_peak_is_known(name: str) -> None:
+    assert peak_flops(name) is None

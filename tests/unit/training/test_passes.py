@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -58,7 +57,6 @@ def test_minibatches_hold_so_many_turns_and_every_pass_goes_through_all(tmp_path
 def test_a_critic_may_have_a_head_start(tmp_path: Path) -> None:
     for step, updates in ((0, 0), (1, 0), (2, 1)):
         critic = SimulatedGang(lambda _: 0.0)
-        critic.cost_model = SimpleNamespace(spread=False)  # type: ignore[assignment]
         assert len(trained(tmp_path, *CRITIC, step=step, critic=critic)) == updates
         assert len(critic.updates) == 1
 
