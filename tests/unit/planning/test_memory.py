@@ -105,8 +105,10 @@ def test_bytes_by_hand() -> None:
     assert (plain.weights, plain.gradients, plain.optimizer) == (2 * n, 4 * n, 12 * n)
     assert trainer_memory(tiny(), ParallelLayout(dp=4), kind()).optimizer == 3 * n
     assert trainer_memory(tiny(), ParallelLayout(dp=4), kind(distributed_optimizer=False)).optimizer == 12 * n
-    exact = trainer_memory(tiny(), ParallelLayout(), kind(bf16=False, agents=2))
-    assert (exact.weights, exact.gradients, exact.optimizer) == (4 * n, 8 * n, 8 * n)
+    exact = trainer_memory(tiny(), ParallelLayout(), kind(bf16=False))
+    assert (exact.weights, exact.gradients, exact.optimizer, exact.summed) == (4 * n, 4 * n, 8 * n, 0)
+    team = trainer_memory(tiny(), ParallelLayout(dp=2), kind(agents=3))  # of which the others' sum is on the host
+    assert (team.gradients, team.summed, team.total) == (4 * n, 2 * n, plain.total - 6 * n)
     # of a layer two norms of 2 x 8, q and k twice, v and the output once, 3 x 16
     layer = 2 * 2 * 8 + 2 * (8 + 4) + 4 + 8 + 48
     last = 2 * 2 * 8  # norm
