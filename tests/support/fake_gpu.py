@@ -2,8 +2,9 @@
 
 torch says that there is CUDA, what is put there lies on its `meta` device, which has shapes and no numbers, and process
 groups are torch's fake ones. Every operation is counted with its floating-point operations and bytes. An H200's time
-for it is the largest of operations / 0.9 of what its kernel was seen to reach, bytes / (0.8 · 4.8 TB/s), and 2.5 µs.
-Such a figure is a prediction: it is for comparing two versions of the code.
+for it is the largest of operations / 0.9 of what its kernel was seen to reach, bytes / (0.8 · 4.8 TB/s), and 2.5 µs; a
+copy to or from the host takes bytes / (0.8 · 64 GB/s). Such a figure is a prediction: it is for comparing two versions
+of the code.
 
     python -m tests.support.fake_gpu '{"model": "4b", "layout": "groups", "recompute": "selective"}' ...
 """
@@ -23,6 +24,7 @@ import traceback
 import weakref
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +42,7 @@ PEAK, MEMORY, LAUNCH = 0.9 * 790e12, 0.8 * 4.8e12, 2.5e-6  # operations and byte
 FLOAT32_PEAK = 0.9 * 55e12
 TREE_PEAK = 380e12, 350e12  # Triton's flash attention on an H100, forward and backward
 GROUPED_PEAK = 600e12, 450e12  # torch's grouped product on an H100, and Triton's of transposed rows
+LINK = 0.8 * 64e9  # bytes a second between the device and the host
 HOST_LAUNCH = 7e-6  # seconds that the host needs for one
 ADVERTISED = 989e12  # what MFU is told of
 
@@ -119,8 +122,9 @@ class Meter(TorchDispatchMode):
         self.seconds: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()  # the host waits for the device: where
-        self.copies: Counter[str] = Counter()  # from memory that is not page-locked: where
+        self.copies: Counter[str] = Counter()  # between the device and memory that is not page-locked: where
         self.uploads = 0  # from memory that is
+        self.crossed = Counter({"up": 0, "down": 0})  # bytes to the device and from it
         self.mixed: Counter[str] = Counter()  # operations on tensors of two devices: where
 
     def held(self, tensor: Any) -> None:
@@ -171,7 +175,8 @@ class Meter(TorchDispatchMode):
         if there and (found := self._waited(name, given, args, kwargs)) is not None:
             return found[0]
         if name == "copy_" and given[0].device != given[1].device:
-            self._crossed(to_host=given[0].device.type == "cpu")
+            to_host = given[0].device.type == "cpu"
+            self._crossed(given[not to_host], to_host=to_host, waits=not (len(args) > 2 and args[2]))
             return args[0]
         if there and name != "_to_copy" and any(x.device.type == "cpu" and x.dim() for x in given):
             self.mixed[f"{name} {place()}"] += 1
@@ -180,7 +185,7 @@ class Meter(TorchDispatchMode):
         for x in results:
             self.held(x)
         if name == "_to_copy" and not there and any(x.device.type == "meta" for x in results):
-            self._crossed(to_host=False)
+            self._crossed(given[0], to_host=False, waits=not kwargs.get("non_blocking"))
         elif (there or any(x.device.type == "meta" for x in results)) and name not in self.FREE and space != "c10d":
             self._count(func, name, args, kwargs, given, results, made)
         return made
@@ -195,8 +200,9 @@ class Meter(TorchDispatchMode):
             self.waits[place()] += 1
             return (torch.empty(x.numel(), *([x.dim()] if name == "nonzero" else []), dtype=torch.int64, device=META),)
         if name == "_to_copy" and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu":
-            self._crossed(to_host=True)
-            return (torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype),)
+            made = torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype)
+            self._crossed(made, to_host=True, waits=True)
+            return (made,)
         places = args[1] if name.startswith("index") and isinstance(args[1], list) else []
         masks = [i for i in places if i is not None and i.dtype == torch.bool]
         if masks and name != "index" and args[2].numel() == 1:  # torch fills by mask, for which nobody waits
@@ -210,12 +216,16 @@ class Meter(TorchDispatchMode):
             return (operator(args[0].flatten(0, masks[0].dim() - 1), places, *args[2:]),)
         return None
 
-    def _crossed(self, *, to_host: bool) -> None:
-        where = place()
+    def _crossed(self, on_host: Any, *, to_host: bool, waits: bool) -> None:
+        """A copy between the device and what is on the host, for which it may wait."""
+        where, locked = place(), on_host.untyped_storage() in LOCKED
+        self.crossed["down" if to_host else "up"] += on_host.nbytes
+        self.seconds["copies"] += on_host.nbytes / LINK
         if to_host:
-            self.waits[where] += 1
-        elif "/megatron/device.py" in where:
+            self.waits[where] += waits or not locked
+        elif locked:
             self.uploads += 1
+            self.waits[where] += waits
         else:
             self.copies[where] += 1
 
@@ -264,8 +274,11 @@ def place() -> str:
     return "?"
 
 
+LOCKED: weakref.WeakSet[Any] = weakref.WeakSet()  # storages of page-locked memory, as far as the code asked for it
+
+
 class OnMeta(TorchFunctionMode):
-    """What is asked for on CUDA is made on `meta`; there is no page-locked memory."""
+    """What is asked for on CUDA is made on `meta`; memory is page-locked in name."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -276,10 +289,11 @@ class OnMeta(TorchFunctionMode):
             args = tuple(elsewhere(x) for x in args)
         if name == "cuda":
             return args[0].to(META)
-        if name == "pin_memory":
-            return args[0]
-        kwargs.pop("pin_memory", None)
-        return func(*args, **kwargs)
+        locked = kwargs.pop("pin_memory", False)
+        made = args[0] if name == "pin_memory" else func(*args, **kwargs)
+        if locked or name == "pin_memory":
+            LOCKED.add(made.untyped_storage())
+        return made
 
 
 def elsewhere(device: Any) -> Any:
@@ -360,9 +374,22 @@ def move(module: Any, change: Any, recurse: bool = True) -> Any:
 
 
 def measure(
-    meter: Meter, folder: Path, *, model: str, layout: str, microbatches: int = 1, updates: int = 1, **spec: Any
+    meter: Meter,
+    folder: Path,
+    *,
+    model: str,
+    layout: str,
+    microbatches: int = 1,
+    agents: int = 1,
+    updates: int = 1,
+    reference: bool = False,
+    **spec: Any,
 ) -> dict[str, Any]:
-    """One update of a model of `benchmarks.gpu.shapes`, or the last of several, as figures."""
+    """One update of a model of `benchmarks.gpu.shapes`, or the last of several, as figures.
+
+    Every one of `agents` has so many micro-batches. With `reference`: the reference's scores after these updates, from
+    the second time on.
+    """
     from benchmarks.gpu.shapes import LAYOUTS, MODELS, make_batch, operations, write_model
     from mcore_mas.config.policy import LoraConfig
     from mcore_mas.equations.losses import ValueObjective
@@ -383,14 +410,16 @@ def measure(
         init_process_groups(trainer_spec, rank=0, threads=1)
         trainer = MegatronTrainer(trainer_spec)
         batches = [make_batch(LAYOUTS[layout], vocab=vocab, seed=i) for i in range(microbatches * trainer_spec.dp)]
+        batches = [replace(batch, agent=f"agent {i}") for i in range(agents) for batch in batches]
         if critic:
             batches = [replace(batch, values=batch.weights, returns=batch.advantages) for batch in batches]
-        for _ in range(updates):
+        for run in [trainer.update] * updates + [partial(trainer.score, reference=True)] * 2 * reference:
             meter.clear()
             kept = meter.bytes - others
-            trainer.update(batches)
+            run(batches)
         destroy_process_groups()
     layers = int(MODELS[model]["num_hidden_layers"])
+    trained = sum(p.numel() for p in trainer.model.parameters.values())
     seconds, launches = sum(meter.seconds.values()), sum(meter.launches.values())
     flops = sum(operations(path, batch) for batch in batches)
     return {
@@ -398,14 +427,16 @@ def measure(
         "layout": layout,
         "recompute": trainer_spec.recompute,
         "tokens": len(batches[0].token_ids),
+        "trained": trained,
         "bytes": {"kept": kept, "peak": meter.peak - others},
         "launches": launches,
         "launches_of_attention_per_layer": meter.launches["attention"] / layers / microbatches,
         "milliseconds": {name: round(1e3 * value, 1) for name, value in meter.seconds.most_common()},
         "mfu": round(flops / max(seconds, launches * HOST_LAUNCH) / ADVERTISED, 3),
-        "waits": dict(meter.waits),
+        "waits": dict(+meter.waits),
         "copies": dict(meter.copies),
         "uploads": meter.uploads,
+        "crossed": dict(meter.crossed),
         "mixed": dict(meter.mixed),
         "cpu_seconds": round(time.process_time() - began, 1),
     }

@@ -42,6 +42,9 @@ HELD: dict[str, tuple[dict[str, Any], float]] = {
     "a critic": ({"head": "value"}, 0.97),
     "norms of queries and keys": ({"model": "1.7b"}, 0.97),
     "a mixture": ({"model": "30b-a3b"}, 0.97),
+    "two agents": ({"agents": 2}, 0.97),
+    "three agents": ({"agents": 3}, 0.97),
+    "three agents, two ranks share the optimizer": ({"agents": 3, "dp": 2, "distributed_optimizer": True}, 0.97),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -54,6 +57,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "a critic": {"head": "value"},
     "torch's attention": {"attention": "torch"},
 }
+HOST_MOMENTS = {"model": "tiny", "layout": "small", "updates": 2, "host_moments": True}
+REFERENCE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two ranks share the optimizer": {"dp": 2, "distributed_optimizer": True},
+    "adapters": {"lora": {"rank": 4, "alpha": 8.0}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +71,10 @@ def metered() -> dict[str, dict[str, Any]]:
     cases = {name: case | {"updates": 2} for name, (case, *_) in SPEED.items()}
     cases |= {name: {"model": "tiny", "layout": "small", **way} for name, way in WAYS.items()}
     cases |= {f"held, {name}": MEMORY | case for name, (case, _) in HELD.items()}
+    cases |= {
+        f"reference, {name}": {**MEMORY, "updates": 1, "reference": True, **way} for name, way in REFERENCE.items()
+    }
+    cases["moments"] = HOST_MOMENTS
     cases["two micro-batches"] = {"model": "tiny", "layout": "small", "microbatches": 2}
     told = {name: json.dumps(case, sort_keys=True) for name, case in cases.items()}
     distinct = list(dict.fromkeys(told.values()))  # two tests may look at the same update
@@ -98,6 +111,38 @@ def test_a_micro_batch_is_one_upload_and_no_wait(metered: dict[str, dict[str, An
     assert (two["uploads"], two["copies"], sum(two["waits"].values())) == (2, {}, sum(one["waits"].values()))
 
 
+@pytest.mark.parametrize("name", [name for name, (case, _) in HELD.items() if "agents" in case])
+def test_what_other_agents_gradients_add_up_to_is_on_the_host(name: str, metered: dict[str, dict[str, Any]]) -> None:
+    """Float32 of what a rank steps goes there and comes back for every agent but one; the host waits for none of it."""
+    found, (case, _) = metered[f"held, {name}"], HELD[name]
+    agents = case["agents"]
+    waits = {place.rpartition(":")[0]: count for place, count in found["waits"].items()}
+    assert waits == {STATISTICS: agents, NORMS: agents + 2}  # the whole norm, and Megatron's own when it clips
+    assert found["copies"] == {} and found["mixed"] == {}
+    moved = (agents - 1) * 4 * found["trained"] / case.get("dp", 1)
+    for way in ("up", "down"):  # a micro-batch and its statistics are 1.2 MB each
+        assert found["crossed"][way] == pytest.approx(moved, abs=2e6 * agents)
+
+
+def test_the_host_waits_for_no_moment(metered: dict[str, dict[str, Any]]) -> None:
+    found = metered["moments"]
+    waits = {place.rpartition(":")[0]: count for place, count in found["waits"].items()}
+    assert waits == {STATISTICS: 1, NORMS: 2} and found["copies"] == {}
+    moments = 2 * 4 * found["trained"]
+    assert moments < found["crossed"]["down"] < found["crossed"]["up"] < 1.01 * moments + 2e4
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_the_reference_changes_places_with_the_weights_and_the_host_waits_for_its_scores_alone(
+    name: str, metered: dict[str, dict[str, Any]]
+) -> None:
+    found = metered[f"reference, {name}"]
+    assert list(found["waits"].values()) == [1] and found["copies"] == {} and found["mixed"] == {}
+    moved = 0 if "lora" in REFERENCE[name] else 2 * 2 * found["trained"]  # bfloat16, before and after
+    for way in ("up", "down"):  # a micro-batch and its scores are 1.2 MB
+        assert found["crossed"][way] == pytest.approx(moved, abs=2e6)
+
+
 @pytest.mark.parametrize("name", HELD)
 def test_a_plan_has_room_for_what_a_gpu_holds(name: str, metered: dict[str, Any], tmp_path: Path) -> None:
     """Weights, gradients and optimizer to 1 %; the peak of an update no more than planned, nor much less."""
@@ -111,6 +156,7 @@ def test_a_plan_has_room_for_what_a_gpu_holds(name: str, metered: dict[str, Any]
         tokens=found["tokens"],
         lora=LoraConfig(**case["lora"]) if "lora" in case else None,
         value_head="head" in case,
+        agents=case.get("agents", 1),
         **settings,
     )
     planned = trainer_memory(read_architecture(write_model(case["model"], tmp_path)), layout, kind)
