@@ -1,7 +1,7 @@
 """A rank's device and its watchdog.
 
-Micro-batches to the device, values between ranks, and what megatron-core leaves to Apex on a GPU. The watchdog: each
-rank says in a file what it is at, and where it stands when that takes too long.
+Micro-batches to the device, the host's memory beside it, values between ranks, and what megatron-core leaves to Apex on
+a GPU. The watchdog: each rank says in a file what it is at, and where it stands when that takes too long.
 """
 
 # mypy: disable-error-code="attr-defined"
@@ -28,6 +28,7 @@ from torch import Tensor
 from mcore_mas.rollout.base.processes import ProcessLost
 
 _T = TypeVar("_T")
+_BLOCK = 64 << 20  # bytes of host memory that are had at once, and copied at once
 _ALIGNED = 256  # bytes, as the allocator's own: a kernel may read 16 at once
 
 
@@ -150,6 +151,59 @@ def uploads(values: Iterable[_T], device: torch.device, stream: torch.cuda.Strea
         if arrived:
             torch.cuda.current_stream(device).wait_event(arrived)
         yield value
+
+
+class BlockMemory:
+    """Memory of the host, where there is a GPU page-locked, or of a device, that grows as it is needed.
+
+    The host's takes long to be had, and torch rounds a block up to a power of two, so all blocks are of one such size.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Hold nothing yet; `device` None is the host."""
+        self._blocks: list[Tensor] = []
+        self._how: dict[str, Any] = {"device": device} if device else {"pin_memory": torch.cuda.is_available()}
+
+    def beside(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of contiguous tensors and for each its place here, both flat and as bytes.
+
+        Asked of the same tensors again, the places are the same and hold what was put there.
+        """
+        at = 0
+        for tensor in tensors:
+            left = tensor.detach().view(-1).view(torch.uint8)
+            while len(left):
+                if at == len(self._blocks) * _BLOCK:
+                    self._blocks.append(torch.empty(_BLOCK, dtype=torch.uint8, **self._how))
+                place = self._blocks[at // _BLOCK][at % _BLOCK :][: len(left)]
+                yield left[: len(place)], place
+                left, at = left[len(place) :], at + len(place)
+
+    def exchange(self, tensors: Iterable[Tensor]) -> None:
+        """What is beside the tensors and what they hold change places; the device does so in its turn."""
+        for part, place in self.beside(tensors):
+            before = part.clone()
+            part.copy_(place, non_blocking=True)
+            place.copy_(before, non_blocking=True)
+
+
+def host_places(sizes: Iterable[int]) -> list[Tensor]:
+    """Page-locked places of so many bytes each, the largest first; as blocks of powers of two, of which 1 % is left."""
+    ordered = sorted(sizes, reverse=True)
+    left, block, places = sum(ordered), torch.empty(0), []
+    for size in ordered:
+        if size > len(block):
+            rounded = 1 << max(left.bit_length() - 1, (size - 1).bit_length())
+            block = torch.empty(rounded, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        places.append(block[:size])
+        block, left = block[size:], left - size
+    return places
+
+
+def stored(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What the storages of tensors hold, each storage once, flat and as bytes."""
+    found = {storage._cdata: storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
+    return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in found.values()]
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -88,7 +88,7 @@ class RunEstimate:
     tokens: float  # trained in a step
     seconds: Mapping[str, float]  # of a step, by part
     hours: float
-    host: float  # bytes of all machines' memory: what is offloaded, and the reference with what it stands in for
+    host: float  # bytes of all machines' memory that trainers take
     disk: float  # bytes of checkpoints and finished models
     lack: float  # bytes that the fullest GPU is short of; 0: it fits
 
@@ -190,7 +190,7 @@ def estimate_run(
         tokens=sum(work.tokens for name, work in works.items() if name in config.trained),
         seconds=seconds,
         hours=config.trainer.steps * sum(seconds.values()) / 3600,
-        host=host_bytes(config, placement, trainers),
+        host=host_bytes(config, models, placement),
         disk=disk,
         lack=max(0.0, max(update, rollout) - ASSUMED.usable * gpu.memory * _GB),
     )
@@ -238,14 +238,23 @@ def _held(
     return trainers, weights, (kv, update, beside["rollout"] + contexts + room)
 
 
-def host_bytes(config: RunConfig, placement: Placement, trainers: Mapping[tuple[str, str], TrainerMemory]) -> float:
-    """Offloaded weights and optimizer state; a reference is a second copy of the weights, which are kept beside it."""
-    total = 0.0
-    for (policy, part), memory in trainers.items():
-        referred = bool(config.loss.kl.coef) and part == "trainer" and config.policies[policy].lora is None
-        own = (memory.weights + memory.optimizer) * placement.colocated + memory.on_host + 2 * memory.weights * referred
+def host_bytes(config: RunConfig, models: Models, placement: Placement) -> float:
+    """Host memory of all machines that trainers take.
+
+    In one place are in turn what is offloaded and the sum of other agents' gradients. Beside it are moments, the
+    reference's weights, and the newest checkpoint.
+    """
+    total = sum(checkpoint_bytes(models[p], trainer_kinds(config, p, placement)) for p in config.trained)
+    for (policy, part), memory in memory_of_trainers(config, models, placement).items():
+        in_turn = max((memory.weights + memory.optimizer) * placement.colocated, memory.summed)
+        own = in_turn + memory.weights * _referred(config, policy, part) + memory.on_host
         total += own * placement.layouts[policy].ranks
     return total
+
+
+def _referred(config: RunConfig, policy: str, part: str) -> bool:
+    """Whether weights of the reference stand in for those of this trainer."""
+    return bool(config.loss.kl.coef) and part == "trainer" and config.policies[policy].lora is None
 
 
 def step_seconds(
@@ -261,16 +270,24 @@ def step_seconds(
     depth = sum(works[p].depth * _turn_s(models[p], works[p], placement, gpu) for p in models)
     alone = {p: _update_s(config, p, models[p], works[p], placement, gpu) for p in config.trained}
     updating = joined(sum(alone[p] for p, part in gang if part == "trainer") for gang in gangs(config, alone))
-    moved = joined(engine_weights(models[p], 1) / placement.layouts[p].tp for p in config.trained)
-    if placement.colocated:  # out and in again
-        for policy in config.trained:
-            kinds, updates = trainer_kinds(config, policy, placement), works[policy].updates
-            # policy and critic take turns at every update, and once before to score
-            times = 1 + updates if placement.one_by_one and len(kinds) > 1 else 1 + placement.one_by_one
-            for kind in kinds.values():
-                memory = trainer_memory(models[policy], placement.layouts[policy], kind)
-                moved += 2 * (times * (memory.weights + memory.optimizer) + updates * memory.on_host)
+    moved = joined(
+        engine_weights(models[p], 1) / placement.layouts[p].tp
+        + 2 * _parked(config, p, models[p], works[p].updates, placement)
+        for p in config.trained
+    )
     return {"rollout": max(acting, depth), "update": updating, "copies": moved / (ASSUMED.copies * _GB)}
+
+
+def _parked(config: RunConfig, policy: str, a: Architecture, updates: float, placement: Placement) -> float:
+    """Bytes of a step that go from a GPU of a policy's trainers to its host and come back."""
+    kinds, total = trainer_kinds(config, policy, placement), 0.0
+    # of those one by one policy and critic take turns at every update, and once before to score
+    times = 1 + (updates if len(kinds) > 1 else 1) * placement.one_by_one if placement.colocated else 0
+    for part, kind in kinds.items():
+        memory = trainer_memory(a, placement.layouts[policy], kind)
+        total += times * (memory.weights + memory.optimizer) + 2 * memory.weights * _referred(config, policy, part)
+        total += updates * (memory.on_host + (kind.agents - 1) * memory.summed)
+    return total
 
 
 def _rollout_s(config: RunConfig, a: Architecture, work: Workload, placement: Placement, gpu: GPU, kv: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
 from mcore_mas.planning.choose import placement_of, shapes_of
-from mcore_mas.planning.estimate import host_bytes, memory_of_trainers, workloads
+from mcore_mas.planning.estimate import host_bytes, workloads
 from mcore_mas.planning.memory import engine_weights
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.config.sections import RetrieverConfig
@@ -158,6 +158,6 @@ def _host_mb(config: RunConfig) -> int:
     except ModelError:  # a model of the user's that is not here yet
         return 0
     placement = placement_of(config)
-    kept = host_bytes(config, placement, memory_of_trainers(config, models, placement))
+    kept = host_bytes(config, models, placement)
     through = [p for p in config.trained if for_policy(config, p).engine.transport in (None, "disk")]
     return int((kept + sum(2 * engine_weights(models[p], 1) for p in through)) / 1e6)  # old and new, in shared memory

@@ -50,9 +50,11 @@ class TrainerMemory:
     """What one rank of a trainer holds."""
 
     weights: float
-    gradients: float  # float32, and as much again where agents share a policy
+    gradients: float  # float32
     optimizer: float  # float32 master weights and Adam's two moments, or of these the largest weight's
     on_host: float  # moments that are kept in host memory
+    summed: float  # what agents' gradients add up to where a rank steps all, in host memory meanwhile ...
+    shared: float  # ... and on the GPU where ranks share it out
     activations: float  # of one micro-batch
     passing: float  # gradients of one layer's activations; when they are there, logits are not
     logits: float  # a chunk of them, its gradient and the output layer's, as the parameters are; the head's rows
@@ -65,11 +67,11 @@ class TrainerMemory:
     @property
     def total(self) -> float:
         """At the peak of an update."""
-        return self.kept + self.activations + max(self.passing, self.logits)
+        return self.kept + self.shared + self.activations + max(self.passing, self.logits)
 
     def beside(self, other: TrainerMemory) -> TrainerMemory:
         """With another trainer on the same rank, of which one computes at a time."""
-        at_a_time = ("activations", "passing", "logits")
+        at_a_time = ("shared", "activations", "passing", "logits")
         joined = {field.name: max if field.name in at_a_time else add for field in fields(self)}
         return TrainerMemory(**{n: join(getattr(self, n), getattr(other, n)) for n, join in joined.items()})
 
@@ -84,7 +86,7 @@ class TrainerKind:
     tokens: int  # of a micro-batch
     fused: bool = True  # norms, rotations and SwiGLU, as on a GPU; torch's operations on a CPU keep more
     host_moments: bool = False
-    agents: int = 1  # that share the policy: with several, their gradients are added up in a buffer of its own
+    agents: int = 1  # that share the policy
     lora: LoraConfig | None = None
     value_head: bool = False  # of a critic, in place of the output layer
     on_base: bool = False  # the frozen weights are another trainer's, on the same ranks
@@ -156,9 +158,11 @@ def trainer_memory(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -
     rows_of_head = 2 * weight * kind.tokens / layout.cp * a.hidden  # as if every token were asked for
     return TrainerMemory(
         weights=weight * ((a.hidden * kind.value_head if kind.on_base else here) + added),
-        gradients=4 * trained * (2 if kind.agents > 1 else 1),
+        gradients=4 * trained,
         optimizer=state * trained / ranks - moments + min(moments, 8 * largest),
         on_host=moments,
+        summed=4.0 * trained if kind.agents > 1 == ranks else 0.0,
+        shared=4 * trained / ranks if kind.agents > 1 < ranks else 0.0,
         activations=activation_bytes(a, layout, kind),
         # of both halves and their product, and of hidden states around a layer
         passing=weight * kind.tokens / layout.cp * (3 * ffn / layout.tp + 4 * a.hidden),

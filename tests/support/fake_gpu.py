@@ -2,8 +2,9 @@
 
 torch says that there is CUDA, what is put there lies on its `meta` device, which has shapes and no numbers, and process
 groups are torch's fake ones. Every operation is counted with its floating-point operations and bytes. An H200's time
-for it is the largest of operations / 0.9 of what its kernel was seen to reach, bytes / (0.8 · 4.8 TB/s), and 2.5 µs.
-Such a figure is a prediction: it is for comparing two versions of the code.
+for it is the largest of operations / 0.9 of what its kernel was seen to reach, bytes / (0.8 · 4.8 TB/s), and 2.5 µs; a
+copy to or from the host takes bytes / (0.8 · 64 GB/s). Such a figure is a prediction: it is for comparing two versions
+of the code.
 
 Operations belong to a region: that of the module that is called, and backward that of the call that made the node.
 Memory is page-locked where that was asked for. Streams have clocks, as CUDA's: what one has written another may read
@@ -29,6 +30,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +49,7 @@ PEAK, MEMORY, LAUNCH = 0.9 * 790e12, 0.8 * 4.8e12, 2.5e-6  # operations and byte
 FLOAT32_PEAK = 0.9 * 55e12
 TREE_PEAK = 380e12, 350e12  # Triton's flash attention on an H100, forward and backward
 GROUPED_PEAK = 600e12, 450e12  # torch's grouped product on an H100, and Triton's of transposed rows
+LINK = 0.8 * 64e9  # bytes a second between the device and the host
 HOST_LAUNCH = 7e-6  # seconds that the host needs for one
 ADVERTISED = 989e12  # what MFU is told of
 
@@ -201,8 +204,10 @@ class Meter(TorchDispatchMode):
         self.seconds: Counter[str] = Counter()
         self.model_operations = 0.0  # those of products and attention, of the latter for pairs that see each other
         self.waits: Counter[str] = Counter()  # the host waits for the device: where
-        self.copies: Counter[str] = Counter()  # to the device, while the host waits or on the stream that computes
+        self.copies: Counter[str] = Counter()  # from memory that is not page-locked, or for which the host waits: where
+        self.inline: Counter[str] = Counter()  # others to the device, on the stream that computes: where
         self.uploads = 0  # to it, from page-locked memory and beside what it computes
+        self.crossed = Counter({"up": 0, "down": 0})  # bytes to the device and from it
         self.order: list[str] = []  # uploads, and micro-batches that begin to be computed
         self.races: Counter[str] = Counter()  # what another stream writes is read, or its memory freed: where
         self.mixed: Counter[str] = Counter()  # operations on tensors of two devices: where
@@ -339,16 +344,20 @@ class Meter(TorchDispatchMode):
         """A copy between host and device."""
         to_host = target.device.type == "cpu"
         locked = self.pinned(target if to_host else source)
+        self.crossed["down" if to_host else "up"] += source.nbytes
+        if to_host or Stream.current is Stream.default:
+            self.seconds["copies"] += source.nbytes / LINK
         if to_host:
             if waits or not locked:
                 self.waits[place()] += 1
             return
-        if locked and not waits and Stream.current is not Stream.default:
+        if not locked or waits:
+            self.copies[f"{place()}, {'blocking' if locked else 'pageable'}"] += 1
+        elif Stream.current is Stream.default:
+            self.inline[place()] += 1
+        else:
             self.uploads += 1
             self.order.append("upload")
-        else:
-            why = "pageable" if not locked else "blocking" if waits else "on the stream that computes"
-            self.copies[f"{place()}, {why}"] += 1
         if source.numel() == source.untyped_storage().nbytes():  # bytes that travel together
             self._sent[target.untyped_storage()._cdata] = source
 
@@ -544,9 +553,22 @@ def move(module: Any, change: Any, recurse: bool = True) -> Any:
 
 
 def measure(
-    folder: Path, *, model: str, layout: str, microbatches: int = 1, updates: int = 1, change: str = "", **spec: Any
+    folder: Path,
+    *,
+    model: str,
+    layout: str,
+    microbatches: int = 1,
+    agents: int = 1,
+    updates: int = 1,
+    reference: bool = False,
+    change: str = "",
+    **spec: Any,
 ) -> dict[str, Any]:
-    """One update of a model of `benchmarks.gpu.shapes`, or the last of several, as figures; with a change for worse."""
+    """One update of a model of `benchmarks.gpu.shapes`, or the last of several, as figures; with a change for worse.
+
+    Every one of `agents` has so many micro-batches. With `reference`: the reference's scores after these updates, from
+    the second time on.
+    """
     from benchmarks.gpu.shapes import LAYOUTS, MODELS, make_batch, write_model
     from mcore_mas.config.policy import LoraConfig
     from mcore_mas.equations.losses import ValueObjective
@@ -568,14 +590,16 @@ def measure(
         init_process_groups(trainer_spec, rank=0, threads=1)
         trainer = MegatronTrainer(trainer_spec)
         batches = [make_batch(LAYOUTS[layout], vocab=vocab, seed=i) for i in range(microbatches * trainer_spec.dp)]
+        batches = [replace(batch, agent=f"agent {i}") for i in range(agents) for batch in batches]
         if critic:
             batches = [replace(batch, values=batch.weights, returns=batch.advantages) for batch in batches]
-        for _ in range(updates):
+        for run in [trainer.update] * updates + [partial(trainer.score, reference=True)] * 2 * reference:
             meter.clear()
             kept = meter.bytes - others
-            trainer.update(batches)
+            run(batches)
         destroy_process_groups()
     layers = int(MODELS[model]["num_hidden_layers"])
+    trained = sum(p.numel() for p in trainer.model.parameters.values())
     seconds, launches = sum(meter.seconds.values()), sum(meter.launches.values())
     flops = CostModel.of(trainer_spec).flops(*batches) / trainer_spec.ranks
     return {
@@ -583,6 +607,7 @@ def measure(
         "layout": layout,
         "recompute": trainer_spec.recompute,
         "tokens": len(batches[0].token_ids),
+        "trained": trained,
         "bytes": {"kept": kept, "peak": meter.peak - others},
         "launches": launches,
         "launches_by_region": dict(meter.launches.most_common()),
@@ -590,9 +615,11 @@ def measure(
         "milliseconds": {name: round(1e3 * value, 1) for name, value in meter.seconds.most_common()},
         "mfu": round(flops / max(seconds, launches * HOST_LAUNCH) / ADVERTISED, 3),
         "operations": {"counted": meter.model_operations, "model": flops},
-        "waits": dict(meter.waits),
+        "waits": dict(+meter.waits),
         "copies": dict(meter.copies),
+        "inline": dict(meter.inline),
         "uploads": meter.uploads,
+        "crossed": dict(meter.crossed),
         "order": meter.order,
         "races": dict(meter.races),
         "mixed": dict(meter.mixed),

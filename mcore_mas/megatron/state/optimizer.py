@@ -9,6 +9,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
+from mcore_mas.megatron.device import BlockMemory, host_places, stored
 from mcore_mas.megatron.spec import TrainerSpec
 
 WEIGHT = "weight"
@@ -40,13 +41,24 @@ def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
             group["fused"] = True
     if spec.host_moments:
         for own in optimizer.chained_optimizers:
-            if own.optimizer is not None:
-                own.optimizer.step = partial(_step_by_weight, own.optimizer, own.optimizer.step)
+            if (adam := own.optimizer) is not None:
+                adam.kept = _host_moments(adam)
+                adam.step = partial(_step_by_weight, adam, adam.step)
     return optimizer
 
 
+def _host_moments(adam: Any) -> dict[Tensor, dict[str, Tensor]]:
+    """Where in the host's memory each moment of a weight on a GPU is kept; float32."""
+    weights = [w for group in adam.param_groups for w in group["params"] if w.device != _HOST]
+    places = iter(host_places(4 * w.numel() for w in weights for _ in MOMENTS))
+    return {
+        w: {moment: next(places).view(torch.float32).view(w.shape) for moment in MOMENTS}
+        for w in sorted(weights, key=Tensor.numel, reverse=True)
+    }
+
+
 def _step_by_weight(adam: Any, step: Callable[[], object]) -> None:
-    """Step one weight after the other, each with its moments on its device only meanwhile.
+    """Step one weight after the other, each with the moments that are kept in host memory on its device meanwhile.
 
     Adam steps every weight by itself, so the result is that of one call to the bit; settings and counts that a group
     holds are those after its last weight.
@@ -58,19 +70,16 @@ def _step_by_weight(adam: Any, step: Callable[[], object]) -> None:
             for weight in group["params"]:
                 one = {**group, "params": [weight]}
                 adam.param_groups = [one]
-                _move_moments(adam.state.get(weight, {}), weight.device)
+                places, state = adam.kept.get(weight, {}), adam.state.get(weight, {})
+                state |= {m: state[m].to(weight.device, non_blocking=True) for m in places if m in state}
                 step()
-                _move_moments(adam.state.get(weight, {}), _HOST)
+                state = adam.state.get(weight, {})
+                state |= {m: place.copy_(state[m], non_blocking=True) for m, place in places.items() if m in state}
             group.update({key: value for key, value in one.items() if key != "params"})
     finally:
         adam.param_groups = groups
-
-
-def _move_moments(state: dict[str, Any], device: torch.device) -> None:
-    for moment in MOMENTS:
-        if moment in state and state[moment].device != device:
-            held = torch.empty_like(state[moment], device=device, pin_memory=device == _HOST)
-            state[moment] = held.copy_(state[moment])
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the copies are whole
 
 
 def gathers_late(spec: TrainerSpec) -> bool:
@@ -93,9 +102,8 @@ class OptimizerShard:
 class OptimizerState:
     """Float32 master weights and Adam's moments of this rank's shards."""
 
-    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor], *, host_moments: bool = False) -> None:
+    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
         """`optimizer` as `make_optimizer` gives it, for `parameters` by Megatron name."""
-        self._host_moments = host_moments
         # experts that ranks share out have an optimizer of their own, because they are summed over fewer ranks; one
         # without a parameter on this rank has nothing inside
         self._chained = [own for own in optimizer.chained_optimizers if own.optimizer is not None]
@@ -128,6 +136,11 @@ class OptimizerState:
         held = [value for adam in inner for state in adam.state.values() for value in state.values()]
         return stepped + [value for value in held if isinstance(value, Tensor)]
 
+    def gradients(self) -> list[Tensor]:
+        """The parts of the gradient buffers that this rank steps by, once `prepare_grads` has found them; float32."""
+        groups = [group for own in self._chained for group in own.optimizer.param_groups]
+        return [stepped.grad for group in groups for stepped in group["params"] if stepped.grad is not None]
+
     def load(self, read: Callable[[str, str, int, int], Tensor], steps: int) -> None:
         """Continue after `steps` steps from what `parts` gave on all ranks; after none, without moments.
 
@@ -147,11 +160,12 @@ class OptimizerState:
                 stepped, first, last = here
                 stepped.copy_(weight[first:last].view(stepped.shape))
             if steps:
+                adam = self._adam[id(stepped)]
+                held = getattr(adam, "kept", {}).get(stepped) or {m: torch.empty_like(stepped) for m in MOMENTS}
+                for moment, place in held.items():
+                    place.copy_(read(name, moment, first, last).view(stepped.shape))
                 # one step tensor for each: Adam counts up in place
-                device = _HOST if self._host_moments else stepped.device
-                self._adam[id(stepped)].state[stepped] = {"step": torch.tensor(float(steps), device=stepped.device)} | {
-                    moment: read(name, moment, first, last).view(stepped.shape).to(device) for moment in MOMENTS
-                }
+                adam.state[stepped] = {"step": torch.tensor(float(steps), device=stepped.device), **held}
 
     def _stepped(self, parameter: Tensor) -> tuple[Tensor, int, int] | None:
         """The tensor that an inner optimizer steps for elements [first, last) of a parameter's flat shard, and these.
@@ -169,47 +183,38 @@ class OptimizerState:
 
 
 class Offload:
-    """Frees gradient buffers, and moves what must be kept to host memory (from a GPU: pinned) and back.
+    """Frees gradient buffers, and moves what must be kept to host memory and back.
 
     The storages of tensors are emptied in place, so that every view of them (a parameter in its buffer, a gradient, an
     optimizer's part) is what it was once they are filled again.
     """
 
-    def __init__(self, gradients: Iterable[Tensor], kept: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, gradients: Iterable[Tensor], kept: Callable[[], Iterable[Tensor]], host: BlockMemory) -> None:
         """`gradients` come back as zeros; `kept` says anew at each sleep which tensors come back as they were."""
-        self._gradients = [gradient.untyped_storage() for gradient in gradients]
+        self._gradients = stored(gradients)
         self._kept = kept
-        self._emptied: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # bytes of each, and what they were
-        self._host = torch.empty(0, dtype=torch.uint8)  # what was kept last; page-locked memory takes long to be had
+        self._host = host
+        self._emptied: list[Tensor] = []  # of them those that were kept
 
     def sleep(self) -> int:
         """Give the memory away; returns how many bytes."""
-        self._emptied = [(storage, storage.nbytes(), None) for storage in self._gradients]
-        kept = {
-            storage.data_ptr(): storage for tensor in self._kept() if (storage := tensor.untyped_storage()).nbytes()
-        }
-        sizes = [storage.nbytes() for storage in kept.values()]
-        if len(self._host) < sum(sizes):
-            self._host = torch.empty(0)  # before the larger one is there
-            self._host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        copies = self._host[: sum(sizes)].split(sizes) if sizes else ()
-        for storage, size, copy in zip(kept.values(), sizes, copies, strict=True):
-            self._emptied.append((storage, size, copy.copy_(_bytes(storage), non_blocking=True)))
+        self._emptied = stored(self._kept())
+        for part, place in self._host.beside(self._emptied):
+            place.copy_(part, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are whole
-        for storage, _, _ in self._emptied:
-            storage.resize_(0)
+        for held in (given := [*self._gradients, *self._emptied]):
+            held.untyped_storage().resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return sum(size for _, size, _ in self._emptied)
+        return sum(map(len, given))
 
     def wake(self) -> None:
         """Take the memory back, with the same bits in all that was kept."""
-        for storage, size, copy in self._emptied:
-            storage.resize_(size)
-            _bytes(storage).zero_() if copy is None else _bytes(storage).copy_(copy, non_blocking=True)
+        for held in (*self._gradients, *self._emptied):
+            held.untyped_storage().resize_(len(held))
+        for gradient in self._gradients:
+            gradient.zero_()
+        for part, place in self._host.beside(self._emptied):
+            part.copy_(place, non_blocking=True)
         self._emptied = []
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from mcore_mas.megatron.device import beat, exchange
+from mcore_mas.megatron.device import BlockMemory, beat, exchange
 from mcore_mas.megatron.state.optimizer import OptimizerState
 from mcore_mas.megatron.state.weight_import import LazyTensor, WeightMapping, tensor_parallel, weight_mappings
 from mcore_mas.rollout.base.errors import ModelError
@@ -139,7 +139,7 @@ class ShardedCheckpoint:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._write: Callable[[], dict[str, Digest]] | None = None  # the files of the last save
         self._writing: Future[dict[str, Digest]] | None = None
-        self._host: Tensor | None = None
+        self._host = BlockMemory()  # of the last save, and of the next
 
     def save(self, folder: Path, record: Mapping[str, Any]) -> None:
         """Copy this rank's blocks to host memory and return; a thread writes them into `folder` (see `written`).
@@ -148,13 +148,13 @@ class ShardedCheckpoint:
         """
         assert self._writing is None, "the last save's files are still being written"
         blocks = [block for own in self._mine.values() for block in own]
-        rank, copies = dist.get_rank(), self._copied()
+        rank, (shapes, copies) = dist.get_rank(), self._copied()
 
         def write() -> dict[str, Digest]:
             folder.mkdir(parents=True, exist_ok=True)
             name = f"rank_{rank:05d}"
             index = [{"tensor": p.tensor, "shape": p.shape, "start": p.start, "size": p.size} for p in blocks]
-            files = {f"{name}.safetensors": _safetensors(copies), f"{name}.json": [json.dumps(index).encode()]}
+            files = {f"{name}.safetensors": _safetensors(shapes, copies), f"{name}.json": [json.dumps(index).encode()]}
             if rank == 0:
                 files[_RECORD] = [json.dumps(record).encode()]
             return {file: write_chunks(folder / file, chunks) for file, chunks in files.items()}
@@ -191,23 +191,18 @@ class ShardedCheckpoint:
         self._state.load(read, record["updates"])
         return record
 
-    def _copied(self) -> dict[str, Tensor]:
-        """This rank's blocks by kind and place, one after the other in host memory that the next save uses again."""
+    def _copied(self) -> tuple[dict[str, torch.Size], list[Tensor]]:
+        """Shapes of this rank's blocks by kind and place, and what they hold in parts, copied to the host."""
         own = {
             f"{kind}/{block.key}": block.of(tensor, part.first)
             for name, part in self._state.parts().items()
             for kind, tensor in part.tensors.items()
             for block in self._mine[name]
         }
-        sizes = [tensor.numel() for tensor in own.values()]
-        if self._host is None or len(self._host) != sum(sizes):  # moments come with the first step
-            self._host = torch.empty(sum(sizes), pin_memory=torch.cuda.is_available())
-        copies = {}
-        for (key, tensor), stretch in zip(own.items(), self._host.split(sizes), strict=True):
-            copies[key] = stretch.view(tensor.shape).copy_(tensor, non_blocking=True)
+        copies = [place.copy_(part, non_blocking=True) for part, place in self._host.beside(own.values())]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return copies
+        return {key: tensor.shape for key, tensor in own.items()}, copies
 
     def _blocks(self, name: str, span: tuple[int, int]) -> list[TensorBlock]:
         (entry,) = weight_mappings([name], tied=self._architecture.tied)
@@ -269,14 +264,14 @@ class _Saved:
                 raise ModelError(f"{self._folder}: {kind} of {block.key}: {filled} of {block.numel} elements are here")
 
 
-def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file of float32 tensors: its header's length, its header, and what they hold."""
+def _safetensors(shapes: Mapping[str, torch.Size], parts: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file of float32 tensors: its header's length, its header, and the parts of what they hold."""
     header, end = {}, 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * shape.numel()
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    for part in parts:
+        yield memoryview(part.numpy())  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_mas.megatron.device import beat, exchange, rank_device
+from mcore_mas.megatron.device import BlockMemory, beat, exchange, rank_device, stored
 from mcore_mas.megatron.model.build import build_model
 from mcore_mas.megatron.model.decoder import EXPERT, PackedGPTModel, renumbered
 from mcore_mas.megatron.spec import TrainerSpec
@@ -58,7 +58,7 @@ class ShardedModel:
         self.parameters = {name: p for name, p in self.tensors.items() if p.requires_grad}
         self._base = {name: p for name, p in self.tensors.items() if not weight_import.is_adapter(name)}
         self._low_rank = {name: p for name, p in self.parameters.items() if weight_import.is_adapter(name)}
-        self._frozen: dict[str, Tensor] = {}  # the reference's parameters, once they are needed
+        self._reference: BlockMemory | None = None  # its weights once needed; while it scores, those that are trained
         self._plans: dict[tuple[str, ...], ExportPlan] = {}  # how what is exported is gathered, by what it is
         frozen = base._base.items() if base else ()
         self._load(self._start(), held={name for name, parameter in frozen if not parameter.requires_grad})
@@ -67,29 +67,38 @@ class ShardedModel:
     def reference(self) -> Iterator[None]:
         """Inside the block the frozen reference model; after it the parameters hold the very bits that they held.
 
-        The reference is the weights that training starts from: read on first use, and kept
-        as one CPU copy of this rank's shard. With adapters it is the same weights without them.
+        The reference is the weights that training starts from: read on first use, and kept as one copy of this rank's
+        shard in the host's memory, with which the parameters change places. With adapters it is the same weights
+        without them.
 
         Raises:
             ModelError: the reference's tensors are of no model of this shape.
         """
-        if self._spec.lora is None and not self._frozen:
-            frozen = {name: torch.empty_like(p, device="cpu") for name, p in self.parameters.items()}
-            weight_import.import_weights(frozen, self.architecture, self._start())
-            self._frozen = frozen
-        trained = {name: self.parameters[name].detach().to("cpu", copy=True) for name in self._frozen}
+        trained = stored(self.parameters.values()) if self._spec.lora is None else []
+        if trained and self._reference is None:
+            self._reference = self._read_reference(trained)
+        self._switch(trained, adapted=False)
         try:
-            self._write(self._frozen, adapted=False)
             yield
         finally:
-            self._write(trained, adapted=True)
+            self._switch(trained, adapted=True)
 
-    def _write(self, tensors: Mapping[str, Tensor], *, adapted: bool) -> None:
+    def _read_reference(self, trained: Sequence[Tensor]) -> BlockMemory:
+        """Its weights as they replace those that are `trained`, which hold them on the way, and then what they held."""
+        host = BlockMemory()
+        for part, place in host.beside(trained):
+            place.copy_(part, non_blocking=True)
+        try:
+            weight_import.import_weights(self.parameters, self.architecture, self._start())
+        finally:
+            host.exchange(trained)
+        return host
+
+    def _switch(self, trained: Sequence[Tensor], *, adapted: bool) -> None:
         for adapter in self._adapters.values():
             adapter.on = adapted
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                self.parameters[name].copy_(tensor)
+        if self._reference is not None:
+            self._reference.exchange(trained)
 
     def _start(self) -> SafeTensors | RandomTensors:
         """The weights that training starts from."""

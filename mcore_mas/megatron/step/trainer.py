@@ -19,7 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.device import exchange
+from mcore_mas.megatron.device import BlockMemory, exchange, rank_device
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.optimizer import Offload, OptimizerState, gathers_late, make_optimizer
@@ -54,14 +54,16 @@ class MegatronTrainer:
                 without = [wrapped.no_sync for wrapped in self._stages]
                 stage.config.no_sync_func = without if len(without) > 1 else without[0]
         self._schedule = LearningRateSchedule(self._optimizer, spec)
-        self._state = OptimizerState(self._optimizer, self._parameters, host_moments=spec.host_moments)
+        self._state = OptimizerState(self._optimizer, self._parameters)
         self._checkpoint = ShardedCheckpoint(self._state, self._parameters, self._model.architecture)
         self.written = self._checkpoint.written  # waits until what `save` copied is on disk; digests by file
         self._pipeline = Pipeline(self._stages, spec, self._model.architecture)
+        self._host = BlockMemory()  # of what is offloaded, and in an update of agents' gradients
         self._offload = Offload(
             (buffer.grad_data for stage in self._stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)),
             # on the CPU what is kept stays where it is
             lambda: (t for t in (*self._model.tensors.values(), *self._state.tensors()) if t.is_cuda),
+            self._host,
         )
         self._asleep = False
         self._gathers_late = gathers_late(spec)
@@ -103,15 +105,13 @@ class MegatronTrainer:
             agent: list(own)
             for agent, own in itertools.groupby(sorted(microbatches, key=lambda m: m.agent), key=lambda m: m.agent)
         }
-        total = {name: torch.zeros_like(p.main_grad) for name, p in self._parameters.items()} if len(agents) > 1 else {}
         metrics: dict[str, float] = {}
-        for agent, own in agents.items():
+        shared = self.spec.distributed_optimizer and self.spec.dp * self.spec.cp > 1
+        sums = BlockMemory(rank_device()) if shared else self._host
+        for number, (agent, own) in enumerate(agents.items(), 1):
             metrics |= {f"agent/{agent}/{name}": value for name, value in self._accumulate(own).items()}
             metrics[f"agent/{agent}/grad_spikes"] = float(self._spike(agent, metrics[f"agent/{agent}/grad_norm"]))
-            for name, gradient in total.items():
-                gradient += self._parameters[name].main_grad
-        for name, gradient in total.items():
-            self._parameters[name].main_grad.copy_(gradient)
+            self._add_up(sums, first=number == 1, last=number == len(agents))
         # an only agent's gradient is the whole one
         norm = self._norm() if len(agents) > 1 else metrics[f"agent/{next(iter(agents))}/grad_norm"]
         return metrics | self._step(self.updates if at is None else at, norm)
@@ -124,6 +124,18 @@ class MegatronTrainer:
         rows = self._pipeline.backward(microbatches)
         # one part for each data-parallel rank, and nothing from the others
         return {"grad_norm": self._norm()} | summarise(rows, lambda part: exchange(part if speaks() else {}))
+
+    def _add_up(self, sums: BlockMemory, *, first: bool, last: bool) -> None:
+        """Add the gradient of the agents before to this one's, of what this rank steps; `sums` has it in between.
+
+        That is the host's memory where a rank steps all, which would be a second gradient on the device.
+        """
+        for part, place in () if first and last else sums.beside(self._state.gradients()):
+            gradient, before = part.view(torch.float32), place.view(torch.float32)
+            if not first:
+                gradient += before.to(gradient.device, non_blocking=True)
+            if not last:
+                before.copy_(gradient, non_blocking=True)
 
     def _norm(self) -> float:
         self._optimizer.prepare_grads()

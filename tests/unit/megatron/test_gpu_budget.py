@@ -48,7 +48,7 @@ class Budget:
         for (region, count), most in zip(found["launches_per_layer"].items(), self.layer or (), strict=False):
             if count > most:
                 told.append(f"launches of a layer in {region} {count}, today {most}")
-        exact = {"waits": self.waits, "copies": {}, "order": self.order, "races": {}, "mixed": {}}
+        exact = {"waits": self.waits, "copies": {}, "inline": {}, "order": self.order, "races": {}, "mixed": {}}
         told += [f"{name} {found[name]}, today {value}" for name, value in exact.items() if found[name] != value]
         return "\n".join(told)
 
@@ -123,6 +123,9 @@ HELD: dict[str, tuple[dict[str, Any], float]] = {
     "a critic": ({"head": "value"}, 0.97),
     "norms of queries and keys": ({"model": "1.7b"}, 0.97),
     "a mixture": ({"model": "30b-a3b"}, 0.97),
+    "two agents": ({"agents": 2}, 0.97),
+    "three agents": ({"agents": 3}, 0.97),
+    "three agents, two ranks share the optimizer": ({"agents": 3, "dp": 2, "distributed_optimizer": True}, 0.97),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -134,6 +137,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "adapters, recomputed": {"lora": {"rank": 4, "alpha": 8.0}, "recompute": "selective"},
     "a critic": {"head": "value"},
     "torch's attention": {"attention": "torch"},
+}
+HOST_MOMENTS = {"model": "tiny", "layout": "small", "updates": 2, "host_moments": True}
+REFERENCE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two ranks share the optimizer": {"dp": 2, "distributed_optimizer": True},
+    "adapters": {"lora": {"rank": 4, "alpha": 8.0}},
 }
 
 
@@ -172,6 +181,10 @@ def metered() -> dict[str, dict[str, Any]]:
     cases |= {f"held, {name}": MEMORY | case for name, (case, _) in HELD.items()}
     cases |= {f"worse, {name}": SMALL.case | {"change": name} for name in ("", *WORSE)}
     cases |= {f"counted, {name}": case for name, case in COUNTED.items()}
+    cases |= {
+        f"reference, {name}": {**MEMORY, "updates": 1, "reference": True, **way} for name, way in REFERENCE.items()
+    }
+    cases["moments"] = HOST_MOMENTS
     told = {name: json.dumps(case, sort_keys=True) for name, case in cases.items()}
     distinct = list(dict.fromkeys(told.values()))  # two tests may look at the same update
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.fake_gpu", *distinct]
@@ -214,6 +227,41 @@ def test_operations_are_those_that_a_gpu_is_given(name: str, metered: dict[str, 
     assert found["operations"]["counted"] - found["operations"]["model"] == apart
 
 
+@pytest.mark.parametrize("name", [name for name, (case, _) in HELD.items() if "agents" in case])
+def test_what_other_agents_gradients_add_up_to_is_on_the_host(name: str, metered: dict[str, dict[str, Any]]) -> None:
+    """Float32 of all that a rank steps goes there and comes back for every agent but one; the host does not wait.
+
+    What it shares out stays: a part of the gradient.
+    """
+    found, (case, _) = metered[f"held, {name}"], HELD[name]
+    agents = case["agents"]
+    # the whole norm, and Megatron's own when it clips
+    assert found["waits"] == {"device.py download": agents, "clip_grads.py get_grad_norm_fp32": agents + 2}
+    assert found["copies"] == {} and found["mixed"] == {}
+    moved = (agents - 1) * 4 * found["trained"] if "dp" not in case else 0
+    for way in ("up", "down"):  # a micro-batch and its statistics are 1.2 MB each
+        assert found["crossed"][way] == pytest.approx(moved, abs=2e6 * agents)
+
+
+def test_the_host_waits_for_no_moment(metered: dict[str, dict[str, Any]]) -> None:
+    found = metered["moments"]
+    # once, for all that goes back
+    assert found["waits"] == WAITS | {"optimizer.py _step_by_weight": 1} and found["copies"] == {}
+    moments = 2 * 4 * found["trained"]
+    assert moments < found["crossed"]["down"] < found["crossed"]["up"] < 1.01 * moments + 2e4
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_the_reference_changes_places_with_the_weights_and_the_host_waits_for_its_scores_alone(
+    name: str, metered: dict[str, dict[str, Any]]
+) -> None:
+    found = metered[f"reference, {name}"]
+    assert list(found["waits"].values()) == [1] and found["copies"] == {} and found["mixed"] == {}
+    moved = 0 if "lora" in REFERENCE[name] else 2 * 2 * found["trained"]  # bfloat16, before and after
+    for way in ("up", "down"):  # a micro-batch and its scores are 1.2 MB
+        assert found["crossed"][way] == pytest.approx(moved, abs=2e6)
+
+
 @pytest.mark.parametrize("name", HELD)
 def test_a_plan_has_room_for_what_a_gpu_holds(name: str, metered: dict[str, Any], tmp_path: Path) -> None:
     """Weights, gradients and optimizer to 1 %; the peak of an update no more than planned, nor much less."""
@@ -227,6 +275,7 @@ def test_a_plan_has_room_for_what_a_gpu_holds(name: str, metered: dict[str, Any]
         tokens=found["tokens"],
         lora=LoraConfig(**case["lora"]) if "lora" in case else None,
         value_head="head" in case,
+        agents=case.get("agents", 1),
         **settings,
     )
     planned = trainer_memory(read_architecture(write_model(case["model"], tmp_path)), layout, kind)

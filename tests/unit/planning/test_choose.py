@@ -60,6 +60,18 @@ def test_seconds_of_an_update_by_hand() -> None:
     assert (plain["update"] - gradients) / (seconds["update"] - gradients) == pytest.approx(3 / 4)
 
 
+def test_what_goes_to_the_host_and_comes_back_by_hand() -> None:
+    """A reference's weights, on each of two ranks all; what gradients of two agents add up to stays, half on each."""
+    team = "drmas_t1_4b_shared_drmas", "trainer.updates_per_step=3"
+    for overrides, on_host, moved in ((), 0, 0), (("loss.kl.coef=0.1",), 4, 2 * 2 * 2):
+        run = config(*team, *overrides)
+        models = shapes_of(run)
+        n = count_parameters(models["shared"])
+        found = estimate_run(run, models, alone(), GPUS["H100"])
+        assert found.host == (12 + on_host) * n  # with a checkpoint
+        assert found.seconds["copies"] == pytest.approx((2 + moved) * n / 20e9)  # and weights to engines
+
+
 def test_mini_batches_and_passes_are_updates() -> None:
     """Mini-batches of a quarter of the 1024 turns are four updates; a second pass computes and exchanges once more."""
 
@@ -90,7 +102,8 @@ def test_phases_by_hand() -> None:
     assert beside.update == pytest.approx(trainer.total + 2 * n + beside.kv + 2e9) == pytest.approx(0.92 * 80e9)
     in_turn = estimate_run(run, models, alone(pool="shared", replicas=2, colocated=True), GPUS["H100"])
     assert in_turn.update == trainer.total + 2 * n + 2e9 and in_turn.kv > beside.kv
-    assert in_turn.host == 2 * (2 * n + 6 * n)
+    assert in_turn.host == 2 * (2 * n + 6 * n) + 12 * n  # of two ranks, and a checkpoint
+    assert apart.host == 12 * n  # a checkpoint
     only = estimate_run(
         run, models, alone(pool="shared", replicas=2, colocated=True, one_by_one=True), GPUS["H100"]
     ).trainers["shared", "trainer"]
@@ -116,7 +129,9 @@ def test_one_by_one_the_largest_trainer_counts() -> None:
     moved = sum(4 * (m.weights + m.optimizer) + 2 * m.on_host for m in single.trainers.values())
     handed_over = sum(2 * count_parameters(a) / 8 for a in models.values())
     assert single.seconds["copies"] == pytest.approx((moved + handed_over) / 20e9, rel=0.01)
-    assert single.host == 8 * sum(m.weights + m.optimizer + m.on_host for m in single.trainers.values())
+    assert single.host == 8 * sum(m.weights + m.optimizer + m.on_host for m in single.trainers.values()) + sum(
+        12 * (count_parameters(a) + count_parameters(a, value_head=True)) for a in models.values()
+    )
 
 
 @pytest.mark.parametrize("name", sorted(FILES.values()))

@@ -106,8 +106,12 @@ def test_bytes_by_hand() -> None:
     assert (plain.weights, plain.gradients, plain.optimizer) == (2 * n, 4 * n, 12 * n)
     assert trainer_memory(tiny(), ParallelLayout(dp=4), kind()).optimizer == 3 * n
     assert trainer_memory(tiny(), ParallelLayout(dp=4), kind(distributed_optimizer=False)).optimizer == 12 * n
-    exact = trainer_memory(tiny(), ParallelLayout(), kind(bf16=False, agents=2))
-    assert (exact.weights, exact.gradients, exact.optimizer) == (4 * n, 8 * n, 8 * n)
+    exact = trainer_memory(tiny(), ParallelLayout(), kind(bf16=False))
+    assert (exact.weights, exact.gradients, exact.optimizer, exact.summed) == (4 * n, 4 * n, 8 * n, 0)
+    alone, shared = (trainer_memory(tiny(), ParallelLayout(dp=dp), kind(agents=3)) for dp in (1, 2))
+    assert (alone.gradients, alone.summed, alone.total) == (4 * n, 4 * n, plain.total)  # the sum is on the host
+    assert (shared.gradients, shared.summed, shared.shared) == (4 * n, 0, 2 * n)  # and here a half on each GPU
+    assert shared.total == plain.total - 6 * n + 2 * n
     # of a layer two norms of 2 x 8, q and k twice, v and the output once, 3 x 16
     layer = 2 * 2 * 8 + 2 * (8 + 4) + 4 + 8 + 48
     last = 2 * 2 * 8  # norm
