@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, PositiveFloat, field_validator, model_validator
@@ -70,6 +70,7 @@ class CriticConfig(RateConfig):
     head_start: int = Field(0, ge=0)  # training steps in which it is trained, and its policy not yet
 
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
 _OF_SGLANG = ("python", "urls", "members", "key_file", "options", "environment", "adapters")
 _OF_ONE_ENGINE = (*_OF_SGLANG, "transport", "device", "joining")
 _OWN_ENGINE = ("name", "slots", "max_length", "overlong_prompts", "replicas", "tp", "router_replay", *_OF_ONE_ENGINE)
@@ -141,7 +142,7 @@ class PolicyConfig(RateConfig):
     share_base: bool = False  # hold the frozen model once for all policies of this model that say so
     max_in_flight: int | None = Field(None, ge=1)  # replies asked of its engine at once; None: as many as it decodes
     staleness: int | None = Field(None, ge=0)  # hand-overs its turns may be behind; None: trainer.staleness
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)  # of Adam
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)  # not of norms and biases
     clip_grad: float = Field(1.0, gt=0)

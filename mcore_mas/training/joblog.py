@@ -78,7 +78,9 @@ def terminal() -> TextIO | None:
 
 
 def cause(error: BaseException) -> str:
-    """One line that says what went wrong; the type only where the message was not written by this project."""
+    """One line that says what went wrong, in a process of Ray's too; the type only of errors that are others'."""
+    while type(error).__module__ == "ray.exceptions" and isinstance(there := getattr(error, "cause", None), Exception):
+        error = there
     message = shown_line(" ".join(str(error).split()))
     own = type(error).__module__.partition(".")[0] == "mcore_mas"
     return message if own and message else f"{type(error).__name__}: {message}".rstrip(": ")

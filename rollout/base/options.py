@@ -57,7 +57,7 @@ AboveLow = Annotated[float, Field(validate_default=True), AfterValidator(_above_
 class Section(BaseModel):
     """A section of a config: unknown keys are refused, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
 class UnknownName(ValueError):
@@ -296,7 +296,7 @@ def _explained(error: ValidationError, model: type[BaseModel], place: tuple[int 
         elif details["type"].startswith("missing") and isinstance(details["loc"][-1], str):
             keys, message = keys[:-1], f"'{details['loc'][-1]}' is missing"
         else:
-            message = f"expected {expected(at, schema.get('$defs', {}))}"
+            message = f"expected {expected(at, schema.get('$defs', {}), error=details['type'])}"
         said = PydanticCustomError("option", "{message}", {"message": message})
         lines.append(InitErrorDetails(type=said, loc=(*place, *keys), input=details["input"]))
     return ValidationError.from_exception_data(error.title, lines)

@@ -32,13 +32,15 @@ def json_schema(model: type[BaseModel]) -> dict[str, Any]:
     return model.model_json_schema(schema_generator=_Lenient)
 
 
-def expected(schema: Schema, definitions: Schema, *, names: Mapping[str, str] = _ONE) -> str:
+def expected(schema: Schema, definitions: Schema, *, names: Mapping[str, str] = _ONE, error: str = "") -> str:
     """What `schema` expects, such as "a number above 0 or null".
 
     Args:
         definitions: what its `$ref`s refer to, by name.
         names: of the basic types, for one value or for many.
+        error: what pydantic calls what is wrong: infinity is a number, but no finite one.
     """
+    names = {**names, "number": "a finite number"} if error == "finite_number" else names
     if "$ref" in schema:
         return expected(definitions[schema["$ref"].rpartition("/")[2]], definitions, names=names)
     if "anyOf" in schema:
@@ -167,6 +169,6 @@ def _wrong(first: ErrorDetails, model: type[BaseModel], *, brief: bool = False) 
                 return f"unknown key '{unknown}'; write {' or '.join(places)}"
             listed = "" if brief and near else f"; known here: {', '.join(known)}"
             return f"unknown key '{unknown}'{listed}{near}"
-        place, message = ".".join(map(str, keys)), f"expected {expected(at, schema['$defs'])}"
+        place, message = ".".join(map(str, keys)), f"expected {expected(at, schema['$defs'], error=first['type'])}"
     got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
     return f"{place}: {message}{got}"

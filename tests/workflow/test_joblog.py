@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+from ray.exceptions import RayTaskError
 
 from mcore_mas.rollout.records.files import RecordError
 from mcore_mas.training.joblog import cause, failure_message, success_message
@@ -75,6 +76,13 @@ def test_own_messages_stand_without_the_name_of_their_class() -> None:
     assert cause(RecordError("a.parquet: no such file")) == "a.parquet: no such file"
     assert cause(KeyError("x")) == "KeyError: 'x'"
     assert cause(AssertionError()) == "AssertionError"
+
+
+def test_an_error_in_a_process_of_rays_is_said_as_its_own() -> None:
+    for error, line in [(ValueError("Invalid beta"), "ValueError: Invalid beta"), (RecordError("a: b"), "a: b")]:
+        there = RayTaskError("_Rank.join", "\x1b[36mray::_Rank.join()\nTraceback", error, "rank", 1, "127.0.0.1")
+        again = RayTaskError("train", "Traceback", there, "train", 1, "127.0.0.1")
+        assert cause(there) == cause(there.as_instanceof_cause()) == cause(again) == line
 
 
 def test_success_names_what_was_made(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ PLAYS = Registry(kind="env", known={"play": play}, takes=("task",), supplied=fro
         ({"max_turns": None}, "max_turns", "expected an integer of at least 1"),
         ({"temperature": "hot"}, "temperature", "expected a number above 0"),
         ({"temperature": 0}, "temperature", "expected a number above 0"),
-        ({"temperature": math.inf}, "temperature", "expected a number above 0"),
+        ({"temperature": math.inf}, "temperature", "expected a finite number above 0"),
         ({"dual_clip": math.nan}, "dual_clip", "expected a number above 1"),
         ({"order": "random"}, "order", "expected one of sequential, simultaneous"),
         ({"scaled": "true"}, "scaled", "expected true or false"),

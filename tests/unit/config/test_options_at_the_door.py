@@ -129,7 +129,7 @@ WRONG = [
     (GAME, "env.options.max_turns", True, "expected an integer above 0 (got True)"),
     (GAME, "env.options.rewards.win", "lots", "there is no 'win'; known here: step, impossible, goal"),
     (GAME, "env.options.rewards.goal", "lots", "expected a number (got 'lots')"),
-    (GAME, "env.options.rewards.goal", math.nan, "expected a number (got nan)"),
+    (GAME, "env.options.rewards.goal", math.nan, "expected a finite number (got nan)"),
     (GAME, "env.options.cpu_s", "never", "expected an integer above 0 (got 'never')"),
     (GAME, "env.options.tier", "none", "expected one of auto, namespaces, landlock, unisolated (got 'none')"),
     (GAME, "data.options.size", "tiny", "expected an integer of at least 2 (got 'tiny')"),
@@ -156,6 +156,19 @@ WRONG = [
     (MATH, "coach", {"model": "m", "retries": "many"}, "expected an integer of at least 0 (got 'many')"),
     (SEARCH, "retriever.threads", "2", "expected an integer of at least 1 (got '2')"),
     (MATH, "engine.slots", "many", "expected an integer of at least 1 (got 'many')"),
+    (MATH, "policies.solver.lr", math.inf, "expected a finite number of at least 0 (got inf)"),
+    (MATH, "policies.solver.clip_grad", math.inf, "expected a finite number above 0 (got inf)"),
+    (MATH, "agents.solver.temperature", math.inf, "expected a finite number of at least 0 (got inf)"),
+    (MATH, "loss.entropy", math.inf, "expected a finite number of at least 0 (got inf)"),
+    (MATH, "loss.options.clip_high", math.inf, "expected a finite number of at least 0 (got inf)"),
+    (MATH, "trainer.max_advantage", math.inf, "expected a finite number above 0 or null (got inf)"),
+    (MATH, "trainer.branching", {"width": 2, "alpha": math.nan}, "expected a finite number (got nan)"),
+    (MATH, "collection.call_s", math.inf, "expected a finite number above 0 or null (got inf)"),
+    (MATH, "policies.solver.own.loss", {"entropy": math.inf}, "expected a finite number of at least 0 (got inf)"),
+    (SEARCH, "retriever.patience_s", math.inf, "expected a finite number of at least 0 (got inf)"),
+    (MATH, "policies.solver.betas", [0.9, 1.0], "expected a number of at least 0 and below 1 (got 1.0)"),
+    (MATH, "policies.solver.betas", [-0.9, 0.5], "expected a number of at least 0 and below 1 (got -0.9)"),
+    (MATH, "engine.timeout_s", math.inf, "expected a finite number above 0 (got inf)"),
 ]
 PLACES = {  # where the key that is wrong is below the one that is set
     "loss.correction": "loss.correction.options.high",
@@ -167,6 +180,7 @@ PLACES = {  # where the key that is wrong is below the one that is set
     "coach": "coach.retries",
     "env.options.rewards.win": "env.options.rewards",
     "cold_start.options.slips": "cold_start.options.slips",
+    "policies.solver.betas": "policies.solver.betas.",
 }
 
 
@@ -260,8 +274,10 @@ def test_whole_numbers_and_lists_are_taken_as_yaml_gives_them() -> None:
     config = RunConfig.check(changed(MATH, "loss.options", {"clip_high": 1}), "run 'x'")
     assert config.loss.arguments == {"clip_high": 1.0}
     assert isinstance(config.loss.arguments["clip_high"], float)
-    config = RunConfig.check(changed(MATH, "policies.solver.betas", [0, 1]), "run 'x'")
-    assert config.policies["solver"].betas == (0.0, 1.0)
+    config = RunConfig.check(changed(MATH, "policies.solver.betas", [0, 0.5]), "run 'x'")
+    assert config.policies["solver"].betas == (0.0, 0.5)
+    config = RunConfig.check(changed(MATH, "loss.options", {"dual_clip": math.inf}), "run 'x'")  # which says: none
+    assert config.loss.arguments == {"dual_clip": math.inf}
 
 
 def test_a_team_that_searches_needs_a_retriever() -> None:
