@@ -34,6 +34,7 @@ from mcore_mas.config.scale import scaled
 from mcore_mas.equations.advantages import ESTIMATORS
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import merged
+from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.tasks.files import located_dataset
 from mcore_mas.rollout.tasks.splits import SPLITS
 
@@ -128,6 +129,8 @@ class Folder(FileConfigSource):
         choices = Path(self.path, CHOICES)
         given = _content(choices)[1] if choices.is_file() else {}
         for group, rows in given.items():
+            if group not in GROUPS:
+                raise ConfigError(f"{choices}: no group '{group}'; groups: {', '.join(GROUPS)}{nearest(group, GROUPS)}")
             if not isinstance(rows, dict) or not all(isinstance(row, dict | None) for row in rows.values()):
                 raise ConfigError(f"{choices}: {group} is {rows}; expected names, each with its settings")
         self._rows: dict[str, dict[str, Any]] = {"advantage": {name: {"name": name} for name in ESTIMATORS}, **given}

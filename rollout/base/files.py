@@ -20,8 +20,20 @@ from mcore_mas.rollout.base.ownership import FolderError, check_owner
 
 Digest = dict[str, int | str]  # a file's "bytes" and "sha256"
 
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _STRETCH = 16 << 20  # bytes hashed and written at a time
+
+
+class _Yaml(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A reader that refuses a key with two values, of which YAML takes the last without a word."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        known: set[tuple[str, str]] = set()
+        for key, _ in () if hasattr(node, "merged") else node.value:
+            if (said := (key.tag, str(key.value))) in known:
+                raise yaml.YAMLError(f"key '{key.value}' is there twice{key.start_mark}")
+            known.add(said)
+        node.merged = True  # with the keys of `<<`, which its own replace
+        super().flatten_mapping(node)
 
 
 @contextlib.contextmanager
@@ -72,12 +84,12 @@ def write_text(path: Path, text: str) -> None:
 _MOST_YAML, _MOST_DEPTH = 4 << 20, 100  # characters of a file with its aliases written out, and levels in each other
 
 
-def read_yaml(path: Path, reader: Any = _YAML) -> Any:
+def read_yaml(path: Path, reader: Any = _Yaml) -> Any:
     """The content of a YAML file of plain values, parsed in C where PyYAML has that, or by another safe reader.
 
     Raises:
         OSError: it cannot be read.
-        yaml.YAMLError: it is none, or far too large or deep, also by what its aliases stand for.
+        yaml.YAMLError: it is none, has a key twice, or is far too large or deep, also by what its aliases stand for.
     """
     with path.open(encoding="utf-8") as stream:  # whose name stands in errors
         if os.fstat(stream.fileno()).st_size > _MOST_YAML:

@@ -13,10 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mcore_mas.rollout.base import ownership
-from mcore_mas.rollout.base.files import writable, write_text
+from mcore_mas.rollout.base.files import read_yaml, writable, write_text
 from mcore_mas.rollout.base.ownership import FolderError, epoch_of, owned
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "key 'a' is there twice.*line 3, column 1"),
+        ("runs:\n- {a: 1, b: 2}\n- {a: 1, a: 1}\n", "key 'a' is there twice.*line 3, column 10"),
+        ("{1: a, '1': b, 1.0: c}", None),  # an integer, a text, a number
+        ("one: {x: &a {<<: {k: 0, j: 1}, k: 1}}\ntwo: {<<: *a, k: 3}\n", None),
+    ],
+)
+def test_a_key_has_one_value(tmp_path: Path, text: str, place: str | None) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    if place is None:
+        assert read_yaml(tmp_path / "a.yaml") == yaml.safe_load(text)
+        return
+    with pytest.raises(yaml.YAMLError, match=place):
+        read_yaml(tmp_path / "a.yaml")
 
 
 def test_a_living_owner_keeps_its_folder(tmp_path: Path) -> None:

@@ -286,3 +286,6 @@ def test_own_choices_come_before_the_shipped_ones(tmp_path: Path) -> None:
     (tmp_path / "choices.yaml").write_text("loss: {near: 3}\n")
     with pytest.raises(ConfigError, match=r"choices\.yaml: loss is .*expected names, each with its settings"):
         resolve(base, tmp_path)
+    (tmp_path / "choices.yaml").write_text("loos: {near: {name: gspo}}\n")
+    with pytest.raises(ConfigError, match=r"choices\.yaml: no group 'loos'; groups: team, .*; nearest: loss"):
+        resolve(base, tmp_path)
