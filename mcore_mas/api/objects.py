@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
-from mcore_mas.rollout.base.options import HERE, checked, lookup
+from mcore_mas.rollout.base.options import HERE, OptionsError, check_call, checked, lookup
 from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.config.data import TaskFile, placed_tasks
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
@@ -89,12 +89,10 @@ def reward_section(reward: Callable[..., Any] | str, label: str) -> dict[str, An
     """
     if isinstance(reward, str):
         return {"name": reward}
-    if not callable(reward):
-        raise TaskError(f"reward is {reward!r}; expected a function of a trajectory or a group, or an allocator's name")
     try:
-        inspect.signature(reward).bind(None)
-    except TypeError as error:
-        raise TaskError(f"reward {label}: {error}; expected a function of a trajectory or a group") from error
+        check_call(f"reward {label}", reward, ("group",), given=())
+    except OptionsError as error:
+        raise TaskError(f"{error}; expected a function of a trajectory or a group, or an allocator's name") from error
     if allocator_of(reward) is reward:
         return {"name": known_here(reward, label)}
     return {"name": f"{__name__}:by_trajectory", "options": {"reward": known_here(reward, label)}}

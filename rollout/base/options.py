@@ -14,7 +14,7 @@ import sys
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +32,10 @@ STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=Fals
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names of errors
 _T = TypeVar("_T")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+# positional arguments with their types; one of the type of another, or with its name, was taken for it
+_TYPES = {"task": ("Task",), "team": ("TeamSession",), "env": ("Env", "PlayedEnv", "Episode"), "group": ("Group",)}
+_TYPES |= {"turn": ("Turn",), "turns": ("Turns",), "text": ("str",), "seed": ("int",), "n": ("int",)}
+_TOLD = {"float", "bool", *(kind for kinds in _TYPES.values() for kind in kinds)}
 
 
 def _above_low(high: float, info: ValidationInfo) -> float:
@@ -172,11 +176,7 @@ class Registry:
             OptionsError: what is found there cannot be called as this kind is.
         """
         found = lookup(self.kind, name, self.known, own=self.own)
-        trouble: str | None = f"; it is of type {type(found).__name__}"
-        if callable(found):
-            trouble = _trouble(found, len(self.takes), self.coroutine)
-        if trouble is not None:
-            raise OptionsError(f"{self.kind} '{name}' must take ({', '.join((*self.takes, '*', '...'))}){trouble}")
+        check_call(f"{self.kind} '{name}'", found, self.takes, coroutine=self.coroutine)
         return found
 
     def model(self, name: str) -> type[BaseModel]:
@@ -209,19 +209,58 @@ class Registry:
         return frozenset(k for k in self.supplied & parameters.keys() if parameters[k].default is parameters[k].empty)
 
 
-@cache
-def _trouble(found: Callable[..., Any], takes: int, coroutine: bool) -> str | None:
-    """Why `found` cannot be called with so many positional arguments, or awaited; None when it can."""
+def check_call(
+    what: str, found: Any, takes: Sequence[str], *, coroutine: bool = False, given: Sequence[str] | None = None
+) -> None:
+    """Refuse what cannot be called with arguments `takes`, in this order, and keywords `given`; None: with options.
+
+    Raises:
+        OptionsError: `what` must take these, and what it takes instead.
+    """
+    if trouble := _trouble(found, takes, coroutine, given):
+        words = [*takes, *(["*"] if given or given is None else []), *(["..."] if given is None else given)]
+        raise OptionsError(f"{what} must take ({', '.join(words)}){trouble}")
+
+
+def check_methods(what: str, thing: Any, methods: Mapping[str, Sequence[str]]) -> None:
+    """`check_call` of methods of a class or object by name, after `async ` where they are, with what each takes.
+
+    Raises:
+        OptionsError: a method is not there, or is not called so.
+    """
+    for written, takes in () if hasattr(thing, "__getattr__") else methods.items():
+        kind, _, name = written.rpartition(" ")
+        if (method := getattr(thing, name, None)) is None:
+            every = " and ".join(f"{one}({', '.join(words)})" for one, words in methods.items())
+            raise OptionsError(f"{what} lacks a method {name}; expected {every}")
+        if isinstance(thing, type) and inspect.isfunction(inspect.getattr_static(thing, name)):
+            method = partial(method, None)  # without its `self`
+        check_call(f"{what}: its method {name}", method, takes, coroutine=kind == "async", given=())
+
+
+def _trouble(found: Any, takes: Sequence[str], coroutine: bool, given: Sequence[str] | None) -> str:
+    if not callable(found):
+        return f"; it is of type {type(found).__name__}"
     try:
-        parameters = inspect.signature(found).parameters.values()
-    except (TypeError, ValueError):
-        return "; its signature cannot be read"
-    positional = sum(parameter.kind in _POSITIONAL for parameter in parameters)
-    if positional != takes:
-        return f", not {inspect.Signature([p.replace(annotation=p.empty) for p in parameters])}"
+        signature = inspect.signature(found)
+        positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
+        bound = signature.bind(*takes, **dict.fromkeys(given)) if given is not None else None
+        fits = bound is not None or len(positional) == len(takes)
+    except ValueError:  # of some that are written in C
+        return "; its signature cannot be read" if given is None or coroutine else ""
+    except TypeError:
+        fits = False
+    for parameter, word in zip(positional, takes, strict=False):
+        kind = getattr(parameter.annotation, "__name__", str(parameter.annotation)).rpartition(".")[2]
+        if fits and kind in _TOLD and kind not in _TYPES.get(word, _TOLD):
+            return f", and its '{parameter.name}' is of type {kind}"
+        vague = kind in ("_empty", "object", "Any")
+        fits &= not vague or parameter.name == word or parameter.name not in {*_TYPES, *takes}
+    if not fits:
+        return f", not {inspect.Signature([p.replace(annotation=p.empty) for p in signature.parameters.values()])}"
     if inspect.iscoroutinefunction(_function(found)) is not coroutine:
         return " as an async function" if coroutine else " and may not be async"
-    return None
+    return ""
 
 
 @cache
@@ -240,9 +279,12 @@ def options_model(target: Callable[..., Any], supplied: frozenset[str] = frozens
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # an option may have the name of a method of BaseModel
-            return pydantic.create_model("Options", __config__=STRICT, **fields)
-    except (pydantic.PydanticUserError, NameError, TypeError) as error:
+            model: type[BaseModel] = pydantic.create_model("Options", __config__=STRICT, **fields)
+    except (pydantic.PydanticUserError, NameError, TypeError, ValueError) as error:
         raise OptionsError(f"its options cannot be typed: {' '.join(str(error).split())}") from error
+    if lost := fields.keys() - model.model_fields.keys():
+        raise OptionsError(f"'{min(lost)}' cannot be the name of an option; call it otherwise")
+    return model
 
 
 def checked(
@@ -268,7 +310,8 @@ def checked(
     if missing:
         raise OptionsError(f"{whose} needs option '{missing[0]}'")
     try:
-        values = model.model_validate_json(to_json(dict(options), inf_nan_mode="constants"))
+        plain = {name: f.default for name, f in model.model_fields.items() if isinstance(f.default, int | float | str)}
+        values = model.model_validate_json(to_json({**plain, **options}, inf_nan_mode="constants"))
     except PydanticSerializationError as error:
         raise OptionsError(f"{whose}: an option is no plain value ({error})") from error
     except ValidationError as error:
@@ -326,9 +369,9 @@ def _function(target: Callable[..., Any]) -> Any:
 
 
 def _annotation(target: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """The type of a parameter, read where its function is defined; anything where none is written."""
+    """The type of a parameter, read where its function is defined; where none is written that of a plain default."""
     if parameter.annotation is parameter.empty:
-        return Any
+        return kind if (kind := type(parameter.default)) in (bool, int, float, str) else Any
     names = SimpleNamespace(__annotations__={"it": parameter.annotation})
     classes = target.__mro__ if dataclasses.is_dataclass(target) and isinstance(target, type) else ()
     owner = next((c for c in classes if parameter.name in vars(c).get("__annotations__", {})), None)  # its field's

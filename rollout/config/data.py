@@ -148,12 +148,27 @@ def make_tasks(data: DataConfig, seed: int) -> dict[str, list[Task]]:
 
     Raises:
         RecordError: a file or a row of it is not of its format, a task comes twice, or a file has none to give.
-        ValueError: the generator cannot make so many different tasks.
+        ValueError: the generator cannot make so many different tasks, or one of one's own fails or makes others.
     """
     if data.generator is None:
         return {split: _read_split(data, split) for split in SPLITS}
     generator = lookup("task generator", data.generator, GENERATORS)
-    tasks = generator.tasks(seed, {split: getattr(data, split) for split in SPLITS}, **data.arguments)
+    sizes = {split: getattr(data, split) for split in SPLITS}
+    who = f"data.generator '{data.generator}'"
+    try:
+        tasks = list(generator.tasks(seed, sizes, **data.arguments))
+    except Exception as error:
+        if data.generator in GENERATORS:
+            raise
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(f"{who} fails with seed {seed} and sizes {sizes}: {what}") from error
+    if wrong := [task for task in tasks if not isinstance(task, Task) or task.split not in sizes]:
+        raise ValueError(f"{who} makes {str(wrong[0])[:80]!r}; expected tasks with a split of {', '.join(sizes)}")
+    for (split, name), times in Counter((task.split, task.id) for task in tasks).items():
+        if times > 1:
+            raise ValueError(f"{who} makes {times} {split} tasks with the id '{name}'; give each an id of its own")
+    if none := [split for split in SPLITS if sizes[split] and all(task.split != split for task in tasks)]:
+        raise ValueError(f"{who} makes no {none[0]} task; expected {sizes[none[0]]}")
     return {split: [task for task in tasks if task.split == split] for split in SPLITS}
 
 

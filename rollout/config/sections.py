@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from mcore_mas.rollout.base.http import check_url
-from mcore_mas.rollout.base.options import Registry, Section, lookup
+from mcore_mas.rollout.base.options import Registry, Section, check_call, check_methods, lookup
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.engines import Engine, EngineClient, PolicyClient
 from mcore_mas.rollout.environments import ENVS, TOOLS
@@ -80,6 +80,7 @@ class Choice(Section):
 TOOL_REGISTRY = Registry(kind="tool", known=TOOLS, takes=(), supplied=frozenset({"env", "sandbox"}), own=False)
 PENALTY_REGISTRY = Registry(kind="penalty", known=PENALTIES, takes=("turn",))
 Chosen = dict[str, dict[str, Any]]  # options by name
+_PLAYED = {"reset": ("task",), "async step": ("action",)}  # methods of an environment
 
 
 def _typed(registry: Registry, chosen: Chosen) -> Chosen:
@@ -166,7 +167,7 @@ class EnvConfig(Choice):
             check_url("server", self.options.get("server"), secret=False)
         made = self.registry.find(self.name)
         if isinstance(made, type):  # what a function makes is seen by `check_made`
-            self._playable(made)
+            check_methods(f"env '{self.name}'", made, _PLAYED)
         return self
 
     def check_made(self, task: Task) -> None:
@@ -182,14 +183,7 @@ class EnvConfig(Choice):
         except Exception as error:
             what = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ValueError(f"env '{self.name}' cannot be made of task '{task.id}' ({what})") from error
-        self._playable(made)
-
-    def _playable(self, made: object) -> None:
-        step = inspect.unwrap(getattr(made, "step", print))
-        if hasattr(made, "__getattr__") or (hasattr(made, "reset") and inspect.iscoroutinefunction(step)):
-            return
-        what = "a step that is `async def`" if hasattr(made, "reset") else "a method reset"
-        raise ValueError(f"env '{self.name}' lacks {what}; expected reset(task) and async step(action)")
+        check_methods(f"env '{self.name}'", made, _PLAYED)
 
 
 class RetrieverConfig(Section):
@@ -311,6 +305,7 @@ class CollectionConfig(Deadlines):
 def build_role(name: str, config: AgentConfig) -> Role:
     """The agent's role with the config's prompts in place of the role's own."""
     role = lookup("agent role", config.role or name, ROLES)
+    check_call(f"agents.{name}.role '{config.role or name}'", getattr(role, "parse", role), ("text",), given=())
     if not isinstance(role, Role):  # a parser alone, whose prompts the config has
         role = Role(name=name, system="", user="", parse=role)
     system = role.system if config.system is None else config.system

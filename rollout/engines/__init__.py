@@ -15,13 +15,13 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, JsonValue, model_validator
 
 from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
 from mcore_mas.rollout.base.http import check_url
-from mcore_mas.rollout.base.options import Section, imported, lookup
+from mcore_mas.rollout.base.options import Section, check_call, check_methods, imported, lookup
 from mcore_mas.rollout.base.task_group import CallRecord, LateCall, on_record, within
 from mcore_mas.rollout.engines.growing import GrowingReply
 from mcore_mas.rollout.models.chat_template import CUTS, Renderer, WordStream
@@ -45,6 +45,8 @@ TRANSPORTS = {  # of each engine that is trained, its own choice first; `mcore_m
     "embedded": ("shared", "disk", "delta"),
     "sglang": ("disk", "changed", "tensor", "distributed"),
 }
+_TRAINED = {"async generate": ("prompt_ids", "sampling"), "async begin_update": (), "async commit_update": ("update",)}
+_TRAINED |= {"abort_update": ("error",), "async weights_lost": ()}  # without what `TrainedEngine` may do besides
 
 
 class EngineConfig(Section):
@@ -85,12 +87,15 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _usable(self) -> EngineConfig:
-        lookup("engine", self.name, ENGINES)
+        made: Any = lookup("engine", self.name, ENGINES)
+        if self.name not in ENGINES:
+            check_call(f"engine '{self.name}'", made, ("model",), given=("rows", "max_length", "place"))
+            check_methods(f"engine '{self.name}'", made, _TRAINED if isinstance(made, type) else {})
         if self.name == "sglang" and not self.python and not self.urls:
             raise ValueError(
                 "sglang needs python, the interpreter of its own environment (requirements/sglang.txt), or urls"
             )
-        if self.name == "embedded" and (self.python or self.urls or self.members or self.options):
+        if self.name != "sglang" and (self.python or self.urls or self.members or self.options):
             raise ValueError("python, urls, members and options are settings of sglang; set name: sglang")
         fits = self.name == "sglang" and self.transport in (None, "disk") and not (self.members or self.sleep)
         if self.adapters == "slots" and not fits:

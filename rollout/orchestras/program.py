@@ -1,7 +1,6 @@
 """Agent programs of one's own: any code that speaks OpenAI's or Anthropic's API plays a task through the gateway."""
 
 import asyncio
-import inspect
 import os
 import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mcore_mas.rollout.base.options import lookup
+from mcore_mas.rollout.base.options import check_call, lookup
 from mcore_mas.rollout.base.processes import run_command
 from mcore_mas.rollout.base.task_group import LateTool, cancel_tasks, of_loop
 from mcore_mas.rollout.environments.protocol import Env
@@ -76,8 +75,7 @@ def check_program(
         raise ValueError("orchestra 'program' needs call (a function's import path) or command, one of them")
     if call is not None:
         function = lookup("agent program", call, _NO_PROGRAMS)
-        if not inspect.iscoroutinefunction(function):
-            raise ValueError(f"agent program '{call}' is no async function; write `async def` before it")
+        check_call(f"agent program '{call}'", function, ("job",), coroutine=True, given=())
         if unknown := misused(function, Job):
             raise ValueError(f"agent program '{call}': {unknown}")
     for model, agent in (models or {}).items():

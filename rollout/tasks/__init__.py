@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mcore_mas.rollout.base.options import options_model
+from mcore_mas.rollout.base.options import check_call, options_model
 from mcore_mas.rollout.environments.games import PUZZLES
 from mcore_mas.rollout.environments.games.game import PuzzleSource
 from mcore_mas.rollout.records.trajectory import Demonstration, Task
@@ -36,6 +36,11 @@ class Generator:
     demonstrations: Callable[..., Iterator[Demonstration]] | None = None
     options: Callable[..., object] | None = None  # whose keyword arguments say which tasks; None: those of `tasks`
     passages: Callable[[int], list[Article]] | None = None  # (seed), where the tasks are about passages
+
+    def __post_init__(self) -> None:
+        check_call("tasks of a Generator", self.tasks, ("seed", "sizes"))
+        if self.demonstrations is not None:
+            check_call("demonstrations of a Generator", self.demonstrations, ("seed", "n"))
 
     @property
     def task_options(self) -> type[BaseModel]:

@@ -142,7 +142,7 @@ def test_what_blocks_take_for_granted_is_of_blocks_that_are_there() -> None:
     assert set(GIVEN) <= {block.name for block in BLOCKS if block.language == "yaml"}
 
 
-OWN_ENGINE = "tests.support.scripted_engine:ScriptedEngine"
+OWN_ENGINE = "mcore_mas.rollout.engines.embedded.engine:HostedEngine"
 
 
 def composed(values: dict[str, Any], *given: str) -> None:

@@ -258,7 +258,7 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("override", "words"),
     [
         ("env.name='own_world:Unset'", "env: env 'own_world:Unset' lacks a method reset; expected reset(task) and"),
-        ("env.name='own_world:Waits'", "env: env 'own_world:Waits' lacks a step that is `async def`; expected reset"),
+        ("env.name='own_world:Waits'", "env: env 'own_world:Waits': its method step must take (action) as an async fu"),
         (
             "orchestra.name='own_world:relay'",
             "orchestra 'own_world:relay' asks agent 'solvr', who is not in the team; agents: solver, verifier"
@@ -294,7 +294,7 @@ def test_tasks_that_are_too_few_or_of_an_environment_that_is_not_there(own_world
     assert lines("~data", "+" + sizes.format(5, "own_world:Letters"), "trainer.tasks_per_step=6") == [
         ".train: 5 tasks are fewer than trainer.tasks_per_step 6; add tasks, or lower it"
     ]
-    made = "env 'own_world:makes' lacks a step that is `async def`; expected reset(task) and async step(action)"
+    made = "env 'own_world:makes': its method step must take (action) as an async function"
     assert lines("~data", "+" + sizes.format(40, "own_world:Letters"), "env.name='own_world:makes'") == [f": {made}"]
     (line,) = lines("~data", "+" + sizes.format(40, "own_world:Leters"))
     assert line.startswith(": env 'own_world:Leters' cannot be imported: module 'own_world' has no attribute 'Leters'")

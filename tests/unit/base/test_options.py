@@ -17,6 +17,8 @@ from mcore_mas.rollout.base.options import (
     OptionsError,
     Registry,
     UnknownName,
+    check_call,
+    check_methods,
     checked,
     descriptions,
     lookup,
@@ -40,7 +42,7 @@ class Prizes:
 
 
 def play(
-    task: str,
+    task: object,
     *,
     world: object,
     max_turns: Annotated[int, Field(ge=1)] = 5,
@@ -143,7 +145,7 @@ class Fines:
     late: float = 0.0
 
 
-def sail(task: str, *, laps: int = 1, prizes: Prizes = Prizes(), fines: Fines | None = None) -> None: ...
+def sail(task: object, *, laps: int = 1, prizes: Prizes = Prizes(), fines: Fines | None = None) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -157,25 +159,34 @@ def test_an_option_that_one_group_has_is_told_with_it(option: str, near: str) ->
 
 
 def test_an_option_without_default_is_needed() -> None:
-    def shop(task: str, *, config: str) -> None: ...
+    def shop(task: object, *, config: str) -> None: ...
 
     with pytest.raises(OptionsError, match=r"^env 'shop' needs option 'config'$"):
         checked("env 'shop'", options_model(shop), {})
 
 
-async def relay(task: str) -> None: ...
+async def relay(task: object) -> None: ...
 
 
-def open_type(task: str, *, price: Decimal) -> None: ...
+def open_type(task: object, *, price: Decimal) -> None: ...
 
 
-def backwards(environment: str, task: str, *, laps: int = 1) -> None: ...
+def backwards(environment: str, task: object, *, laps: int = 1) -> None: ...
 
 
-def unstarred(task: str, laps: int = 1) -> None: ...
+def unstarred(task: object, laps: int = 1) -> None: ...
 
 
-def anything(task: str, *, laps=1) -> None: ...  # type: ignore[no-untyped-def]
+def untyped(task, *, laps=1, colour, cars=()) -> None: ...  # type: ignore[no-untyped-def]
+
+
+def misset(task: object, *, laps: Annotated[int, Field(ge=1)] = 0) -> None: ...
+
+
+def hidden(task: object, *, _laps: int = 1) -> None: ...
+
+
+def shadowed(task: object, *, model_config: int = 1) -> None: ...
 
 
 number = 3
@@ -193,6 +204,8 @@ number = 3
             "env '{}:open_type': option 'price' has the type Decimal, which cannot be read at run time "
             "(name 'Decimal' is not defined); import it outside TYPE_CHECKING",
         ),
+        ("hidden", "env '{}:hidden': '_laps' cannot be the name of an option; call it otherwise"),
+        ("shadowed", "env '{}:shadowed': 'model_config' cannot be the name of an option; call it otherwise"),
     ],
 )
 def test_an_own_function_with_another_signature_is_refused(name: str, line: str) -> None:
@@ -211,7 +224,115 @@ def test_an_orchestra_must_be_async() -> None:
 def test_own_functions_are_typed_too() -> None:
     with pytest.raises(ValidationError, match="expected an integer of at least 1"):
         PLAYS.arguments(f"{__name__}:play", {"max_turns": "5"})
-    assert PLAYS.arguments(f"{__name__}:anything", {"laps": "many"}) == {"laps": "many"}  # where no type is written
+    some = {"colour": 3, "cars": ["a"]}  # where neither a type nor a plain default is written
+    assert PLAYS.arguments(f"{__name__}:untyped", {"laps": 2, **some}) == {"laps": 2, **some}
+    with pytest.raises(ValidationError, match="expected an integer"):
+        PLAYS.arguments(f"{__name__}:untyped", {"laps": "many", **some})
+    with pytest.raises(ValidationError, match="expected an integer of at least 1"):  # its own default
+        PLAYS.arguments(f"{__name__}:misset", {})
+    assert PLAYS.arguments(f"{__name__}:misset", {"laps": 2}) == {"laps": 2}
+
+
+class Task: ...
+
+
+class Group: ...
+
+
+def ordered(task: Task, team: object, env: Any) -> None: ...
+
+
+def swapped(env, team, task) -> None: ...  # type: ignore[no-untyped-def]
+
+
+def mistyped(task: int, team: str, env: float) -> None: ...
+
+
+def relabelled(group: Task, who, place) -> None: ...  # type: ignore[no-untyped-def]
+
+
+def of_a_group(it: Group) -> None: ...
+
+
+def of_turns(turns: Sequence[int], scale: float = 1.0) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("found", "takes", "given", "trouble"),
+    [
+        (ordered, ("task", "team", "env"), None, None),
+        (relabelled, ("task", "team", "env"), None, None),  # its type goes before its name
+        (swapped, ("task", "team", "env"), None, "must take (task, team, env, *, ...), not (env, team, task)"),
+        (mistyped, ("task", "team", "env"), None, "must take (task, team, env, *, ...), and its 'task' is of type int"),
+        (lambda group: 1, ("turns",), None, "must take (turns, *, ...), not (group)"),
+        (of_a_group, ("turns",), None, "must take (turns, *, ...), and its 'it' is of type Group"),
+        (of_a_group, ("group",), None, None),
+        (of_turns, ("turns",), None, "must take (turns, *, ...), not (turns, scale=1.0)"),
+        (of_turns, ("turns",), (), None),
+        (of_turns, ("turns",), ("scale",), None),
+        (of_turns, ("turns",), ("size",), "must take (turns, *, size), not (turns, scale=1.0)"),
+        (lambda *all: 1, ("text",), (), None),
+        (lambda *, size: 1, ("text",), (), "must take (text), not (*, size)"),
+        (str, ("text",), (), None),  # whose signature nobody knows
+        (relay, ("text",), (), "must take (text), not (task)"),
+    ],
+)
+def test_arguments_agree_by_number_name_and_type(
+    found: Any, takes: tuple[str, ...], given: tuple[str, ...] | None, trouble: str | None
+) -> None:
+    if trouble is None:
+        check_call("it", found, takes, given=given)
+        return
+    with pytest.raises(OptionsError) as refused:
+        check_call("it", found, takes, given=given)
+    assert str(refused.value) == f"it {trouble}"
+
+
+class World:
+    def reset(self, task: object) -> str:
+        return ""
+
+    @staticmethod
+    async def step(action: str, *more: str) -> None: ...
+
+
+class Proxy:
+    def __getattr__(self, name: str) -> Any: ...
+
+
+class NoStep(World):
+    step = None  # type: ignore[assignment]
+
+
+class NoTask(World):
+    def reset(self) -> str:  # type: ignore[override]
+        return ""
+
+
+class Waits(World):
+    async def reset(self, task: object) -> str:  # type: ignore[override]
+        return ""
+
+
+@pytest.mark.parametrize("made", [lambda kind: kind, lambda kind: kind()], ids=["class", "object"])
+@pytest.mark.parametrize(
+    ("kind", "trouble"),
+    [
+        (World, None),
+        (NoStep, "it lacks a method step; expected reset(task) and async step(action)"),
+        (NoTask, "it: its method reset must take (task), not ()"),
+        (Waits, "it: its method reset must take (task) and may not be async"),
+    ],
+)
+def test_methods_are_called_as_they_are(made: Callable[[type], Any], kind: type, trouble: str | None) -> None:
+    methods = {"reset": ("task",), "async step": ("action",)}
+    check_methods("it", Proxy(), methods)
+    if trouble is None:
+        check_methods("it", made(kind), methods)
+        return
+    with pytest.raises(OptionsError) as refused:
+        check_methods("it", made(kind), methods)
+    assert str(refused.value) == trouble
 
 
 def test_a_registry_may_take_its_own_names_only() -> None:
@@ -223,7 +344,7 @@ def test_a_registry_may_take_its_own_names_only() -> None:
 class Racer:
     """A callable object, as some registries hold."""
 
-    def __call__(self, task: str, *, laps: Annotated[int, Field(ge=1)] = 1) -> None: ...
+    def __call__(self, task: object, *, laps: Annotated[int, Field(ge=1)] = 1) -> None: ...
 
 
 @pytest.mark.parametrize("target", [Racer(), partial(play, world=None), Prizes], ids=["object", "partial", "class"])

@@ -13,9 +13,11 @@ from pydantic import ValidationError
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.prepare import prepare_tasks
+from mcore_mas.rollout.base.options import OptionsError
 from mcore_mas.rollout.config.data import DataConfig, make_tasks, prepared_tasks
 from mcore_mas.rollout.records.files import RecordError, read_tasks, write_tasks
 from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.tasks import Generator
 
 
 def problems(path: Path, count: int, **columns: Any) -> Path:
@@ -121,6 +123,52 @@ def test_a_mistake_is_said(data: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError) as caught:
         config(**{"train": "x.json", "validation": "x.json", "test": "x.json", **data})
     assert words in caught.value.errors()[0]["msg"]
+
+
+def made(seed: int, sizes: dict[str, int], *, fault: str = "") -> Any:
+    if fault == "raises":
+        raise RuntimeError("boom\nand more")
+    own = {"prompt": "?", "answers": (), "env": "math", "source": "own"}
+    tasks = [Task(id=f"{s}{n}", split=s, **own) for s, size in sizes.items() for n in range(size)]
+    faults = {"none": None, "number": [*tasks, 3], "split": [replace(tasks[0], split="dev")], "twice": tasks[:1] * 2}
+    return faults.get(fault, [task for task in tasks if task.split != fault])
+
+
+MADE = Generator(tasks=made)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raises", "fails with seed 1 and sizes {'train': 2, 'validation': 1, 'test': 0}: RuntimeError: boom"),
+        ("none", "fails with seed 1 and sizes {'train': 2, 'validation': 1, 'test': 0}: TypeError: 'NoneType' object"),
+        ("number", "makes '3'; expected tasks with a split of train, validation, test"),
+        ("split", "makes \"Task(id='train0', prompt='?', answers=()"),
+        ("twice", "makes 2 train tasks with the id 'train0'; give each an id of its own"),
+        ("validation", "makes no validation task; expected 1"),
+    ],
+)
+def test_a_generator_of_ones_own_that_makes_no_tasks_is_named(fault: str, words: str) -> None:
+    sizes = {"train": 2, "validation": 1, "test": 0}
+    own = {"generator": f"{__name__}:MADE", **sizes}
+    assert {split: len(tasks) for split, tasks in make_tasks(DataConfig(**own), 1).items()} == sizes
+    with pytest.raises(ValueError, match=r"^data\.generator") as refused:
+        make_tasks(DataConfig(**own, options={"fault": fault}), 1)
+    said = str(refused.value)
+    assert said.startswith(f"data.generator '{__name__}:MADE' {words}") and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"tasks": lambda seed: []}, r"tasks of a Generator must take \(seed, sizes, \*, ...\), not \(seed\)"),
+        ({"tasks": None}, r"tasks of a Generator must take \(seed, sizes, \*, ...\); it is of type NoneType"),
+        ({"tasks": made, "demonstrations": lambda n: []}, r"demonstrations of a Generator must take \(seed, n, \*, "),
+    ],
+)
+def test_a_generator_takes_what_it_is_given(parts: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionsError, match=words):
+        Generator(**parts)
 
 
 def test_tasks_of_a_run(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from mcore_mas.equations.divergence import KL_ESTIMATES, KLName
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName
 from mcore_mas.rollout.base.schema_words import json_schema
 from mcore_mas.rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
+from mcore_mas.rollout.engines import TrainedEngine
 from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.teams.roles import Role
 
 REGISTRIES = (
     EnvConfig.registry,
@@ -235,6 +237,36 @@ async def relay(task: object, team: object, env: object, *, loops: int = 1) -> N
 def relay_of_another_time(task: object, team: object, env: object) -> None: ...
 
 
+class Mute:
+    def __init__(self, model: str, *, rows: int, max_length: int, place: object = None) -> None: ...
+
+
+class Told(Mute, TrainedEngine):
+    async def generate(self, prompt_ids, sampling): ...
+
+
+class Deaf(Told):
+    async def generate(self, prompt_ids): ...
+
+
+class Unset:
+    def __init__(self, task): ...
+
+    def reset(self): ...
+
+    async def step(self, action): ...
+
+
+class Waits(Unset):
+    async def reset(self, task): ...
+
+
+UNMADE = Role(name="none", system="", user="", parse=lambda: None)
+
+
+def by_task(task): ...
+
+
 OWN = [
     (
         "env",
@@ -258,6 +290,20 @@ OWN = [
     ),
     ("reward", {"name": f"{__name__}:relay"}, "must take (group, *, ...), not (task, team, env, *, loops=1)"),
     ("advantage", {"name": f"{__name__}:race_backwards"}, "must take (turns, *, ...), not (env, track)"),
+    ("engine", {"name": f"{__name__}:race"}, f"engine '{__name__}:race' must take (model, *, rows, max_length, place)"),
+    ("engine", {"name": f"{__name__}:Mute"}, f"engine '{__name__}:Mute' lacks a method generate; expected async gene"),
+    ("engine", {"name": f"{__name__}:Deaf"}, "its method generate must take (prompt_ids, sampling), not (prompt_ids)"),
+    ("engine", {"name": f"{__name__}:Told", "options": {"x": 1}}, "engine: python, urls, members and options are set"),
+    ("env", {"name": f"{__name__}:Unset"}, f"env '{__name__}:Unset': its method reset must take (task), not ()"),
+    ("env", {"name": f"{__name__}:Waits"}, "its method reset must take (task) and may not be async"),
+    ("filter", {"name": f"{__name__}:by_task"}, "must take (turns, *, ...), not (task)"),
+    (
+        "agents.solver.role",
+        f"{__name__}:PLACES",
+        f"agents.solver.role '{__name__}:PLACES' must take (text); it is of type dict",
+    ),
+    ("agents.solver.role", f"{__name__}:UNMADE", f"agents.solver.role '{__name__}:UNMADE' must take (text), not ()"),
+    ("agents.solver.role", f"{__name__}:by_task", "must take (text), not (task)"),
     ("loss", {"name": f"{__name__}:race"}, f"loss.name: unknown loss '{__name__}:race'; known: cross_entropy, gspo"),
 ]
 
@@ -278,6 +324,11 @@ def test_whole_numbers_and_lists_are_taken_as_yaml_gives_them() -> None:
     assert config.policies["solver"].betas == (0.0, 0.5)
     config = RunConfig.check(changed(MATH, "loss.options", {"dual_clip": math.inf}), "run 'x'")  # which says: none
     assert config.loss.arguments == {"dual_clip": math.inf}
+
+
+def test_an_engine_of_ones_own_that_has_the_methods_is_taken() -> None:
+    config = RunConfig.check(changed(MATH, "engine", {"name": f"{__name__}:Told"}), "run 'x'")
+    assert config.engine.name == f"{__name__}:Told"
 
 
 def test_a_team_that_searches_needs_a_retriever() -> None:

@@ -147,7 +147,7 @@ async def misspelt(job: Job) -> str:
             "nearest: rules.deadline_s",
         ),
         ({"call": f"{PROGRAMS}:nobody"}, "agent program 'tests.support.agent_programs:nobody' cannot be imported"),
-        ({"call": f"{PROGRAMS}:script"}, "is no async function"),
+        ({"call": f"{PROGRAMS}:script"}, "must take (job) as an async function"),
         (
             {"call": f"{__name__}:misspelt"},
             f"agent program '{__name__}:misspelt': job.problm: Job has no 'problm'; nearest: problem",
