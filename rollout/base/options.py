@@ -230,7 +230,7 @@ def check_methods(what: str, thing: Any, methods: Mapping[str, Sequence[str]]) -
     """
     for written, takes in () if hasattr(thing, "__getattr__") else methods.items():
         kind, _, name = written.rpartition(" ")
-        if (method := getattr(thing, name, None)) is None:
+        if (method := getattr(thing, name, None)) is None or getattr(method, "__isabstractmethod__", False):
             every = " and ".join(f"{one}({', '.join(words)})" for one, words in methods.items())
             raise OptionsError(f"{what} lacks a method {name}; expected {every}")
         if isinstance(thing, type) and inspect.isfunction(inspect.getattr_static(thing, name)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -122,6 +123,7 @@ Tag = Literal["weights", "kv_cache"]  # what an engine can do without while it s
 class Engine(Protocol):
     """A policy's rollout side. Transports stay inside an engine's file."""
 
+    @abstractmethod
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion for `prompt_ids` [P].
 
@@ -171,9 +173,11 @@ class TrainedEngine(Engine, Protocol):
         sent = await asyncio.to_thread(make_sender(route).send, tensors, version, route.state)
         await self.commit_update(sent)
 
+    @abstractmethod
     async def begin_update(self) -> SyncRoute:
         """Where the next weights should be written, and how; starts again what has died."""
 
+    @abstractmethod
     async def commit_update(self, update: WeightUpdate) -> None:
         """Take the weights that lie where `begin_update` said, and compare their checksums.
 

@@ -241,8 +241,14 @@ class Mute:
     def __init__(self, model: str, *, rows: int, max_length: int, place: object = None) -> None: ...
 
 
-class Told(Mute, TrainedEngine):
+class Untold(Mute, TrainedEngine):
     async def generate(self, prompt_ids, sampling): ...
+
+    async def begin_update(self): ...
+
+
+class Told(Untold):
+    async def commit_update(self, update): ...
 
 
 class Deaf(Told):
@@ -292,6 +298,11 @@ OWN = [
     ("advantage", {"name": f"{__name__}:race_backwards"}, "must take (turns, *, ...), not (env, track)"),
     ("engine", {"name": f"{__name__}:race"}, f"engine '{__name__}:race' must take (model, *, rows, max_length, place)"),
     ("engine", {"name": f"{__name__}:Mute"}, f"engine '{__name__}:Mute' lacks a method generate; expected async gene"),
+    (
+        "engine",
+        {"name": f"{__name__}:Untold"},
+        f"engine '{__name__}:Untold' lacks a method commit_update; expec",
+    ),
     ("engine", {"name": f"{__name__}:Deaf"}, "its method generate must take (prompt_ids, sampling), not (prompt_ids)"),
     ("engine", {"name": f"{__name__}:Told", "options": {"x": 1}}, "engine: python, urls, members and options are set"),
     ("env", {"name": f"{__name__}:Unset"}, f"env '{__name__}:Unset': its method reset must take (task), not ()"),
