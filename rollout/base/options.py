@@ -176,7 +176,8 @@ class Registry:
             OptionsError: what is found there cannot be called as this kind is.
         """
         found = lookup(self.kind, name, self.known, own=self.own)
-        check_call(f"{self.kind} '{name}'", found, self.takes, coroutine=self.coroutine)
+        if name not in self.known:
+            check_call(f"{self.kind} '{name}'", found, self.takes, coroutine=self.coroutine)
         return found
 
     def model(self, name: str) -> type[BaseModel]:

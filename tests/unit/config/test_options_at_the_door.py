@@ -17,6 +17,7 @@ from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterCon
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.equations.divergence import KL_ESTIMATES, KLName
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName
+from mcore_mas.rollout.base.options import Registry, check_call
 from mcore_mas.rollout.base.schema_words import json_schema
 from mcore_mas.rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
 from mcore_mas.rollout.engines import TrainedEngine
@@ -87,6 +88,12 @@ def test_defaults_are_values_that_could_be_given(whose: str) -> None:
         model.model_validate_json(to_json(given, inf_nan_mode="constants"))
     except ValidationError as error:
         assert {details["type"] for details in error.errors()} == {"missing"}, error
+
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)
+def test_what_is_registered_is_called_as_its_kind_is(registry: Registry) -> None:
+    for name, found in registry.known.items():
+        check_call(f"{registry.kind} '{name}'", found, registry.takes, coroutine=registry.coroutine)
 
 
 @pytest.mark.parametrize(("names", "known"), [(KLName, KL_ESTIMATES), (AggregationName, AGGREGATIONS)])
