@@ -113,7 +113,12 @@ def lines_of(command: Sequence[str], deadline: float) -> Iterator[dict[str, Any]
     said: list[str] = []
     listener = threading.Thread(target=said.extend, args=(child.stderr,), daemon=True)
     late = threading.Event()
-    timer = threading.Timer(deadline, lambda: (late.set(), end_group(child)))
+
+    def end_late() -> None:
+        late.set()
+        end_group(child)
+
+    timer = threading.Timer(deadline, end_late)
     listener.start()
     timer.start()
     try:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.gpu.__main__ import read
 from benchmarks.gpu.machine import say, settle

@@ -135,7 +135,8 @@ class Unpickler(pickle.Unpickler):
 
 def _opened(*arguments: Any) -> Tensor:
     uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
-    return reductions.rebuild_cuda_tensor(*arguments[:6], uuids.index(arguments[6]), *arguments[7:])
+    rebuild: Any = reductions.rebuild_cuda_tensor
+    return rebuild(*arguments[:6], uuids.index(arguments[6]), *arguments[7:])
 
 
 class Receiver(BaseHTTPRequestHandler):
