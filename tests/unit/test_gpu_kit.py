@@ -183,3 +183,9 @@ def test_the_page_is_current() -> None:
     # or an update would be tried that a GPU has no room for; and one of the largest model has room on 80 GB
     peaks = [of_case(lines, "meter", case)["bytes"]["peak"] / 2**30 for case in CASES]  # type: ignore[index]
     assert sum(peak < 75 for case, peak in zip(CASES, peaks, strict=True) if case["model"] == "4b") >= 2
+
+
+def test_make_test_gpu_looks_wherever_a_test_needs_a_gpu() -> None:
+    told = (ROOT / "Makefile").read_text(encoding="utf-8").partition("pytest -m gpu ")[2].split("\n")[0]
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark." + "gpu" in path.read_text()]
+    assert len(marked) >= 5 and all(path.is_relative_to(ROOT / told) for path in marked)
