@@ -52,8 +52,8 @@ $(VENV)/chromium: | $(STAMP) # for tests of pages, where there is none
 test: $(STAMP) $(VENV)/chromium ## run every test, in three processes (WORKERS=3)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-gpu: $(STAMP) ## run the tests of kernels on this machine's GPU
-	$(BIN)/python -m pytest -m gpu tests/unit/megatron
+test-gpu: $(STAMP) ## run the tests that need this machine's GPU
+	$(BIN)/python -m pytest -m gpu tests/unit
 
 test-sglang: $(STAMP) .venv-sglang/.stamp ## run engines, transports and a training against real SGLang servers (.venv-sglang)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang --sglang .venv-sglang/bin/python tests/contract/test_engines.py tests/sglang

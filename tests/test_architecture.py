@@ -89,6 +89,7 @@ MODEL_TEXT_RUNNERS = {  # inside the sandbox's wall, in a process confined befor
     "rollout/sandbox/guest/program.py",
     "rollout/sandbox/guest/caller.py",
 }
+UNPICKLERS = {"benchmarks/gpu/hand_over.py"}  # stands for SGLang before its own parent, and opens tensors alone
 HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "faiss", "pandas", "mlflow")
 LIGHT_MODULES = (
     "mcore_mas.rollout.records.trajectory",
@@ -268,7 +269,8 @@ def test_the_environment_is_read_where_a_vendor_demands_it() -> None:
 
 @pytest.mark.parametrize("path", [*SOURCES, *OTHERS], ids=places)
 def test_nothing_dangerous_is_called(path: Path) -> None:
-    bad = [name for name in imports(path) if name.split(".")[0] in FORBIDDEN_MODULES]
+    forbidden = FORBIDDEN_MODULES - ({"pickle"} if places(path) in UNPICKLERS else set())
+    bad = [name for name in imports(path) if name.split(".")[0] in forbidden]
     for node in nodes(path):
         if not isinstance(node, ast.Call):
             continue
