@@ -135,8 +135,8 @@ def _best(config: RunConfig, models: Models, cluster: Cluster) -> tuple[Placemen
             estimate = estimate_run(config, models, tried, cluster.gpu, works=works)
             if found is None or (estimate.lack, estimate.step_s) < (found[1].lack, found[1].step_s):
                 found = tried, estimate
-        if found is not None and not found[1].lack:
-            break  # trainers one by one, and smaller micro-batches, only where nothing fits without
+        if found is not None and not found[1].lack and found[0].pool == "shared":
+            break  # trainers one by one, and smaller micro-batches, only where nothing that shares GPUs fits without
     return found
 
 
