@@ -276,7 +276,7 @@ def test_the_page_is_up_to_date(name: str) -> None:
 
 
 def test_trainers_take_turns_where_otherwise_only_a_split_fits() -> None:
-    """Four 3B policies with critics: split, eight GPUs compute and eight sample; sharing all 16 is three times as fast."""
+    """Four 3B policies with critics: with a split, half of 16 GPUs compute; sharing all is three times as fast."""
     run = config("unitymas_f5_m_ask_3b_separate")
     place, estimate = choose_placement(run, Cluster.parse("16xH100"))
     assert (place.pool, place.one_by_one) == ("shared", True)
