@@ -137,16 +137,15 @@ def has_gpu() -> bool:
 
 
 def _servers(config: RunConfig, node_gpus: int) -> Iterator[str]:
-    """That the servers of an evaluation do not fit one machine."""
-    sizes = server_gpus(config)
-    wanted = sum(sizes.values()) + (config.retriever.gpus if config.retriever else 0)
+    """That a server of an evaluation does not fit one machine."""
     there = max(node_gpus, len(list(Path("/dev").glob("nvidia[0-9]*"))))
-    if sizes and wanted > there:
-        each = ", ".join(f"{tp} for {policy}" for policy, tp in sizes.items())
-        yield (
-            f"an evaluation needs {wanted} GPUs of one machine, engine.tp {each}, and node_gpus is {there}; lower "
-            "engine.tp, name servers elsewhere (engine.urls), or raise node_gpus where machines have more"
-        )
+    for policy, size in server_gpus(config).items():
+        if (wanted := size + (config.retriever.gpus if config.retriever else 0)) > there:
+            yield (
+                f"an evaluation needs {wanted} GPUs of one machine for a server of {policy} (engine.tp {size}), and "
+                f"node_gpus is {there}; lower engine.tp, name servers elsewhere (engine.urls), or raise node_gpus "
+                "where machines have more"
+            )
 
 
 def machine_complaints(config: RunConfig) -> Iterator[str]:

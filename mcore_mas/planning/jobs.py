@@ -62,9 +62,10 @@ def needed(tenants: Sequence[Tenant], pool: Pool) -> int:
 
 
 def server_gpus(config: RunConfig) -> dict[str, int]:
-    """GPUs of one server of each policy that has any of its own: an evaluation needs these on one machine."""
+    """GPUs of one engine of each policy that has any of its own: an evaluation needs these on one machine."""
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
-    return {policy: engine.tp for policy, engine in engines.items() if engine.name == "sglang" and not engine.urls}
+    ours = {p: e for p, e in engines.items() if (e.name == "sglang" or e.device == "cuda") and not e.urls}
+    return {policy: engine.tp if engine.name == "sglang" else 1 for policy, engine in ours.items()}
 
 
 Stage = Literal["train", "evaluate", "start", "retriever"]
@@ -102,10 +103,11 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     if stage == "retriever":
         return JobNeeds(nodes=1, gpus=on_gpu, cpus=1, memory_mb=1_000 + searched)
     tenants = tenants_of(config, kind)
-    if stage == "evaluate":  # no trainers, and as many servers of each policy as the GPUs of training allow
+    if stage == "evaluate":  # no trainers, and as many engines of each policy as the GPUs of training allow
         one = sum(server_gpus(config).values())
         most = min(node_gpus, needed(tenants, config.cluster.pool))
-        devices = max(one, most // one * one) if one else int(kind == "GPU")
+        # with fewer GPUs than one of each needs they share them
+        devices = min(node_gpus, max(one, most // one * one)) if one else int(kind == "GPU")
         processes = max(len(engines), devices)
     elif stage == "start":
         devices, processes = int(kind == "GPU"), 2 * len(config.policies)

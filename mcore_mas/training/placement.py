@@ -14,8 +14,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
 from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, server_gpus, tenants_of
+from mcore_mas.planning.memory import engine_weights, kv_bytes
+from mcore_mas.rollout.base.options import merged
+from mcore_mas.rollout.engines import EngineConfig
 from mcore_mas.rollout.engines.sglang.server import visible_gpus
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
+from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.records.trajectory import grouped
 from mcore_mas.training.cluster import KEEP_PAGES, Node, cores_here
 
@@ -23,6 +27,8 @@ Options = dict[str, Any]  # of a Ray actor
 
 _WAIT_S = 60.0
 _FREE_S = 1.0  # in which a device that is free is set aside
+_STATIC = 0.8  # of a GPU's memory for what servers on it hold; the rest is for what they compute
+_SHARE = "mem-fraction-static"  # of `sglang.launch_server`
 _FINEST = 10_000  # parts of a device that Ray tells apart
 
 
@@ -114,13 +120,12 @@ def _check_servers(config: RunConfig) -> None:
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
     ours = {policy: engine for policy, engine in engines.items() if engine.name == "sglang" and not engine.urls}
     own = {policy: engine for policy, engine in ours.items() if engine_holder(config, policy) == policy}
-    shares = {p: e.options.get("mem-fraction-static", e.options.get("mem_fraction_static")) for p, e in own.items()}
-    given = [float(share) for share in shares.values() if isinstance(share, int | float)]
-    if config.cluster.pool == "shared" and len(own) > 1 and (len(given) < len(own) or sum(given) > 1):
+    shares = {policy: _share(engine) for policy, engine in own.items()}
+    if config.cluster.pool == "shared" and len(own) > 1 and not (all(shares.values()) and sum(shares.values()) <= 1):
         table = ", ".join(f"{policy} {share or 'none'}" for policy, share in shares.items())
         raise PlacementError(
-            f"engine.options: {len(own)} servers are on each GPU, and each needs its share as mem-fraction-static, all "
-            f"of them at most 1 ({table}); for example {0.8 / len(own):.2f}, or cluster.gpus for a planned one"
+            f"engine.options: {len(own)} servers are on each GPU, and each needs its share as {_SHARE}, all "
+            f"of them at most 1 ({table}); for example {_STATIC / len(own):.2f}, or cluster.gpus for a planned one"
         )
     for policy, engine in own.items():
         python = engine.python if engine.transport == "distributed" else None
@@ -136,8 +141,10 @@ def kind_here() -> Kind:
 def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
     """The GPUs of each policy's servers in an evaluation, which has no trainers: all there are. [] where it has none.
 
+    Where there are fewer than one server of each policy needs, servers share them, each GPU as many as any other.
+
     Raises:
-        PlacementError: there are fewer GPUs than one server of each policy needs.
+        PlacementError: there are fewer GPUs than one server needs.
     """
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
     elsewhere: dict[str, list[list[str]]] = {policy: [[]] * engine.servers for policy, engine in engines.items()}
@@ -146,13 +153,67 @@ def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
         return elsewhere
     gpus, one = visible_gpus(), sum(sizes.values())
     gpus = gpus[: len(gpus) - (config.retriever.gpus if config.retriever else 0)]
-    replicas = len(gpus) // one
-    if not replicas:
-        each = ", ".join(f"{tp} for {policy}" for policy, tp in sizes.items())
-        raise PlacementError(f"an evaluation needs {one} GPUs, engine.tp {each}, and there are {len(gpus)}")
-    free = iter(gpus)
+    largest = max(sizes, key=lambda policy: sizes[policy])
+    if sizes[largest] > len(gpus):
+        raise PlacementError(
+            f"an evaluation needs {sizes[largest]} GPUs for a server of {largest} (engine.tp), and there are "
+            f"{len(gpus)}; lower engine.tp"
+        )
+    free, replicas = itertools.cycle(gpus), max(1, len(gpus) // one)
     own = {policy: [[next(free) for _ in range(tp)] for _ in range(replicas)] for policy, tp in sizes.items()}
     return elsewhere | own
+
+
+def shared_out(config: RunConfig, gpus: Mapping[str, Sequence[Sequence[str]]]) -> RunConfig:
+    """The run with a share of the memory for each of the servers in an evaluation that others are beside on its `gpus`.
+
+    What they are given stays where it adds up to at most 1; else each has its weights, and of what is left as much as
+    the others.
+
+    Raises:
+        PlacementError: they do not fit.
+        ModelError: the shape of a model is not known.
+    """
+    on = grouped((gpu, policy) for policy, servers in gpus.items() for own in servers for gpu in own)
+    crowds = [policies for policies in on.values() if len(policies) > 1]
+    engines = {policy: for_policy(config, policy).engine for crowd in crowds for policy in crowd}
+    given = {policy: _share(engine) for policy, engine in engines.items()}
+    if all(all(map(given.get, crowd)) and sum(given[p] for p in crowd) <= 1 for crowd in crowds):
+        return config
+    memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    held = {policy: _held(config.models[policy], engine) for policy, engine in engines.items()}
+    shares = dict.fromkeys(engines, 1.0)
+    for crowd in crowds:
+        left = _STATIC * memory - sum(held[policy] for policy in crowd)
+        if left <= 0:
+            table = ", ".join(f"{policy} {held[policy] / 1e9:.1f}" for policy in crowd)
+            raise PlacementError(
+                f"an evaluation has {len(crowd)} engines on one GPU of {memory / 1e9:.1f} GB, and they hold {table} "
+                "GB; give it more GPUs, or raise engine.tp"
+            )
+        served = sum(engines[policy].name == "sglang" for policy in crowd)
+        for policy in crowd:
+            shares[policy] = min(shares[policy], (held[policy] + left / max(1, served)) / memory)
+    policies = dict(config.policies)
+    for policy in (policy for policy, engine in engines.items() if engine.name == "sglang"):
+        own = policies[policy].own
+        changed = merged(own.engine, {"options": {_SHARE: round(shares[policy], 3)}})
+        policies[policy] = policies[policy].model_copy(update={"own": own.model_copy(update={"engine": changed})})
+    return config.model_copy(update={"policies": policies})
+
+
+def _share(engine: EngineConfig) -> float:
+    """Of a GPU's memory, what an engine's server is told to take; 0: nothing."""
+    share = engine.options.get(_SHARE, engine.options.get(_SHARE.replace("-", "_")))
+    return float(share) if isinstance(share, int | float) else 0.0
+
+
+def _held(model: str, engine: EngineConfig) -> float:
+    """Bytes that an engine holds on each of its GPUs before it plays: weights, and if it is embedded its cache."""
+    shape = read_architecture(model)
+    if engine.name == "sglang":
+        return engine_weights(shape, engine.tp)
+    return 2 * (engine_weights(shape, 1) + engine.slots * engine.max_length * kv_bytes(shape, 1))  # float32
 
 
 def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, nodes: Sequence[int]) -> None:
