@@ -33,7 +33,7 @@ $(STAMP): $(if $(shell test -L $(VENV) && echo link),,pyproject.toml requirement
 	@touch $@
 
 demo: $(STAMP) ## run the whole pipeline on two CPU cores: data to report
-	CUDA_VISIBLE_DEVICES= $(BIN)/snakemake
+	$(BIN)/snakemake
 
 study: $(STAMP) ## compare estimators over seeds, on two CPU cores in some hours
 	$(BIN)/snakemake study_stability --configfile workflow/studies/claim.yaml

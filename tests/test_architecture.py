@@ -59,6 +59,7 @@ ENVIRONMENT_READERS = {
     "rollout/base/failpoints.py": "what a test orders reaches every process of a run in no other way",
     "mcore_mas/pipeline/suite_file.py": "the jobs of a suite import the Python code beside it",
     "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",
+    "mcore_mas/planning/machine.py": "CUDA takes what GPUs a process may see from nowhere else",
     "mcore_mas/training/tracking_store.py": "MLflow's telemetry has no other switch",
     "mcore_mas/training/trainer_group.py": "gloo and NCCL take their network interface from nowhere else",
     "mcore_mas/training/cluster.py": "RAY_ADDRESS, whose cluster Ray would join",

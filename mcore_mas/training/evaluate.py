@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
+from mcore_mas.planning.machine import on_its_devices
 from mcore_mas.rollout.base.files import check_tree, sealed, writable, write_json
 from mcore_mas.rollout.base.ownership import FolderError, check_owner, epoch_of, owned
 from mcore_mas.rollout.base.task_group import Watchdog
@@ -114,7 +115,7 @@ def playing(config: RunConfig, place: str, step: int = _CHAT) -> Iterator[tuple[
     gpus = gpus_of_servers(config)
     config = shared_out(config, gpus)
     remotes = open_remotes(config, Path(f"{place}remotes"))
-    with ExitStack() as stack:
+    with on_its_devices(config), ExitStack() as stack:
         make_env = stack.enter_context(world(config, str(Path(f"{place}retriever").absolute())))
         engines = make_engines(config, config.models, Path(f"{place}engines"), trained=False, gpus=gpus)
         stack.callback(close_engines, engines)

@@ -13,7 +13,17 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
-from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, server_gpus, tenants_of
+from mcore_mas.planning.jobs import (
+    GroupKey,
+    Kind,
+    PlacementError,
+    Pool,
+    Tenant,
+    check_fits,
+    needed,
+    server_gpus,
+    tenants_of,
+)
 from mcore_mas.planning.memory import engine_weights, kv_bytes
 from mcore_mas.rollout.base.options import merged
 from mcore_mas.rollout.engines import EngineConfig
@@ -30,10 +40,6 @@ _FREE_S = 1.0  # in which a device that is free is set aside
 _STATIC = 0.8  # of a GPU's memory for what servers on it hold; the rest is for what they compute
 _SHARE = "mem-fraction-static"  # of `sglang.launch_server`
 _FINEST = 10_000  # parts of a device that Ray tells apart
-
-
-class PlacementError(ValueError):
-    """A run's processes do not fit the devices there are: one line with what each policy needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,8 @@ def room_for(config: RunConfig, nodes: Sequence[Node] = ()) -> Room:
         PlacementError: there are too few devices, or too few on one node.
     """
     pool = config.cluster.pool
-    kind: Kind = ("GPU" if any(node.gpus for node in nodes) else "CPU") if nodes else kind_here()
+    gpus = config.cluster.device != "cpu" and any(node.gpus for node in nodes)
+    kind: Kind = ("GPU" if gpus else "CPU") if nodes else kind_here(config)
     tenants = tenants_of(config, kind)
     own = {"": torch.cuda.device_count() if kind == "GPU" else config.cluster.cpus or needed(tenants, pool)}
     if kind == "GPU" and config.retriever and config.retriever.gpus:
@@ -133,9 +140,16 @@ def _check_servers(config: RunConfig) -> None:
             raise PlacementError(f"policies.{policy}: engine.transport: distributed: {told}")
 
 
-def kind_here() -> Kind:
-    """What this machine computes on."""
-    return "GPU" if torch.cuda.is_available() else "CPU"
+def kind_here(config: RunConfig) -> Kind:
+    """What a run computes on, on this machine.
+
+    Raises:
+        PlacementError: it is to be GPUs, and there is none.
+    """
+    gpus = config.cluster.device != "cpu" and torch.cuda.is_available()
+    if config.cluster.device == "cuda" and not gpus:
+        raise PlacementError("cluster.device: cuda, and torch sees no GPU here; set it to auto or cpu")
+    return "GPU" if gpus else "CPU"
 
 
 def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
@@ -149,7 +163,7 @@ def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
     elsewhere: dict[str, list[list[str]]] = {policy: [[]] * engine.servers for policy, engine in engines.items()}
     sizes = server_gpus(config)
-    if not sizes or kind_here() != "GPU":
+    if not sizes or kind_here(config) != "GPU":
         return elsewhere
     gpus, one = visible_gpus(), sum(sizes.values())
     gpus = gpus[: len(gpus) - (config.retriever.gpus if config.retriever else 0)]
@@ -216,34 +230,6 @@ def _held(model: str, engine: EngineConfig) -> float:
     return 2 * (engine_weights(shape, 1) + engine.slots * engine.max_length * kv_bytes(shape, 1))  # float32
 
 
-def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, nodes: Sequence[int]) -> None:
-    """Refuse a run that needs more devices than there are on `nodes`, or more on one of them than it has.
-
-    Raises:
-        PlacementError: with what every policy needs.
-    """
-    wanted, available = needed(tenants, pool), sum(nodes)
-    for tenant in tenants:
-        if wanted <= available and tenant.unit > max(nodes):
-            raise PlacementError(
-                f"{tenant.policy}: {tenant.part} needs {tenant.unit} {kind}s of one node (tp), and the largest of "
-                f"{len(nodes)} nodes has {max(nodes)}; use a smaller tp"
-            )
-    if wanted <= available:
-        return
-    table = "; ".join(
-        f"{policy}: " + ", ".join(f"{tenant.part} {tenant.devices}" for tenant in tenants if tenant.policy == policy)
-        for policy in dict.fromkeys(tenant.policy for tenant in tenants)
-    )
-    shared = needed(tenants, "shared")
-    advice = f"use cluster.pool: shared, which needs {shared}" if shared <= available else "use fewer ranks"
-    if kind == "GPU":
-        advice += ", or compute on CPUs: CUDA_VISIBLE_DEVICES= before the command"
-    raise PlacementError(
-        f"cluster.pool: {pool} needs {wanted} {kind}s and there are {available} ({table}); {advice}, or more {kind}s"
-    )
-
-
 def strategies(
     groups: Sequence[int], nodes: Sequence[int], wanted: Sequence[str | None] = (), labels: Sequence[str | None] = ()
 ) -> list[str]:
@@ -271,7 +257,8 @@ class DevicePlacement:
     def __init__(self, room: Room, *, joined: bool = False) -> None:
         """Nothing is set aside before `fill`. In a Ray that was `joined`, actors are given what a run's own Ray has."""
         self.room = room
-        self._actor = {"runtime_env": {"env_vars": KEEP_PAGES}} if joined and room.kind == "CPU" else {}
+        own = KEEP_PAGES | {"CUDA_VISIBLE_DEVICES": ""}
+        self._actor = {"runtime_env": {"env_vars": own}} if joined and room.kind == "CPU" else {}
         self._groups: dict[GroupKey, list[Any]] = {}
         self.options: dict[GroupKey, list[Options]] = {}
         self.nodes: dict[GroupKey, list[str]] = {}  # Ray's id of each process's node

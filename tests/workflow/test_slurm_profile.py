@@ -34,7 +34,8 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings of a team of two policies with servers of SGLang's: two ranks and one, and a server each."""
     model = describe_model(tmp_path_factory.mktemp("models") / "model")
     models = [f"policies.{policy}.model={model}" for policy in ("solver", "verifier")]
-    return ["cold_start=null", *models, "engine=sglang", f"engine.python={sys.executable}", "engine.max_length=256"]
+    models += ["cold_start=null", "cluster.device=auto"]
+    return [*models, "engine=sglang", f"engine.python={sys.executable}", "engine.max_length=256"]
 
 
 def asked(said: str) -> dict[str, dict[str, str]]:

@@ -67,7 +67,7 @@ def test_an_evaluation_asks_for_no_more_than_machines_have() -> None:
     run = config("unitymas_t3_hotpotqa_m_ask_7b")
     servers = len(run.models)
     assert [job_needs(run, "evaluate", gpus).gpus for gpus in (1, 2, 8)] == [1, 2, 8 // servers * servers]
-    embedded = config("demo_math", "+engine.device=cuda")  # two ranks and one, and the engines
+    embedded = config("demo_math", "+engine.device=cuda", "cluster.device=auto")  # two ranks and one, and the engines
     assert job_needs(embedded, "evaluate", 8).gpus == 4
 
 

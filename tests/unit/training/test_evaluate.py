@@ -19,6 +19,7 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig, for_policy
+from mcore_mas.planning.jobs import PlacementError
 from mcore_mas.planning.memory import engine_weights
 from mcore_mas.rollout.base.files import write_json
 from mcore_mas.rollout.base.ownership import FolderError
@@ -27,12 +28,11 @@ from mcore_mas.rollout.engines.sglang.server import Replica, Server, visible_gpu
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.records.files import read_tasks, read_trajectories
-from mcore_mas.training import placement
 from mcore_mas.training.cluster import Node
 from mcore_mas.training.engine_factory import make_engines, sidecar_of
 from mcore_mas.training.evaluate import EvaluationError, converse, evaluate, seated
 from mcore_mas.training.measure import Shards
-from mcore_mas.training.placement import PlacementError, gpus_of_servers, room_for, shared_out
+from mcore_mas.training.placement import gpus_of_servers, room_for, shared_out
 from tests.support.run_folder import make_run
 from tests.support.slotted_sglang import slotted_server
 from tests.unit.training.test_measure import trajectory
@@ -160,14 +160,14 @@ def test_too_many_failures_are_no_score_and_the_same_command_goes_on(tmp_path: P
 class TestPlacement:
     @staticmethod
     def config(*overrides: str) -> RunConfig:
-        values = resolve(["experiment=demo_math", "engine.name=sglang", "engine.python=p", *overrides])
-        return RunConfig.check(values, "test")
+        of_gpus = ["cluster.device=auto", "engine.name=sglang", "engine.python=p"]
+        return RunConfig.check(resolve(["experiment=demo_math", *of_gpus, *overrides]), "test")
 
     @pytest.fixture(autouse=True)
     def _eight_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11,12,13,14,15")
         monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-        monkeypatch.setattr(placement, "kind_here", lambda: "GPU")
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
     def test_all_gpus_serve(self) -> None:
         assert gpus_of_servers(self.config("engine.tp=2")) == {
@@ -178,6 +178,7 @@ class TestPlacement:
 
     def test_a_retriever_has_the_last_to_itself(self) -> None:
         searching = ["experiment=demo_search", "engine.name=sglang", "engine.python=p", "retriever.device=cuda"]
+        searching.append("cluster.device=cuda")
         config = RunConfig.check(resolve(searching), "test")
         used = [gpu for servers in gpus_of_servers(config).values() for (gpu,) in servers]
         assert used == ["8", "9", "10", "11", "12", "13", "14"]
