@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -28,9 +29,10 @@ from mcore_mas.rollout.engines.sglang.server import Replica, Server, visible_gpu
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.records.files import read_tasks, read_trajectories
+from mcore_mas.training import evaluate as evaluation
 from mcore_mas.training.cluster import Node
 from mcore_mas.training.engine_factory import make_engines, sidecar_of
-from mcore_mas.training.evaluate import EvaluationError, converse, evaluate, seated
+from mcore_mas.training.evaluate import EvaluationError, converse, evaluate, playing, seated
 from mcore_mas.training.measure import Shards
 from mcore_mas.training.placement import gpus_of_servers, room_for, shared_out
 from tests.support.run_folder import make_run
@@ -246,11 +248,19 @@ class TestPlacement:
         assert shared_out(config, {"solver": [["8"]], "verifier": [["9"]]}) is config
 
         on_gpu(10 * weights)
-        played = shared_out(self.config(*together, "cold_start=null", f"engine.python={sys.executable}"), gpus)
-        engines = make_engines(played, played.models, tmp_path, trained=False, gpus=gpus)
-        for engine in engines.values():
-            [replica] = engine._replicas
-            assert (replica.seats, replica.host.share, replica.gpus) == (["8"], 0.4, ["8"])
+        made: list[Any] = []
+        monkeypatch.setattr(evaluation, "make_engines", lambda *a, **k: made.append(make_engines(*a, **k)) or made[-1])
+        config = self.config(*together, "cold_start=null", f"engine.python={sys.executable}")
+        with playing(config, f"{tmp_path}/"):
+            for engine in made[0].values():
+                [replica] = engine._replicas
+                assert (replica.seats, replica.host.share, replica.gpus) == (["8"], 0.4, ["8"])
+
+    def test_a_team_on_cpus_sees_no_gpu(self, tmp_path: Path) -> None:
+        config = RunConfig.load(make_run(tmp_path, "data.test=1") / "config.yaml")
+        with playing(config, f"{tmp_path}/"):
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        assert os.environ["CUDA_VISIBLE_DEVICES"].startswith("8,9")
 
     def test_a_server_sees_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         started: list[Any] = []
