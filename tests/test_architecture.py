@@ -17,6 +17,9 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from mcore_mas.megatron.cpu import TRIED
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("retrieval", "rollout", "mcore_mas")
@@ -59,6 +62,7 @@ ENVIRONMENT_READERS = {
     "rollout/base/failpoints.py": "what a test orders reaches every process of a run in no other way",
     "mcore_mas/pipeline/suite_file.py": "the jobs of a suite import the Python code beside it",
     "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",
+    "mcore_mas/planning/machine.py": "CUDA takes what GPUs a process may see from nowhere else",
     "mcore_mas/training/tracking_store.py": "MLflow's telemetry has no other switch",
     "mcore_mas/training/trainer_group.py": "gloo and NCCL take their network interface from nowhere else",
     "mcore_mas/training/cluster.py": "RAY_ADDRESS, whose cluster Ray would join",
@@ -355,14 +359,28 @@ def test_what_is_imported_is_declared() -> None:
     assert not missing
 
 
+def locked(name: str) -> dict[str, str]:
+    """The versions that a lock pins."""
+    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+    return {
+        canonicalize_name(name): version for name, sign, version in (line.partition("==") for line in lines) if sign
+    }
+
+
+def test_the_locks_of_two_pythons_differ_in_megatron_core_alone() -> None:
+    older, newer = locked("lock.txt"), locked("lock-3.12.txt")
+    differs = {name for name in older.keys() | newer.keys() if older.get(name) != newer.get(name)}
+    assert differs == {"megatron-core"}
+    assert {older["megatron-core"], newer["megatron-core"]} <= {*TRIED}
+    assert Version(newer["megatron-core"]) == max(map(Version, TRIED))
+
+
 def test_direct_dependencies_are_ranges_that_hold_what_is_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = [Requirement(r) for r in [*project["dependencies"], *project["optional-dependencies"]["dev"]]]
-    lock = (ROOT / "requirements" / "lock.txt").read_text(encoding="utf-8").splitlines()
-    pinned = {
-        canonicalize_name(name): version for name, sign, version in (line.partition("==") for line in lock) if sign
-    }
-    assert not [str(r) for r in declared if not r.specifier.contains(pinned[canonicalize_name(r.name)])]
+    for name in ("lock.txt", "lock-3.12.txt"):
+        pinned = locked(name)
+        assert not [str(r) for r in declared if not r.specifier.contains(pinned[canonicalize_name(r.name)])], name
     assert not [str(r) for r in declared if "==" in str(r.specifier) or "<" not in str(r.specifier)]
 
 

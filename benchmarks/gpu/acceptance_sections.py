@@ -43,7 +43,7 @@ PLACES: dict[str, tuple[int, list[str]]] = {
     "tensor": (2, ["cluster.pool=shared", "policies.solver.tp=1", "+engine.options.mem-fraction-static=0.3"]),
 }
 SMALL = ["data.train=64", "data.validation=8", "data.test=8", "trainer.steps=2", "trainer.tasks_per_step=4"]
-SMALL += ["trainer.checkpoint_every=2", "trainer.validate_every=2", "cold_start.base.heads=4"]
+SMALL += ["cluster.device=auto", "trainer.checkpoint_every=2", "trainer.validate_every=2", "cold_start.base.heads=4"]
 SMALL += [
     "cold_start.base.hidden=256",
     "cold_start.base.kv_heads=2",

@@ -25,6 +25,7 @@ from mcore_mas.rollout.teams.team import TeamSession
 from tests.support import reference
 
 NO_START = ["cold_start=null", "engine.max_length=256"]
+SERVED = ["engine=sglang", f"engine.python={sys.executable}", "engine.max_length=512"]
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,9 @@ def test_the_demo_is_well() -> None:
 
 def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: None)
-    monkeypatch.setattr("mcore_mas.pipeline.check.has_gpu", lambda: False)
+    monkeypatch.setattr("mcore_mas.pipeline.check.gpus_here", lambda: 0)
     settings = ["policies.solver.tp=3", "engine.max_length=2048", "engine.device=cuda", "tracking.uri=localhost:5000"]
-    lines = said(*settings)
+    lines = said("cluster.device=auto", *settings)
     assert lines == [
         "run 'demo_math': policies.solver: tp: 3 does not divide the model's 8 heads; valid here: [1, 2, 4], "
         "nearest: 2",
@@ -61,6 +62,48 @@ def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(mo
         "run 'demo_math': engine.device: cuda, and there is no GPU here; set it to cpu",
         "run 'demo_math': tracking.uri: localhost:5000 has no scheme; expected http://localhost:5000, or sqlite:///FILE",
     ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "line"),
+    [
+        (1, [], None),  # the demo computes on CPUs
+        (0, ["cluster.device=auto"], None),
+        (3, ["cluster.device=auto"], None),
+        (
+            2,
+            ["cluster.device=auto"],
+            "cluster.pool: split needs 3 GPUs and there are 2 (solver: trainer 2; verifier: trainer 1); use "
+            "cluster.pool: shared, which needs 2, or compute on CPUs: cluster.device: cpu, or more GPUs",
+        ),
+        (2, ["cluster.device=auto", "cluster.pool=shared"], None),
+        (2, ["cluster.device=auto", "cluster.address=10.0.0.1:6379"], None),  # where others may be
+        (0, ["cluster.device=cuda"], "cluster.device: cuda, and there is no GPU here; set it to auto or cpu"),
+        (
+            8,
+            [*SERVED, "policies.verifier.own.engine.options={device: cpu}"],
+            "policies.solver: cluster.device: cpu shows SGLang's servers no GPU; set it to auto or cuda",
+        ),
+    ],
+)
+def test_a_training_that_has_too_few_gpus_here_is_refused_before_its_cold_start(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, overrides: list[str], line: str | None
+) -> None:
+    monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: None)
+    monkeypatch.setattr("mcore_mas.pipeline.check.gpus_here", lambda: gpus)
+    assert said(*overrides) == ([f"run 'demo_math': {line}"] if line else [])
+    if gpus:  # from where jobs go to other machines nothing is known of them
+        monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: name)
+        assert said(*overrides) == ([f"run 'demo_math': {line}"] if line and "SGLang" in line else [])
+
+
+def test_a_retriever_and_an_engine_on_a_gpu_do_not_go_with_a_run_on_cpus() -> None:
+    with pytest.raises(
+        SuiteError, match=r"policies\.solver: engine\.device: cuda, and cluster\.device: cpu shows it no"
+    ):
+        load_suite("demo_math", ["engine.device=cuda"])
+    lines = complaints(load_suite("demo_search", ["retriever.device=cuda"]))
+    assert any("retriever.device: cuda, and cluster.device: cpu shows it no GPU" in line for line in lines)
 
 
 def test_models_that_are_not_there_have_no_template_or_lie_in_the_hubs_cache(
