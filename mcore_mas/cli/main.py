@@ -28,6 +28,7 @@ _PANEL = "Train and evaluate"
 _Suite = Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")]
 _Host = Annotated[str, typer.Option(help="Address to listen on.")]
 _TokenFile = Annotated[Path | None, typer.Option(help="Bearer token; required for a host that is not loopback.")]
+_Configs = Annotated[Path | None, typer.Option(help="Folder of your own configs, if it is another.")]
 _Overrides = Annotated[list[str] | None, typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3.")]
 
 
@@ -46,15 +47,11 @@ def options(
 
 
 @app.command("run", rich_help_panel=_PANEL, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def run_suite(
-    context: typer.Context,
-    suite: _Suite,
-    config_dir: Annotated[Path | None, typer.Option(help="Folder of your own configs, if it is another.")] = None,
-) -> None:
+def run_suite(context: typer.Context, suite: _Suite, config_dir: _Configs = None) -> None:
     """Run the pipeline on a suite.
 
-    Experiments and teams of your own lie in configs/ beside the suite file. Further arguments are overrides of every
-    run (trainer.steps=3), then Snakemake's, for example -n to see what would run.
+    Experiments and teams of your own lie in configs/ beside the suite file; of an experiment's name alone, in configs/
+    here. Further arguments are overrides of every run (trainer.steps=3), then Snakemake's, such as -n: what would run.
     """
     command = snakemake_command(suite, context.args, config_dir)
     os.execv(command[0], command)  # noqa: S606
@@ -81,17 +78,17 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
     """The command that runs a suite: its own config goes into the one `--config` that Snakemake heeds.
 
     Raises:
-        SuiteError: there is no such suite or experiment.
+        SuiteError: there is no such suite, experiment or `config_dir`.
     """
     from mcore_mas.pipeline.suite import SNAKEFILE, suite_values
 
     (overrides, rest), file = split_overrides(arguments), Path(suite).is_file()
-    values = suite_values(suite)
+    values = suite_values(suite, config_dir)
     own = [] if file else [f"{key}={json.dumps(value)}" for key, value in values.items()]
     if overrides:  # in place of the file's, which come first
         earlier = values.get("overrides", []) if isinstance(values, dict) else []
         own.append(f"overrides={json.dumps([*earlier, *overrides])}")
-    own += [f"config_dir={config_dir.resolve()}"] if config_dir else []
+    own += [f"config_dir={config_dir.resolve()}"] if config_dir and file else []
     at = next((n for n, word in enumerate(rest) if word in ("--config", "-C")), len(rest))
     given = [*rest[:at], "--config", *own, *rest[at + 1 :]] if own else rest
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE)]
@@ -108,12 +105,12 @@ def new_team(name: Annotated[str, typer.Argument(help="Of the project, and of it
 
 
 @app.command("check", rich_help_panel=_PANEL)
-def check_runs(suite: _Suite, overrides: _Overrides = None) -> None:
+def check_runs(suite: _Suite, overrides: _Overrides = None, config_dir: _Configs = None) -> None:
     """Say everything that is known to fail, before it costs anything: models, layouts, lengths, prompts, files."""
     from mcore_mas.pipeline.check import complaints
     from mcore_mas.pipeline.suite import load_suite
 
-    loaded = load_suite(suite, overrides or [])
+    loaded = load_suite(suite, overrides or [], config_dir)
     lines = complaints(loaded)
     print("\n".join(f"no: {line}" for line in lines) or f"ok: {', '.join(loaded.runs)}")
     raise typer.Exit(1 if lines else 0)
@@ -124,6 +121,7 @@ def plan_suite(
     suite: _Suite,
     gpus: Annotated[str, typer.Option(help="Number and kind; more than 8 are several machines.")] = "8xH100",
     cluster: Annotated[Path | None, typer.Option(help="YAML instead: gpus, node, memory, flops, bandwidth.")] = None,
+    config_dir: _Configs = None,
 ) -> None:
     """Say where each run's parts would lie, what they take and how long; exit status 1 if one does not fit."""
     from mcore_mas.pipeline.suite import load_suite
@@ -131,7 +129,7 @@ def plan_suite(
     from mcore_mas.planning.page import plan_lines
 
     there = Cluster.read(cluster) if cluster is not None else Cluster.parse(gpus)
-    refused, loaded = 0, load_suite(suite)
+    refused, loaded = 0, load_suite(suite, config_dir=config_dir)
     for config in map(loaded.checked, loaded.runs):
         try:
             print("\n".join(plan_lines(config, there, *choose_placement(config, there))))

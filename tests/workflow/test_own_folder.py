@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from mcore_mas.cli.main import snakemake_command
 from mcore_mas.pipeline.base_model import make_tiny_model
-from mcore_mas.pipeline.suite import Suite
+from mcore_mas.pipeline.suite import Suite, load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.teams.roles import ROLES
 from tests.support.run_folder import make_run
@@ -125,6 +126,26 @@ def test_configs_may_lie_elsewhere_and_the_shipped_workflow_is_in_the_package(in
     assert done.returncode == 0, done.stderr
     assert str(installed / "mcore_mas" / "shipped" / "workflow") in done.stderr  # its default profile
     assert not (project / "results").exists()
+
+
+def test_an_experiment_of_ones_own_is_found_by_its_name(
+    project: Path, fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    assert load_suite("my_relay").runs["my_relay"]["env"]["name"] == "my_pkg.worlds:near"
+    named = [word for word in snakemake_command("my_relay", ["-n"], None) if word.startswith("config_dir=")]
+    assert named == [f'config_dir="{project / "configs"}"']
+    (project / "configs").rename(project / "mine")
+    assert [*load_suite("my_relay", config_dir=Path("mine")).runs] == ["my_relay"]
+    assert "my_relay" in load_suite("my_suite.yaml", config_dir=Path("mine")).runs
+    for suite in ("my_relay", "my_suite.yaml"):
+        for refused in (load_suite, snakemake_command):
+            with pytest.raises(SuiteError, match=r"config_dir: .*/mien is not a folder"):
+                refused(suite, [], Path("mien"))
+    with pytest.raises(
+        SuiteError, match=r"my_rely: no such file, and no experiment of this name .*; nearest: my_relay"
+    ):
+        load_suite("my_rely", config_dir=Path("mine"))
 
 
 @pytest.mark.slow
