@@ -30,7 +30,7 @@ try:
     if workflow.is_main_process and not acquires:  # not in each of its jobs, nor to fetch what they need
         if lines := complaints(SUITE, node_gpus=NODE_GPUS):
             raise SuiteError("\n  ".join(lines))
-except SuiteError as error:  # one line, no traceback, before any job starts
+except (SuiteError, OSError) as error:  # one line, no traceback, before any job starts
     raise SystemExit(f"error: {error}") from None
 config["experiments"] = SUITE.overrides  # grids and the suite's overrides written out, for the report
 config.pop("grid", None)
