@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from mcore_mas.cli.inspection import inspection_commands
+from mcore_mas import with_pages
+from mcore_mas.cli.inspection import UsageError, inspection_commands
 from mcore_mas.cli.machine import ConfigFile, RunFolder, machine_commands, run_commands
-from mcore_mas.rollout.base.text import show_logs
+from mcore_mas.rollout.base.text import nearest, show_logs
 from mcore_mas.training.joblog import Stopped, cause, stop_at_start
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
     help="Reinforcement-learning post-training of teams of LLM agents on Megatron-core.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="What goes wrong is one line and a non-zero exit; --debug, anywhere, adds the traceback.",
 )
 _PANEL = "Train and evaluate"
@@ -79,6 +81,7 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
 
     Raises:
         SuiteError: there is no such suite, experiment or `config_dir`.
+        UsageError: Snakemake has no such option, or nothing makes a target.
     """
     from mcore_mas.pipeline.suite import SNAKEFILE, suite_values
 
@@ -89,10 +92,36 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
         earlier = values.get("overrides", []) if isinstance(values, dict) else []
         own.append(f"overrides={json.dumps([*earlier, *overrides])}")
     own += [f"config_dir={config_dir.resolve()}"] if config_dir and file else []
+    _check_for_snakemake(rest)
     at = next((n for n, word in enumerate(rest) if word in ("--config", "-C")), len(rest))
     given = [*rest[:at], "--config", *own, *rest[at + 1 :]] if own else rest
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE)]
     return [*command, *([f"--configfile={suite}"] if file else []), *given]
+
+
+def _check_for_snakemake(words: Sequence[str]) -> None:
+    """Refuse options that Snakemake does not have, and targets that nothing makes."""
+    from snakemake.cli import get_argument_parser
+
+    from mcore_mas.pipeline.suite import SNAKEFILE
+
+    def refuse(message: str) -> NoReturn:
+        near = nearest(message.rpartition(" ")[2], [*parser._option_string_actions, "--config-dir"])
+        raise UsageError(f"{message}; `mcore-mas run --help` and `snakemake --help` list what there is{near}")
+
+    parser = get_argument_parser()
+    parser.error = refuse
+    targets = parser.parse_args(list(words)).targets
+    if "=" in targets:
+        raise UsageError("'=' stands alone; an override has no spaces around it, such as trainer.steps=3")
+    texts = [file.read_text(encoding="utf-8") for file in (SNAKEFILE, *SNAKEFILE.parent.glob("rules/*.smk"))]
+    rules = re.findall(r"^rule (\w+):", "".join(texts), re.MULTILINE)
+    for target in targets:
+        if "/" not in target and target not in rules and not target.startswith(("table_", "bundle_", "acquire_")):
+            raise UsageError(
+                f"no target '{target}'; expected a file, such as results/RUN/train/done.json, a rule, or "
+                f"an override KEY=VALUE{nearest(target, rules)}"
+            )
 
 
 @app.command("new", rich_help_panel=_PANEL)
@@ -112,7 +141,7 @@ def check_runs(suite: _Suite, overrides: _Overrides = None, config_dir: _Configs
 
     loaded = load_suite(suite, overrides or [], config_dir)
     lines = complaints(loaded)
-    print("\n".join(f"no: {line}" for line in lines) or f"ok: {', '.join(loaded.runs)}")
+    print("\n".join(f"no: {with_pages(line)}" for line in lines) or f"ok: {', '.join(loaded.runs)}")
     raise typer.Exit(1 if lines else 0)
 
 
@@ -240,14 +269,21 @@ def main() -> None:
     """Run a command; what goes wrong is one line on stderr and exit status 1, unless --debug asks for the traceback."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     sys.path.append(str(Path.cwd()))  # a team of one's own is found where one stands
     try:
-        app(arguments)
+        sys.exit(app(arguments, prog_name="mcore-mas", standalone_mode=False) or 0)
     except Stopped as stop:
         print(stop, file=sys.stderr)
         sys.exit(143)
     except Exception as error:
         if debug:
             raise
-        print(f"error: {cause(error)}  (--debug shows the traceback)", file=sys.stderr)
+        if context := getattr(error, "ctx", None):  # the call does not parse
+            said = " ".join(error.format_message().split()).rstrip(".?")  # type: ignore[attr-defined]
+            if said:  # else the help was shown, because nothing was asked
+                print(f"error: {said}; `{context.command_path} --help` says what is expected", file=sys.stderr)
+            sys.exit(2)
+        print(f"error: {with_pages(cause(error))}  (--debug shows the traceback)", file=sys.stderr)
         sys.exit(1)

@@ -160,7 +160,11 @@ def new_project(name: str, parent: Path) -> Path:
         ScaffoldError: the name is none of a Python package or is taken, or the folder holds something or cannot be
             made. Nothing is written then.
     """
-    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or keyword.iskeyword(name) or yaml.safe_load(name) != name:
+    if (
+        not re.fullmatch(r"(?!(?i:nan|inf)$)[A-Za-z]\w*", name, re.ASCII)
+        or keyword.iskeyword(name)
+        or yaml.safe_load(name) != name
+    ):
         raise ScaffoldError(f"'{name}' cannot be a Python package; expected letters, digits and _, such as my_team")
     folder = parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

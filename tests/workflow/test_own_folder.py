@@ -39,7 +39,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in SOURCES:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (source / "docs").mkdir()
-    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "docs/published.yaml"):
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "docs/published.yaml", "docs/experiments.md"):
         shutil.copy(ROOT / file, source / file)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", site, source], check=True)
@@ -107,8 +107,12 @@ def test_the_package_brings_its_types_pages_and_ranges(installed: Path) -> None:
     shipped = installed / "mcore_mas" / "shipped"
     for file in ("configs/schema/run.json", "configs/config.yaml", "workflow/Snakefile", "workflow/suites/demo.yaml"):
         assert (shipped / file).is_file(), file
-    code = "import mcore_mas, sys; from mcore_mas.config.compose import experiments; print(len(experiments()))"
+    code = "import mcore_mas; print(mcore_mas.with_pages('no (docs/experiments.md, /a/docs/experiments.md)'))"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
+    found = subprocess.run([sys.executable, "-c", code], cwd=told, env=environment, capture_output=True, text=True)
+    assert found.stdout == f"no ({shipped}/docs/experiments.md, /a/docs/experiments.md)\n", found.stderr
+    assert (shipped / "docs/experiments.md").is_file()
+    code = "import mcore_mas, sys; from mcore_mas.config.compose import experiments; print(len(experiments()))"
     found = subprocess.run([sys.executable, "-c", code], cwd=told, env=environment, capture_output=True, text=True)
     assert int(found.stdout) > 50, found.stderr
 

@@ -136,7 +136,7 @@ def test_its_model_is_what_makes_models_from_nothing(project: Path, tmp_path: Pa
 
 def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None:
     before = sorted(project.parent.iterdir())
-    for name in ("my-team", "class", "../x", "", "équipe", "_x", "null", "on"):
+    for name in ("my-team", "class", "../x", "", "équipe", "_x", "null", "on", "nan"):
         with pytest.raises(ScaffoldError, match="cannot be a Python package"):
             new_project(name, project.parent)
     for name in ("random", "torch", "yaml", "json", "test", "mcore_mas"):
