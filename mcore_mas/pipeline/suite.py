@@ -47,6 +47,7 @@ class Suite:
     bases: Mapping[str, str]  # run -> the first run whose untrained team is measured in the same way
     tasks: Mapping[str, str]  # run -> the first run with the same tasks, and the same index if it has one
     scale: str = "paper"  # or tiny
+    folder: Path | None = None  # of the suite's file
     configs: Path | None = None  # a user's own configs, which are looked through before the shipped ones
     _checked: dict[str, RunConfig] = field(default_factory=dict, compare=False)
 
@@ -94,6 +95,7 @@ class Suite:
             overrides=overrides,
             starts=starts,
             cells=_cells(suite.get("evaluate", {}), runs),
+            folder=folder,
             configs=configs,
             bases=sharing.sharers(runs, "score"),
             tasks=sharing.sharers(runs, "index"),

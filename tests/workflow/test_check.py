@@ -327,6 +327,26 @@ def test_the_command_lists_everything(monkeypatch: pytest.MonkeyPatch, capsys: p
         assert (ended.value.code, len(out)) == (status, lines)
 
 
+def test_paths_beside_the_suites_file_are_said_to_be_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, tasks = tmp_path / "mine", '{"prompt": "1 + 1", "answer": "2"}\n' * 8
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(tasks)
+    (folder / "model").symlink_to(model)
+    own = [*NO_START, *(f"policies.{name}.model=model" for name in ("solver", "verifier"))]
+    own += ["data={format: plain, train: train.jsonl, validation: train.jsonl, test: none.jsonl, generator: null}"]
+    (folder / "s.yaml").write_text(json.dumps({"suite": "s", "experiments": {"a": ["experiment=demo_math", *own]}}))
+    monkeypatch.chdir(tmp_path)
+    there = f"paths are relative to the current folder, and it is in {folder}: cd {folder}"
+    lines = complaints(load_suite("mine/s.yaml"))
+    assert f"run 'a': policies.solver: model: no model here (config.json is missing); {there}" in lines
+    assert f"run 'a': data: train.jsonl: not here; {there}" in lines
+    assert "run 'a': data: none.jsonl: not here; name another one" in lines
+    monkeypatch.chdir(folder)
+    assert not [line for line in complaints(load_suite("s.yaml")) if "current folder" in line or "train.jsonl" in line]
+
+
 def test_overrides_of_a_suite_come_after_a_runs_own(tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     runs = {"a": ["experiment=demo_math", "seed=5"], "b": ["experiment=demo_math"]}
