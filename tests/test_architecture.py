@@ -208,7 +208,7 @@ def test_no_import_cycles() -> None:
     for name, path in modules.items():
         found = imports(path)
         edges[name] = {other for other in found if other in modules} - {name}
-        # a package's own __init__ is run before everything in it: only who takes a name from it, and no module, needs it
+        # a package's own __init__ runs before everything in it: only who takes a name from it, and no module, needs it
         taken = {other.rpartition(".")[0] for other in found if other not in modules}
         edges[name] -= {parent for parent in edges[name] if within(name, parent) and parent not in taken}
     done: set[str] = set()

@@ -7,6 +7,7 @@ import pytest
 
 from mcore_mas.cli.inspection import REGISTRIES
 from mcore_mas.cli.main import main, snakemake_command
+from mcore_mas.pipeline.base_model import new_project
 from mcore_mas.rollout.base.options import offered
 from mcore_mas.rollout.records.files import write_trajectories
 from tests.support.finished import finished
@@ -68,7 +69,7 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("train {folder}", ": no run here; expected a run's folder"),
         ("check demo_mat", "/docs/experiments.md); nearest: demo_math"),
         ("check demo_math trainer.stepz=3", "agreement; nearest: steps"),
-        ("list envz", "aggregations, engines; nearest: envs"),
+        ("list envz", "teams, recipes; nearest: envs"),
         ("run demo_math foo", "no target 'foo'; expected a file, such as results/RUN/train/done.json, a rule, or an"),
         ("run demo_math study_stabilty", "; nearest: study_stability"),
         ("run demo_math trainer.steps = 3", "'=' stands alone; an override has no spaces around it"),
@@ -131,6 +132,39 @@ def test_every_registry_is_listed_and_the_readme_names_them_all(
         assert called(monkeypatch, "list", registry) == 0
         names = capsys.readouterr().out.splitlines()
         assert names == sorted(names) and len(names) > 1, registry
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("advantage", "drmas"),
+        ("reward.name", "shared_outcome"),
+        ("rewards", "majority"),
+        ("data.generator", "arithmetic"),
+        ("loss", "ppo_clip"),
+        ("agents.solver.role", "solver"),
+        ("agent.tools", "calculator"),
+        ("provider", "openai"),
+        ("penalty", "invalid"),
+        ("experiment", "demo_math_lora"),
+        ("team", "solver_verifier"),
+        ("recipe", "grpo"),
+    ],
+)
+def test_a_registry_is_known_by_the_key_of_a_config(
+    key: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert called(monkeypatch, "list", key) == 0
+    assert name in capsys.readouterr().out.splitlines()
+
+
+def test_ones_own_experiments_and_teams_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(new_project("poets", tmp_path))
+    for registry in ("experiments", "teams"):
+        assert called(monkeypatch, "list", registry) == 0
+        assert "poets" in capsys.readouterr().out.splitlines()
 
 
 def test_names_of_installed_packages_are_listed_with_the_package(
