@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from mcore_mas import SHIPPED
 from mcore_mas.config.models import made_sizes
 from mcore_mas.config.policy import BaseModelConfig, ColdStartConfig
 from mcore_mas.config.run import RunConfig
@@ -177,7 +178,8 @@ def new_project(name: str, parent: Path) -> Path:
         with TemporaryDirectory(dir=parent, prefix=f".{name}-") as made:
             for file in sorted(_FILES.rglob("*.txt")):
                 place = str(file.relative_to(_FILES)).removesuffix(".txt").replace(_NAME, name)
-                write_text(Path(made, name, place), file.read_text(encoding="utf-8").replace(_NAME, name))
+                text = file.read_text(encoding="utf-8").replace(_NAME, name).replace("SHIPPED", str(SHIPPED))
+                write_text(Path(made, name, place), text)
             copytree(_FILES / "models", Path(made, name, "models"))
             Path(made, name).rename(folder)
     except OSError as error:

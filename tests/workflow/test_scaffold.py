@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from mcore_mas.pipeline.base_model import ScaffoldError, make_tiny_model, new_project
@@ -132,6 +133,16 @@ def test_its_model_is_what_makes_models_from_nothing(project: Path, tmp_path: Pa
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-6)  # kinds of processors round differently
+
+
+def test_an_editor_checks_its_files_by_the_schemas_that_are_installed(project: Path) -> None:
+    files = sorted(project.rglob("*.yaml"))
+    assert len(files) == 3
+    for file in files:
+        (named,) = re.findall(r"^# yaml-language-server: \$schema=(/.*)$", file.read_text(), re.MULTILINE)
+        schema = json.loads(Path(named).read_text())
+        unknown = yaml.safe_load(file.read_text()).keys() - schema["properties"].keys() - {"defaults"}
+        assert file.read_text().startswith("# yaml-language-server") and not unknown
 
 
 def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None:
