@@ -1,4 +1,4 @@
-"""Replies that survive their engine: tokens are recorded as they are sampled, and a restarted engine goes on there."""
+"""Partial rollouts: a reply's tokens are recorded as they are sampled, and a restarted engine goes on behind them."""
 
 from __future__ import annotations
 
