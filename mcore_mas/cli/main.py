@@ -136,11 +136,11 @@ def new_team(name: Annotated[str, typer.Argument(help="Of the project, and of it
 @app.command("check", rich_help_panel=_PANEL)
 def check_runs(suite: _Suite, overrides: _Overrides = None, config_dir: _Configs = None) -> None:
     """Say everything that is known to fail, before it costs anything: models, layouts, lengths, prompts, files."""
-    from mcore_mas.pipeline.check import complaints
+    from mcore_mas.pipeline.check import problems
     from mcore_mas.pipeline.suite import load_suite
 
     loaded = load_suite(suite, overrides or [], config_dir)
-    lines = complaints(loaded)
+    lines = problems(loaded)
     print("\n".join(f"no: {with_pages(line)}" for line in lines) or f"ok: {', '.join(loaded.runs)}")
     raise typer.Exit(1 if lines else 0)
 

@@ -21,7 +21,7 @@ from mcore_mas.rollout.tasks.files import dataset_files, not_downloaded
 from mcore_mas.rollout.tasks.splits import SPLITS
 
 
-def complaints(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
+def problems(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
     """What is known to fail, a line each with its runs, on machines of `node_gpus` GPUs.
 
     `files`: also data and models that are not there yet.
@@ -30,7 +30,7 @@ def complaints(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[
     for run in suite.runs:
         config = suite.checked(run)
         own = (*_files(suite, run), *_tasks(suite, config)) if files else ()
-        for line in (*_models(suite, config, files), *machine_complaints(config), *_servers(config, node_gpus), *own):
+        for line in (*_models(suite, config, files), *machine_problems(config), *_servers(config, node_gpus), *own):
             runs.setdefault(line, []).append(run)
     more = {line: f" and {len(own) - 1} more" if len(own) > 1 else "" for line, own in runs.items()}
     return [f"run '{own[0]}'{more[line]}: {line}" for line, own in runs.items()]
@@ -47,14 +47,14 @@ def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
                 if cold_start := suite.checked(start or "").cold_start:
                     check_layout(config, name, cold_started(cold_start.base, f"cold_start of {start}"))
             elif Path(model, "config.json").is_file() or (files and suite.scale == "paper" and not start):
-                yield from model_complaints(config, name, model, suite.folder)
+                yield from model_problems(config, name, model, suite.folder)
         except ModelError as error:
             yield str(error)
         if policy.lora is not None and policy.lora.adapter and not Path(policy.lora.adapter).is_dir():
             yield f"policies.{name}.lora.adapter: {policy.lora.adapter}: no such folder; expected one in PEFT's format"
 
 
-def model_complaints(config: RunConfig, name: str, model: str, folder: Path | None = None) -> Iterator[str]:
+def model_problems(config: RunConfig, name: str, model: str, folder: Path | None = None) -> Iterator[str]:
     """What is wrong with a policy's model, or that it is not there; `folder`: of the suite's file."""
     if not Path(model, "config.json").is_file():
         near = nearest(model, [str(file.parent) for file in Path(model).parent.glob("*/config.json")])
@@ -156,7 +156,7 @@ def _servers(config: RunConfig, node_gpus: int) -> Iterator[str]:
         )
 
 
-def machine_complaints(config: RunConfig) -> Iterator[str]:
+def machine_problems(config: RunConfig) -> Iterator[str]:
     """What this machine lacks; of one that submits to others nothing is known."""
     submits = shutil.which("sbatch") is not None
     engines = {"engine": config.engine}

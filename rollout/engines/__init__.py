@@ -175,7 +175,7 @@ class PolicyClient(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineClient:
-    """The voice of a policy that trains here: where its tokens come from and how its chats are written."""
+    """The client of a policy that trains here: where its tokens come from and how its chats are written."""
 
     engine: Engine
     renderer: Renderer
