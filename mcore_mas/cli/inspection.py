@@ -42,9 +42,7 @@ REGISTRIES = {  # where the names that a config may use stand, and the kind by w
     "engines": ("mcore_mas.rollout.engines:ENGINES", "engine"),
     "tools": ("mcore_mas.rollout.environments:TOOLS", ""),
     "providers": ("mcore_mas.rollout.engines.remote:PROVIDERS", ""),
-    "experiments": ("configs:experiment", ""),  # a group of them
-    "teams": ("configs:team", ""),
-    "recipes": ("configs:recipe", ""),
+    **dict.fromkeys(("experiments", "teams", "recipes"), ("mcore_mas.config.compose:names_in", "")),
 }
 
 _SHOWN_CHARS = 60  # of a prompt
@@ -267,12 +265,8 @@ def list_names(
         raise UsageError(f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}{nearest(word, REGISTRIES)}")
     place, kind = REGISTRIES[words[word]]
     module, _, attribute = place.partition(":")
-    if module == "configs":
-        from mcore_mas.config.compose import names_in
-
-        own = names_in(attribute)
-    else:
-        own = [*getattr(import_module(module), attribute)]
+    own = getattr(import_module(module), attribute)
+    own = own(words[word].removesuffix("s")) if callable(own) else own
     theirs = [f"{entry.name}  (of {entry.dist.name if entry.dist else '?'})" for entry in offered(kind)] if kind else []
     print("\n".join(sorted([*own, *theirs])))
 

@@ -111,17 +111,14 @@ def _check_for_snakemake(words: Sequence[str]) -> None:
 
     parser = get_argument_parser()
     parser.error = refuse
-    targets = parser.parse_args(list(words)).targets
-    if "=" in targets:
-        raise UsageError("'=' stands alone; an override has no spaces around it, such as trainer.steps=3")
-    texts = [file.read_text(encoding="utf-8") for file in (SNAKEFILE, *SNAKEFILE.parent.glob("rules/*.smk"))]
-    rules = re.findall(r"^rule (\w+):", "".join(texts), re.MULTILINE)
-    for target in targets:
-        if "/" not in target and target not in rules and not target.startswith(("table_", "bundle_", "acquire_")):
-            raise UsageError(
-                f"no target '{target}'; expected a file, such as results/RUN/train/done.json, a rule, or "
-                f"an override KEY=VALUE{nearest(target, rules)}"
+    files = (SNAKEFILE, *SNAKEFILE.parent.glob("rules/*.smk"))
+    rules = re.findall(r"^rule (\w+):", "".join(file.read_text(encoding="utf-8") for file in files), re.MULTILINE)
+    for word in parser.parse_args(list(words)).targets:
+        if not re.match(r"(table|bundle|acquire)_|.*/", word) and word not in rules:
+            known = (
+                f"a file such as results/RUN/train/done.json, a rule, or KEY=VALUE without spaces{nearest(word, rules)}"
             )
+            raise UsageError(f"no target '{word}'; expected {known}")
 
 
 @app.command("new", rich_help_panel=_PANEL)
@@ -269,8 +266,7 @@ def main() -> None:
     """Run a command; what goes wrong is one line on stderr and exit status 1, unless --debug asks for the traceback."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    if arguments[:1] == ["help"]:
-        arguments = [*arguments[1:2], "--help"]
+    arguments = [*arguments[1:2], "--help"] if arguments[:1] == ["help"] else arguments
     sys.path.append(str(Path.cwd()))  # a team of one's own is found where one stands
     try:
         sys.exit(app(arguments, prog_name="mcore-mas", standalone_mode=False) or 0)
