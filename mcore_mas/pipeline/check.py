@@ -22,7 +22,7 @@ from mcore_mas.rollout.tasks.files import dataset_files, not_downloaded
 from mcore_mas.rollout.tasks.splits import SPLITS
 
 
-def complaints(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
+def problems(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
     """What is known to fail, a line each with its runs, on machines of `node_gpus` GPUs.
 
     `files`: also data and models that are not there yet.
@@ -31,7 +31,7 @@ def complaints(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[
     for run in suite.runs:
         config = suite.checked(run)
         own = (*_files(suite, run), *_tasks(suite, config)) if files else ()
-        for line in (*_models(suite, config, files), *machine_complaints(config), *_servers(config, node_gpus), *own):
+        for line in (*_models(suite, config, files), *machine_problems(config), *_servers(config, node_gpus), *own):
             runs.setdefault(line, []).append(run)
     more = {line: f" and {len(own) - 1} more" if len(own) > 1 else "" for line, own in runs.items()}
     return [f"run '{own[0]}'{more[line]}: {line}" for line, own in runs.items()]
@@ -48,18 +48,18 @@ def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
                 if cold_start := suite.checked(start or "").cold_start:
                     check_layout(config, name, cold_started(cold_start.base, f"cold_start of {start}"))
             elif Path(model, "config.json").is_file() or (files and suite.scale == "paper" and not start):
-                yield from model_complaints(config, name, model)
+                yield from model_problems(config, name, model, suite.folder)
         except ModelError as error:
             yield str(error)
         if policy.lora is not None and policy.lora.adapter and not Path(policy.lora.adapter).is_dir():
             yield f"policies.{name}.lora.adapter: {policy.lora.adapter}: no such folder; expected one in PEFT's format"
 
 
-def model_complaints(config: RunConfig, name: str, model: str) -> Iterator[str]:
-    """What is wrong with a policy's model, or that it is not there."""
+def model_problems(config: RunConfig, name: str, model: str, folder: Path | None = None) -> Iterator[str]:
+    """What is wrong with a policy's model, or that it is not there; `folder`: of the suite's file."""
     if not Path(model, "config.json").is_file():
         near = nearest(model, [str(file.parent) for file in Path(model).parent.glob("*/config.json")])
-        expected = near.removeprefix("; ") or _from(model)
+        expected = _beside(folder, model) or near.removeprefix("; ") or _from(model)
         yield f"policies.{name}: {model}: no model here (config.json is missing); {expected}"
         return
     try:
@@ -71,6 +71,12 @@ def model_complaints(config: RunConfig, name: str, model: str) -> Iterator[str]:
         check_layout(config, name, Path(model))
     except ModelError as error:
         yield str(error)
+
+
+def _beside(folder: Path | None, path: str) -> str:
+    """What to do about a path that is meant from the folder of the suite's file; "" if it is not there either."""
+    there = folder is not None and Path(folder, path).exists() and Path(folder, path) != Path(path).absolute()
+    return f"paths are relative to the current folder, and it is in {folder}: cd {folder}" if there else ""
 
 
 def _from(path: str) -> str:
@@ -102,7 +108,8 @@ def _files(suite: Suite, run: str) -> Iterator[str]:
             yield f"data.{split}: {error}"
     for where, file in own:
         if not Path(file).exists():
-            yield f"{where}: {file}: not here; {_from(file) if file in known_sources() else not_downloaded(file)}"
+            what = _from(file) if file in known_sources() else not_downloaded(file)
+            yield f"{where}: {file}: not here; {_beside(suite.folder, file) or what}"
 
 
 _READ_AT_ONCE = 2**24  # bytes of data files; larger ones are read when the tasks are made
@@ -171,7 +178,7 @@ def _devices(config: RunConfig) -> Iterator[str]:
             yield str(error)
 
 
-def machine_complaints(config: RunConfig) -> Iterator[str]:
+def machine_problems(config: RunConfig) -> Iterator[str]:
     """What this machine lacks; of one that submits to others nothing is known."""
     submits = _submits()
     yield from _devices(config)

@@ -1,4 +1,4 @@
-"""Cold start: supervised fine-tuning of a small random model on demonstrations, until its replies are well formed."""
+"""Cold start: supervised fine-tuning (SFT) of a small random model on demonstrations, until its replies are valid."""
 
 import asyncio
 import shutil

@@ -151,7 +151,7 @@ def make_players(
     models: Mapping[str, str | Path],
     servers: Mapping[str, Sequence[object]] | None = None,
 ) -> dict[str, PolicyClient]:
-    """The voices of the policies that have an engine; `servers` are the engine's by policy, if not the config's."""
+    """The clients of the policies that have an engine; `servers` are the engine's by policy, if not the config's."""
     renderers = make_renderers(config, {name: models[name] for name in engines})
     sections = {name: for_policy(config, name).engine for name in engines}
     count = {name: len(servers[name]) if servers else sections[name].servers for name in engines}

@@ -14,7 +14,7 @@ import pytest
 
 from mcore_mas.cli.main import main
 from mcore_mas.config.models import located
-from mcore_mas.pipeline.check import complaints
+from mcore_mas.pipeline.check import problems
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.orchestras import ORCHESTRAS
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(*overrides: str, **options: bool) -> list[str]:
-    return complaints(load_suite("demo_math", overrides), **options)
+    return problems(load_suite("demo_math", overrides), **options)
 
 
 def of(model: Path | str, *overrides: str) -> list[str]:
@@ -138,7 +138,7 @@ def test_missing_data_files_are_named_unless_they_are_to_be_fetched() -> None:
         "b.parquet: not here; name another one",
     ]
     assert not said("~data", f"+{own[0]}", own[1], files=False)
-    lines = complaints(load_suite("drmas_t2_3b_shared_drmas"))
+    lines = problems(load_suite("drmas_t2_3b_shared_drmas"))
     (index,) = [line for line in lines if "retriever.folder: data/wiki-18/index.json: not here; it is made of" in line]
     assert "the target `acquire` fetches it" in index
     assert any("retriever.encoder_folder: models/e5-base-v2: not here; it is intfloat/e5-base-v2" in x for x in lines)
@@ -329,7 +329,7 @@ def test_tasks_that_are_too_few_or_of_an_environment_that_is_not_there(own_world
     (tmp_path / "config.json").write_text("{}")
 
     def lines(*overrides: str) -> list[str]:
-        found = complaints(load_suite("demo_math", [*own, "data.generator='own_world:MADE'", *overrides]))
+        found = problems(load_suite("demo_math", [*own, "data.generator='own_world:MADE'", *overrides]))
         return [line.partition("data")[2] for line in found if ": data" in line]
 
     sizes = "data={{generator: 'own_world:MADE', train: {}, validation: 1, test: 1, options: {{env: '{}'}}}}"
@@ -368,6 +368,26 @@ def test_the_command_lists_everything(monkeypatch: pytest.MonkeyPatch, capsys: p
             main()
         out = capsys.readouterr().out.splitlines()
         assert (ended.value.code, len(out)) == (status, lines)
+
+
+def test_paths_beside_the_suites_file_are_said_to_be_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, tasks = tmp_path / "mine", '{"prompt": "1 + 1", "answer": "2"}\n' * 8
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(tasks)
+    (folder / "model").symlink_to(model)
+    own = [*NO_START, *(f"policies.{name}.model=model" for name in ("solver", "verifier"))]
+    own += ["data={format: plain, train: train.jsonl, validation: train.jsonl, test: none.jsonl, generator: null}"]
+    (folder / "s.yaml").write_text(json.dumps({"suite": "s", "experiments": {"a": ["experiment=demo_math", *own]}}))
+    monkeypatch.chdir(tmp_path)
+    there = f"paths are relative to the current folder, and it is in {folder}: cd {folder}"
+    lines = problems(load_suite("mine/s.yaml"))
+    assert f"run 'a': policies.solver: model: no model here (config.json is missing); {there}" in lines
+    assert f"run 'a': data: train.jsonl: not here; {there}" in lines
+    assert "run 'a': data: none.jsonl: not here; name another one" in lines
+    monkeypatch.chdir(folder)
+    assert not [line for line in problems(load_suite("s.yaml")) if "current folder" in line or "train.jsonl" in line]
 
 
 def test_overrides_of_a_suite_come_after_a_runs_own(tmp_path: Path) -> None:
