@@ -102,7 +102,7 @@ def test_a_retriever_and_an_engine_on_a_gpu_do_not_go_with_a_run_on_cpus() -> No
         SuiteError, match=r"policies\.solver: engine\.device: cuda, and cluster\.device: cpu shows it no"
     ):
         load_suite("demo_math", ["engine.device=cuda"])
-    lines = complaints(load_suite("demo_search", ["retriever.device=cuda"]))
+    lines = problems(load_suite("demo_search", ["retriever.device=cuda"]))
     assert any("retriever.device: cuda, and cluster.device: cpu shows it no GPU" in line for line in lines)
 
 
