@@ -1,5 +1,7 @@
 # `make` lists what there is. Every target that needs the environment makes it first, once.
 PYTHON ?= python3.11
+# megatron-core from 0.17 on wants Python 3.12: what is installed there is pinned in a lock of its own
+LOCK   := requirements/lock$(shell $(PYTHON) -c 'import sys; print("-3.12" if sys.version_info >= (3, 12) else "")' 2>/dev/null).txt
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
@@ -13,27 +15,27 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make .venv with everything pinned
+setup: $(STAMP) ## make .venv with everything pinned (PYTHON=python3.12: with the newest megatron-core)
 
 # torch comes alone and first, so that the CPU build is chosen where an index offers one. The lock file is complete:
 # nothing is resolved, and bytecode is compiled for what gets imported, not for everything. A `.venv` that is a link
 # belongs to another checkout, and stays as it is.
-$(STAMP): $(if $(shell test -L $(VENV) && echo link),,pyproject.toml requirements/lock.txt)
-	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or say make PYTHON=..." >&2; exit 1; }
+$(STAMP): $(if $(shell test -L $(VENV) && echo link),,pyproject.toml $(LOCK))
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or 3.12, or say make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $$(grep -E '^torch==' requirements/lock.txt)
-	$(PIP) --no-deps --requirement requirements/lock.txt
+	$(PIP) $$(grep -E '^torch==' $(LOCK))
+	$(PIP) --no-deps --requirement $(LOCK)
 	$(PIP) --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m pip check
 	@touch $@
 
 demo: $(STAMP) ## run the whole pipeline on two CPU cores: data to report
-	CUDA_VISIBLE_DEVICES= $(BIN)/snakemake
+	$(BIN)/snakemake
 
 study: $(STAMP) ## compare estimators over seeds, on two CPU cores in some hours
 	$(BIN)/snakemake study_stability --configfile workflow/studies/claim.yaml
@@ -52,8 +54,8 @@ $(VENV)/chromium: | $(STAMP) # for tests of pages, where there is none
 test: $(STAMP) $(VENV)/chromium ## run every test, in three processes (WORKERS=3)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-gpu: $(STAMP) ## run the tests of kernels on this machine's GPU
-	$(BIN)/python -m pytest -m gpu tests/unit/megatron
+test-gpu: $(STAMP) ## run the tests that need this machine's GPU
+	$(BIN)/python -m pytest -m gpu tests/unit
 
 test-sglang: $(STAMP) .venv-sglang/.stamp ## run engines, transports and a training against real SGLang servers (.venv-sglang)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang --sglang .venv-sglang/bin/python tests/contract/test_engines.py tests/sglang
@@ -156,10 +158,13 @@ site: $(STAMP) ## build the documents as a site in build/site, every link checke
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "build/site/index.html"
 
-lock: $(STAMP) ## write requirements/lock.txt from .venv
+lock: $(STAMP) ## write requirements/lock.txt from .venv (PYTHON=python3.12, in one that was made so: lock-3.12.txt)
 	@{ sed -n 1p requirements/lock.txt; $(BIN)/python -m pip list --format=freeze --exclude pip --exclude-editable \
-	  | sed 's/+cpu$$//' | LC_ALL=C sort -f; } > requirements/lock.partial
-	@mv requirements/lock.partial requirements/lock.txt
+	  | sed -E '/^(cuda|nvidia)-/d; s/\+(cpu|cu[0-9]+)$$//' | LC_ALL=C sort -f; } > requirements/lock.partial
+	@mv requirements/lock.partial $(LOCK)
+
+lock-nccl: $(STAMP) ## write requirements/nccl.txt from what SGLang's pinned release needs, by its metadata
+	$(BIN)/python -m tests.support.nccl_pins
 
 clean-results: ## remove what the pipeline made, checkpoints too
 	rm -rf results .snakemake

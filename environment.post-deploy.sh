@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# Second stage of environment.yml, run inside the activated environment from the repository's root.
+# Second stage of environment.yml, run inside the activated environment from the repository's root. Torch is that of the
+# driver's CUDA, by nvidia-smi; where there is none, such as in the build of an image, of CUDA 13, or as you say:
+#   CUDA=12 bash environment.post-deploy.sh
 set -euo pipefail
 
-# torch first and alone: the wheels below compile and link against it
-python -m pip install "$(grep -E '^torch==' requirements/lock.txt)"
-python -m pip install --requirement requirements/lock.txt
+cuda=${CUDA:-$({ nvidia-smi 2>/dev/null || true; } | sed -n 's/.*CUDA Version: *\([0-9]*\)\..*/\1/p')}
+case ${cuda:=13} in
+  13) index=() ;; # PyPI's
+  12) index=(--index-url https://download.pytorch.org/whl/cu126) ;;
+  *) echo "error: CUDA $cuda: torch is built for 12 and 13; update the driver, or set CUDA to one of them" >&2; exit 1 ;;
+esac
+lock=requirements/lock$(python -c 'import sys; print("-3.12" if sys.version_info >= (3, 12) else "")').txt
 
-# Transformer Engine builds against the torch that is installed now. It is for `layers: te` alone: all else goes on.
-python -m pip install --no-build-isolation --requirement requirements/gpu.txt ||
-  echo "Transformer Engine did not build here: every layout but 'layers: te' works without it" >&2
-
-# `transport: distributed` is one NCCL group with SGLang's environment, whose torch 2.14.1 brings 2.30.7; NCCL refuses a
-# group of two versions, and torch takes a newer one than its own
-python -m pip install --no-deps nvidia-nccl-cu13==2.30.7
+# torch first and alone, from its own index; the lock then finds it there
+python -m pip install ${index[@]+"${index[@]}"} "$(grep -E '^torch==' "$lock")"
+python -m pip install --requirement "$lock" --requirement requirements/gpu.txt
+python -m pip install --no-deps "$(grep "^nvidia-nccl-cu$cuda==" requirements/nccl.txt)"
 
 python -m pip install --no-deps --no-build-isolation --editable .

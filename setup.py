@@ -1,4 +1,4 @@
-"""Names the packages of a wheel, with configs/, workflow/ and a file of docs/; pyproject.toml says everything else."""
+"""Names the packages of a wheel, with configs/, workflow/ and pages of docs/; pyproject.toml says everything else."""
 
 from setuptools import find_namespace_packages, setup
 

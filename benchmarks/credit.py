@@ -78,8 +78,8 @@ def main() -> None:
     half, full = make(options.turns // 2), make(options.turns)
     slowest = 0.0
     for name, estimator in ESTIMATORS.items():
-        taken = seconds(lambda estimator=estimator: estimator(full), options.repeats)  # type: ignore[misc]
-        part = seconds(lambda estimator=estimator: estimator(half), options.repeats)  # type: ignore[misc]
+        taken = seconds(lambda estimator=estimator: estimator(full), options.repeats)
+        part = seconds(lambda estimator=estimator: estimator(half), options.repeats)
         unit = "8 M tokens" if name in _NEED_TOKENS else "turns"
         print(f"{name:22s} {taken:6.2f} s   half of them {part:6.2f} s   ({unit})")
         slowest = max(slowest, taken)

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
@@ -16,16 +17,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.training import make_model
-from mcore_mas.megatron.spec import PROJECTIONS
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights
+from mcore_mas.rollout.models.layout import Projection
 from mcore_mas.rollout.models.tensors import read_tensors
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 
 AGENTS, HIDDEN, LAYERS, VOCAB, PROMPT, REPLY = 4, 640, 12, 16384, 32, 24
-SHAPE = AdapterShape(rank=16, scale=2.0, targets=PROJECTIONS)
+SHAPE = AdapterShape(rank=16, scale=2.0, targets=get_args(Projection))
 
 
 def make_engines(folder: str) -> tuple[EmbeddedEngine, list[EmbeddedEngine]]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.multiprocessing import spawn
+from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
@@ -110,7 +110,7 @@ def load(rank: int, folder: Path) -> None:
     from mcore_mas.rollout.models.architecture import read_architecture
     from mcore_mas.rollout.models.layout import ParallelLayout
 
-    store = dist.FileStore(str(folder / "store"), TP)
+    store = dist.FileStore(str(folder / "store"), TP)  # type: ignore[attr-defined]
     init_process_groups(ParallelLayout(tp=TP), rank=rank, threads=1, store=store)
     architecture = read_architecture(folder)
     started = time.perf_counter()

@@ -65,7 +65,7 @@ def seconds(do: Callable[[], object]) -> float:
 def transfer(folder: Path) -> float:
     """Memcpy's seconds over those of gathering all weights and writing them in the engine's order, alternating."""
     trainer = start_trainer(folder, Objective(loss="cross_entropy"))
-    shared = SharedWeights(memory_path(), read_architecture(folder, dense=True), create=True)
+    shared = SharedWeights(memory_path(), read_architecture(folder), create=True)
     source = [whole(rows).clone() for _, rows in trainer.model.weights()]
     target = [torch.zeros_like(tensor) for tensor in source]
 

@@ -111,16 +111,17 @@ def built(kind: str, made: Passages) -> tuple[Any, Search, float]:
             index.train(np.ascontiguousarray(made.rows[:: -(-total // TRAINED_ON)]))
         index.add(made.rows)
         sizes = list[int]()
-        faiss.write_index(index, faiss.PyCallbackIOWriter(lambda part: sizes.append(len(part))))
+        writer = faiss.PyCallbackIOWriter(lambda part: sizes.append(len(part)))  # type: ignore[attr-defined]
+        faiss.write_index(index, writer)
         return index, lambda vectors, _: index.search(vectors, K)[1], sum(sizes)
     flat = faiss.IndexFlatIP(dim)
     flat.add(made.rows)
     about = {"encoder": None, "corpus": "", "corpus_sha256": "", "index_sha256": ""}
-    manifest = Manifest(format=INDEX_FORMAT, dim=dim, ntotal=total, **about)  # type: ignore[arg-type]
+    manifest = Manifest(format=INDEX_FORMAT, dim=dim, ntotal=total, **about)
     if kind == "torch":
-        scanned = Index(manifest, flat, None, scan=TorchScan(made.rows, "cpu"))  # type: ignore[arg-type]
+        scanned = Index(manifest, flat, None, scan=TorchScan(made.rows, "cpu"))
         return scanned, lambda vectors, _: scanned.search(vectors, K)[0], made.rows.nbytes * 1.5
-    exact = Index(manifest, flat, None)  # type: ignore[arg-type]
+    exact = Index(manifest, flat, None)
     _, by_words, size = lexical(made, DEPTH)
 
     def both(vectors: np.ndarray, asked: np.ndarray) -> np.ndarray:
@@ -221,7 +222,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
-    table = Encoder.of("minilm")._model.get_input_embeddings().weight.detach().numpy()  # type: ignore[operator]
+    table = Encoder.of("minilm")._model.get_input_embeddings().weight.detach().numpy()
     kept = options.out.with_suffix(".jsonl")
     for total in options.sizes:
         made = Passages(total, table)

@@ -22,7 +22,7 @@ import sysconfig
 import tempfile
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,9 @@ def odd(trajectory: Trajectory) -> float:
     return float(sum(trajectory.turns[0].completion_ids) % 2)
 
 
-def ours(folder: Path, shape: Shape, texts: list[str], threads: int, ranks: int) -> Iterator[dict[str, float]]:
+def ours(
+    folder: Path, shape: Shape, texts: list[str], threads: int, ranks: int
+) -> Generator[dict[str, float], None, None]:
     """A step for each `next`."""
     share = TASKS // ranks * (shape.prompt + GROUP * shape.reply)  # tokens of a rank, prompts counted once
     tasks = {"train": [(text, "") for text in texts], "validation": [(texts[0], "")], "test": [(texts[0], "")]}
@@ -145,7 +147,7 @@ def spent() -> float:
 
 def theirs(
     python: Path, folder: Path, shape: Shape, texts: list[str], threads: int, parts: int
-) -> Iterator[dict[str, float]]:
+) -> Generator[dict[str, float], None, None]:
     """A step of TRL's for each `next`, in a process of its own that waits in between."""
     renderer = Renderer(folder / "model")
     rendered = [renderer.render([Message(role="user", content=text)]) for text in texts]

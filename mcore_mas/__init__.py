@@ -16,6 +16,14 @@ if 0 < gc.get_threshold()[0] < 10_000:
     gc.set_threshold(10_000)
 
 
+def with_pages(text: str) -> str:
+    """The text with the full path of each file that it names, such as docs/tables.md, and that is not here."""
+    import re
+
+    named = r"(?<![\w./-])(docs/\w+\.md|workflow/schemas/[\w.]+\.json)"
+    return re.sub(named, lambda found: found[0] if Path(found[0]).is_file() else str(SHIPPED / found[0]), text)
+
+
 def code_commit() -> str:
     """The commit of this checkout, with a star where it has changes; "unknown" in an installed package."""
     import subprocess

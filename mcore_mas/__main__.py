@@ -1,4 +1,4 @@
-"""`mcore-mas`, also `python -m mcore_mas`."""
+"""Entry point of `mcore-mas` and `python -m mcore_mas`: hears a stop before the slow imports, then runs the command."""
 
 import sys
 

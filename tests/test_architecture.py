@@ -17,6 +17,9 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from mcore_mas.megatron.cpu import TRIED
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("retrieval", "rollout", "mcore_mas")
@@ -59,6 +62,7 @@ ENVIRONMENT_READERS = {
     "rollout/base/failpoints.py": "what a test orders reaches every process of a run in no other way",
     "mcore_mas/pipeline/suite_file.py": "the jobs of a suite import the Python code beside it",
     "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",
+    "mcore_mas/planning/machine.py": "CUDA takes what GPUs a process may see from nowhere else",
     "mcore_mas/training/tracking_store.py": "MLflow's telemetry has no other switch",
     "mcore_mas/training/trainer_group.py": "gloo and NCCL take their network interface from nowhere else",
     "mcore_mas/training/cluster.py": "RAY_ADDRESS, whose cluster Ray would join",
@@ -89,6 +93,7 @@ MODEL_TEXT_RUNNERS = {  # inside the sandbox's wall, in a process confined befor
     "rollout/sandbox/guest/program.py",
     "rollout/sandbox/guest/caller.py",
 }
+UNPICKLERS = {"benchmarks/gpu/hand_over.py"}  # stands for SGLang before its own parent, and opens tensors alone
 HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "faiss", "pandas", "mlflow")
 LIGHT_MODULES = (
     "mcore_mas.rollout.records.trajectory",
@@ -169,7 +174,9 @@ def test_folders_import_one_way(path: Path) -> None:
         return
     number = room_of(own)
     assert number is not None, f"{places(path)} is in no room; add its folder to ROOMS, in the order of imports"
-    outside = ["snakemake", *PROGRAMS]
+    outside = [*PROGRAMS]
+    if own != "mcore_mas.cli.main":  # `run` has Snakemake's parser read what it hands on
+        outside.append("snakemake")
     if not within(own, "mcore_mas.megatron"):
         outside.append("megatron")
     for name in imports(path):
@@ -204,9 +211,11 @@ def test_no_import_cycles() -> None:
     modules = {name_of(path): path for path in SOURCES}
     edges: dict[str, set[str]] = {}
     for name, path in modules.items():
-        edges[name] = {other for other in imports(path) if other in modules} - {name}
-        # `from package import module` needs the module; the package's own __init__ is needed by everything in it
-        edges[name] -= {parent for parent in edges[name] if within(name, parent)}
+        found = imports(path)
+        edges[name] = {other for other in found if other in modules} - {name}
+        # a package's own __init__ runs before everything in it: only who takes a name from it, and no module, needs it
+        taken = {other.rpartition(".")[0] for other in found if other not in modules}
+        edges[name] -= {parent for parent in edges[name] if within(name, parent) and parent not in taken}
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
@@ -268,7 +277,8 @@ def test_the_environment_is_read_where_a_vendor_demands_it() -> None:
 
 @pytest.mark.parametrize("path", [*SOURCES, *OTHERS], ids=places)
 def test_nothing_dangerous_is_called(path: Path) -> None:
-    bad = [name for name in imports(path) if name.split(".")[0] in FORBIDDEN_MODULES]
+    forbidden = FORBIDDEN_MODULES - ({"pickle"} if places(path) in UNPICKLERS else set())
+    bad = [name for name in imports(path) if name.split(".")[0] in forbidden]
     for node in nodes(path):
         if not isinstance(node, ast.Call):
             continue
@@ -353,14 +363,28 @@ def test_what_is_imported_is_declared() -> None:
     assert not missing
 
 
+def locked(name: str) -> dict[str, str]:
+    """The versions that a lock pins."""
+    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+    return {
+        canonicalize_name(name): version for name, sign, version in (line.partition("==") for line in lines) if sign
+    }
+
+
+def test_the_locks_of_two_pythons_differ_in_megatron_core_alone() -> None:
+    older, newer = locked("lock.txt"), locked("lock-3.12.txt")
+    differs = {name for name in older.keys() | newer.keys() if older.get(name) != newer.get(name)}
+    assert differs == {"megatron-core"}
+    assert {older["megatron-core"], newer["megatron-core"]} <= {*TRIED}
+    assert Version(newer["megatron-core"]) == max(map(Version, TRIED))
+
+
 def test_direct_dependencies_are_ranges_that_hold_what_is_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = [Requirement(r) for r in [*project["dependencies"], *project["optional-dependencies"]["dev"]]]
-    lock = (ROOT / "requirements" / "lock.txt").read_text(encoding="utf-8").splitlines()
-    pinned = {
-        canonicalize_name(name): version for name, sign, version in (line.partition("==") for line in lock) if sign
-    }
-    assert not [str(r) for r in declared if not r.specifier.contains(pinned[canonicalize_name(r.name)])]
+    for name in ("lock.txt", "lock-3.12.txt"):
+        pinned = locked(name)
+        assert not [str(r) for r in declared if not r.specifier.contains(pinned[canonicalize_name(r.name)])], name
     assert not [str(r) for r in declared if "==" in str(r.specifier) or "<" not in str(r.specifier)]
 
 

@@ -4,7 +4,8 @@
     python -m benchmarks.gpu --page            docs/gpu.md from benchmarks/gpu/results.jsonl
 
 Every figure is a line of DIR/results.jsonl as soon as it is known. What is missing here (a GPU, Triton, time) is a line
-that says so. It needs torch, triton, megatron-core, einops, httpx, psutil, pyarrow and xxhash.
+that says so. The last line names what failed, and what was computed wrong; the exit status is 1 if anything did. It
+needs torch, triton and requirements/gpu-kit.txt.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ def _own(name: str) -> tuple[str, ...]:
 
 SECTIONS: dict[str, Section] = {  # the most important first
     "probe": Section(40, _own("probe")),
-    "correctness": Section(150, _own("correctness")),
+    "correctness": Section(180, _own("correctness")),
     "updates": Section(240, _own("updates")),
     "attention": Section(90, _own("attention")),
     "head": Section(60, _own("head")),
+    "hand_over": Section(90, _own("hand_over")),
+    "engine": Section(90, _own("engine")),
     "profile": Section(60, _own("profile")),
     "meter": Section(90, _own("meter")),
 }
@@ -77,13 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     sections = {name: SECTIONS[name] for name in SECTIONS if name in names}
     with (given.out / "results.jsonl").open("a", encoding="utf-8") as out:
-        return run(sections, given.budget, out, ("--tiny",) if given.tiny else ())
+        wrong = run(sections, given.budget, out, ("--tiny",) if given.tiny else ())
+        note(out, {"section": "", "wrong": wrong})
+    return 1 if wrong else 0
 
 
-def run(sections: dict[str, Section], budget: float, out: TextIO, options: Sequence[str] = ()) -> int:
-    """Write the lines of all sections, flushed one by one; 1 if one of them failed."""
+def run(sections: dict[str, Section], budget: float, out: TextIO, options: Sequence[str] = ()) -> list[str]:
+    """Write the lines of all sections, flushed one by one; says which of them failed or told of something wrong."""
     end = time.monotonic() + budget
-    status = 0
+    wrong: dict[str, None] = {}
     for name, section in sections.items():
         began, left = time.monotonic(), end - time.monotonic()
         if left < 1:
@@ -91,10 +96,12 @@ def run(sections: dict[str, Section], budget: float, out: TextIO, options: Seque
             continue
         deadline = min(section.seconds, left)
         for line in lines_of((*section.command, *options), deadline):
-            status |= "failed" in line
             note(out, {"section": name, **line})
+            if "failed" in line or line.get("ok") is False:
+                of = (str(line[key]) for key in ("what", "layout", "dtype", "model", "transport") if key in line)
+                wrong[": ".join([name, *filter(None, [" ".join(of)])])] = None
         note(out, {"section": name, "seconds": round(time.monotonic() - began, 1)})
-    return status
+    return list(wrong)
 
 
 def lines_of(command: Sequence[str], deadline: float) -> Iterator[dict[str, Any]]:
@@ -106,7 +113,12 @@ def lines_of(command: Sequence[str], deadline: float) -> Iterator[dict[str, Any]
     said: list[str] = []
     listener = threading.Thread(target=said.extend, args=(child.stderr,), daemon=True)
     late = threading.Event()
-    timer = threading.Timer(deadline, lambda: (late.set(), end_group(child)))
+
+    def end_late() -> None:
+        late.set()
+        end_group(child)
+
+    timer = threading.Timer(deadline, end_late)
     listener.start()
     timer.start()
     try:

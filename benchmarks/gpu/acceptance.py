@@ -51,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = ("--sglang", str(given.sglang.absolute()), *(("--cpu",) if given.cpu else ()))
     with path.open("a", encoding="utf-8") as out:
         sections = {name: SECTIONS[name] for name in SECTIONS if name in names}
-        status = run(sections, sum(section.seconds for section in sections.values()), out, options)
+        run(sections, sum(section.seconds for section in sections.values()), out, options)
         lines = read(path)
         skipped = {line["section"]: line["skipped"] for line in lines if "skipped" in line}
-        failed = sorted({line["section"] for line in lines if "failed" in line})
+        failed = sorted({line["section"] for line in lines if "failed" in line or line.get("ok") is False})
         ok = sorted({line["section"] for line in lines if line.get("ok")} - set(failed))
         word = "failed" if failed else "passed" if ok else "nothing measured"
         note(out, {"result": word, "passed": ok, "failed": failed, "skipped": sorted(skipped)})
-    return status
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

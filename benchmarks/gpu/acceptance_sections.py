@@ -7,6 +7,7 @@ import asyncio
 import importlib.metadata as metadata
 import importlib.util
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.gpu.__main__ import read
-from benchmarks.gpu.sections import say
+from benchmarks.gpu.machine import say, settle
 from benchmarks.gpu.shapes import LAYOUTS, make_batch, write_model
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
 
@@ -38,10 +39,11 @@ PLACES: dict[str, tuple[int, list[str]]] = {
     "disk": (5, ["cluster.pool=split", "policies.solver.tp=2"]),
     "changed": (5, ["cluster.pool=split", "policies.solver.tp=2"]),
     "distributed": (5, ["cluster.pool=split", "policies.solver.tp=2"]),
-    "tensor": (1, ["cluster.pool=shared", "policies.solver.tp=1", "+engine.options.mem-fraction-static=0.3"]),
+    # which trains on one; afterwards each of the two policies is evaluated on a server of its own
+    "tensor": (2, ["cluster.pool=shared", "policies.solver.tp=1", "+engine.options.mem-fraction-static=0.3"]),
 }
 SMALL = ["data.train=64", "data.validation=8", "data.test=8", "trainer.steps=2", "trainer.tasks_per_step=4"]
-SMALL += ["trainer.checkpoint_every=2", "trainer.validate_every=2", "cold_start.base.heads=4"]
+SMALL += ["cluster.device=auto", "trainer.checkpoint_every=2", "trainer.validate_every=2", "cold_start.base.heads=4"]
 SMALL += [
     "cold_start.base.hidden=256",
     "cold_start.base.kv_heads=2",
@@ -93,11 +95,11 @@ def _all_reduce(rank: int, ranks: int, folder: str, cpu: bool) -> None:
     # 1 + 2 + ... + n
     right = bool((x == ranks * (ranks + 1) / 2).all())
     repeats = 5
-    _settle(cpu)
+    settle()
     began = time.perf_counter()
     for _ in range(repeats):
         dist.all_reduce(x)
-    _settle(cpu)
+    settle()
     took = (time.perf_counter() - began) / repeats
     dist.destroy_process_group()
     assert right, f"rank {rank}: the sum of 1 to {ranks} is not {ranks * (ranks + 1) // 2}"
@@ -108,20 +110,16 @@ def _all_reduce(rank: int, ranks: int, folder: str, cpu: bool) -> None:
         Path(folder, "found").write_text(json.dumps(found))
 
 
-def _settle(cpu: bool) -> None:
-    if not cpu:
-        torch.cuda.synchronize()
-
-
 def layouts(given: argparse.Namespace) -> None:
-    """An update cut over two GPUs is that of one."""
+    """An update cut over two GPUs is that of one, and so is the next one of a trainer that goes on from its files."""
     devices(given, 2)
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_model("tiny", Path(folder) / "tiny"))
-        want = _norm(model, folder, given.cpu)
+        first, second = _norms(model, folder, save=True)
         for name, cut in CUTS.items():
-            got = _norm(model, folder, given.cpu, **cut)
-            _near(name, got, want, NEAR)
+            _near(name, _norms(model, folder, **cut)[0], first, NEAR)
+            (resumed,) = _norms(model, folder, restore=True, **cut)
+            _near(f"{name}, resumed", resumed, second, NEAR)
 
 
 def te(given: argparse.Namespace) -> None:
@@ -131,8 +129,8 @@ def te(given: argparse.Namespace) -> None:
     devices(given, 1)
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_model("tiny", Path(folder) / "tiny"))
-        want = _norm(model, folder, given.cpu, bf16=True)
-        _near("layers te", _norm(model, folder, given.cpu, bf16=True, layers="te"), want, NEAR_TE)
+        want, got = (_norms(model, folder, bf16=True, **kind)[0] for kind in ({}, {"layers": "te"}))
+        _near("layers te", got, want, NEAR_TE)
 
 
 def _near(what: str, got: float, want: float, most: float) -> None:
@@ -141,26 +139,39 @@ def _near(what: str, got: float, want: float, most: float) -> None:
     say(what=f"gradient norm, {what}", apart=round(apart, 9), ok=True)
 
 
-def _norm(model: str, folder: str, cpu: bool, **spec: Any) -> float:
-    """The gradient norm of an update by ranks of their own."""
+def _norms(model: str, folder: str, *, save: bool = False, restore: bool = False, **spec: Any) -> list[float]:
+    """The gradient norms of two updates by ranks of their own, which save between them; or of the second, restored."""
     ranks = spec.get("tp", 1) * spec.get("pp", 1) * spec.get("cp", 1) * spec.get("dp", 1)
     out = Path(tempfile.mkdtemp(dir=folder))
-    start_processes(_update, (model, str(out), cpu, spec), nprocs=ranks, start_method="spawn")
-    return float((out / "norm").read_text())
+    saved = Path(folder) / "saved"
+    given = (model, str(out), str(saved) if save else None, str(saved) if restore else None, spec)
+    start_processes(_update, given, nprocs=ranks, start_method="spawn")
+    norms: list[float] = json.loads((out / "norms").read_text())
+    return norms
 
 
-def _update(rank: int, model: str, folder: str, cpu: bool, changes: Mapping[str, Any]) -> None:
+def _update(
+    rank: int, model: str, folder: str, save: str | None, restore: str | None, changes: Mapping[str, Any]
+) -> None:
     from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
     from mcore_mas.megatron.step.trainer import MegatronTrainer
 
-    spec = TrainerSpec(model=model, init="random", **changes)
+    # a rate at which the second update differs from the first
+    spec = TrainerSpec(model=model, init="random", lr=1e-2, **changes)
     store = dist.FileStore(f"{folder}/store", spec.ranks)  # type: ignore[attr-defined]
     init_process_groups(spec, rank=rank, threads=1, store=store)
     batches = [make_batch(LAYOUTS["small"], vocab=512, seed=i) for i in range(2)]
-    norm = MegatronTrainer(spec).update(batches)["grad_norm"]
+    trainer, norms = MegatronTrainer(spec), []
+    if restore:
+        trainer.restore(Path(restore))
+    while trainer.updates < 2:
+        norms.append(trainer.update(batches)["grad_norm"])
+        if save and trainer.updates == 1:
+            trainer.save(Path(save))
+            trainer.written()
     destroy_process_groups()
     if rank == 0:
-        Path(folder, "norm").write_text(str(norm))
+        Path(folder, "norms").write_text(json.dumps(norms))
 
 
 def _server(given: argparse.Namespace) -> Path:
@@ -217,10 +228,17 @@ def training(given: argparse.Namespace, transport: str) -> None:
         last = " ".join((done.stderr or done.stdout).split())[-300:]
         assert done.returncode == 0 and finished.is_file(), f"exit status {done.returncode}: {last}"
         steps = [line for line in read(run / "train" / "metrics.jsonl") if "step" in line]
-        handed = [key for line in steps for key in line if key.endswith("hand_over_s")]
+        handed = [value for line in steps for key, value in line.items() if key.endswith("hand_over_s")]
         assert handed, "no policy was updated, so no weights were handed over; see metrics.jsonl"
         took = round(time.perf_counter() - began, 1)
         say(what="a training of two policies, s", transport=transport, value=took, steps=len(steps), ok=True)
+        say(
+            what="hand-over, s",
+            transport=transport,
+            value=statistics.median(handed),
+            most=max(handed),
+            times=len(handed),
+        )
 
 
 SECTIONS: dict[str, Callable[..., None]] = {f.__name__: f for f in (machine, nccl, layouts, te, sglang, training)}

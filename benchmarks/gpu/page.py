@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu.shapes import CASES
+from benchmarks.gpu.shapes import CASES, of_case
 from mcore_mas.planning.estimate import ASSUMED
 from mcore_mas.planning.memory import count_parameters
 from mcore_mas.rollout.models.architecture import planned_architecture
@@ -18,9 +18,11 @@ _HEAD = """# On a GPU
 
 Written by `python -m benchmarks.gpu --page` from `benchmarks/gpu/results.jsonl`; do not edit. `python -m benchmarks.gpu
 --budget 540 --out DIR` measures on a machine with one GPU, in sections of their own, the most important first; the
-lines of DIR/results.jsonl then replace those of `benchmarks/gpu/results.jsonl`. `make gpu-acceptance` tries a machine
-with up to eight GPUs: NCCL, cuts over two ranks, Transformer Engine, SGLang, and a training of two policies by every
-transport; its last line says passed, failed, or nothing measured. It has not run on GPUs.
+lines of DIR/results.jsonl then replace those of `benchmarks/gpu/results.jsonl`. Its exit status is 1 if a section
+failed or found something wrong, which the last line names. `requirements/gpu-kit.txt` has all that it needs beside
+torch and Triton. `make gpu-acceptance` tries a machine with up to eight GPUs: NCCL, cuts over two ranks and a restart
+in each from one rank's files, Transformer Engine, SGLang, and a training of two policies by every transport, with the
+seconds of its hand-overs; its last line says passed, failed, or nothing measured. It has not run on GPUs.
 
 Predictions are the meter's (`tests/support/fake_gpu.py`), of an H200: the GPU's branch runs without one, and every
 operation takes what its arithmetic, its bytes or its launch would. They are optimistic of kernels.
@@ -40,26 +42,38 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
     parts = [_HEAD, ran, "", "## Updates", "", *_updates(lines, measured)]
     parts += ["", "## Attention of one layer, forward and backward", "", *_attention(measured)]
     parts += ["", "## The head, 14,336 rows of 151,936 logits", "", *_heads(measured)]
-    parts += ["", "## Weights to SGLang, by arithmetic", "", _hand_over()]
+    parts += ["", "## The embedded engine", "", *_generation(measured)]
+    parts += [
+        "",
+        "## Weights to SGLang, by arithmetic",
+        "",
+        _hand_over(),
+        "",
+        "## Weights, measured",
+        "",
+        *_rates(measured),
+    ]
     return "\n".join([*parts, "", "## Correctness", "", *_checks(measured), ""])
 
 
 def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
         "bf16, one micro-batch. MFU is of 989 TFLOP/s, and counts no recomputation. Waits and copies are per update.",
-        "Recomputed are norms' outputs and SwiGLU's products (selective), or all of every layer (full).",
+        "Recomputed are norms' outputs and SwiGLU's products (selective), or all of every layer (full). What is",
+        "predicted to need more than 96 % of a GPU's free memory is not tried.",
         "",
         "| model | recompute | layout | tokens | launches | waits | copies | MFU, predicted | GiB, predicted | MFU "
         "| GiB | tokens/s |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case in CASES:
-        want = _case(lines, "meter", case) or {}
-        got = _case(measured, "updates", case) or {}
+        want = of_case(lines, "meter", case) or {}
+        got = of_case(measured, "updates", case) or {}
         waits, copies = (sum(want[key].values()) if key in want else _NOT for key in ("waits", "copies"))
         predicted = (want.get(key, _NOT) for key in ("tokens", "launches"))
         gib = round(want["bytes"]["peak"] / 2**30, 1) if "bytes" in want else _NOT
-        found = (got.get(key, got.get("failed", _NOT)) for key in ("mfu", "gib", "tokens_per_s"))
+        why = got.get("failed", got.get("skipped", _NOT))
+        found = (got.get(key, why) for key in ("mfu", "gib", "tokens_per_s"))
         what = (case["model"], case.get("recompute", "none"), case["layout"])
         cells = (*what, *predicted, waits, copies, want.get("mfu", _NOT), gib, *found)
         rows.append(f"| {' | '.join(str(cell) for cell in cells)} |")
@@ -69,7 +83,7 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
 def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = ["32 heads on 8, of 128, bf16; milliseconds.", "", "| layout | Triton | torch |", "|---|---:|---:|"]
     for layout in ("groups", "turns", "branches", "long", "whole"):
-        got = _case(measured, "attention", {"layout": layout}) or {}
+        got = of_case(measured, "attention", {"layout": layout}) or {}
         rows.append(f"| {layout} | {got.get('triton_ms', _NOT)} | {got.get('torch_ms', _NOT)} |")
     return rows
 
@@ -79,7 +93,7 @@ def _heads(measured: Sequence[dict[str, Any]]) -> list[str]:
     sizes = (64, 512, 1024, 2048)
     rows += [f"| hidden | {' | '.join(map(str, sizes))} |", f"|---:|{'---:|' * len(sizes)}"]
     for hidden in (896, 2560, 5120):
-        got = [_case(measured, "head", {"hidden": hidden, "chunk_mib": size}) or {} for size in sizes]
+        got = [of_case(measured, "head", {"hidden": hidden, "chunk_mib": size}) or {} for size in sizes]
         rows.append(f"| {hidden} | {' | '.join(str(line.get('ms', _NOT)) for line in got)} |")
     return rows
 
@@ -125,6 +139,28 @@ class HandOver:
         return max(asked, made) + made / self.requests
 
 
+def _generation(measured: Sequence[dict[str, Any]]) -> list[str]:
+    rows = ["0.5b in float32, prompts of 128 tokens, replies of 64.", "", "| rows | tokens/s |", "|---:|---:|"]
+    for count in (1, 32, 256):
+        got = of_case(measured, "engine", {"rows": count}) or {}
+        rows.append(f"| {count} | {got.get('tokens_per_s', _NOT)} |")
+    return rows
+
+
+def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [
+        "4b in bfloat16 from one process to another on the same GPU, as to SGLang; of a trainer of 0.5b that sleeps",
+        "and wakes all that it gives away, and its checkpoint on disk.",
+        "",
+        "| what | GB | GB/s |",
+        "|---|---:|---:|",
+    ]
+    for what in ("hand-over", "sleep", "wake", "checkpoint"):
+        got = of_case(measured, "hand_over", {"what": f"{what}, GB/s"}) or {}
+        rows.append(f"| {what} | {got.get('gb', _NOT)} | {got.get('value', _NOT)} |")
+    return rows
+
+
 def _hand_over() -> str:
     shards, full = (HandOver("Qwen3-32B", 8, direct) for direct in (True, False))
     return (
@@ -139,7 +175,7 @@ def _hand_over() -> str:
 
 
 def _checks(measured: Sequence[dict[str, Any]]) -> list[str]:
-    found = [line for line in measured if line["section"] == "correctness" and "what" in line]
+    found = [line for line in measured if "ok" in line and "what" in line]
     if not found:
         return ["Kernels, updates and waits on a GPU: not measured."]
     kept = {"date", "section", "ok"}
@@ -151,9 +187,3 @@ def _checks(measured: Sequence[dict[str, Any]]) -> list[str]:
 
 def _latest(lines: Sequence[dict[str, Any]], section: str, key: str) -> dict[str, Any] | None:
     return next((line for line in reversed(lines) if line["section"] == section and key in line), None)
-
-
-def _case(lines: Sequence[dict[str, Any]], section: str, case: dict[str, Any]) -> dict[str, Any] | None:
-    """The latest line of a section for a case."""
-    wanted = case if section != "meter" else {"recompute": "none", **case}  # the meter says it of all
-    return next((x for x in reversed(lines) if x["section"] == section and wanted.items() <= x.items()), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from enum import EnumType
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -42,6 +43,8 @@ def _entry(name: str, thing: Any) -> Iterator[str]:
 
 
 def _signature(thing: Any) -> str:
+    if isinstance(thing, EnumType):
+        return "(value)"  # Python's versions do not agree on what else it takes
     written = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(thing)))  # annotations that are texts
     return re.sub(r"<function (\w+) at 0x\w+>", r"\1", written)
 

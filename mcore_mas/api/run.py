@@ -21,7 +21,7 @@ from mcore_mas.api.objects import AgentSpec, Conversation, TaskError, known_here
 from mcore_mas.config.compose import GROUPS, resolve
 from mcore_mas.config.policy import PolicyConfig, TrainerConfig
 from mcore_mas.config.run import RunConfig
-from mcore_mas.pipeline.check import machine_complaints, model_complaints, too_few
+from mcore_mas.pipeline.check import machine_problems, model_problems, too_few
 from mcore_mas.pipeline.prepare import prepare_tasks
 from mcore_mas.rollout.base.files import json_lines, write_text
 from mcore_mas.rollout.base.options import merged
@@ -256,9 +256,9 @@ def _team(run: str, agents: Any, orchestra: Any, env: Any, reward: Any) -> dict[
 def _checked(values: Mapping[str, Any], where: str, tasks: Mapping[str, Sequence[Task]]) -> RunConfig:
     """The config of these values, for `tasks` by split, of which nothing is known to fail."""
     config = RunConfig.check(values, where)
-    wrong = [*machine_complaints(config)]
+    wrong = [*machine_problems(config)]
     for policy, model in config.models.items():
-        wrong += model_complaints(config, policy, model)
+        wrong += model_problems(config, policy, model)
     train = len(tasks["train"]) if tasks else config.data.train
     wrong += too_few(config, train) if isinstance(train, int) else ()
     if wrong:

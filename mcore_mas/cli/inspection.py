@@ -40,6 +40,9 @@ REGISTRIES = {  # where the names that a config may use stand, and the kind by w
     "corrections": ("mcore_mas.equations.divergence:CORRECTIONS", ""),
     "aggregations": ("mcore_mas.equations.losses:AGGREGATIONS", ""),
     "engines": ("mcore_mas.rollout.engines:ENGINES", "engine"),
+    "tools": ("mcore_mas.rollout.environments:TOOLS", ""),
+    "providers": ("mcore_mas.rollout.engines.remote:PROVIDERS", ""),
+    **dict.fromkeys(("experiments", "teams", "recipes"), ("mcore_mas.config.compose:names_in", "")),
 }
 
 _SHOWN_CHARS = 60  # of a prompt
@@ -252,11 +255,23 @@ def _line(leak: Leak, match: Match) -> str:
 def list_names(
     registry: Annotated[str, typer.Argument(help=", ".join(REGISTRIES), autocompletion=lambda: list(REGISTRIES))],
 ) -> None:
-    """Print the names a config may use, one a line; what an installed package offers, with the package."""
-    if registry not in REGISTRIES:
-        raise UsageError(f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}{nearest(registry, REGISTRIES)}")
-    place, kind = REGISTRIES[registry]
+    """Print the names a config may use, one a line; what an installed package offers, with the package.
+
+    The key of a config is understood too: advantage, reward.name, data.generator.
+    """
+    word = registry.removesuffix(".name").rpartition(".")[2]
+    words = {other: name for name, (_, kind) in REGISTRIES.items() for other in _words(name, kind)}
+    if word not in words:
+        raise UsageError(f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}{nearest(word, REGISTRIES)}")
+    place, kind = REGISTRIES[words[word]]
     module, _, attribute = place.partition(":")
-    own = [*getattr(import_module(module), attribute)]
+    own = getattr(import_module(module), attribute)
+    own = own(words[word].removesuffix("s")) if callable(own) else own
     theirs = [f"{entry.name}  (of {entry.dist.name if entry.dist else '?'})" for entry in offered(kind)] if kind else []
     print("\n".join(sorted([*own, *theirs])))
+
+
+def _words(name: str, kind: str) -> set[str]:
+    """What a registry is called here, in configs and in errors, one or many of it."""
+    one = {name, name.removesuffix("s"), name.removesuffix("es"), *kind.split()[-1:]}
+    return one | {f"{word}s" for word in one}

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from mcore_mas.cli.inspection import inspection_commands
+from mcore_mas import with_pages
+from mcore_mas.cli.inspection import UsageError, inspection_commands
 from mcore_mas.cli.machine import ConfigFile, RunFolder, machine_commands, run_commands
-from mcore_mas.rollout.base.text import show_logs
+from mcore_mas.rollout.base.text import nearest, show_logs
 from mcore_mas.training.joblog import Stopped, cause, stop_at_start
 
 app = typer.Typer(
@@ -22,12 +23,14 @@ app = typer.Typer(
     help="Reinforcement-learning post-training of teams of LLM agents on Megatron-core.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="What goes wrong is one line and a non-zero exit; --debug, anywhere, adds the traceback.",
 )
 _PANEL = "Train and evaluate"
 _Suite = Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")]
 _Host = Annotated[str, typer.Option(help="Address to listen on.")]
 _TokenFile = Annotated[Path | None, typer.Option(help="Bearer token; required for a host that is not loopback.")]
+_Configs = Annotated[Path | None, typer.Option(help="Folder of your own configs, if it is another.")]
 _Overrides = Annotated[list[str] | None, typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3.")]
 
 
@@ -46,15 +49,11 @@ def options(
 
 
 @app.command("run", rich_help_panel=_PANEL, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def run_suite(
-    context: typer.Context,
-    suite: _Suite,
-    config_dir: Annotated[Path | None, typer.Option(help="Folder of your own configs, if it is another.")] = None,
-) -> None:
+def run_suite(context: typer.Context, suite: _Suite, config_dir: _Configs = None) -> None:
     """Run the pipeline on a suite.
 
-    Experiments and teams of your own lie in configs/ beside the suite file. Further arguments are overrides of every
-    run (trainer.steps=3), then Snakemake's, for example -n to see what would run.
+    Experiments and teams of your own lie in configs/ beside the suite file; of an experiment's name alone, in configs/
+    here. Further arguments are overrides of every run (trainer.steps=3), then Snakemake's, such as -n: what would run.
     """
     command = snakemake_command(suite, context.args, config_dir)
     os.execv(command[0], command)  # noqa: S606
@@ -81,21 +80,45 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
     """The command that runs a suite: its own config goes into the one `--config` that Snakemake heeds.
 
     Raises:
-        SuiteError: there is no such suite or experiment.
+        SuiteError: there is no such suite, experiment or `config_dir`.
+        UsageError: Snakemake has no such option, or nothing makes a target.
     """
     from mcore_mas.pipeline.suite import SNAKEFILE, suite_values
 
     (overrides, rest), file = split_overrides(arguments), Path(suite).is_file()
-    values = suite_values(suite)
+    values = suite_values(suite, config_dir)
     own = [] if file else [f"{key}={json.dumps(value)}" for key, value in values.items()]
     if overrides:  # in place of the file's, which come first
         earlier = values.get("overrides", []) if isinstance(values, dict) else []
         own.append(f"overrides={json.dumps([*earlier, *overrides])}")
-    own += [f"config_dir={config_dir.resolve()}"] if config_dir else []
+    own += [f"config_dir={config_dir.resolve()}"] if config_dir and file else []
+    _check_for_snakemake(rest)
     at = next((n for n, word in enumerate(rest) if word in ("--config", "-C")), len(rest))
     given = [*rest[:at], "--config", *own, *rest[at + 1 :]] if own else rest
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE)]
     return [*command, *([f"--configfile={suite}"] if file else []), *given]
+
+
+def _check_for_snakemake(words: Sequence[str]) -> None:
+    """Refuse options that Snakemake does not have, and targets that nothing makes."""
+    from snakemake.cli import get_argument_parser
+
+    from mcore_mas.pipeline.suite import SNAKEFILE
+
+    def refuse(message: str) -> NoReturn:
+        near = nearest(message.rpartition(" ")[2], [*parser._option_string_actions, "--config-dir"])
+        raise UsageError(f"{message}; `mcore-mas run --help` and `snakemake --help` list what there is{near}")
+
+    parser = get_argument_parser()
+    parser.error = refuse
+    files = (SNAKEFILE, *SNAKEFILE.parent.glob("rules/*.smk"))
+    rules = re.findall(r"^rule (\w+):", "".join(file.read_text(encoding="utf-8") for file in files), re.MULTILINE)
+    for word in parser.parse_args(list(words)).targets:
+        if not re.match(r"(table|bundle|acquire)_|.*/", word) and word not in rules:
+            known = (
+                f"a file such as results/RUN/train/done.json, a rule, or KEY=VALUE without spaces{nearest(word, rules)}"
+            )
+            raise UsageError(f"no target '{word}'; expected {known}")
 
 
 @app.command("new", rich_help_panel=_PANEL)
@@ -108,14 +131,14 @@ def new_team(name: Annotated[str, typer.Argument(help="Of the project, and of it
 
 
 @app.command("check", rich_help_panel=_PANEL)
-def check_runs(suite: _Suite, overrides: _Overrides = None) -> None:
+def check_runs(suite: _Suite, overrides: _Overrides = None, config_dir: _Configs = None) -> None:
     """Say everything that is known to fail, before it costs anything: models, layouts, lengths, prompts, files."""
-    from mcore_mas.pipeline.check import complaints
+    from mcore_mas.pipeline.check import problems
     from mcore_mas.pipeline.suite import load_suite
 
-    loaded = load_suite(suite, overrides or [])
-    lines = complaints(loaded)
-    print("\n".join(f"no: {line}" for line in lines) or f"ok: {', '.join(loaded.runs)}")
+    loaded = load_suite(suite, overrides or [], config_dir)
+    lines = problems(loaded)
+    print("\n".join(f"no: {with_pages(line)}" for line in lines) or f"ok: {', '.join(loaded.runs)}")
     raise typer.Exit(1 if lines else 0)
 
 
@@ -124,6 +147,7 @@ def plan_suite(
     suite: _Suite,
     gpus: Annotated[str, typer.Option(help="Number and kind; more than 8 are several machines.")] = "8xH100",
     cluster: Annotated[Path | None, typer.Option(help="YAML instead: gpus, node, memory, flops, bandwidth.")] = None,
+    config_dir: _Configs = None,
 ) -> None:
     """Say where each run's parts would lie, what they take and how long; exit status 1 if one does not fit."""
     from mcore_mas.pipeline.suite import load_suite
@@ -131,7 +155,7 @@ def plan_suite(
     from mcore_mas.planning.page import plan_lines
 
     there = Cluster.read(cluster) if cluster is not None else Cluster.parse(gpus)
-    refused, loaded = 0, load_suite(suite)
+    refused, loaded = 0, load_suite(suite, config_dir=config_dir)
     for config in map(loaded.checked, loaded.runs):
         try:
             print("\n".join(plan_lines(config, there, *choose_placement(config, there))))
@@ -242,14 +266,20 @@ def main() -> None:
     """Run a command; what goes wrong is one line on stderr and exit status 1, unless --debug asks for the traceback."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    arguments = [*arguments[1:2], "--help"] if arguments[:1] == ["help"] else arguments
     sys.path.append(str(Path.cwd()))  # a team of one's own is found where one stands
     try:
-        app(arguments)
+        sys.exit(app(arguments, prog_name="mcore-mas", standalone_mode=False) or 0)
     except Stopped as stop:
         print(stop, file=sys.stderr)
         sys.exit(143)
     except Exception as error:
         if debug:
             raise
-        print(f"error: {cause(error)}  (--debug shows the traceback)", file=sys.stderr)
+        if context := getattr(error, "ctx", None):  # the call does not parse
+            said = " ".join(error.format_message().split()).rstrip(".?")  # type: ignore[attr-defined]
+            if said:  # else the help was shown, because nothing was asked
+                print(f"error: {said}; `{context.command_path} --help` says what is expected", file=sys.stderr)
+            sys.exit(2)
+        print(f"error: {with_pages(cause(error))}  (--debug shows the traceback)", file=sys.stderr)
         sys.exit(1)

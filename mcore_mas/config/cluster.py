@@ -24,6 +24,8 @@ class ClusterConfig(Section):
 
     # "local": a Ray of the run's own; else a running one: host:port of its head, auto (this machine's), ray://
     address: str = "local"
+    # that trainers and engines compute on; auto: GPUs where there are any. An engine's own `device` is within this
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     restarts: int = Field(3, ge=0)  # of all trainers from the newest state when one is lost or hangs, in an hour
     hang_s: float | None = Field(1800.0, gt=0)  # without a sign of life of a trainer at work; None: any time
     threads_per_process: int | None = Field(None, ge=1)  # None: the cores over the processes that work at a time
@@ -50,8 +52,13 @@ class ClusterConfig(Section):
         Memory is handed over on one GPU, and NCCL takes none twice; several actors have a device each.
 
         Raises:
-            ValueError: what goes with which pool.
+            ValueError: what goes with which pool or device.
         """
+        if engine.device == "cuda" and self.device == "cpu":
+            raise ValueError(
+                f"policies.{policy}: engine.device: cuda, and cluster.device: cpu shows it no GPU; set "
+                "cluster.device: auto, or engine.device: cpu"
+            )
         served = engine.name == "sglang" and not engine.urls
         if served and engine.transport == "tensor" and self.pool == "split":
             raise ValueError(

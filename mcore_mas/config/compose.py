@@ -73,6 +73,13 @@ def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
     return {name: file for file in files for name in _names(file, file.stat().st_mtime_ns)}
 
 
+def names_in(group: str) -> list[str]:
+    """The names of a group of configs, the shipped ones and those in `configs` of the current folder."""
+    folders = {CONFIGS, Path("configs").resolve()}
+    sources = [Folder(Folder.scheme(), str(folder)) for folder in folders if folder.is_dir()]
+    return sorted({name for source in sources for name in source.list(group, ObjectType.CONFIG)})
+
+
 def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
     """What Hydra makes of `config.yaml`; of a file in several folders it takes the first.
 

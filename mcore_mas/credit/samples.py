@@ -32,7 +32,7 @@ class Sample:
     age: int = 0  # by how many hand-overs they are behind those being trained
     prompt_ids: tuple[int, ...]  # [P]
     completion_ids: tuple[int, ...]  # [C]
-    trained: tuple[bool, ...] | None = None  # [C] tokens that carry loss; None: all
+    trained: tuple[bool, ...] | None = None  # [C] loss mask (response mask): True carries loss; None: all
     temperature: float = 1.0
     reward: float = 0.0
     scores: Mapping[str, float] = field(default_factory=dict)  # what was measured of the turn, by name

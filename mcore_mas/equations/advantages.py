@@ -247,7 +247,7 @@ Whitened = Literal["batch", "policy", "agent"]
 
 
 def whiten(values: Tensor, group: Tensor, eps: float = 1e-8) -> Tensor:
-    """[T] (x - mean) / sqrt(var + ε) over the tokens of each `group` [T]; var divides by (tokens - 1)."""
+    """Whitening [T]: (x - mean) / sqrt(var + ε) over the tokens of each `group` [T]; var divides by (tokens - 1)."""
     count = group.bincount()
     centred = values - average(values, group, len(count))[group]
     variance = total(centred**2, group, len(count)) / (count - 1).clamp(min=1)

@@ -46,7 +46,7 @@ Loss = Callable[..., tuple[Tensor, Statistics]]
 
 
 def cross_entropy(tokens: Tokens, old: Tensor) -> tuple[Tensor, Statistics]:
-    """Negative log-likelihood [N], for supervised fine-tuning."""
+    """Negative log-likelihood [N], for supervised fine-tuning (SFT)."""
     return -tokens.logprobs, {}
 
 
@@ -58,7 +58,7 @@ def reinforce(tokens: Tokens, old: Tensor) -> tuple[Tensor, Statistics]:
 def ppo_clip(
     tokens: Tokens, old: Tensor, *, clip_low: Share = 0.2, clip_high: NonNegativeFloat = 0.2, dual_clip: DualClip = 3.0
 ) -> tuple[Tensor, Statistics]:
-    """Clipped policy-gradient loss [N] with dual clip.
+    """Clipped policy-gradient loss [N] of PPO, with dual clip.
 
     Schulman et al. 2017 (arXiv 1707.06347) eq. 7; the lower and upper clips may differ (DAPO, arXiv 2503.14476);
     dual clip bounds the loss of negative advantages by `dual_clip` (Ye et al. 2020, arXiv 1912.09729, eq. 5).
@@ -180,6 +180,7 @@ class ValueTokens:
 class ValueObjective:
     """What a critic's update minimises: L = ½ max((V − R)², (clip(V, V_old ± clip) − R)²), per token.
 
+    V is the critic's value function: the reward expected from a token on, of which R is what came.
     The value clipping that goes with PPO (Schulman et al. 2017, arXiv 1707.06347, in OpenAI baselines' form).
     """
 

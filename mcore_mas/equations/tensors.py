@@ -1,4 +1,4 @@
-"""torch, imported when an equation first computes; a config only reads the equations' names and options.
+"""Lazy import of torch for the equations: configs read their names and options without it.
 
 Importing torch takes seconds, which the start of every job of the pipeline would pay.
 """

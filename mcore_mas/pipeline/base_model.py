@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import keyword
 import os
-import sys
+import re
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from shutil import copytree
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
+
+from mcore_mas import SHIPPED
 from mcore_mas.config.models import made_sizes
 from mcore_mas.config.policy import BaseModelConfig, ColdStartConfig
 from mcore_mas.config.run import RunConfig
@@ -154,17 +158,32 @@ def new_project(name: str, parent: Path) -> Path:
     """Write a project called `name` into a folder of that name, with a small random model.
 
     Raises:
-        ScaffoldError: the name is none of a Python package or is taken, or the folder holds something.
+        ScaffoldError: the name is none of a Python package or is taken, or the folder holds something or cannot be
+            made. Nothing is written then.
     """
-    if not name.isidentifier() or keyword.iskeyword(name) or name in ("mcore_mas", "tests"):
+    if (
+        not re.fullmatch(r"(?!(?i:nan|inf)$)[A-Za-z]\w*", name, re.ASCII)
+        or keyword.iskeyword(name)
+        or yaml.safe_load(name) != name
+    ):
         raise ScaffoldError(f"'{name}' cannot be a Python package; expected letters, digits and _, such as my_team")
-    if name in sys.stdlib_module_names or name in packages_distributions():
-        raise ScaffoldError(f"'{name}' is a Python module that is installed here; take another name, such as my_{name}")
     folder = parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ScaffoldError(f"{folder}: something is there already; name another project, or remove it")
-    for file in sorted(_FILES.rglob("*.txt")):
-        place = str(file.relative_to(_FILES)).removesuffix(".txt").replace(_NAME, name)
-        write_text(folder / place, file.read_text(encoding="utf-8").replace(_NAME, name))
-    copytree(_FILES / "models", folder / "models")
+    spec, own = find_spec(name), {file.name for file in _FILES.iterdir()} - {_NAME} | {"results"}
+    if name in own or (spec and spec.origin):  # a folder without modules has no origin
+        which = "one of a project's own folders" if name in own else "a Python module that is installed here"
+        raise ScaffoldError(f"'{name}' is {which}; take another name, such as my_{name}")
+    try:
+        with TemporaryDirectory(dir=parent, prefix=f".{name}-") as made:
+            for file in sorted(_FILES.rglob("*.txt")):
+                place = str(file.relative_to(_FILES)).removesuffix(".txt").replace(_NAME, name)
+                text = file.read_text(encoding="utf-8").replace(_NAME, name).replace("SHIPPED", str(SHIPPED))
+                write_text(Path(made, name, place), text)
+            copytree(_FILES / "models", Path(made, name, "models"))
+            Path(made, name).rename(folder)
+    except OSError as error:
+        raise ScaffoldError(
+            f"{folder.absolute()}: cannot be written ({error.strerror}); go to a folder of yours"
+        ) from error
     return folder

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 import tempfile
 import zipfile
 import zlib
@@ -60,7 +61,8 @@ def make_bundle(made: Path, out: Path) -> None:
     members["made.json"] = _json(told | {"evaluations": evaluations, "tolerance": _TOLERANCE})
     members["inputs.json"] = _json({"code": _code(), "files": _inputs(runs)})
     members["environment.json"] = _json(_environment())
-    if (lock := SHIPPED / "requirements" / "lock.txt").is_file():
+    of_python = "lock-3.12.txt" if sys.version_info >= (3, 12) else "lock.txt"
+    if (lock := SHIPPED / "requirements" / of_python).is_file():
         members["requirements.txt"] = lock
     contents = {n: own if isinstance(own, bytes) else own.read_bytes() for n, own in sorted(members.items())}
     contents[METADATA] = _crate(PaperTable.load(told["table"]), contents)

@@ -10,7 +10,8 @@ from mcore_mas.config.models import check_layout, cold_started
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.pipeline.sources import known_sources
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.planning.jobs import server_gpus
+from mcore_mas.planning.jobs import PlacementError, check_fits, server_gpus, tenants_of
+from mcore_mas.planning.machine import gpus_here
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.options import UnknownName
 from mcore_mas.rollout.base.text import nearest
@@ -21,7 +22,7 @@ from mcore_mas.rollout.tasks.files import dataset_files, not_downloaded
 from mcore_mas.rollout.tasks.splits import SPLITS
 
 
-def complaints(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
+def problems(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
     """What is known to fail, a line each with its runs, on machines of `node_gpus` GPUs.
 
     `files`: also data and models that are not there yet.
@@ -30,7 +31,7 @@ def complaints(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[
     for run in suite.runs:
         config = suite.checked(run)
         own = (*_files(suite, run), *_tasks(suite, config)) if files else ()
-        for line in (*_models(suite, config, files), *machine_complaints(config), *_servers(config, node_gpus), *own):
+        for line in (*_models(suite, config, files), *machine_problems(config), *_servers(config, node_gpus), *own):
             runs.setdefault(line, []).append(run)
     more = {line: f" and {len(own) - 1} more" if len(own) > 1 else "" for line, own in runs.items()}
     return [f"run '{own[0]}'{more[line]}: {line}" for line, own in runs.items()]
@@ -47,18 +48,18 @@ def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
                 if cold_start := suite.checked(start or "").cold_start:
                     check_layout(config, name, cold_started(cold_start.base, f"cold_start of {start}"))
             elif Path(model, "config.json").is_file() or (files and suite.scale == "paper" and not start):
-                yield from model_complaints(config, name, model)
+                yield from model_problems(config, name, model, suite.folder)
         except ModelError as error:
             yield str(error)
         if policy.lora is not None and policy.lora.adapter and not Path(policy.lora.adapter).is_dir():
             yield f"policies.{name}.lora.adapter: {policy.lora.adapter}: no such folder; expected one in PEFT's format"
 
 
-def model_complaints(config: RunConfig, name: str, model: str) -> Iterator[str]:
-    """What is wrong with a policy's model, or that it is not there."""
+def model_problems(config: RunConfig, name: str, model: str, folder: Path | None = None) -> Iterator[str]:
+    """What is wrong with a policy's model, or that it is not there; `folder`: of the suite's file."""
     if not Path(model, "config.json").is_file():
         near = nearest(model, [str(file.parent) for file in Path(model).parent.glob("*/config.json")])
-        expected = near.removeprefix("; ") or _from(model)
+        expected = _beside(folder, model) or near.removeprefix("; ") or _from(model)
         yield f"policies.{name}: {model}: no model here (config.json is missing); {expected}"
         return
     try:
@@ -70,6 +71,12 @@ def model_complaints(config: RunConfig, name: str, model: str) -> Iterator[str]:
         check_layout(config, name, Path(model))
     except ModelError as error:
         yield str(error)
+
+
+def _beside(folder: Path | None, path: str) -> str:
+    """What to do about a path that is meant from the folder of the suite's file; "" if it is not there either."""
+    there = folder is not None and Path(folder, path).exists() and Path(folder, path) != Path(path).absolute()
+    return f"paths are relative to the current folder, and it is in {folder}: cd {folder}" if there else ""
 
 
 def _from(path: str) -> str:
@@ -101,7 +108,8 @@ def _files(suite: Suite, run: str) -> Iterator[str]:
             yield f"data.{split}: {error}"
     for where, file in own:
         if not Path(file).exists():
-            yield f"{where}: {file}: not here; {_from(file) if file in known_sources() else not_downloaded(file)}"
+            what = _from(file) if file in known_sources() else not_downloaded(file)
+            yield f"{where}: {file}: not here; {_beside(suite.folder, file) or what}"
 
 
 _READ_AT_ONCE = 2**24  # bytes of data files; larger ones are read when the tasks are made
@@ -131,33 +139,55 @@ def too_few(config: RunConfig, train: int) -> Iterator[str]:
         yield f"data.train: {train} tasks are fewer than trainer.tasks_per_step {need}; add tasks, or lower it"
 
 
-def has_gpu() -> bool:
-    """Whether this machine has a GPU, without torch, which takes seconds to say so."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
 def _servers(config: RunConfig, node_gpus: int) -> Iterator[str]:
-    """That the servers of an evaluation do not fit one machine."""
-    sizes = server_gpus(config)
-    wanted = sum(sizes.values()) + (config.retriever.gpus if config.retriever else 0)
-    there = max(node_gpus, len(list(Path("/dev").glob("nvidia[0-9]*"))))
-    if sizes and wanted > there:
-        each = ", ".join(f"{tp} for {policy}" for policy, tp in sizes.items())
-        yield (
-            f"an evaluation needs {wanted} GPUs of one machine, engine.tp {each}, and node_gpus is {there}; lower "
-            "engine.tp, name servers elsewhere (engine.urls), or raise node_gpus where machines have more"
-        )
+    """That a server of an evaluation does not fit one machine: this one, or of those that it submits to."""
+    there = node_gpus if _submits() else gpus_here() or node_gpus
+    for policy, size in server_gpus(config).items() if config.cluster.device != "cpu" else ():
+        if (wanted := size + (config.retriever.gpus if config.retriever else 0)) > there:
+            yield (
+                f"an evaluation needs {wanted} GPUs of one machine for a server of {policy} (engine.tp {size}), and "
+                f"node_gpus is {there}; lower engine.tp, name servers elsewhere (engine.urls), or raise node_gpus "
+                "where machines have more"
+            )
 
 
-def machine_complaints(config: RunConfig) -> Iterator[str]:
+def _submits() -> bool:
+    """Whether jobs go to other machines from here."""
+    return shutil.which("sbatch") is not None
+
+
+def _devices(config: RunConfig) -> Iterator[str]:
+    """That the devices of a run's choice are not those of its engines, or too few for its training here."""
+    device, gpus = config.cluster.device, gpus_here()
+    if device == "cpu" and (gpus or _submits()):
+        for policy in config.models:
+            engine = for_policy(config, policy).engine
+            if engine.name == "sglang" and not engine.urls and engine.options.get("device") != "cpu":
+                yield f"policies.{policy}: cluster.device: cpu shows SGLang's servers no GPU; set it to auto or cuda"
+    searched = config.retriever.gpus if config.retriever else 0
+    if device == "cpu" and searched:
+        yield "retriever.device: cuda, and cluster.device: cpu shows it no GPU; set one of them to the other"
+    if _submits() or config.cluster.address != "local" or device == "cpu":
+        return
+    if device == "cuda" and not gpus:
+        yield "cluster.device: cuda, and there is no GPU here; set it to auto or cpu"
+    elif gpus:
+        try:
+            check_fits(tenants_of(config, "GPU"), config.cluster.pool, "GPU", [gpus - searched])
+        except PlacementError as error:
+            yield str(error)
+
+
+def machine_problems(config: RunConfig) -> Iterator[str]:
     """What this machine lacks; of one that submits to others nothing is known."""
-    submits = shutil.which("sbatch") is not None
+    submits = _submits()
+    yield from _devices(config)
     engines = {"engine": config.engine}
     engines |= {
         f"policies.{n}.own.engine": for_policy(config, n).engine for n in config.models if config.policies[n].own.engine
     }
     for where, engine in engines.items():
-        if engine.device == "cuda" and not submits and not has_gpu():
+        if engine.device == "cuda" and not submits and not gpus_here():
             yield f"{where}.device: cuda, and there is no GPU here; set it to cpu"
         if engine.name == "sglang" and engine.python and not submits and not engine.python.is_file():
             yield f"{where}.python: {engine.python}: no such interpreter (docs/engines.md makes one)"

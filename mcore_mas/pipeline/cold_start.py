@@ -1,4 +1,4 @@
-"""Cold start: supervised fine-tuning of a small random model on demonstrations, until its replies are well formed."""
+"""Cold start: supervised fine-tuning (SFT) of a small random model on demonstrations, until its replies are valid."""
 
 import asyncio
 import shutil
@@ -19,6 +19,7 @@ from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from mcore_mas.pipeline.base_model import run_demonstrations
 from mcore_mas.pipeline.sharing import settings_digest
+from mcore_mas.planning.machine import on_its_devices
 from mcore_mas.rollout.base.files import Digest, sha256, write_json
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
@@ -53,7 +54,6 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
     config = RunConfig.load(config_path)
     cold_start = config.cold_start
     assert cold_start is not None, "a run without a cold start brings its own model"
-    init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
     spec = TrainerSpec(
         model=str(base_dir),
         lr=cold_start.lr,
@@ -61,10 +61,11 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         betas=_BETAS,
         objective=Objective(loss="cross_entropy"),
     )
-    trainer = MegatronTrainer(spec)
     renderer = Renderer(base_dir)
-    with ExitStack() as stack:
+    with on_its_devices(config), ExitStack() as stack:
+        init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
         stack.callback(destroy_process_groups)
+        trainer = MegatronTrainer(spec)
         make_env = stack.enter_context(world(config, "bootstrap/retriever"))
         measure = _measurement(config, cold_start, base_dir, renderer, make_env)
         checkpoints = _checkpoints(out_dir / "checkpoints", config, base_dir)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas import code_commit
-from mcore_mas.pipeline.check import complaints
+from mcore_mas.pipeline.check import problems
 from mcore_mas.pipeline.sources import acquirable, known_sources, listed
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
@@ -116,7 +116,7 @@ def check_there(suite: Suite) -> None:
     lines = [
         f"{len(missing)} of {len(needed)} inputs are not on this machine:",
         *listed(missing, behind),
-        *(f"  {line}" for line in complaints(suite, files=False)),
+        *(f"  {line}" for line in problems(suite, files=False)),
         f"`snakemake {target}` fetches them ({size}; docs/tables.md), or try --config scale=tiny, which makes its own",
     ]
     raise SuiteError("\n".join(lines))

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from mcore_mas import SHIPPED
-from mcore_mas.config.compose import experiments, resolve
+from mcore_mas.config.compose import CONFIGS, experiments, resolve
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.pipeline import sharing, suite_file
 from mcore_mas.pipeline.sharing import ConfigCache
@@ -47,6 +47,7 @@ class Suite:
     bases: Mapping[str, str]  # run -> the first run whose untrained team is measured in the same way
     tasks: Mapping[str, str]  # run -> the first run with the same tasks, and the same index if it has one
     scale: str = "paper"  # or tiny
+    folder: Path | None = None  # of the suite's file
     configs: Path | None = None  # a user's own configs, which are looked through before the shipped ones
     _checked: dict[str, RunConfig] = field(default_factory=dict, compare=False)
 
@@ -94,6 +95,7 @@ class Suite:
             overrides=overrides,
             starts=starts,
             cells=_cells(suite.get("evaluate", {}), runs),
+            folder=folder,
             configs=configs,
             bases=sharing.sharers(runs, "score"),
             tasks=sharing.sharers(runs, "index"),
@@ -270,13 +272,13 @@ def _check_seat(where: str, run: Mapping[str, Any], agent: str, source: Any, run
         raise SuiteError(f"{where}: run '{other}' has no agent '{of or agent}'; {', '.join(runs[other]['agents'])}")
 
 
-def load_suite(suite: str, overrides: Sequence[str] = ()) -> Suite:
-    """The suite of a file, or of the experiment of that name alone, with `overrides` of every run.
+def load_suite(suite: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Suite:
+    """The suite of `suite_values`, with `overrides` of every run.
 
     Raises:
         SuiteError: there is neither, or the suite cannot be used.
     """
-    path, values = Path(suite), suite_values(suite)
+    path, values = Path(suite), suite_values(suite, config_dir)
     if not isinstance(values, dict):
         raise SuiteError(f"{path}: a suite is a mapping of keys (docs/configuration.md)")
     if overrides:
@@ -284,23 +286,29 @@ def load_suite(suite: str, overrides: Sequence[str] = ()) -> Suite:
     return Suite.load(values, path.parent.resolve() if path.is_file() else None)
 
 
-def suite_values(suite: str) -> Any:
+def suite_values(suite: str, config_dir: Path | None = None) -> Any:
     """What is in a suite's file, or the suite of the experiment of that name alone.
 
+    Own configs are in `config_dir`, whatever the file says; by name alone and without it, in `configs` of the current
+    folder.
+
     Raises:
-        SuiteError: there is neither, or the file is no YAML.
+        SuiteError: there is neither, a file is no YAML, or `config_dir` is no folder.
     """
     path = Path(suite)
-    if path.is_file():
-        try:
-            return read_yaml(path)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
-    known = experiments()
+    configs = suite_file.own_configs({"config_dir": config_dir}, Path())
+    own = {"config_dir": str(configs)} if configs and (config_dir or configs != CONFIGS) else {}
+    try:
+        if path.is_file():
+            values = read_yaml(path)
+            return {**values, **own} if config_dir and isinstance(values, dict) else values
+        known = {**experiments(), **(experiments(configs) if configs else {})}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
     if suite not in known:
         near = nearest(suite, [*known, *map(str, Path().glob("*.yaml"))])
         raise SuiteError(f"{suite}: no such file, and no experiment of this name (docs/experiments.md){near}")
-    return {"suite": suite, "experiments": {suite: [f"experiment={suite}"]}}
+    return {"suite": suite, "experiments": {suite: [f"experiment={suite}"]}, **own}
 
 
 def _pattern(names: Sequence[str]) -> str:

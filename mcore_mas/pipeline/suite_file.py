@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from mcore_mas import SHIPPED
+from mcore_mas import SHIPPED, with_pages
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.text import nearest, without_secrets
 
@@ -22,7 +23,7 @@ class SuiteError(ValueError):
     """A suite cannot be used: says which key of which run, what was expected and what to do; no password or token."""
 
     def __init__(self, line: str) -> None:
-        super().__init__(without_secrets(line))
+        super().__init__(with_pages(without_secrets(line)))
 
 
 def check_suite_files(files: Sequence[Path | str]) -> None:
@@ -123,10 +124,12 @@ def check_writable(results: Path) -> None:
         SuiteError: which folder, and what to name in its place.
     """
     folder = results.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        tempfile.TemporaryFile(dir=folder).close()  # to ask for rights is not enough: root has all of them
+    except OSError as error:
         raise SuiteError(
             f"results folder '{results}': {folder} is not a folder that can be written; "
             "free it, or name another one under `results:` in the suite file"
-        )
+        ) from error

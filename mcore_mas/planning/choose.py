@@ -14,7 +14,7 @@ import yaml
 
 from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.estimate import PASSES, Models, Placement, RunEstimate, estimate_run, fits, gangs, workloads
+from mcore_mas.planning.estimate import PASSES, Models, Placement, RunEstimate, estimate_run, fits, rank_sets, workloads
 from mcore_mas.planning.memory import GPU, GPUS
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import read_yaml
@@ -135,15 +135,15 @@ def _best(config: RunConfig, models: Models, cluster: Cluster) -> tuple[Placemen
             estimate = estimate_run(config, models, tried, cluster.gpu, works=works)
             if found is None or (estimate.lack, estimate.step_s) < (found[1].lack, found[1].step_s):
                 found = tried, estimate
-        if found is not None and not found[1].lack:
-            break  # trainers one by one, and smaller micro-batches, only where nothing fits without
+        if found is not None and not found[1].lack and found[0].pool == "shared":
+            break  # trainers one by one, and smaller micro-batches, only where nothing that shares GPUs fits without
     return found
 
 
 def _placements(config: RunConfig, models: Models, cluster: Cluster) -> Iterator[Placement]:
     """What uses all GPUs of the cluster: shared by all parts, or split evenly among trainers and among engines."""
     trained = {policy: models[policy] for policy in config.trained}
-    trainers = len(gangs(config, trained))
+    trainers = len(rank_sets(config, trained))
     cuts = [tp for tp in _CUTS if tp <= cluster.node and all(a.heads % tp == 0 for a in models.values())]
     for tp, recompute in itertools.product(cuts, PASSES):
         made = partial(Placement, engine_tp=tp, recompute=recompute, tokens=config.trainer.microbatch_tokens)

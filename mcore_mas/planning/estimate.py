@@ -154,7 +154,7 @@ def memory_of_trainers(config: RunConfig, models: Models, placement: Placement) 
     }
 
 
-def gangs(config: RunConfig, policies: Collection[str]) -> list[list[tuple[str, str]]]:
+def rank_sets(config: RunConfig, policies: Collection[str]) -> list[list[tuple[str, str]]]:
     """(policy, part) of the trainers and critics of `policies`, those together that are on the same ranks."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for policy in policies:
@@ -213,7 +213,7 @@ def _held(
     trainers = memory_of_trainers(config, models, placement)
     weights = {policy: engine_weights(a, placement.engine_tp) for policy, a in models.items()}
     usable, context = ASSUMED.usable * gpu.memory * _GB, ASSUMED.process * _GB
-    ranks = [reduce(TrainerMemory.beside, (trainers[key] for key in gang)) for gang in gangs(config, config.trained)]
+    ranks = [reduce(TrainerMemory.beside, (trainers[key] for key in own)) for own in rank_sets(config, config.trained)]
     own = {policy: config.policies[policy].own.engine for policy in models}
     longest = {  # sequence of each policy
         policy: kv_bytes(a, placement.engine_tp) * _own(own[policy].get("max_length"), config.engine.max_length)
@@ -269,7 +269,7 @@ def step_seconds(
     acting = joined(_rollout_s(config, models[p], works[p], placement, gpu, kv) for p in models)
     depth = sum(works[p].depth * _turn_s(models[p], works[p], placement, gpu) for p in models)
     alone = {p: _update_s(config, p, models[p], works[p], placement, gpu) for p in config.trained}
-    updating = joined(sum(alone[p] for p, part in gang if part == "trainer") for gang in gangs(config, alone))
+    updating = joined(sum(alone[p] for p, part in keys if part == "trainer") for keys in rank_sets(config, alone))
     moved = joined(
         engine_weights(models[p], 1) / placement.layouts[p].tp
         + 2 * _parked(config, p, models[p], works[p].updates, placement)

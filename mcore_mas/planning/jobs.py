@@ -18,6 +18,10 @@ Part = Literal["trainer", "critic", "engine"]
 GroupKey = tuple[str, Part]  # policy, part
 
 
+class PlacementError(ValueError):
+    """A run's processes do not fit the devices there are: one line with what each policy needs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
     """Processes that meet in one group and need a device each."""
@@ -61,10 +65,39 @@ def needed(tenants: Sequence[Tenant], pool: Pool) -> int:
     return (sum if pool == "split" else max)(tenant.devices for tenant in tenants) if tenants else 0
 
 
+def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, nodes: Sequence[int]) -> None:
+    """Refuse a run that needs more devices than there are on `nodes`, or more on one of them than it has.
+
+    Raises:
+        PlacementError: with what every policy needs.
+    """
+    wanted, available = needed(tenants, pool), sum(nodes)
+    for tenant in tenants:
+        if wanted <= available and tenant.unit > max(nodes):
+            raise PlacementError(
+                f"{tenant.policy}: {tenant.part} needs {tenant.unit} {kind}s of one node (tp), and the largest of "
+                f"{len(nodes)} nodes has {max(nodes)}; use a smaller tp"
+            )
+    if wanted <= available:
+        return
+    table = "; ".join(
+        f"{policy}: " + ", ".join(f"{tenant.part} {tenant.devices}" for tenant in tenants if tenant.policy == policy)
+        for policy in dict.fromkeys(tenant.policy for tenant in tenants)
+    )
+    shared = needed(tenants, "shared")
+    advice = f"use cluster.pool: shared, which needs {shared}" if shared <= available else "use fewer ranks"
+    if kind == "GPU":
+        advice += ", or compute on CPUs: cluster.device: cpu"
+    raise PlacementError(
+        f"cluster.pool: {pool} needs {wanted} {kind}s and there are {available} ({table}); {advice}, or more {kind}s"
+    )
+
+
 def server_gpus(config: RunConfig) -> dict[str, int]:
-    """GPUs of one server of each policy that has any of its own: an evaluation needs these on one machine."""
+    """GPUs of one engine of each policy that has any of its own: an evaluation needs these on one machine."""
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
-    return {policy: engine.tp for policy, engine in engines.items() if engine.name == "sglang" and not engine.urls}
+    ours = {p: e for p, e in engines.items() if (e.name == "sglang" or e.device == "cuda") and not e.urls}
+    return {policy: engine.tp if engine.name == "sglang" else 1 for policy, engine in ours.items()}
 
 
 Stage = Literal["train", "evaluate", "start", "retriever"]
@@ -93,19 +126,21 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     """What a stage of a run needs on machines of `node_gpus` GPUs.
 
     Trainers and engines take a device each, by the run's placement; what does not fit one machine gets whole ones. A
-    run whose engines are embedded and on no GPU is a run on CPUs.
+    run whose engines are embedded and on no GPU is a run on CPUs, unless `cluster.device` says what it is.
     """
     engines = [for_policy(config, policy).engine for policy in config.models]
-    kind: Kind = "GPU" if any(e.name == "sglang" or e.device == "cuda" for e in engines) else "CPU"
+    on_gpus = any(e.name == "sglang" or e.device == "cuda" for e in engines)
+    kind: Kind = "GPU" if config.cluster.device == "cuda" or (on_gpus and config.cluster.device == "auto") else "CPU"
     searched = _retriever_mb(config.retriever) if config.retriever and not config.retriever.elsewhere else 0
     on_gpu = config.retriever.gpus if config.retriever else 0
     if stage == "retriever":
         return JobNeeds(nodes=1, gpus=on_gpu, cpus=1, memory_mb=1_000 + searched)
     tenants = tenants_of(config, kind)
-    if stage == "evaluate":  # no trainers, and as many servers of each policy as the GPUs of training allow
-        one = sum(server_gpus(config).values())
+    if stage == "evaluate":  # no trainers, and as many engines of each policy as the GPUs of training allow
+        one = sum(server_gpus(config).values()) if kind == "GPU" else 0
         most = min(node_gpus, needed(tenants, config.cluster.pool))
-        devices = max(one, most // one * one) if one else int(kind == "GPU")
+        # with fewer GPUs than one of each needs they share them
+        devices = min(node_gpus, max(one, most // one * one)) if one else int(kind == "GPU")
         processes = max(len(engines), devices)
     elif stage == "start":
         devices, processes = int(kind == "GPU"), 2 * len(config.policies)

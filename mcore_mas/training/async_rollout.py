@@ -38,7 +38,7 @@ _VALIDATION = -1  # the step in the seeds of validation trajectories: the same d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """What a step has to learn from."""
+    """What a step has to learn from: there is no replay buffer, no later step trains on it again."""
 
     groups: tuple[Group, ...]  # all that were collected, rewarded
     samples: tuple[Sample, ...]  # the turns that train or are peers of those that do
@@ -47,7 +47,10 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncRollouts:
-    """A run's team at its tasks. Collections begin as early as staleness allows; what is under way its owner ends."""
+    """A run's team at its tasks. Collections begin as early as staleness allows; what is under way its owner ends.
+
+    With a staleness of 0 training is on-policy, with n off-policy by at most n versions of the weights.
+    """
 
     config: RunConfig
     team: Team

@@ -12,14 +12,14 @@ from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.equations.divergence import AdaptiveKL
 from mcore_mas.megatron.device import WatchFiles
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.planning.jobs import GroupKey, Part
+from mcore_mas.planning.jobs import GroupKey, Part, PlacementError
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.checkpoint import CheckpointError
 from mcore_mas.training.cluster import NodeLost, alive_nodes, lost_nodes, node_here
 from mcore_mas.training.engine_factory import close_engines, make_engines
-from mcore_mas.training.placement import DevicePlacement, PlacementError, Room, room_for
+from mcore_mas.training.placement import DevicePlacement, Room, room_for
 from mcore_mas.training.policy_trainer import PolicyTrainer, critic_spec, policy_spec
 from mcore_mas.training.trainer_group import TrainerGroup, TrainerTurns
 

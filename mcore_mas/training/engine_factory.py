@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ _ON_ONE_BASE = {  # by engine, imported where it is needed
     "embedded": "mcore_mas.rollout.engines.embedded.replicas:adapter_engines",
     "sglang": "mcore_mas.rollout.engines.sglang.adapters:slot_engines",
 }
+_ON_EACH_GPU = "mcore_mas.rollout.engines.embedded.batching:LocalReplicas"
 
 
 def open_remotes(config: RunConfig, folder: Path) -> dict[str, RemoteClient]:
@@ -53,9 +55,11 @@ def make_engines(
     With `trained` the engines take weights from trainers, and Ray must be running; `places` are then actor options of
     each engine's devices, and `far` says in a cluster which engines have a part on another node than this process;
     `berths` gives what takes and gives places of actors that join a policy's engine (`ReplicatedEngine`).
-    Without it `gpus` are those of each server, by policy; what a training wrote has its last step's version.
+    Without it `gpus` are those of each engine's servers, or copies, by policy; what a training wrote has its last
+    step's version.
     """
     engines: dict[str, Any] = {}
+    held = Counter(gpu for servers in (gpus or {}).values() for own in servers for gpu in own)
     for policy, model in models.items():
         if policy in engines:  # that of another policy on the same model
             continue
@@ -69,9 +73,14 @@ def make_engines(
             settings["weights_folder"] = engine.weights_folder / config.run / policy
         if far is not None and "threads" in settings:
             settings |= {"far": far[policy], "weights_folder": settings.get("weights_folder", log / policy).resolve()}
-        if gpus is not None and engine.name == "sglang":
-            settings |= {"replicas": len(gpus[policy]), "gpus": gpus[policy]}
         name = engine.name if trained or engine.name != "embedded" else "embedded_local"
+        if gpus is not None and engine.name == "sglang":
+            in_turn = any(held[gpu] > 1 for own in gpus[policy] for gpu in own)
+            settings |= {"replicas": len(gpus[policy]), "gpus": gpus[policy], "in_turn": in_turn}
+        elif gpus is not None and name == "embedded_local" and any(gpus[policy]):
+            name, seen = _ON_EACH_GPU, visible_gpus()
+            settings |= {"devices": [f"cuda:{seen.index(gpu)}" for (gpu,) in gpus[policy]]}
+            del settings["device"]
         own = places.get(policy) if places else None
         if name == "embedded" and ((far and far[policy]) or engine.replicas + engine.joining > 1):
             name = "embedded_replicas"
@@ -142,7 +151,7 @@ def make_players(
     models: Mapping[str, str | Path],
     servers: Mapping[str, Sequence[object]] | None = None,
 ) -> dict[str, PolicyClient]:
-    """The voices of the policies that have an engine; `servers` are the engine's by policy, if not the config's."""
+    """The clients of the policies that have an engine; `servers` are the engine's by policy, if not the config's."""
     renderers = make_renderers(config, {name: models[name] for name in engines})
     sections = {name: for_policy(config, name).engine for name in engines}
     count = {name: len(servers[name]) if servers else sections[name].servers for name in engines}

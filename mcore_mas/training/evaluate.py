@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
+from mcore_mas.planning.machine import on_its_devices
 from mcore_mas.rollout.base.files import check_tree, sealed, writable, write_json
 from mcore_mas.rollout.base.ownership import FolderError, check_owner, epoch_of, owned
 from mcore_mas.rollout.base.task_group import Watchdog
@@ -35,7 +36,7 @@ from mcore_mas.training.engine_factory import close_engines, make_engines, make_
 from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal
 from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.measure import Scoreboard, Shards, measure, score_rows
-from mcore_mas.training.placement import gpus_of_servers
+from mcore_mas.training.placement import gpus_of_servers, shared_out
 from mcore_mas.training.recipe import identity_of_play
 from mcore_mas.training.tracking import noted
 
@@ -111,8 +112,10 @@ def playing(config: RunConfig, place: str, step: int = _CHAT) -> Iterator[tuple[
         PlacementError: there are fewer GPUs than the engines need.
         RemoteError, RetrievalError: a remote model cannot be asked, or the retriever does not start.
     """
-    remotes, gpus = open_remotes(config, Path(f"{place}remotes")), gpus_of_servers(config)
-    with ExitStack() as stack:
+    gpus = gpus_of_servers(config)
+    config = shared_out(config, gpus)
+    remotes = open_remotes(config, Path(f"{place}remotes"))
+    with on_its_devices(config), ExitStack() as stack:
         make_env = stack.enter_context(world(config, str(Path(f"{place}retriever").absolute())))
         engines = make_engines(config, config.models, Path(f"{place}engines"), trained=False, gpus=gpus)
         stack.callback(close_engines, engines)

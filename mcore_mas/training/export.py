@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
+from mcore_mas.planning.machine import on_its_devices
 from mcore_mas.rollout.base.files import check_tree, write_json, write_text
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.engines.embedded.batching import LocalEngine
@@ -87,13 +88,14 @@ def _write(config: RunConfig, policy: str, checkpoint: Path, to: Path, *, adapte
     spec = policy_spec(policy, config)
     spec = replace(spec, tp=1, pp=1, vpp=1, cp=1, dp=1, sp=False, distributed_optimizer=False, overlap=False)
     to.parent.mkdir(parents=True, exist_ok=True)
-    init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
-    try:
-        trainer = MegatronTrainer(spec)
-        trainer.restore(checkpoint)
-        (trainer.model.write_adapter if adapter else trainer.model.write)(to)
-    finally:
-        destroy_process_groups()
+    with on_its_devices(config):
+        init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
+        try:
+            trainer = MegatronTrainer(spec)
+            trainer.restore(checkpoint)
+            (trainer.model.write_adapter if adapter else trainer.model.write)(to)
+        finally:
+            destroy_process_groups()
 
 
 def _recorded(run: Path, policy: str) -> list[Turn]:

@@ -13,9 +13,23 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
-from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, server_gpus, tenants_of
+from mcore_mas.planning.jobs import (
+    GroupKey,
+    Kind,
+    PlacementError,
+    Pool,
+    Tenant,
+    check_fits,
+    needed,
+    server_gpus,
+    tenants_of,
+)
+from mcore_mas.planning.memory import engine_weights, kv_bytes
+from mcore_mas.rollout.base.options import merged
+from mcore_mas.rollout.engines import EngineConfig
 from mcore_mas.rollout.engines.sglang.server import visible_gpus
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
+from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.records.trajectory import grouped
 from mcore_mas.training.cluster import KEEP_PAGES, Node, cores_here
 
@@ -23,11 +37,9 @@ Options = dict[str, Any]  # of a Ray actor
 
 _WAIT_S = 60.0
 _FREE_S = 1.0  # in which a device that is free is set aside
+_STATIC = 0.8  # of a GPU's memory for what servers on it hold; the rest is for what they compute
+_SHARE = "mem-fraction-static"  # of `sglang.launch_server`
 _FINEST = 10_000  # parts of a device that Ray tells apart
-
-
-class PlacementError(ValueError):
-    """A run's processes do not fit the devices there are: one line with what each policy needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +90,8 @@ def room_for(config: RunConfig, nodes: Sequence[Node] = ()) -> Room:
         PlacementError: there are too few devices, or too few on one node.
     """
     pool = config.cluster.pool
-    kind: Kind = ("GPU" if any(node.gpus for node in nodes) else "CPU") if nodes else kind_here()
+    gpus = config.cluster.device != "cpu" and any(node.gpus for node in nodes)
+    kind: Kind = ("GPU" if gpus else "CPU") if nodes else kind_here(config)
     tenants = tenants_of(config, kind)
     own = {"": torch.cuda.device_count() if kind == "GPU" else config.cluster.cpus or needed(tenants, pool)}
     if kind == "GPU" and config.retriever and config.retriever.gpus:
@@ -114,13 +127,12 @@ def _check_servers(config: RunConfig) -> None:
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
     ours = {policy: engine for policy, engine in engines.items() if engine.name == "sglang" and not engine.urls}
     own = {policy: engine for policy, engine in ours.items() if engine_holder(config, policy) == policy}
-    shares = {p: e.options.get("mem-fraction-static", e.options.get("mem_fraction_static")) for p, e in own.items()}
-    given = [float(share) for share in shares.values() if isinstance(share, int | float)]
-    if config.cluster.pool == "shared" and len(own) > 1 and (len(given) < len(own) or sum(given) > 1):
+    shares = {policy: _share(engine) for policy, engine in own.items()}
+    if config.cluster.pool == "shared" and len(own) > 1 and not (all(shares.values()) and sum(shares.values()) <= 1):
         table = ", ".join(f"{policy} {share or 'none'}" for policy, share in shares.items())
         raise PlacementError(
-            f"engine.options: {len(own)} servers are on each GPU, and each needs its share as mem-fraction-static, all "
-            f"of them at most 1 ({table}); for example {0.8 / len(own):.2f}, or cluster.gpus for a planned one"
+            f"engine.options: {len(own)} servers are on each GPU, and each needs its share as {_SHARE}, all "
+            f"of them at most 1 ({table}); for example {_STATIC / len(own):.2f}, or cluster.gpus for a planned one"
         )
     for policy, engine in own.items():
         python = engine.python if engine.transport == "distributed" else None
@@ -128,59 +140,94 @@ def _check_servers(config: RunConfig) -> None:
             raise PlacementError(f"policies.{policy}: engine.transport: distributed: {told}")
 
 
-def kind_here() -> Kind:
-    """What this machine computes on."""
-    return "GPU" if torch.cuda.is_available() else "CPU"
+def kind_here(config: RunConfig) -> Kind:
+    """What a run computes on, on this machine.
+
+    Raises:
+        PlacementError: it is to be GPUs, and there is none.
+    """
+    gpus = config.cluster.device != "cpu" and torch.cuda.is_available()
+    if config.cluster.device == "cuda" and not gpus:
+        raise PlacementError("cluster.device: cuda, and torch sees no GPU here; set it to auto or cpu")
+    return "GPU" if gpus else "CPU"
 
 
 def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
     """The GPUs of each policy's servers in an evaluation, which has no trainers: all there are. [] where it has none.
 
+    Where there are fewer than one server of each policy needs, servers share them, each GPU as many as any other.
+
     Raises:
-        PlacementError: there are fewer GPUs than one server of each policy needs.
+        PlacementError: there are fewer GPUs than one server needs.
     """
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
     elsewhere: dict[str, list[list[str]]] = {policy: [[]] * engine.servers for policy, engine in engines.items()}
     sizes = server_gpus(config)
-    if not sizes or kind_here() != "GPU":
+    if not sizes or kind_here(config) != "GPU":
         return elsewhere
     gpus, one = visible_gpus(), sum(sizes.values())
     gpus = gpus[: len(gpus) - (config.retriever.gpus if config.retriever else 0)]
-    replicas = len(gpus) // one
-    if not replicas:
-        each = ", ".join(f"{tp} for {policy}" for policy, tp in sizes.items())
-        raise PlacementError(f"an evaluation needs {one} GPUs, engine.tp {each}, and there are {len(gpus)}")
-    free = iter(gpus)
+    largest = max(sizes, key=lambda policy: sizes[policy])
+    if sizes[largest] > len(gpus):
+        raise PlacementError(
+            f"an evaluation needs {sizes[largest]} GPUs for a server of {largest} (engine.tp), and there are "
+            f"{len(gpus)}; lower engine.tp"
+        )
+    free, replicas = itertools.cycle(gpus), max(1, len(gpus) // one)
     own = {policy: [[next(free) for _ in range(tp)] for _ in range(replicas)] for policy, tp in sizes.items()}
     return elsewhere | own
 
 
-def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, nodes: Sequence[int]) -> None:
-    """Refuse a run that needs more devices than there are on `nodes`, or more on one of them than it has.
+def shared_out(config: RunConfig, gpus: Mapping[str, Sequence[Sequence[str]]]) -> RunConfig:
+    """The run with a share of the memory for each of the servers in an evaluation that others are beside on its `gpus`.
+
+    What they are given stays where it adds up to at most 1; else each has its weights, and of what is left as much as
+    the others.
 
     Raises:
-        PlacementError: with what every policy needs.
+        PlacementError: they do not fit.
+        ModelError: the shape of a model is not known.
     """
-    wanted, available = needed(tenants, pool), sum(nodes)
-    for tenant in tenants:
-        if wanted <= available and tenant.unit > max(nodes):
+    on = grouped((gpu, policy) for policy, servers in gpus.items() for own in servers for gpu in own)
+    crowds = [policies for policies in on.values() if len(policies) > 1]
+    engines = {policy: for_policy(config, policy).engine for crowd in crowds for policy in crowd}
+    given = {policy: _share(engine) for policy, engine in engines.items()}
+    if all(all(map(given.get, crowd)) and sum(given[p] for p in crowd) <= 1 for crowd in crowds):
+        return config
+    memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    held = {policy: _held(config.models[policy], engine) for policy, engine in engines.items()}
+    shares = dict.fromkeys(engines, 1.0)
+    for crowd in crowds:
+        left = _STATIC * memory - sum(held[policy] for policy in crowd)
+        if left <= 0:
+            table = ", ".join(f"{policy} {held[policy] / 1e9:.1f}" for policy in crowd)
             raise PlacementError(
-                f"{tenant.policy}: {tenant.part} needs {tenant.unit} {kind}s of one node (tp), and the largest of "
-                f"{len(nodes)} nodes has {max(nodes)}; use a smaller tp"
+                f"an evaluation has {len(crowd)} engines on one GPU of {memory / 1e9:.1f} GB, and they hold {table} "
+                "GB; give it more GPUs, or raise engine.tp"
             )
-    if wanted <= available:
-        return
-    table = "; ".join(
-        f"{policy}: " + ", ".join(f"{tenant.part} {tenant.devices}" for tenant in tenants if tenant.policy == policy)
-        for policy in dict.fromkeys(tenant.policy for tenant in tenants)
-    )
-    shared = needed(tenants, "shared")
-    advice = f"use cluster.pool: shared, which needs {shared}" if shared <= available else "use fewer ranks"
-    if kind == "GPU":
-        advice += ", or compute on CPUs: CUDA_VISIBLE_DEVICES= before the command"
-    raise PlacementError(
-        f"cluster.pool: {pool} needs {wanted} {kind}s and there are {available} ({table}); {advice}, or more {kind}s"
-    )
+        served = sum(engines[policy].name == "sglang" for policy in crowd)
+        for policy in crowd:
+            shares[policy] = min(shares[policy], (held[policy] + left / max(1, served)) / memory)
+    policies = dict(config.policies)
+    for policy in (policy for policy, engine in engines.items() if engine.name == "sglang"):
+        own = policies[policy].own
+        changed = merged(own.engine, {"options": {_SHARE: round(shares[policy], 3)}})
+        policies[policy] = policies[policy].model_copy(update={"own": own.model_copy(update={"engine": changed})})
+    return config.model_copy(update={"policies": policies})
+
+
+def _share(engine: EngineConfig) -> float:
+    """Of a GPU's memory, what an engine's server is told to take; 0: nothing."""
+    share = engine.options.get(_SHARE, engine.options.get(_SHARE.replace("-", "_")))
+    return float(share) if isinstance(share, int | float) else 0.0
+
+
+def _held(model: str, engine: EngineConfig) -> float:
+    """Bytes that an engine holds on each of its GPUs before it plays: weights, and if it is embedded its cache."""
+    shape = read_architecture(model)
+    if engine.name == "sglang":
+        return engine_weights(shape, engine.tp)
+    return 2 * (engine_weights(shape, 1) + engine.slots * engine.max_length * kv_bytes(shape, 1))  # float32
 
 
 def strategies(
@@ -210,7 +257,8 @@ class DevicePlacement:
     def __init__(self, room: Room, *, joined: bool = False) -> None:
         """Nothing is set aside before `fill`. In a Ray that was `joined`, actors are given what a run's own Ray has."""
         self.room = room
-        self._actor = {"runtime_env": {"env_vars": KEEP_PAGES}} if joined and room.kind == "CPU" else {}
+        own = KEEP_PAGES | {"CUDA_VISIBLE_DEVICES": ""}
+        self._actor = {"runtime_env": {"env_vars": own}} if joined and room.kind == "CPU" else {}
         self._groups: dict[GroupKey, list[Any]] = {}
         self.options: dict[GroupKey, list[Options]] = {}
         self.nodes: dict[GroupKey, list[str]] = {}  # Ray's id of each process's node

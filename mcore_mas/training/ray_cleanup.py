@@ -25,17 +25,17 @@ def reaped(session: Path, logs: Path | None) -> Iterator[None]:
     """
     given = [str(os.getpid()), str(session), *([str(logs)] if logs else [])]
     command = [sys.executable, "-m", "mcore_mas.training.ray_cleanup", *given]
-    reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    assert reaper.stdin is not None
+    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert watcher.stdin is not None
     ended = _BADLY
     try:
         yield
         ended = _WELL
     finally:
         with suppress(BrokenPipeError):  # somebody has killed it
-            reaper.stdin.write(ended)
-            reaper.stdin.close()
-        reaper.wait()
+            watcher.stdin.write(ended)
+            watcher.stdin.close()
+        watcher.wait()
 
 
 def sweep(session: Path) -> None:

@@ -15,6 +15,7 @@ from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layout
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
+from mcore_mas.planning.machine import on_its_devices
 from mcore_mas.rollout.base.files import atomic_folder, tree_sha256, writable, write_json
 from mcore_mas.rollout.base.ownership import check_owner, epoch_of, owned
 from mcore_mas.rollout.base.processes import ProcessLost, Restarts, forget_restarts
@@ -82,7 +83,7 @@ def train(
     if not (folder / "lock.json").exists():  # the first start; who lets others in later has his way
         with suppress(PermissionError):  # it is somebody else's
             folder.chmod(0o700)
-    with ExitStack() as stack:
+    with on_its_devices(config), ExitStack() as stack:
         stack.enter_context(owned(folder))
         warnings: list[str] = []
         found = (checkpoints := _checkpoints(config)).newest(warnings.append)  # before any process starts: may refuse

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -25,13 +24,14 @@ from mcore_mas.rollout.base.http import check_url
 from mcore_mas.rollout.base.options import Section, check_call, check_methods, imported, lookup
 from mcore_mas.rollout.base.task_group import CallRecord, LateCall, on_record, within
 from mcore_mas.rollout.engines.growing import GrowingReply
+from mcore_mas.rollout.engines.protocol import Engine as Engine
+from mcore_mas.rollout.engines.protocol import Hear as Hear
+from mcore_mas.rollout.engines.protocol import StreamingEngine as StreamingEngine
+from mcore_mas.rollout.engines.protocol import Tag as Tag
+from mcore_mas.rollout.engines.protocol import TrainedEngine as TrainedEngine
 from mcore_mas.rollout.models.chat_template import CUTS, Renderer, WordStream
 from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
 from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, Turn, changed
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, make_sender
-
-if TYPE_CHECKING:
-    from mcore_mas.rollout.models.tensors import WeightStream
 
 # Import paths, so that naming an engine imports neither torch nor Ray.
 ENGINES = {
@@ -117,99 +117,6 @@ class EngineConfig(Section):
         return self
 
 
-Tag = Literal["weights", "kv_cache"]  # what an engine can do without while it sleeps
-
-
-class Engine(Protocol):
-    """A policy's rollout side. Transports stay inside an engine's file."""
-
-    @abstractmethod
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion for `prompt_ids` [P].
-
-        Raises:
-            EngineError: the request cannot be served (too long, bad token ids or sampling), or the engine is broken.
-        """
-
-    async def load_weights(self, tensors: WeightStream, version: int) -> None:
-        """Replace all weights by a stream of (Hugging Face name, full tensor or its blocks of rows).
-
-        Raises:
-            EngineError: a tensor is missing, unknown or of another shape; the old weights stay.
-        """
-
-
-# Told of a further part of a reply and the place of its first token, which is 0 again where an engine had to begin
-# anew; whether to go on. Where it says no, the reply ends with what there is, and finish reason `abort`. An attribute
-# `every` says how many tokens are worth telling.
-Hear = Callable[[int, Completion], bool]
-
-
-@runtime_checkable
-class StreamingEngine(Protocol):
-    """An engine that can tell tokens as they are sampled."""
-
-    resumes: bool = False  # goes on with a reply (`Sampling.first`), and tells of one at next to no cost
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion (see `Engine`)."""
-        return await self.stream(prompt_ids, sampling, None)
-
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
-        """As `generate`, telling `hear` of the tokens before the completion is whole."""
-        raise NotImplementedError
-
-
-class TrainedEngine(Engine, Protocol):
-    """An engine whose weights another process trains."""
-
-    version: int  # of the weights it holds
-    pause_s: float  # that the last update kept it from decoding
-    starts: int  # of its processes so far
-
-    async def load_weights(self, tensors: WeightStream, version: int) -> None:
-        """As `Engine`, over the engine's own transport."""
-        route = await self.begin_update()
-        sent = await asyncio.to_thread(make_sender(route).send, tensors, version, route.state)
-        await self.commit_update(sent)
-
-    @abstractmethod
-    async def begin_update(self) -> SyncRoute:
-        """Where the next weights should be written, and how; starts again what has died."""
-
-    @abstractmethod
-    async def commit_update(self, update: WeightUpdate) -> None:
-        """Take the weights that lie where `begin_update` said, and compare their checksums.
-
-        Raises:
-            EngineError: they are not the trainer's; what the engine computes with is then not to be relied on.
-        """
-
-    def abort_update(self, error: Exception) -> None:
-        """The weights that were to come will not: calls that wait for them fail with `error`; by default none does."""
-        return
-
-    async def weights_lost(self) -> None:
-        """Wait until a call needs weights that were lost in a death; the present version must then come again.
-
-        By default they never are.
-        """
-        await asyncio.Event().wait()
-
-    async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Give memory back until `wake`. Who sleeps without weights wakes without them.
-
-        Raises:
-            EngineError: requests are running.
-        """
-
-    async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Take memory again."""
-
-    def close(self) -> None:
-        """End the processes of the engine; what still waits gets an EngineError."""
-
-
 def problem_of(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int, max_length: int) -> str:
     """Why an engine with `vocab_size` and `max_length` cannot serve the request; "" if it can."""
     size = len(prompt_ids)
@@ -273,7 +180,7 @@ class PolicyClient(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineClient:
-    """The voice of a policy that trains here: where its tokens come from and how its chats are written."""
+    """The client of a policy that trains here: where its tokens come from and how its chats are written."""
 
     engine: Engine
     renderer: Renderer

@@ -1,16 +1,13 @@
-"""A reply as it grows: its tokens are put on record, and after a death it goes on behind those that are there."""
+"""Partial rollouts: a reply's tokens are recorded as they are sampled, and a restarted engine goes on behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from mcore_mas.rollout.base.task_group import CallRecord
+from mcore_mas.rollout.engines.protocol import StreamingEngine
 from mcore_mas.rollout.records.trajectory import Completion, Sampling, changed
-
-if TYPE_CHECKING:
-    from mcore_mas.rollout.engines import StreamingEngine
 
 KEPT = 16  # tokens that are put on record at a time: at most so many of a reply, and what is on its way, are lost
 _NOTHING = Completion(token_ids=(), logprobs=(), finish_reason="", versions=())

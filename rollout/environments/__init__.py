@@ -1,5 +1,7 @@
 """Environments: one task's world, used by one trajectory; an orchestra takes steps in it, over one turn or many.
 
+Most check the answer itself, by rules or tests and not by a model: verifiable rewards, as in RLVR.
+
 math         the boxed answer of the team's last text, scored 1 or 0; math_equality compares what integers cannot
 code         a program, scored by its tests in a sandbox
 data_science tables to predict by programs in one folder, scored on hidden truths (predictions)

@@ -16,11 +16,11 @@ Recompute = Literal["none", "selective", "full"]  # of activations: norms' outpu
 class ParallelLayout:
     """How many ranks each kind of parallelism takes."""
 
-    tp: int = 1  # tensor-parallel ranks
-    pp: int = 1  # pipeline-parallel ranks
+    tp: int = 1  # ranks of tensor parallelism
+    pp: int = 1  # ranks of pipeline parallelism
     vpp: int = 1  # pipeline stages on each of them
     cp: int = 1  # context-parallel ranks
-    dp: int = 1  # data-parallel ranks
+    dp: int = 1  # ranks of data parallelism
     ep: int = 1  # of those, how many share out the experts of a layer
     sp: bool = False  # sequence parallelism: cut what tensor parallelism repeats
 

@@ -92,7 +92,8 @@ def test_failing_runs_take_none_down_and_jobs_ask_for_what_their_plan_says(clust
         "good": [],
         "bad": [],  # finds a file where its checkpoints go
         "huge": ["cluster.threads_per_process=9"],  # 46 processors
-        "gpus": ["engine=sglang", "engine.max_length=512", f"engine.python={sys.executable}"],  # five, without SGLang
+        # five, without SGLang
+        "gpus": ["cluster.device=auto", "engine=sglang", "engine.max_length=512", f"engine.python={sys.executable}"],
     }
     suite = {"suite": "four", "experiments": {run: ["experiment=demo_math", *own, *more] for run, more in runs.items()}}
     (tmp_path / "four.yaml").write_text(yaml.safe_dump(suite))

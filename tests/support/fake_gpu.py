@@ -318,6 +318,9 @@ class Meter(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.waits[place()] += 1
             return (False if x.dtype == torch.bool else 0.5 if x.dtype.is_floating_point else 0,)
+        if name == "equal":
+            self.waits[place()] += 1
+            return (True,)
         if name in ("nonzero", "masked_select"):
             self.waits[place()] += 1
             return (torch.empty(x.numel(), *([x.dim()] if name == "nonzero" else []), dtype=torch.int64, device=META),)
@@ -499,7 +502,9 @@ def pretend() -> None:
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200", total_memory=141 << 30)
     answers = {"is_available": True, "device_count": 1, "current_device": META, "get_device_capability": (9, 0)}
     answers |= {"get_device_properties": properties, "is_initialized": False, "get_device_name": "H200"}
-    answers |= dict.fromkeys(("set_device", "empty_cache", "ipc_collect"))
+    answers |= {"mem_get_info": (140 << 30, 141 << 30), "max_memory_allocated": 0}
+    answers |= dict.fromkeys(("set_device", "empty_cache", "ipc_collect", "manual_seed_all"))
+    answers |= dict.fromkeys(("reset_peak_memory_stats", "set_sync_debug_mode"))
     for name, answer in answers.items():
         setattr(cuda, name, lambda *_, answer=answer, **__: answer)
     cuda.Stream, cuda.Event, cuda.synchronize = Stream, Event, synchronize
@@ -531,6 +536,8 @@ def pretend() -> None:
     torch.nn.functional.rms_norm = lambda x, shape, weight, eps: (  # `meta` has no kernel for it, as CUDA has
         FusedNorm.apply(x, weight) if x.device.type == "meta" else norm(x, shape, weight, eps)
     )
+    # a torch that is built for CUDA would ask it for its stream
+    torch.accelerator.current_accelerator = lambda check_available=False: None
     importlib.import_module("torch.optim.adam")._device_dtype_check_for_fused = lambda *_, **__: None
 
 
@@ -716,8 +723,8 @@ def even_exchange() -> None:
     dispatcher._maybe_dtoh_and_synchronize = even
 
 
-def main(cases: list[str]) -> None:
-    """Measure each case, a JSON object of `measure`'s arguments, and print a line of JSON for it."""
+def prepare() -> None:
+    """Make torch `pretend`, and meter the trainer's regions."""
     pretend()
     from mcore_mas.megatron import device
 
@@ -731,6 +738,11 @@ def main(cases: list[str]) -> None:
     resize, copy = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_
     torch.UntypedStorage.resize_ = lambda storage, size: METER.resized(storage, resize, size)
     torch.UntypedStorage.copy_ = lambda storage, source, *_: METER.copied(storage, copy, source)
+
+
+def main(cases: list[str]) -> None:
+    """Measure each case, a JSON object of `measure`'s arguments, and print a line of JSON for it."""
+    prepare()
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
             print(json.dumps(measure(Path(folder), **json.loads(case))), flush=True)

@@ -127,6 +127,7 @@ GIVEN = {  # what a block's page takes for granted, as overrides
     "configuration-3": BARE,
     "configuration-4": ["~experiment", *BARE, MODEL, "team=m_ask", "sharing=separate", "+retriever={}"],
     "configuration-5": ["~experiment", *BARE, MODEL, "team=search_team", "sharing=separate", "+retriever={}"],
+    "engines-0": ["cluster.device=auto"],
     "engines-3": ["~experiment", *BARE, "team=solver_verifier"],
     "gateway-0": ["~experiment", *BARE, MODEL, "sharing=shared", "+run=x"],
     "configuration-8": ["cold_start=null"],

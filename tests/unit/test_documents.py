@@ -63,14 +63,33 @@ def test_recipes_of_containers_use_files_that_are_there() -> None:
 
 def test_recipes_of_containers_are_of_steps_that_a_shell_takes() -> None:
     """No container can be built in a test: the files' instructions, and their commands as a shell reads them."""
-    docker = (ROOT / "containers/Dockerfile").read_text().splitlines()
-    steps = [line.partition(" ") for line in docker if not line.startswith("#")]
-    assert [step for step, _, _ in steps] == ["FROM", "RUN", "COPY", "WORKDIR", "RUN", "RUN", "WORKDIR", "ENTRYPOINT"]
+    steps = []
+    for name, kinds in (("Dockerfile", "FROM RUN"), ("gpu.Dockerfile", "FROM ARG")):
+        docker = (ROOT / "containers" / name).read_text().splitlines()
+        own = [line.partition(" ") for line in docker if not line.startswith("#")]
+        last = ["WORKDIR", "ENTRYPOINT"] if name == "Dockerfile" else ["ENV", "WORKDIR", "ENTRYPOINT"]
+        assert [step for step, _, _ in own] == [*kinds.split(), "COPY", "WORKDIR", "RUN", "RUN", *last]
+        steps += own
     head, *sections = re.split(r"^%(\w+)\n", (ROOT / "containers/gpu.def").read_text(), flags=re.MULTILINE)
     assert re.findall(r"^(\w+): \S", head, re.MULTILINE) == ["Bootstrap", "From"]
-    assert sections[::2] == ["files", "post", "environment", "runscript"]
-    for commands in [*(words for step, _, words in steps if step == "RUN"), *sections[3::2]]:
+    assert sections[::2] == ["arguments", "files", "post", "environment", "runscript"]
+    for commands in [*(words for step, _, words in steps if step == "RUN"), *sections[5::2]]:
         assert subprocess.run(["bash", "-n"], input=commands, text=True, check=False).returncode == 0, commands
+
+
+def test_both_images_for_gpus_are_of_one_base_and_the_same_two_stages() -> None:
+    """Their base, CUDA line and commands, but for what an image's layers and Apptainer's templates want."""
+    docker = (ROOT / "containers/gpu.Dockerfile").read_text()
+    apptainer = (ROOT / "containers/gpu.def").read_text()
+    (base,) = re.findall(r"^FROM (\S+)", docker, re.MULTILINE)
+    assert f"From: {base}\n" in apptainer
+    assert re.findall(r"^(?:ARG|   ) (CUDA=\d+)$", docker + apptainer, re.MULTILINE) == ["CUDA=13"] * 2
+    stages = r"(conda env create \S+ \S+|conda run .*)"
+    assert re.findall(stages, docker.replace(" && conda clean --all --yes", "")) == re.findall(stages, apptainer)
+    assert "CUDA=$CUDA conda run" in docker and "CUDA={{ CUDA }} conda run" in apptainer
+    (name,) = re.findall(r"^name: (\S+)", (ROOT / "environment.yml").read_text(), re.MULTILINE)
+    for recipe in (docker, apptainer):
+        assert f"--name {name} " in recipe and f"PATH=/opt/conda/envs/{name}/bin:$PATH" in recipe
 
 
 def test_a_catalog_of_workflows_finds_what_it_asks_for() -> None:

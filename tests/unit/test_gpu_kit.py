@@ -12,7 +12,13 @@ import pytest
 
 from benchmarks.gpu import acceptance
 from benchmarks.gpu.__main__ import PAGE, RESULTS, SECTIONS, Section, main, read, run
+from benchmarks.gpu.acceptance_sections import PLACES, SMALL
 from benchmarks.gpu.page import page
+from benchmarks.gpu.sections import SECTIONS as PROGRAMS
+from benchmarks.gpu.shapes import CASES, of_case
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import RunConfig
+from mcore_mas.planning.jobs import needed, server_gpus, tenants_of
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +47,7 @@ def test_a_section_that_hangs_keeps_its_lines_and_leaves_time_for_the_next(out: 
     hangs = "import time\nprint('{\"ms\": 3}', flush=True)\nprint('not JSON')\ntime.sleep(600)"
     sections = {"first": program(hangs, 1.5), "second": program("print('{\"ms\": 4}')")}
     began = time.monotonic()
-    assert run(sections, 60, out) == 1
+    assert run(sections, 60, out) == ["first"]
     assert time.monotonic() - began < 30
     first, late, took, second, last = lines(out)
     assert (first, late) == ({"section": "first", "ms": 3}, {"section": "first", "failed": "not done after 2 s"})
@@ -51,7 +57,7 @@ def test_a_section_that_hangs_keeps_its_lines_and_leaves_time_for_the_next(out: 
 
 def test_a_section_that_fails_says_why_and_others_go_on(out: Kept) -> None:
     fails = "print('{\"ms\": 3}', flush=True)\nraise ValueError('no such kernel: ü')"
-    assert run({"first": program(fails), "second": program("print('{\"ms\": 4}')")}, 60, out) == 1
+    assert run({"first": program(fails), "second": program("print('{\"ms\": 4}')")}, 60, out) == ["first"]
     found = [line for line in lines(out) if "seconds" not in line]
     assert found == [
         {"section": "first", "ms": 3},
@@ -61,8 +67,21 @@ def test_a_section_that_fails_says_why_and_others_go_on(out: Kept) -> None:
 
 
 def test_without_budget_nothing_starts(out: Kept) -> None:
-    assert run({"first": program("raise SystemExit(3)")}, 0.5, out) == 0
+    assert run({"first": program("raise SystemExit(3)")}, 0.5, out) == []
     assert lines(out) == [{"section": "first", "skipped": "the budget of 0.5 s is spent"}]
+
+
+def test_what_was_computed_wrong_is_named_and_ends_the_kit_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = {"what": "update, again", "ok": True}
+    wrong = [{"what": "attention", "layout": "turns", "dtype": "float32", "ok": False}, {"ok": False}]
+    code = "".join(f"print({json.dumps(line)!r})\n" for line in [right, *wrong, {"ms": 3}])
+    monkeypatch.setattr("benchmarks.gpu.__main__.SECTIONS", {"first": program(code), "second": program("pass")})
+    assert main(["--out", str(tmp_path)]) == 1
+    assert read(tmp_path / "results.jsonl")[-1]["wrong"] == ["first: attention turns float32", "first"]
+    assert main(["--out", str(tmp_path), "--only", "second"]) == 0
+    assert read(tmp_path / "results.jsonl")[-1]["wrong"] == []
 
 
 @pytest.mark.parametrize(
@@ -87,8 +106,8 @@ def test_without_a_gpu_sections_say_so_and_small_shapes_run(tmp_path: Path) -> N
         pytest.skip("this is about machines without a GPU")
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found = [line for line in read(tmp_path / "results.jsonl") if "seconds" not in line]
-    assert [line["section"] for line in found] == ["attention", "profile"]
+    *found, last = [line for line in read(tmp_path / "results.jsonl") if "seconds" not in line]
+    assert last["wrong"] == [] and [line["section"] for line in found] == ["attention", "profile"]
     assert {line["skipped"] for line in found} == {"no GPU here; --tiny runs small shapes without one"}
 
 
@@ -121,6 +140,7 @@ def test_measurements_stand_beside_predictions() -> None:
         ({"first": "print('{\"ok\": true}')", "second": 'print(\'{"skipped": "one GPU"}\')'}, "passed", 0),
         ({"first": "print('{\"ok\": true}')", "second": "raise SystemExit(2)"}, "failed", 1),
         ({"first": "print('{\"ok\": true}', flush=True)\nassert False, 'the second'"}, "failed", 1),
+        ({"first": "print('{\"ok\": true}')\nprint('{\"ok\": false}')"}, "failed", 1),
     ],
 )
 def test_acceptance_tells_nothing_measured_from_passed(
@@ -148,6 +168,24 @@ def test_acceptance_adds_up_over_ranks_and_says_what_is_not_here(tmp_path: Path)
     assert (said["skipped"], last["result"]) == ("no GPU here", "nothing measured")
 
 
+def test_acceptance_asks_for_as_many_gpus_as_its_trainings_and_their_evaluations_take() -> None:
+    for transport, (least, places) in PLACES.items():
+        settings = ["engine=sglang", "engine.python=/x", f"engine.transport={transport}", *SMALL, *places]
+        config = RunConfig.check(resolve(["experiment=demo_math", *settings]), transport)
+        trained = needed(tenants_of(config, "GPU"), config.cluster.pool)
+        assert least == max(trained, sum(server_gpus(config).values())), transport
+
+
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(read(RESULTS))
-    assert set(SECTIONS) == {"probe", "correctness", "updates", "attention", "head", "profile", "meter"}
+    lines = read(RESULTS)
+    assert PAGE.read_text(encoding="utf-8") == page(lines)
+    assert list(SECTIONS) == list(PROGRAMS)
+    # or an update would be tried that a GPU has no room for; and one of the largest model has room on 80 GB
+    peaks = [of_case(lines, "meter", case)["bytes"]["peak"] / 2**30 for case in CASES]  # type: ignore[index]
+    assert sum(peak < 75 for case, peak in zip(CASES, peaks, strict=True) if case["model"] == "4b") >= 2
+
+
+def test_make_test_gpu_looks_wherever_a_test_needs_a_gpu() -> None:
+    told = (ROOT / "Makefile").read_text(encoding="utf-8").partition("pytest -m gpu ")[2].split("\n")[0]
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark." + "gpu" in path.read_text()]
+    assert len(marked) >= 5 and all(path.is_relative_to(ROOT / told) for path in marked)

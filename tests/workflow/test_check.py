@@ -14,7 +14,7 @@ import pytest
 
 from mcore_mas.cli.main import main
 from mcore_mas.config.models import located
-from mcore_mas.pipeline.check import complaints
+from mcore_mas.pipeline.check import problems
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.orchestras import ORCHESTRAS
@@ -25,6 +25,7 @@ from mcore_mas.rollout.teams.team import TeamSession
 from tests.support import reference
 
 NO_START = ["cold_start=null", "engine.max_length=256"]
+SERVED = ["engine=sglang", f"engine.python={sys.executable}", "engine.max_length=512"]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(*overrides: str, **options: bool) -> list[str]:
-    return complaints(load_suite("demo_math", overrides), **options)
+    return problems(load_suite("demo_math", overrides), **options)
 
 
 def of(model: Path | str, *overrides: str) -> list[str]:
@@ -50,9 +51,9 @@ def test_the_demo_is_well() -> None:
 
 def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: None)
-    monkeypatch.setattr("mcore_mas.pipeline.check.has_gpu", lambda: False)
+    monkeypatch.setattr("mcore_mas.pipeline.check.gpus_here", lambda: 0)
     settings = ["policies.solver.tp=3", "engine.max_length=2048", "engine.device=cuda", "tracking.uri=localhost:5000"]
-    lines = said(*settings)
+    lines = said("cluster.device=auto", *settings)
     assert lines == [
         "run 'demo_math': policies.solver: tp: 3 does not divide the model's 8 heads; valid here: [1, 2, 4], "
         "nearest: 2",
@@ -61,6 +62,48 @@ def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(mo
         "run 'demo_math': engine.device: cuda, and there is no GPU here; set it to cpu",
         "run 'demo_math': tracking.uri: localhost:5000 has no scheme; expected http://localhost:5000, or sqlite:///FILE",
     ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "line"),
+    [
+        (1, [], None),  # the demo computes on CPUs
+        (0, ["cluster.device=auto"], None),
+        (3, ["cluster.device=auto"], None),
+        (
+            2,
+            ["cluster.device=auto"],
+            "cluster.pool: split needs 3 GPUs and there are 2 (solver: trainer 2; verifier: trainer 1); use "
+            "cluster.pool: shared, which needs 2, or compute on CPUs: cluster.device: cpu, or more GPUs",
+        ),
+        (2, ["cluster.device=auto", "cluster.pool=shared"], None),
+        (2, ["cluster.device=auto", "cluster.address=10.0.0.1:6379"], None),  # where others may be
+        (0, ["cluster.device=cuda"], "cluster.device: cuda, and there is no GPU here; set it to auto or cpu"),
+        (
+            8,
+            [*SERVED, "policies.verifier.own.engine.options={device: cpu}"],
+            "policies.solver: cluster.device: cpu shows SGLang's servers no GPU; set it to auto or cuda",
+        ),
+    ],
+)
+def test_a_training_that_has_too_few_gpus_here_is_refused_before_its_cold_start(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, overrides: list[str], line: str | None
+) -> None:
+    monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: None)
+    monkeypatch.setattr("mcore_mas.pipeline.check.gpus_here", lambda: gpus)
+    assert said(*overrides) == ([f"run 'demo_math': {line}"] if line else [])
+    if gpus:  # from where jobs go to other machines nothing is known of them
+        monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: name)
+        assert said(*overrides) == ([f"run 'demo_math': {line}"] if line and "SGLang" in line else [])
+
+
+def test_a_retriever_and_an_engine_on_a_gpu_do_not_go_with_a_run_on_cpus() -> None:
+    with pytest.raises(
+        SuiteError, match=r"policies\.solver: engine\.device: cuda, and cluster\.device: cpu shows it no"
+    ):
+        load_suite("demo_math", ["engine.device=cuda"])
+    lines = problems(load_suite("demo_search", ["retriever.device=cuda"]))
+    assert any("retriever.device: cuda, and cluster.device: cpu shows it no GPU" in line for line in lines)
 
 
 def test_models_that_are_not_there_have_no_template_or_lie_in_the_hubs_cache(
@@ -95,7 +138,7 @@ def test_missing_data_files_are_named_unless_they_are_to_be_fetched() -> None:
         "b.parquet: not here; name another one",
     ]
     assert not said("~data", f"+{own[0]}", own[1], files=False)
-    lines = complaints(load_suite("drmas_t2_3b_shared_drmas"))
+    lines = problems(load_suite("drmas_t2_3b_shared_drmas"))
     (index,) = [line for line in lines if "retriever.folder: data/wiki-18/index.json: not here; it is made of" in line]
     assert "the target `acquire` fetches it" in index
     assert any("retriever.encoder_folder: models/e5-base-v2: not here; it is intfloat/e5-base-v2" in x for x in lines)
@@ -286,7 +329,7 @@ def test_tasks_that_are_too_few_or_of_an_environment_that_is_not_there(own_world
     (tmp_path / "config.json").write_text("{}")
 
     def lines(*overrides: str) -> list[str]:
-        found = complaints(load_suite("demo_math", [*own, "data.generator='own_world:MADE'", *overrides]))
+        found = problems(load_suite("demo_math", [*own, "data.generator='own_world:MADE'", *overrides]))
         return [line.partition("data")[2] for line in found if ": data" in line]
 
     sizes = "data={{generator: 'own_world:MADE', train: {}, validation: 1, test: 1, options: {{env: '{}'}}}}"
@@ -325,6 +368,26 @@ def test_the_command_lists_everything(monkeypatch: pytest.MonkeyPatch, capsys: p
             main()
         out = capsys.readouterr().out.splitlines()
         assert (ended.value.code, len(out)) == (status, lines)
+
+
+def test_paths_beside_the_suites_file_are_said_to_be_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, tasks = tmp_path / "mine", '{"prompt": "1 + 1", "answer": "2"}\n' * 8
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(tasks)
+    (folder / "model").symlink_to(model)
+    own = [*NO_START, *(f"policies.{name}.model=model" for name in ("solver", "verifier"))]
+    own += ["data={format: plain, train: train.jsonl, validation: train.jsonl, test: none.jsonl, generator: null}"]
+    (folder / "s.yaml").write_text(json.dumps({"suite": "s", "experiments": {"a": ["experiment=demo_math", *own]}}))
+    monkeypatch.chdir(tmp_path)
+    there = f"paths are relative to the current folder, and it is in {folder}: cd {folder}"
+    lines = problems(load_suite("mine/s.yaml"))
+    assert f"run 'a': policies.solver: model: no model here (config.json is missing); {there}" in lines
+    assert f"run 'a': data: train.jsonl: not here; {there}" in lines
+    assert "run 'a': data: none.jsonl: not here; name another one" in lines
+    monkeypatch.chdir(folder)
+    assert not [line for line in problems(load_suite("s.yaml")) if "current folder" in line or "train.jsonl" in line]
 
 
 def test_overrides_of_a_suite_come_after_a_runs_own(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from mcore_mas.cli.main import snakemake_command
 from mcore_mas.pipeline.base_model import make_tiny_model
-from mcore_mas.pipeline.suite import Suite
+from mcore_mas.pipeline.suite import Suite, load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.teams.roles import ROLES
 from tests.support.run_folder import make_run
@@ -38,7 +39,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in SOURCES:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (source / "docs").mkdir()
-    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "docs/published.yaml"):
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "docs/published.yaml", "docs/experiments.md"):
         shutil.copy(ROOT / file, source / file)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", site, source], check=True)
@@ -106,8 +107,12 @@ def test_the_package_brings_its_types_pages_and_ranges(installed: Path) -> None:
     shipped = installed / "mcore_mas" / "shipped"
     for file in ("configs/schema/run.json", "configs/config.yaml", "workflow/Snakefile", "workflow/suites/demo.yaml"):
         assert (shipped / file).is_file(), file
-    code = "import mcore_mas, sys; from mcore_mas.config.compose import experiments; print(len(experiments()))"
+    code = "import mcore_mas; print(mcore_mas.with_pages('no (docs/experiments.md, /a/docs/experiments.md)'))"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
+    found = subprocess.run([sys.executable, "-c", code], cwd=told, env=environment, capture_output=True, text=True)
+    assert found.stdout == f"no ({shipped}/docs/experiments.md, /a/docs/experiments.md)\n", found.stderr
+    assert (shipped / "docs/experiments.md").is_file()
+    code = "import mcore_mas, sys; from mcore_mas.config.compose import experiments; print(len(experiments()))"
     found = subprocess.run([sys.executable, "-c", code], cwd=told, env=environment, capture_output=True, text=True)
     assert int(found.stdout) > 50, found.stderr
 
@@ -125,6 +130,26 @@ def test_configs_may_lie_elsewhere_and_the_shipped_workflow_is_in_the_package(in
     assert done.returncode == 0, done.stderr
     assert str(installed / "mcore_mas" / "shipped" / "workflow") in done.stderr  # its default profile
     assert not (project / "results").exists()
+
+
+def test_an_experiment_of_ones_own_is_found_by_its_name(
+    project: Path, fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    assert load_suite("my_relay").runs["my_relay"]["env"]["name"] == "my_pkg.worlds:near"
+    named = [word for word in snakemake_command("my_relay", ["-n"], None) if word.startswith("config_dir=")]
+    assert named == [f'config_dir="{project / "configs"}"']
+    (project / "configs").rename(project / "mine")
+    assert [*load_suite("my_relay", config_dir=Path("mine")).runs] == ["my_relay"]
+    assert "my_relay" in load_suite("my_suite.yaml", config_dir=Path("mine")).runs
+    for suite in ("my_relay", "my_suite.yaml"):
+        for refused in (load_suite, snakemake_command):
+            with pytest.raises(SuiteError, match=r"config_dir: .*/mien is not a folder"):
+                refused(suite, [], Path("mien"))
+    with pytest.raises(
+        SuiteError, match=r"my_rely: no such file, and no experiment of this name .*; nearest: my_relay"
+    ):
+        load_suite("my_rely", config_dir=Path("mine"))
 
 
 @pytest.mark.slow

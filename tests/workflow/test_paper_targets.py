@@ -57,9 +57,9 @@ def test_what_is_missing_is_said_in_lines(tmp_path: Path) -> None:
         "  models/DeepScaleR-1.5B-Preview: agentica-org/DeepScaleR-1.5B-Preview of the hub, 7.1 GB, licence mit "
         "(for marti_single_ttrl and 1 more)",
         "  run 'marti_single_ttrl' and 1 more: engine.python: .venv-sglang/bin/python: no such interpreter "
-        "(docs/engines.md makes one)",
-        "`snakemake acquire_marti_ttrl` fetches them (7.1 GB where known; docs/tables.md), or try --config scale=tiny, "
-        "which makes its own",
+        f"({ROOT}/docs/engines.md makes one)",
+        f"`snakemake acquire_marti_ttrl` fetches them (7.1 GB where known; {ROOT}/docs/tables.md), or try "
+        "--config scale=tiny, which makes its own",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import runpy
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from mcore_mas.pipeline.base_model import ScaffoldError, make_tiny_model, new_project
@@ -133,13 +135,42 @@ def test_its_model_is_what_makes_models_from_nothing(project: Path, tmp_path: Pa
         torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-6)  # kinds of processors round differently
 
 
+def test_an_editor_checks_its_files_by_the_schemas_that_are_installed(project: Path) -> None:
+    files = sorted(project.rglob("*.yaml"))
+    assert len(files) == 3
+    for file in files:
+        (named,) = re.findall(r"^# yaml-language-server: \$schema=(/.*)$", file.read_text(), re.MULTILINE)
+        schema = json.loads(Path(named).read_text())
+        unknown = yaml.safe_load(file.read_text()).keys() - schema["properties"].keys() - {"defaults"}
+        assert file.read_text().startswith("# yaml-language-server") and not unknown
+
+
 def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None:
-    for name in ("my-team", "class", "mcore_mas", "../x", ""):
+    before = sorted(project.parent.iterdir())
+    for name in ("my-team", "class", "../x", "", "équipe", "_x", "null", "on", "nan"):
         with pytest.raises(ScaffoldError, match="cannot be a Python package"):
             new_project(name, project.parent)
-    for name in ("random", "torch", "yaml", "json"):
+    for name in ("random", "torch", "yaml", "json", "test", "mcore_mas"):
         with pytest.raises(ScaffoldError, match=f"'{name}' is a Python module that is installed here; .* my_{name}$"):
             new_project(name, project.parent)
-        assert not (project.parent / name).exists()
+    for name in ("models", "configs", "tests", "results"):
+        with pytest.raises(ScaffoldError, match=f"'{name}' is one of a project's own folders; .* my_{name}$"):
+            new_project(name, project.parent)
+    assert sorted(project.parent.iterdir()) == before
     with pytest.raises(ScaffoldError, match="something is there already"):
         new_project("poets", project.parent)
+    with pytest.raises(ScaffoldError, match=r"/proc/painters: cannot be written \(No such file.*\); go to a folder"):
+        new_project("painters", Path("/proc"))
+
+
+def test_a_project_whose_writing_is_cut_off_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "painters").mkdir()  # empty: it may be filled
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # the model's files are larger
+    try:
+        with pytest.raises(ScaffoldError, match=r"painters: cannot be written \("):
+            new_project("painters", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [*tmp_path.rglob("*")] == [tmp_path / "painters"]
+    assert (new_project("painters", tmp_path) / "painters.yaml").is_file()

@@ -34,7 +34,8 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings of a team of two policies with servers of SGLang's: two ranks and one, and a server each."""
     model = describe_model(tmp_path_factory.mktemp("models") / "model")
     models = [f"policies.{policy}.model={model}" for policy in ("solver", "verifier")]
-    return ["cold_start=null", *models, "engine=sglang", f"engine.python={sys.executable}", "engine.max_length=256"]
+    models += ["cold_start=null", "cluster.device=auto"]
+    return [*models, "engine=sglang", f"engine.python={sys.executable}", "engine.max_length=256"]
 
 
 def asked(said: str) -> dict[str, dict[str, str]]:
@@ -84,13 +85,13 @@ def test_each_job_would_ask_for_what_its_plan_says(tmp_path: Path, on_gpus: list
 def test_an_evaluation_that_no_machine_has_the_gpus_for_is_refused_before_anything(
     tmp_path: Path, on_gpus: list[str]
 ) -> None:
-    runs = {"big": [*on_gpus, "policies.solver.own.engine.tp=2"]}  # and one GPU for the other's server
+    runs = {"big": [*on_gpus, "policies.solver.own.engine.tp=2"]}
     line = (
-        "error: run 'big': an evaluation needs 3 GPUs of one machine, engine.tp 2 for solver, 1 for verifier, and "
-        "node_gpus is 2; lower engine.tp, name servers elsewhere (engine.urls), or raise node_gpus where machines "
+        "error: run 'big': an evaluation needs 2 GPUs of one machine for a server of solver (engine.tp 2), and "
+        "node_gpus is 1; lower engine.tp, name servers elsewhere (engine.urls), or raise node_gpus where machines "
         "have more"
     )
-    done = dry_run(tmp_path, runs, "--default-resources", "node_gpus=2", "mem_mb=1")
+    done = dry_run(tmp_path, runs, "--default-resources", "node_gpus=1", "mem_mb=1")
     assert done.returncode == 1
     assert line in (done.stdout + done.stderr).splitlines()
-    assert dry_run(tmp_path, runs, "--default-resources", "node_gpus=3", "mem_mb=1").returncode == 0
+    assert dry_run(tmp_path, runs, "--default-resources", "node_gpus=2", "mem_mb=1").returncode == 0  # it shares

@@ -12,7 +12,7 @@ from mcore_mas.rollout.base.files import writable
 from mcore_mas.rollout.base.ownership import FolderError, owned
 from mcore_mas.rollout.base.processes import end_at_second_interrupt
 from mcore_mas.pipeline import sharing
-from mcore_mas.pipeline.check import complaints
+from mcore_mas.pipeline.check import problems
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.planning.jobs import job_needs
@@ -28,9 +28,9 @@ try:
     if not isinstance(NODE_GPUS, int) or NODE_GPUS < 1:
         raise SuiteError(f"default-resources, node_gpus: {NODE_GPUS}; expected the GPUs of a machine, such as 8")
     if workflow.is_main_process and not acquires:  # not in each of its jobs, nor to fetch what they need
-        if lines := complaints(SUITE, node_gpus=NODE_GPUS):
+        if lines := problems(SUITE, node_gpus=NODE_GPUS):
             raise SuiteError("\n  ".join(lines))
-except SuiteError as error:  # one line, no traceback, before any job starts
+except (SuiteError, OSError) as error:  # one line, no traceback, before any job starts
     raise SystemExit(f"error: {error}") from None
 config["experiments"] = SUITE.overrides  # grids and the suite's overrides written out, for the report
 config.pop("grid", None)

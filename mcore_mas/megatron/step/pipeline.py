@@ -120,7 +120,7 @@ class Pipeline:
         self._experts = architecture.experts
 
     def backward(self, microbatches: Sequence[Microbatch]) -> list[TokenStatistics]:
-        """Add the gradients of Σ weight · loss to `main_grad`, summed over data-parallel ranks.
+        """Add the gradients of Σ weight · loss to `main_grad`, summed over data-parallel ranks (gradient accumulation).
 
         Args:
             microbatches: those of all data-parallel ranks, at least one.

@@ -26,6 +26,7 @@ from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.tensors import WeightStream, read_tensors
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 
+_TOGETHER = 8  # calls that an engine may have more than others, to be asked again what it is asked
 BUSY = "the engine cannot sleep while requests are running; end or abort them first"
 
 # request id, prompt ids, how to sample, how many tokens are worth News (0: none are), and the adapter's number
@@ -284,6 +285,11 @@ class Dispatcher(StreamingEngine):
         self._new.clear()
         return [ask for ask, _, _ in self._waiting.values()]
 
+    def burden(self, prompt_ids: Sequence[int]) -> int:
+        """How many completions it is asked for, less a bonus for one of the same prompt: that is computed once."""
+        asked = list(prompt_ids)
+        return len(self._waiting) - _TOGETHER * any(ask[1] == asked for ask, _, _ in self._waiting.values())
+
     async def idle(self) -> bool:
         """Whether nothing waits; the engine has then heard of the last aborts."""
         if self._loop is not None and not self._loop.done() and not self._waiting:
@@ -317,15 +323,42 @@ class Dispatcher(StreamingEngine):
 
 
 class LocalEngine(Dispatcher):
-    """Runs an `EmbeddedEngine` on the event loop's thread, one step at a time between other coroutines."""
+    """Runs an `EmbeddedEngine` on the event loop's thread, one step at a time between other coroutines.
 
-    def __init__(self, folder: Path | str, *, max_length: int, **settings: Any) -> None:
-        """Load the Hugging Face model in `folder`; the settings are those of `EmbeddedEngine.from_folder`."""
+    One on a GPU has a thread of its own, in which it waits for the GPU while engines on others work.
+    """
+
+    def __init__(
+        self, folder: Path | str, *, max_length: int, core: EmbeddedEngine | None = None, **settings: Any
+    ) -> None:
+        """Run `core`, or the Hugging Face model in `folder`; settings are those of `EmbeddedEngine.from_folder`."""
         super().__init__()
-        self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, **settings)
+        self.core = core or EmbeddedEngine.from_folder(folder, max_length=max_length, **settings)
 
     async def load_weights(self, tensors: WeightStream, version: int) -> None:
         self.core.load_weights(tensors, version)
 
     async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:
-        return self.core.exchange(asks, aborts)
+        if self.core.decoder.device.type == "cpu":
+            return self.core.exchange(asks, aborts)
+        return await asyncio.to_thread(self.core.exchange, asks, aborts)
+
+
+class LocalReplicas(StreamingEngine):
+    """A `LocalEngine` on each of several devices; a call goes to the one with the smallest burden."""
+
+    resumes = True
+
+    def __init__(self, folder: Path | str, *, devices: Sequence[str], max_length: int, **settings: Any) -> None:
+        """Load the Hugging Face model in `folder` once, and onto each of `devices`; settings as of `LocalEngine`."""
+        self.engines = [LocalEngine(folder, device=devices[0], max_length=max_length, **settings)]
+        held = self.engines[0].core.decoder
+        for device in devices[1:]:
+            decoder = CachedDecoder(held.shape, max_length, held.halves, device)
+            decoder.adopt(held.half)
+            core = EmbeddedEngine(decoder, **settings)
+            self.engines.append(LocalEngine(folder, max_length=max_length, core=core))
+
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+        """Sample one completion (see `StreamingEngine`)."""
+        return await min(self.engines, key=lambda own: own.burden(prompt_ids)).stream(prompt_ids, sampling, hear)

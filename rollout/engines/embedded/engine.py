@@ -250,11 +250,6 @@ class HostedEngine(Dispatcher, TrainedEngine):
         counters: dict[str, float] = await self._call("counters")
         return counters
 
-    @property
-    def waiting(self) -> int:
-        """How many completions it is asked for."""
-        return len(self._waiting)
-
     def end(self) -> None:
         """End the actor; what still waits gets an EngineError."""
         self._closed = True

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import shutil
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,6 @@ from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 
 Place = Mapping[str, Any]  # options of an actor
 _LOOK_S = 5.0  # between looks for actors that have died while nobody asked them anything
-_TOGETHER = 8  # calls that an actor may have more than others, to be asked again what it is asked
 
 
 class ReplicatedEngine(StreamingEngine, TrainedEngine):
@@ -63,7 +61,6 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         settings |= {"far": True, "transport": self.transport, "weights_folder": weights_folder, "restarts": 0}
         self._make = functools.partial(HostedEngine, folder, **settings)
         self._actors: dict[HostedEngine, Place] = {}
-        self._asked = Counter[tuple[HostedEngine, tuple[int, ...]]]()  # calls under way, by prompt
         self._watch: asyncio.Task[None] | None = None
         for place in places:
             self._add(place)
@@ -72,18 +69,12 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         """Sample one completion (see `StreamingEngine`), by whichever actor is left."""
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._look())
-        prompt = tuple(prompt_ids)
         while True:
-            actor = min(self._actors, key=lambda actor: actor.waiting - _TOGETHER * ((actor, prompt) in self._asked))
-            self._asked[actor, prompt] += 1
+            actor = min(self._actors, key=lambda actor: actor.burden(prompt_ids))
             try:
                 return await actor.stream(prompt_ids, sampling, hear)
             except ActorDied as error:
                 self._leave(actor, error)
-            finally:
-                self._asked[actor, prompt] -= 1
-                if not self._asked[actor, prompt]:
-                    del self._asked[actor, prompt]
 
     async def begin_update(self) -> SyncRoute:
         """A folder below that of the weights, once all actors have answered or left."""

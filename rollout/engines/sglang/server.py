@@ -20,6 +20,7 @@ from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 _SPARE = 6  # tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py)
 _SHOWN = 300  # characters of the log's end in an error
 # What the server must not inherit: modules of this environment; and SGLang's memory saver refuses expandable segments.
+_MOST = 0.95  # of a GPU's free memory that a server may take for weights, keys and values
 _DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -32,7 +33,7 @@ class Server:
     """A process that serves one replica; it runs in a Ray actor where GPUs are placed, in this process otherwise.
 
     It is `python -m sglang.launch_server *arguments`. With a `key` it answers who has the key. It listens at the
-    loopback, or `far` at the address of its node.
+    loopback, or `far` at the address of its node. `share` is of the memory of its GPUs, whoever else is on them.
 
     Raises:
         EngineError: there is no such interpreter.
@@ -44,6 +45,7 @@ class Server:
     environment: Mapping[str, str]
     key: str | None = None
     far: bool = False
+    share: float | None = None
 
     def __post_init__(self) -> None:
         if not Path(self.python).is_file():
@@ -69,6 +71,7 @@ class Server:
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
         # not resolved: a virtual environment is told by the link that was followed
         command = [str(Path(self.python).absolute()), "-m", "sglang.launch_server", *self.arguments, *self._secret()]
+        command += self._fraction(devices)
         command += ["--host", address, "--port", str(port)]
         self._process = start_group(command, log=self._log, env=inherited | seen | network | dict(self.environment))
         return f"http://{address}:{port}"
@@ -80,6 +83,18 @@ class Server:
         address = str(ray.util.get_node_ip_address())
         name = interface_of(address)
         return address, {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+    def _fraction(self, devices: Sequence[str]) -> list[str]:
+        """Arguments for its `share`, as the part that it is of what is free now: SGLang takes it of that."""
+        query = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits", "-i"]
+        try:
+            said = "" if self.share is None else subprocess.check_output([*query, ",".join(devices)], text=True)
+        except (OSError, subprocess.CalledProcessError):
+            said = ""  # no GPU, or a part of one: the share is of what is free
+        least = min(
+            (float(free) / float(total) for total, free in (x.split(",") for x in said.splitlines())), default=0
+        )
+        return ["--mem-fraction-static", f"{min(_MOST, (self.share or 0) / least):.3f}"] if least else []
 
     def _secret(self) -> list[str]:
         """Arguments that name a file with the key, which is not on the command line."""
@@ -148,7 +163,7 @@ class Replica:
     # makes Ray actors of a `Server` instead: the first runs it, the others hold its further GPUs
     actors: Callable[[], Sequence[Any]] | None = None
     gpus: Sequence[str] = ()
-    seats: Sequence[int] = ()  # numbers of its GPUs, where other servers start on them too
+    seats: Sequence[Any] = ()  # its GPUs by name, or by number, where other servers start on them too
     url: str = ""
 
     def __post_init__(self) -> None:
@@ -272,11 +287,12 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     """A server of our own: where Ray runs in an actor of its own, others for its further GPUs; else in this process."""
     log = str(Path(settings.log).with_suffix(f".{number}.log"))
     words = server_arguments(settings)
-    told = (settings.python or "", words, log, settings.variables, settings.own_key, settings.far)
+    told = (settings.python or "", words, log, settings.variables, settings.own_key, settings.far, settings.share)
     server = Server(*told)  # complains here rather than in an actor
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
-        return Replica(settings, server, gpus=settings.gpus[number] if settings.gpus else ())
+        gpus = settings.gpus[number] if settings.gpus else ()
+        return Replica(settings, server, gpus=gpus, seats=gpus if settings.in_turn else ())
     own = slice(number * settings.tp, (number + 1) * settings.tp)
     places = settings.places[own] if settings.places else None  # of each of its GPUs
     seats = range(own.start, own.stop) if settings.in_turn else ()

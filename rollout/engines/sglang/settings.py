@@ -57,7 +57,9 @@ class SGLangSettings:
     weights_folder: Path | str | None = None  # that trainer and servers see; None: one in shared memory
     # actor options for each GPU, server by server; None: Ray's choice
     places: Sequence[Mapping[str, Any]] | None = None
-    in_turn: bool = False  # seat i of all engines is one GPU: servers there start one after the other
+    in_turn: bool = (
+        False  # other servers are on its GPUs (seat i of all engines is one): they start one after the other
+    )
     gpus: Sequence[Sequence[str]] = ()  # that each server sees where Ray places none; (): all that this process sees
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of sglang.launch_server
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -115,6 +117,12 @@ class SGLangSettings:
     def own_key(self) -> str:
         """What servers of our own ask of callers, also on loopback: they take weights, as pickles too."""
         return self.key or secrets.token_hex(32)
+
+    @property
+    def share(self) -> float | None:
+        """Of the memory of GPUs that other servers are on too, what each of its servers takes; None: SGLang chooses."""
+        given = self.arguments.get("mem-fraction-static")
+        return float(given) if self.in_turn and given is not None else None
 
     @property
     def vocab(self) -> int:

@@ -7,12 +7,11 @@ import pytest
 
 from mcore_mas.cli.inspection import REGISTRIES
 from mcore_mas.cli.main import main, snakemake_command
+from mcore_mas.pipeline.base_model import new_project
 from mcore_mas.rollout.base.options import offered
 from mcore_mas.rollout.records.files import write_trajectories
 from tests.support.finished import finished
 from tests.support.played import trajectory, turn
-
-HELPED = "Usage: "  # what a command's own parser refuses comes with where to find help
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         (
             "check my_suit.yaml",
-            "my_suit.yaml: no such file, and no experiment of this name (docs/experiments.md); near",
+            "my_suit.yaml: no such file, and no experiment of this name (",
         ),
         ("show {missing}", "missing: no such file or run; expected a parquet file of trajectories, or a run"),
         ("show {folder}", ": no trajectories here; a run that was not trained has none"),
@@ -68,9 +67,16 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("leaks", "name data files to compare, or --config with a resolved config"),
         ("leaks {missing}", "missing: no such file"),
         ("train {folder}", ": no run here; expected a run's folder"),
-        ("check demo_mat", "no experiment of this name (docs/experiments.md); nearest: demo_math"),
+        ("check demo_mat", "/docs/experiments.md); nearest: demo_math"),
         ("check demo_math trainer.stepz=3", "agreement; nearest: steps"),
-        ("list envz", "aggregations, engines; nearest: envs"),
+        ("list envz", "teams, recipes; nearest: envs"),
+        ("run demo_math foo", "no target 'foo'; expected a file such as results/RUN/train/done.json, a rule, or KEY="),
+        ("run demo_math study_stabilty", "; nearest: study_stability"),
+        (
+            "run demo_math trainer.steps = 3",
+            "no target 'trainer.steps'; expected a file such as results/RUN/train/done.json, a rule, or KEY=",
+        ),
+        ("run demo_math --configdir x", "unrecognized arguments: --configdir; "),
         ("list os:environ", "no registry 'os:environ'; there are: orchestras"),
     ],
 )
@@ -95,18 +101,28 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("trian", "Did you mean 'train'"),
-        ("list", "Missing argument 'registry'"),
-        ("train", "Missing argument 'run'"),
+        ("trian", "No such command 'trian'. Did you mean 'train', 'track'; `mcore-mas --help` says"),
+        ("list", "Missing argument 'registry'; `mcore-mas list --help` says"),
+        ("train --adpt", "No such option: --adpt"),
+        ("help nothing", "No such command 'nothing'; `mcore-mas --help` says"),
     ],
 )
 def test_a_call_that_does_not_parse_says_how_to_get_help(
     arguments: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     assert called(monkeypatch, *arguments.split()) == 2
-    said = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
-    assert HELPED in said
-    assert words in said
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {words}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", ["--help", "-h", "help", ""])
+def test_help_is_there_however_it_is_asked_for(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    asked = {"": "", "help": "help check"}.get(arguments, f"check {arguments}")
+    assert called(monkeypatch, *asked.split()) == (0 if arguments else 2)
+    out, err = capsys.readouterr()
+    assert "Usage: mcore-mas" in out + err and "error" not in err
 
 
 def test_every_registry_is_listed_and_the_readme_names_them_all(
@@ -119,6 +135,39 @@ def test_every_registry_is_listed_and_the_readme_names_them_all(
         assert called(monkeypatch, "list", registry) == 0
         names = capsys.readouterr().out.splitlines()
         assert names == sorted(names) and len(names) > 1, registry
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("advantage", "drmas"),
+        ("reward.name", "shared_outcome"),
+        ("rewards", "majority"),
+        ("data.generator", "arithmetic"),
+        ("loss", "ppo_clip"),
+        ("agents.solver.role", "solver"),
+        ("agent.tools", "calculator"),
+        ("provider", "openai"),
+        ("penalty", "invalid"),
+        ("experiment", "demo_math_lora"),
+        ("team", "solver_verifier"),
+        ("recipe", "grpo"),
+    ],
+)
+def test_a_registry_is_known_by_the_key_of_a_config(
+    key: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert called(monkeypatch, "list", key) == 0
+    assert name in capsys.readouterr().out.splitlines()
+
+
+def test_ones_own_experiments_and_teams_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(new_project("poets", tmp_path))
+    for registry in ("experiments", "teams"):
+        assert called(monkeypatch, "list", registry) == 0
+        assert "poets" in capsys.readouterr().out.splitlines()
 
 
 def test_names_of_installed_packages_are_listed_with_the_package(
@@ -146,9 +195,9 @@ def test_a_suite_is_run_with_overrides_and_one_config(tmp_path: Path) -> None:
     own = ['overrides=["seed=3", "a.b=1", "~c"]', f"config_dir={tmp_path.resolve()}"]
     assert said[2:] == [f"--configfile={file}", "x/y.json", "--config", *own, "scale=tiny", "-n"]
     assert snakemake_command(str(file), ["-n"], None)[5:] == [f"--configfile={file}", "-n"]
-    after = ["-n", "a.b=1", "--cores", "2", "~c", "--config", "scale=tiny", "--quiet", "rules", "+d=2", "x/y=1.json"]
+    after = ["-n", "a.b=1", "--cores", "2", "~c", "--config", "scale=tiny", "x/y=1.json", "--quiet", "rules", "+d=2"]
     kept = ["-n", "--cores", "2", "--config", 'overrides=["seed=3", "a.b=1", "~c", "+d=2"]', "scale=tiny"]
-    assert snakemake_command(str(file), after, None)[6:] == [*kept, "--quiet", "rules", "x/y=1.json"]
+    assert snakemake_command(str(file), after, None)[6:] == [*kept, "x/y=1.json", "--quiet", "rules"]
     by_name = snakemake_command("demo_math", ["-n"], None)[5:]
     assert by_name == ["-n", "--config", 'suite="demo_math"', 'experiments={"demo_math": ["experiment=demo_math"]}']
 

@@ -134,7 +134,7 @@ def test_a_policy_may_have_another_engine_than_the_run(monkeypatch: pytest.Monke
     assert (mixed.precision_of("solver"), mixed.precision_of("verifier")) == ("float32", "bfloat16")
 
     servers = ["engine.name=sglang", "engine.python=python", "engine.options={dtype: half}", "engine.transport=disk"]
-    other_way = config(*servers, "policies.verifier.own.engine={name: embedded, device: cuda}")
+    other_way = config(*servers, "cluster.device=auto", "policies.verifier.own.engine={name: embedded, device: cuda}")
     own = for_policy(other_way, "verifier").engine
     assert (own.name, own.python, own.options, own.transport) == ("embedded", None, {}, None)  # nothing of SGLang's
     taken = [(t.policy, t.devices) for t in tenants_of(other_way, "GPU") if t.part == "engine"]

@@ -4,7 +4,7 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.planning.estimate import Placement, estimate_run, gangs, memory_of_trainers, trainer_kinds
+from mcore_mas.planning.estimate import Placement, estimate_run, memory_of_trainers, rank_sets, trainer_kinds
 from mcore_mas.planning.jobs import tenants_of
 from mcore_mas.planning.memory import GPUS, adapter_parameters, count_parameters
 from mcore_mas.rollout.models.architecture import planned_architecture
@@ -30,8 +30,8 @@ def test_they_take_the_ranks_of_the_first_for_trainers_and_critics() -> None:
     assert [(t.policy, t.part, t.devices) for t in tenants_of(together, "GPU")] == [("solver", "trainer", 2)]
     # and a CPU for the embedded engine, in which both adapters are
     assert [(t.policy, t.part) for t in tenants_of(together, "CPU")] == [("solver", "trainer"), ("solver", "engine")]
-    assert gangs(apart, POLICIES) == [[("solver", "trainer")], [("verifier", "trainer")], [("verifier", "critic")]]
-    assert gangs(together, POLICIES) == [[("solver", "trainer"), ("verifier", "trainer"), ("verifier", "critic")]]
+    assert rank_sets(apart, POLICIES) == [[("solver", "trainer")], [("verifier", "trainer")], [("verifier", "critic")]]
+    assert rank_sets(together, POLICIES) == [[("solver", "trainer"), ("verifier", "trainer"), ("verifier", "critic")]]
     assert (together.holder("solver"), together.holder("verifier")) == ("solver", "solver")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine, LocalEngine
+from mcore_mas.rollout.engines.embedded.batching import Ask, EmbeddedEngine, LocalEngine, LocalReplicas, Report
 from mcore_mas.rollout.engines.embedded.rows import uniforms
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, steps, worst
@@ -134,6 +135,43 @@ def test_what_broken_weights_left_in_a_row_harms_no_one(qwen2: Path) -> None:
         engine.submit(key, prompt, Sampling(max_tokens=4))
     done = drain(engine)
     assert max(worst(model, prompt, done[key]) for key, prompt in prompts.items()) < LOGPROB_TOLERANCE
+
+
+def test_copies_of_an_engine_share_the_work_and_a_prompt_goes_where_it_is(qwen2: Path) -> None:
+    """As on several GPUs: a reply is the same wherever it is sampled, and the model is in the host's memory once."""
+    alone = LocalEngine(qwen2, max_length=64, deterministic=True)
+    engine = LocalReplicas(qwen2, devices=["cpu", "cpu"], max_length=64, rows=16, deterministic=True)
+    first, second = engine.engines
+    assert first.core.decoder.halves is second.core.decoder.halves
+    prompts = [[1, 2, number % 2] for number in range(12)]
+
+    async def play(engine: LocalEngine | LocalReplicas) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        asked = [engine.generate(prompt, Sampling(max_tokens=4, seed=n)) for n, prompt in enumerate(prompts)]
+        return [(said.token_ids, said.logprobs) for said in await asyncio.gather(*asked)]
+
+    assert asyncio.run(play(engine)) == asyncio.run(play(alone))
+    # each of the two prompts was computed once by the one that has it
+    assert [own.core.stats.prefill_tokens for own in engine.engines] == [3, 3]
+
+
+def test_engines_on_gpus_work_at_the_same_time(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, both = [LocalEngine(qwen2, max_length=64, rows=2) for _ in range(2)], threading.Barrier(2, timeout=20)
+    for engine in engines:
+        monkeypatch.setattr(engine.core.decoder, "device", torch.device("meta"))  # no CPU; nothing is computed
+
+        def exchange(asks: list[Ask], aborts: list[int]) -> list[Report]:
+            both.wait()
+            return [
+                (number, Completion(token_ids=(9,), logprobs=(0.0,), finish_reason="stop", versions=()))
+                for number, *_ in asks
+            ]
+
+        monkeypatch.setattr(engine.core, "exchange", exchange)
+
+    async def play() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate([1], Sampling(max_tokens=1)) for engine in engines))
+
+    assert [said.token_ids for said in asyncio.run(play())] == [(9,), (9,)]
 
 
 def test_a_step_that_breaks_fails_who_waits_and_nobody_later(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,17 +63,16 @@ def test_actors_join_and_leave_and_the_tokens_stay_the_same(tmp_path: Path, runn
         groups = [
             asyncio.create_task(engine.generate(PROMPTS[n // 8], Sampling(max_tokens=9, seed=n))) for n in range(32)
         ]
-        while sum(actor.waiting for actor in engine._actors) < 32:
+        while sum(len(actor._waiting) for actor in engine._actors) < 32:
             await asyncio.sleep(0)
         asked = [sorted(tuple(ask[1]) for ask, _, _ in actor._waiting.values()) for actor in engine._actors]
         assert asked == [[(0, 1, 2)] * 8 + [(2, 3, 4)] * 8, [(1, 2, 3)] * 8 + [(3, 4, 5)] * 8]
         await asyncio.gather(*groups)
-        assert not engine._asked
         first = await play(alone)
         playing = asyncio.create_task(play(engine))
-        while not any(actor.waiting for actor in engine._actors):
+        while not any(actor._waiting for actor in engine._actors):
             await asyncio.sleep(0)
-        assert sorted(actor.waiting for actor in engine._actors) == [3, 3]
+        assert sorted(len(actor._waiting) for actor in engine._actors) == [3, 3]
         os.kill(both[0], signal.SIGKILL)
         assert await playing == first
         assert len(engine._actors) == 1

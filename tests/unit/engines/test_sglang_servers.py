@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines.sglang import fleet
 from mcore_mas.rollout.engines.sglang.client import SGLangClient
 from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.engines.sglang.server import Replica, Server, server_arguments
+from mcore_mas.rollout.engines.sglang.server import Replica, Server, owned_replica, server_arguments
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from tests.support.sglang_server import pid_of
 from tests.unit.engines.test_sglang_engine import ask, tensors
@@ -82,6 +84,31 @@ def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file
     own = {"CUDA_VISIBLE_DEVICES=4,6", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", "OMP_NUM_THREADS=3"}
     assert own <= set(environment)
     assert not [entry for entry in environment if entry.startswith("PYTHONPATH=")]
+
+
+def test_a_share_of_a_gpu_is_of_all_its_memory_whoever_is_on_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang takes its part of what is free when it starts: 0.4 of a GPU is 0.5 of what another has left of it."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nfor last; do :; done\n[ $last = 3,5 ] && printf '80000, 79000\\n80000, 64000\\n'")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    settings = SGLangSettings(folder=folder, max_length=64, options={"mem_fraction_static": 0.4}, in_turn=True)
+    server = owned_replica(replace(settings, python=str(FAKE), log=tmp_path / "sglang.log"), 0).host
+    assert (server.share, replace(settings, in_turn=False).share) == (0.4, None)
+    assert server._fraction(["3", "5"]) == ["--mem-fraction-static", "0.500"]  # of the fuller one
+    url = server.start(["3", "5"])
+    try:
+        said = asyncio.run(asked(url, server.key))["arguments"]
+    finally:
+        server.stop()
+    assert [said[n + 1] for n, word in enumerate(said) if word == "--mem-fraction-static"] == ["0.4", "0.500"]
+    server.share = 0.9
+    assert server._fraction(["3", "5"]) == ["--mem-fraction-static", "0.950"]  # something stays for what it computes
+    assert server._fraction(["4"]) == []  # nobody knows that one
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert server._fraction(["3"]) == []
 
 
 def test_a_server_on_this_machine_asks_for_a_key_too(make: Make) -> None:

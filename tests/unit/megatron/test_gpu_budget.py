@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from benchmarks.gpu.shapes import LAYOUTS, MODELS, write_model
 from mcore_mas.config.policy import LoraConfig
@@ -21,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[3]
 MARGIN = 0.03  # by which an update may be slower, launch more and hold more than it does today
 # of one agent: its statistics, its norm, which is the step's, and Megatron's own norm when it clips
 WAITS = {"device.py download": 1, "clip_grads.py get_grad_norm_fp32": 2}
+# megatron-core 0.19 asks once, in the first update, whether any rank has norms of a group of their own
+FIRST = "optimizer.py " if Version(version("megatron-core")) >= Version("0.19") else None
 SENT = ["upload", "compute"]
 
 
@@ -48,7 +52,8 @@ class Budget:
         for (region, count), most in zip(found["launches_per_layer"].items(), self.layer or (), strict=False):
             if count > most:
                 told.append(f"launches of a layer in {region} {count}, today {most}")
-        exact = {"waits": self.waits, "copies": {}, "inline": {}, "order": self.order, "races": {}, "mixed": {}}
+        first = {place: 1 for place in found["waits"] if FIRST and place.startswith(FIRST)}
+        exact = {"waits": self.waits | first, "copies": {}, "inline": {}, "order": self.order, "races": {}, "mixed": {}}
         told += [f"{name} {found[name]}, today {value}" for name, value in exact.items() if found[name] != value]
         return "\n".join(told)
 

@@ -62,6 +62,15 @@ def test_a_run_on_gpus_asks_for_those_of_its_placement() -> None:
     assert together.gpus == max(ranks, engines)
 
 
+def test_an_evaluation_asks_for_no_more_than_machines_have() -> None:
+    """Four servers and more have a GPU each; on machines with fewer they share them."""
+    run = config("unitymas_t3_hotpotqa_m_ask_7b")
+    servers = len(run.models)
+    assert [job_needs(run, "evaluate", gpus).gpus for gpus in (1, 2, 8)] == [1, 2, 8 // servers * servers]
+    embedded = config("demo_math", "+engine.device=cuda", "cluster.device=auto")  # two ranks and one, and the engines
+    assert job_needs(embedded, "evaluate", 8).gpus == 4
+
+
 def test_what_does_not_fit_one_machine_gets_whole_ones() -> None:
     run = config("unitymas_t3_hotpotqa_m_ask_7b")  # 36 GPUs
     assert (job_needs(run, "train", 8).nodes, job_needs(run, "train", 8).gpus) == (5, 8)

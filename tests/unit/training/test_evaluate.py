@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
@@ -17,23 +19,28 @@ import pytest
 import yaml
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.config.run import ConfigError, RunConfig, for_policy
+from mcore_mas.planning.jobs import PlacementError
+from mcore_mas.planning.memory import engine_weights
 from mcore_mas.rollout.base.files import write_json
 from mcore_mas.rollout.base.ownership import FolderError
+from mcore_mas.rollout.engines.embedded.batching import LocalReplicas
 from mcore_mas.rollout.engines.sglang.server import Replica, Server, visible_gpus
+from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.records.files import read_tasks, read_trajectories
-from mcore_mas.training import placement
+from mcore_mas.training import evaluate as evaluation
 from mcore_mas.training.cluster import Node
 from mcore_mas.training.engine_factory import make_engines, sidecar_of
-from mcore_mas.training.evaluate import EvaluationError, converse, evaluate, seated
+from mcore_mas.training.evaluate import EvaluationError, converse, evaluate, playing, seated
 from mcore_mas.training.measure import Shards
-from mcore_mas.training.placement import PlacementError, gpus_of_servers, room_for
+from mcore_mas.training.placement import gpus_of_servers, room_for, shared_out
 from tests.support.run_folder import make_run
 from tests.support.slotted_sglang import slotted_server
 from tests.unit.training.test_measure import trajectory
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
+TEAM = ("solver", "verifier")
 
 
 def asked(url: str) -> int:
@@ -155,14 +162,14 @@ def test_too_many_failures_are_no_score_and_the_same_command_goes_on(tmp_path: P
 class TestPlacement:
     @staticmethod
     def config(*overrides: str) -> RunConfig:
-        values = resolve(["experiment=demo_math", "engine.name=sglang", "engine.python=p", *overrides])
-        return RunConfig.check(values, "test")
+        of_gpus = ["cluster.device=auto", "engine.name=sglang", "engine.python=p"]
+        return RunConfig.check(resolve(["experiment=demo_math", *of_gpus, *overrides]), "test")
 
     @pytest.fixture(autouse=True)
     def _eight_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11,12,13,14,15")
         monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-        monkeypatch.setattr(placement, "kind_here", lambda: "GPU")
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
     def test_all_gpus_serve(self) -> None:
         assert gpus_of_servers(self.config("engine.tp=2")) == {
@@ -173,6 +180,7 @@ class TestPlacement:
 
     def test_a_retriever_has_the_last_to_itself(self) -> None:
         searching = ["experiment=demo_search", "engine.name=sglang", "engine.python=p", "retriever.device=cuda"]
+        searching.append("cluster.device=cuda")
         config = RunConfig.check(resolve(searching), "test")
         used = [gpu for servers in gpus_of_servers(config).values() for (gpu,) in servers]
         assert used == ["8", "9", "10", "11", "12", "13", "14"]
@@ -182,9 +190,77 @@ class TestPlacement:
         with pytest.raises(PlacementError, match=r"retriever\.device: cuda: a Ray that is joined has all GPUs"):
             room_for(config, [Node(address="10.0.0.3", id="n3", gpus=8, cpus=64)])
 
-    def test_too_few_are_refused(self) -> None:
-        with pytest.raises(PlacementError, match=r"needs 16 GPUs, engine\.tp 8 for solver, 8 for verifier, and there"):
-            gpus_of_servers(self.config("engine.tp=8"))
+    def test_a_server_that_is_wider_than_the_machine_is_refused(self) -> None:
+        with pytest.raises(
+            PlacementError, match=r"16 GPUs for a server of solver \(engine\.tp\), and there are 8; lower"
+        ):
+            gpus_of_servers(self.config("engine.tp=16"))
+
+    def test_embedded_engines_are_on_all_gpus_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        embedded = ["engine.name=embedded", "engine.python=null", "+engine.device=cuda"]
+        config = self.config(*embedded)
+        gpus = gpus_of_servers(config)
+        assert gpus == {
+            policy: [[str(8 + at + n)] for n in range(4)] for policy, at in (("solver", 0), ("verifier", 4))
+        }
+        made: list[Any] = []
+        monkeypatch.setattr(LocalReplicas, "__init__", lambda _, model, **settings: made.append(settings))
+        make_engines(config, dict.fromkeys(config.models, "model"), tmp_path, trained=False, gpus=gpus)
+        assert [own["devices"] for own in made] == [[f"cuda:{at + n}" for n in range(4)] for at in (0, 4)]
+        assert not any("device" in own for own in made)
+        # on the CPU there is one of each in this process, whatever there is beside it
+        assert gpus_of_servers(self.config(*embedded[:2])) == {"solver": [[]], "verifier": [[]]}
+
+    def test_with_fewer_gpus_than_engines_they_share_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+        wide = self.config("policies.solver.own.engine.tp=2")
+        assert gpus_of_servers(wide) == {"solver": [["8", "9"]], "verifier": [["8"]]}
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+        assert gpus_of_servers(self.config()) == {"solver": [["8"]], "verifier": [["8"]]}
+        embedded = self.config("engine.name=embedded", "engine.python=null", "+engine.device=cuda")
+        assert gpus_of_servers(embedded) == {"solver": [["8"]], "verifier": [["8"]]}
+
+    def test_what_was_trained_on_one_gpu_is_evaluated_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two adapters on one base in one server, trained in the shared pool; two servers in the evaluation."""
+        base = make_run(tmp_path, "data.test=1") / "base"
+        lora = "{lora: {rank: 4, alpha: 8}, share_base: true, tp: 1, lr: 1.0e-3, model: " + f"{base}" + "}"
+        together = ["cluster.pool=shared", "engine.adapters=slots", *(f"++policies.{p}={lora}" for p in TEAM)]
+        config = self.config("cold_start=null", "+engine.options.mem-fraction-static=0.6", *together)
+        weights = engine_weights(read_architecture(base), 1)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+        room_for(config, [Node(address="10.0.0.3", id="n3", gpus=1, cpus=64)])  # training has room
+        gpus = gpus_of_servers(config)
+
+        def on_gpu(memory: float, config: RunConfig = config) -> dict[str, Any]:
+            told = SimpleNamespace(total_memory=memory)
+            monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: told)
+            return {p: for_policy(shared_out(config, gpus), p).engine.options for p in TEAM}
+
+        # four fifths, less the weights of both, in two parts, and its own weights
+        share = {"mem-fraction-static": 0.4}
+        assert on_gpu(10 * weights) == dict.fromkeys(TEAM, share)
+        with pytest.raises(PlacementError, match=r"2 engines on one GPU of .* GB, and they hold solver .*, verifier"):
+            on_gpu(2.4 * weights)
+        given = self.config("cold_start=null", "+engine.options.mem-fraction-static=0.3", *together)
+        assert shared_out(given, gpus) is given
+        assert shared_out(config, {"solver": [["8"]], "verifier": [["9"]]}) is config
+
+        on_gpu(10 * weights)
+        made: list[Any] = []
+        monkeypatch.setattr(evaluation, "make_engines", lambda *a, **k: made.append(make_engines(*a, **k)) or made[-1])
+        config = self.config(*together, "cold_start=null", f"engine.python={sys.executable}")
+        with playing(config, f"{tmp_path}/"):
+            for engine in made[0].values():
+                [replica] = engine._replicas
+                assert (replica.seats, replica.host.share, replica.gpus) == (["8"], 0.4, ["8"])
+
+    def test_a_team_on_cpus_sees_no_gpu(self, tmp_path: Path) -> None:
+        config = RunConfig.load(make_run(tmp_path, "data.test=1") / "config.yaml")
+        with playing(config, f"{tmp_path}/"):
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        assert os.environ["CUDA_VISIBLE_DEVICES"].startswith("8,9")
 
     def test_a_server_sees_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         started: list[Any] = []

@@ -11,22 +11,21 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.planning.jobs import Tenant, needed, tenants_of
+from mcore_mas.planning.jobs import PlacementError, Tenant, check_fits, needed, tenants_of
 from mcore_mas.rollout.engines.sglang import settings
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
 from mcore_mas.training import cluster, placement
 from mcore_mas.training.cluster import Node
 from mcore_mas.training.placement import (
     DevicePlacement,
-    PlacementError,
     Room,
-    check_fits,
     room_for,
     strategies,
 )
 from mcore_mas.training.trainer_group import meeting_address
 
 LAYOUT = [
+    "cluster.device=auto",
     "policies.solver.tp=2",
     "+policies.verifier.pp=2",
     "+policies.verifier.cp=2",
@@ -85,7 +84,7 @@ def test_too_few_devices_are_refused_with_what_every_policy_needs() -> None:
         assert str(caught.value) == (
             f"cluster.pool: {pool} needs {6 if pool == 'split' else 4} GPUs and there are {available} "
             f"(solver: trainer 2; verifier: trainer 4); {advice}"
-            "or compute on CPUs: CUDA_VISIBLE_DEVICES= before the command, or more GPUs"
+            "or compute on CPUs: cluster.device: cpu, or more GPUs"
         )
 
 

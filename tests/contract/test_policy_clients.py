@@ -56,17 +56,17 @@ Open = Callable[[Any], Any]
 
 @pytest.fixture(params=["embedded_local", "scripted", "external"])
 def voiced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Runs a function of (voice, what it was asked so far)."""
+    """Runs a function of (client, what it was asked so far)."""
     if request.param == "external":
         with chat_server(served) as server:
 
             async def play(function: Any) -> Any:
                 config = RemoteConfig(model="friend", url=server.url, retries=0, timeout_s=5.0)
-                voice = RemoteClient(config, tmp_path)
+                client = RemoteClient(config, tmp_path)
                 try:
-                    return await function(voice, lambda: [_asked(body) for body in server.bodies])
+                    return await function(client, lambda: [_asked(body) for body in server.bodies])
                 finally:
-                    await voice.aclose()
+                    await client.aclose()
 
             yield lambda function: asyncio.run(play(function))
         return
@@ -113,8 +113,8 @@ def whole(said: PolicyReply, sampling: Sampling) -> None:
 
 
 def test_every_reply_is_sampled_as_its_agent_wants(voiced: Open) -> None:
-    async def run(voice: PolicyClient, asked: Any) -> None:
-        replies = await asyncio.gather(*(voice.say(chat(f"say {n}"), s) for n, s in enumerate(SAMPLINGS)))
+    async def run(client: PolicyClient, asked: Any) -> None:
+        replies = await asyncio.gather(*(client.say(chat(f"say {n}"), s) for n, s in enumerate(SAMPLINGS)))
         for said, sampling in zip(replies, SAMPLINGS, strict=True):
             whole(said, sampling)
         assert sorted(asked()) == sorted((s.temperature, s.top_p, s.max_tokens, s.seed) for s in SAMPLINGS)
@@ -123,9 +123,9 @@ def test_every_reply_is_sampled_as_its_agent_wants(voiced: Open) -> None:
 
 
 def test_equal_questions_and_seeds_have_equal_answers(voiced: Open) -> None:
-    async def run(voice: PolicyClient, asked: Any) -> None:
+    async def run(client: PolicyClient, asked: Any) -> None:
         again = replace(SAMPLINGS[1], max_tokens=6)
-        first, second = [await voice.say(chat("say it"), again) for _ in range(2)]
+        first, second = [await client.say(chat("say it"), again) for _ in range(2)]
         assert (first.text, first.completion.token_ids) == (second.text, second.completion.token_ids)
         assert first.completion.logprobs == pytest.approx(second.completion.logprobs, abs=5e-5)
 
@@ -133,9 +133,9 @@ def test_equal_questions_and_seeds_have_equal_answers(voiced: Open) -> None:
 
 
 def test_a_refusal_is_an_engine_error_and_the_askers_alone(voiced: Open) -> None:
-    async def run(voice: PolicyClient, asked: Any) -> None:
+    async def run(client: PolicyClient, asked: Any) -> None:
         refused, said = await asyncio.gather(
-            voice.say(chat(REFUSED), SAMPLINGS[0]), voice.say(chat("hi"), SAMPLINGS[1]), return_exceptions=True
+            client.say(chat(REFUSED), SAMPLINGS[0]), client.say(chat("hi"), SAMPLINGS[1]), return_exceptions=True
         )
         assert isinstance(refused, EngineError)
         assert "\n" not in str(refused)
@@ -145,13 +145,13 @@ def test_a_refusal_is_an_engine_error_and_the_askers_alone(voiced: Open) -> None
 
 
 def test_who_leaves_disturbs_nobody(voiced: Open) -> None:
-    async def run(voice: PolicyClient, asked: Any) -> None:
-        leaves = asyncio.create_task(voice.say(chat("slowly"), replace(SAMPLINGS[0], max_tokens=100)))
-        stays = asyncio.create_task(voice.say(chat("hi"), SAMPLINGS[1]))
+    async def run(client: PolicyClient, asked: Any) -> None:
+        leaves = asyncio.create_task(client.say(chat("slowly"), replace(SAMPLINGS[0], max_tokens=100)))
+        stays = asyncio.create_task(client.say(chat("hi"), SAMPLINGS[1]))
         await asyncio.sleep(0)
         leaves.cancel()
         await asyncio.gather(leaves, return_exceptions=True)  # a canned reply may have been faster
         whole(await stays, SAMPLINGS[1])
-        whole(await voice.say(chat("and then"), SAMPLINGS[2]), SAMPLINGS[2])
+        whole(await client.say(chat("and then"), SAMPLINGS[2]), SAMPLINGS[2])
 
     voiced(run)

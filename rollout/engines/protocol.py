@@ -1,0 +1,106 @@
+"""What an engine has to do: sample replies, also as they grow, and take the weights that a trainer sends."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, make_sender
+
+if TYPE_CHECKING:
+    from mcore_mas.rollout.models.tensors import WeightStream
+
+Tag = Literal["weights", "kv_cache"]  # what an engine can do without while it sleeps
+
+
+class Engine(Protocol):
+    """A policy's rollout side. Transports stay inside an engine's file."""
+
+    @abstractmethod
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion for `prompt_ids` [P].
+
+        Raises:
+            EngineError: the request cannot be served (too long, bad token ids or sampling), or the engine is broken.
+        """
+
+    async def load_weights(self, tensors: WeightStream, version: int) -> None:
+        """Replace all weights by a stream of (Hugging Face name, full tensor or its blocks of rows).
+
+        Raises:
+            EngineError: a tensor is missing, unknown or of another shape; the old weights stay.
+        """
+
+
+# Told of a further part of a reply and the place of its first token, which is 0 again where an engine had to begin
+# anew; whether to go on. Where it says no, the reply ends with what there is, and finish reason `abort`. An attribute
+# `every` says how many tokens are worth telling.
+Hear = Callable[[int, Completion], bool]
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """An engine that can tell tokens as they are sampled."""
+
+    resumes: bool = False  # goes on with a reply (`Sampling.first`), and tells of one at next to no cost
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion (see `Engine`)."""
+        return await self.stream(prompt_ids, sampling, None)
+
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+        """As `generate`, telling `hear` of the tokens before the completion is whole."""
+        raise NotImplementedError
+
+
+class TrainedEngine(Engine, Protocol):
+    """An engine whose weights another process trains."""
+
+    version: int  # of the weights it holds
+    pause_s: float  # that the last update kept it from decoding
+    starts: int  # of its processes so far
+
+    async def load_weights(self, tensors: WeightStream, version: int) -> None:
+        """As `Engine`, over the engine's own transport."""
+        route = await self.begin_update()
+        sent = await asyncio.to_thread(make_sender(route).send, tensors, version, route.state)
+        await self.commit_update(sent)
+
+    @abstractmethod
+    async def begin_update(self) -> SyncRoute:
+        """Where the next weights should be written, and how; starts again what has died."""
+
+    @abstractmethod
+    async def commit_update(self, update: WeightUpdate) -> None:
+        """Take the weights that lie where `begin_update` said, and compare their checksums.
+
+        Raises:
+            EngineError: they are not the trainer's; what the engine computes with is then not to be relied on.
+        """
+
+    def abort_update(self, error: Exception) -> None:
+        """The weights that were to come will not: calls that wait for them fail with `error`; by default none does."""
+        return
+
+    async def weights_lost(self) -> None:
+        """Wait until a call needs weights that were lost in a death; the present version must then come again.
+
+        By default they never are.
+        """
+        await asyncio.Event().wait()
+
+    async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Give memory back until `wake`. Who sleeps without weights wakes without them.
+
+        Raises:
+            EngineError: requests are running.
+        """
+
+    async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Take memory again."""
+
+    def close(self) -> None:
+        """End the processes of the engine; what still waits gets an EngineError."""
