@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from mcore_mas.equations.filters import contrasted
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import Section, UnknownName, lookup
 from mcore_mas.rollout.base.schema_words import invalid
-from mcore_mas.rollout.base.text import without_secrets
+from mcore_mas.rollout.base.text import nearest, without_secrets
 from mcore_mas.rollout.config.data import DataConfig
 from mcore_mas.rollout.config.sections import (
     CollectionConfig,
@@ -90,18 +91,16 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         for name, agent in self.agents.items():
-            if agent.policy not in self.policies:
-                what = f"agent '{name}' plays policy '{agent.policy}', which is not defined"
-                raise ValueError(f"{what}; policies: {', '.join(self.policies)}")
-            lookup("agent role", agent.role or name, ROLES)
+            try:
+                lookup("agent role", agent.role or name, ROLES)
+            except UnknownName as error:
+                raise ValueError(f"agents.{name}: {error}; or no module that is imported registers it") from None
             self._check_policy(name, agent)
         self.orchestra.check_agents(self.agents)
         self.env.check_tools(self.agents)
         if self.orchestra.name in SEARCHES and self.trainer.branching is not None:
             raise ValueError(f"orchestra '{self.orchestra.name}' grows its own tree; leave trainer.branching out")
         self.reward.check_agents(self.agents)
-        if idle := set(self.policies) - {agent.policy for agent in self.agents.values()}:
-            raise ValueError(f"policy '{min(idle)}' is played by no agent; remove it or name it in agents")
         if self.reward.name == "coach" and self.coach is None:
             raise ValueError("reward 'coach' needs a coach; choose one, for example coach=openai")
         named = (*self.coach.agents, *self.coach.answers_for, *self.coach.metrics_for) if self.coach is not None else ()
@@ -245,21 +244,41 @@ class RunConfig(Section):
         return cls.check(values, str(path))
 
     @classmethod
-    def check(cls, values: Any, where: str) -> RunConfig:
-        """Validate plain values; `where` names their origin in errors.
+    def check(cls, values: Any, where: str, given: Collection[str] = ()) -> RunConfig:
+        """Validate plain values; `where` names their origin in errors, and of several those of `given` keys come first.
 
         Raises:
             ConfigError: they do not validate.
         """
         try:
+            _check_played(values)
             return _corrected(cls.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True))
         except ValidationError as error:
-            said = invalid(error, cls).removeprefix("the config: ")
+            said = invalid(error, cls, given).removeprefix("the config: ")
             for old, new in _RENAMED.items():
                 said = said.replace(f"unknown key '{old}'", f"'{old}' is now '{new}'")
             raise ConfigError(f"{where}: {said}") from None
-        except UnknownName as error:
+        except ValueError as error:  # also UnknownName
             raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_played(values: Any) -> None:
+    """Refuse policies and agents that do not go together, before one that is misspelt lacks what the other has."""
+    agents, policies = (values.get(key) if isinstance(values, dict) else None for key in ("agents", "policies"))
+    if not (isinstance(agents, dict) and isinstance(policies, dict)):
+        return
+    played = {name: agent.get("policy") for name, agent in agents.items() if isinstance(agent, dict)}
+    if not all(isinstance(policy, str) for policy in played.values()):
+        return
+    for name, policy in played.items():
+        if policy not in policies:
+            near = nearest(policy, policies) or nearest(name, agents.keys() - {name})
+            raise ValueError(
+                f"agent '{name}' plays policy '{policy}', which is not defined; policies: {', '.join(policies)}{near}"
+            )
+    if idle := next((name for name in policies if name not in played.values()), None):
+        near = nearest(idle, policies.keys() - {idle})
+        raise ValueError(f"policy '{idle}' is played by no agent; remove it or name it in agents{near}")
 
 
 def for_policy(config: RunConfig, policy: str) -> RunConfig:

@@ -294,7 +294,7 @@ def suite_values(suite: str) -> Any:
     if path.is_file():
         try:
             return read_yaml(path)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except yaml.YAMLError as error:
             raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
     known = experiments()
     if suite not in known:

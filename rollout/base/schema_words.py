@@ -1,6 +1,6 @@
 """JSON schemas of pydantic models; what they expect, and what is wrong with a value, in plain words."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +14,8 @@ from mcore_mas.rollout.base.text import nearest
 Schema = Mapping[str, Any]
 
 _ONE = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false", "null": "null"}
+_YAML = {"None": "null", "True": "true", "False": "false"}  # values as they are written
+KEY = "[key]"  # where pydantic says that a key of a mapping is wrong
 _MANY = {"integer": "integers", "number": "numbers", "string": "texts", "boolean": "true or false"}
 
 
@@ -58,12 +60,22 @@ def walk(schema: Schema, place: Sequence[int | str]) -> tuple[tuple[int | str, .
     """As much of `place` as leads somewhere in `schema`, and the part of the schema that is there."""
     at, walked = schema, []
     for part in place:
+        if part == KEY:
+            return tuple(walked), next(option["propertyNames"] for option in _options(schema, at))
         inner = _inside(schema, at, part)
         if inner is None:
             break
         at = inner
         walked.append(part)
     return tuple(walked), at
+
+
+def meant(details: ErrorDetails) -> tuple[int | str, ...]:
+    """Where the value is that an error of pydantic is about: also a list that is too short, or a mapping's key."""
+    place = details["loc"]
+    if place and (place[-1] == KEY or (details["type"] == "missing" and isinstance(place[-1], int))):
+        return (*place[:-2], KEY) if place[-1] == KEY else place[:-1]
+    return place
 
 
 def keys_of(schema: Schema, at: Schema) -> list[str]:
@@ -128,12 +140,17 @@ def _object(schema: Schema, definitions: Schema) -> str:
     return f"a mapping to {expected(values, definitions, names=_MANY)}" if isinstance(values, dict) else "a mapping"
 
 
-def invalid(error: ValidationError, model: type[BaseModel]) -> str:
-    """Pydantic's complaints about values for `model`: every misspelt key, or else the first of the others."""
+def invalid(error: ValidationError, model: type[BaseModel], given: Collection[str] = ()) -> str:
+    """Pydantic's complaints about values for `model`: every misspelt key, or else one of the others.
+
+    It is the first about one of the dotted keys `given`, or else the first.
+    """
     errors = error.errors()
     misspelt = [details for details in errors if details["type"] == "extra_forbidden"]
     said = dict.fromkeys(_wrong(details, model, brief=len(misspelt) > 1) for details in misspelt)
-    return "; ".join(said) or _wrong(errors[0], model)
+    return "; ".join(said) or _wrong(
+        min(errors, key=lambda details: not ".".join(map(str, details["loc"])).startswith(tuple(given))), model
+    )
 
 
 def _places_of(schema: Schema, key: str) -> Iterator[str]:
@@ -149,15 +166,14 @@ def _places_of(schema: Schema, key: str) -> Iterator[str]:
 
 def _wrong(first: ErrorDetails, model: type[BaseModel], *, brief: bool = False) -> str:
     """A complaint in plain words; a `brief` one of a key lists what is known only where nothing is near."""
-    place = ".".join(map(str, first["loc"])) or "the config"
-    if first["type"] == "missing":
-        return f"'{place}' is missing"
+    place, schema = ".".join(map(str, first["loc"])) or "the config", json_schema(model)
+    keys, at = walk(schema, meant(first))
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
+        return f"'{place}' is missing; expected {expected(at, schema.get('$defs', {}))}"
     if first["type"] == "value_error":
         return f"{place}: {first['msg'].removeprefix('Value error, ')}"
     message = first["msg"]
     if first["type"] != "option":  # whose message says already what was expected
-        schema = json_schema(model)
-        keys, at = walk(schema, first["loc"])
         if first["type"] == "extra_forbidden":
             unknown = ".".join(map(str, first["loc"][: len(keys) + 1]))
             known = keys_of(schema, at)
@@ -167,6 +183,7 @@ def _wrong(first: ErrorDetails, model: type[BaseModel], *, brief: bool = False) 
                 return f"unknown key '{unknown}'; write {' or '.join(places)}"
             listed = "" if brief and near else f"; known here: {', '.join(known)}"
             return f"unknown key '{unknown}'{listed}{near}"
-        place, message = ".".join(map(str, keys)), f"expected {expected(at, schema['$defs'])}"
-    got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
+        place, message = ".".join(map(str, keys)), f"expected {expected(at, schema.get('$defs', {}))}"
+    value = first["input"]
+    got = "" if isinstance(value, dict) else f" (got {_YAML.get(repr(value), repr(value))})"
     return f"{place}: {message}{got}"

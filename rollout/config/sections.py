@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from mcore_mas.rollout.base.http import check_url
+from mcore_mas.rollout.base.http import Url
 from mcore_mas.rollout.base.options import Registry, Section, lookup
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.engines import Engine, EngineClient, PolicyClient
@@ -162,8 +162,6 @@ class EnvConfig(Choice):
 
     @model_validator(mode="after")
     def _reachable(self) -> EnvConfig:
-        if self.name in ENVS:
-            check_url("server", self.options.get("server"), secret=False)
         made = self.registry.find(self.name)
         if isinstance(made, type):  # what a function makes is seen by `check_made`
             self._playable(made)
@@ -195,7 +193,7 @@ class EnvConfig(Choice):
 class RetrieverConfig(Section):
     """The search engine that the team's environment asks."""
 
-    urls: tuple[str, ...] = ()  # of servers that run elsewhere; without them and `members` one starts beside the run
+    urls: tuple[Url, ...] = ()  # of servers that run elsewhere; without them and `members` one starts beside the run
     members: Path | None = None  # folder where servers that run elsewhere say where they are
     key_file: Path | None = None  # bearer token of `urls`
     balance: Literal["least_loaded", "random", "round_robin"] = "least_loaded"  # who is asked first
@@ -215,8 +213,6 @@ class RetrieverConfig(Section):
 
     @model_validator(mode="after")
     def _elsewhere(self) -> RetrieverConfig:
-        for url in self.urls:
-            check_url("urls", url, secret=False)
         places = [key for key in ("urls", "members", "passages", "folder") if getattr(self, key)]
         if len(places) > 1 and places != ["urls", "members"]:
             raise ValueError(f"{' and '.join(places)} say where passages are; set one of them")
@@ -282,11 +278,12 @@ class AgentConfig(Section):
     tools: Annotated[Chosen, AfterValidator(partial(_typed, TOOL_REGISTRY))] = Field(default_factory=dict)
     chats: ChatRules = ChatRules()
 
-    @model_validator(mode="after")
-    def _known(self) -> AgentConfig:
-        if self.role:
-            lookup("agent role", self.role, ROLES)
-        return self
+    @field_validator("role")
+    @classmethod
+    def _known(cls, role: str) -> str:
+        if role:
+            lookup("agent role", role, ROLES)
+        return role
 
 
 class CollectionConfig(Deadlines):

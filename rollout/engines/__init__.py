@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 from pydantic import Field, JsonValue, model_validator
 
 from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
-from mcore_mas.rollout.base.http import check_url
+from mcore_mas.rollout.base.http import Url, check_private
 from mcore_mas.rollout.base.options import Section, imported, lookup
 from mcore_mas.rollout.base.task_group import CallRecord, LateCall, on_record, within
 from mcore_mas.rollout.engines.growing import GrowingReply
@@ -66,7 +66,7 @@ class EngineConfig(Section):
     joining: int = Field(0, ge=0)  # further actors, which join where nodes have room and leave with their nodes
     # of name: sglang
     python: Path | None = None  # interpreter of SGLang's own environment ...
-    urls: tuple[str, ...] = ()  # ... or servers that run already
+    urls: tuple[Url, ...] = ()  # ... or servers that run already
     members: Path | None = None  # file with the URLs of further servers, which may change while a run trains
     key_file: Path | None = None  # of servers on other machines
     tp: int = Field(1, ge=1)  # GPUs of each
@@ -99,8 +99,8 @@ class EngineConfig(Section):
             raise ValueError("joining is a setting of the embedded engine; servers that join are named in members")
         if self.name == "sglang" and self.device != "cpu":
             raise ValueError("device is a setting of the embedded engine; sglang takes the GPUs there are")
-        for url in self.urls:
-            check_url("urls", url, secret=self.key_file is not None)
+        for url in self.urls if self.key_file else ():
+            check_private("urls", url)
         known = TRANSPORTS.get(self.name)
         if known and self.transport not in (None, *known):
             raise ValueError(f"{self.name} has no transport '{self.transport}'; known: {', '.join(known)}")

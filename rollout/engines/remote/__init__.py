@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 from pydantic import Field, JsonValue, SecretStr, model_validator
 
 from mcore_mas.rollout.base.errors import Unusable
-from mcore_mas.rollout.base.http import check_url, failure_of
+from mcore_mas.rollout.base.http import Url, check_private, failure_of
 from mcore_mas.rollout.base.options import Section, imported, lookup
 from mcore_mas.rollout.records.trajectory import Message
 
@@ -196,10 +196,10 @@ class RemoteConfig(Section):
 
     provider: str = "openai"  # name in PROVIDERS
     model: str
-    url: str | None = None  # None: the vendor's own
+    url: Url | None = None  # None: the vendor's own
     key_variable: str | None = None  # name of the environment variable with the key ...
     key_file: Path | None = None  # ... or a file with nothing else in it, which only its owner may read
-    proxy: str | None = None
+    proxy: Url | None = None
     request: dict[str, JsonValue] = Field(default_factory=dict)  # further fields of the request; null takes one out
     concurrency: int = Field(default=16, ge=1)  # questions in flight at once
     retries: int = Field(default=4, ge=0)  # after the first call
@@ -217,6 +217,6 @@ class RemoteConfig(Section):
             raise ValueError("budget.money is set without prices; set prices.prompt and prices.reply")
         if self.request.get("stream"):
             raise ValueError("request.stream is set; replies are read whole, so leave it out")
-        for name, url in (("url", self.url), ("proxy", self.proxy)):
-            check_url(name, url, secret=name == "url" and bool(self.key_variable or self.key_file))
+        if self.key_variable or self.key_file:
+            check_private("url", self.url)
         return self

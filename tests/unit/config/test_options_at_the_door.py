@@ -126,7 +126,7 @@ WRONG = [
     (GAME, "orchestra.options.max_turns", 2.5, "expected an integer above 0 (got 2.5)"),
     (GAME, "orchestra.options.order", "random", "expected one of sequential, simultaneous (got 'random')"),
     (GAME, "orchestra.options.tool", "magic", "expected one of actions, program (got 'magic')"),
-    (GAME, "env.options.max_turns", True, "expected an integer above 0 (got True)"),
+    (GAME, "env.options.max_turns", True, "expected an integer above 0 (got true)"),
     (GAME, "env.options.rewards.win", "lots", "there is no 'win'; known here: step, impossible, goal"),
     (GAME, "env.options.rewards.goal", "lots", "expected a number (got 'lots')"),
     (GAME, "env.options.rewards.goal", math.nan, "expected a number (got nan)"),
