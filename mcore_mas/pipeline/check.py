@@ -15,6 +15,7 @@ from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.options import UnknownName
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.config.data import check_envs, make_tasks
+from mcore_mas.rollout.models.architecture import open_tensors, tensor_files
 from mcore_mas.rollout.models.chat_template import has_chat_template
 from mcore_mas.rollout.records.files import RecordError
 from mcore_mas.rollout.tasks.files import dataset_files, not_downloaded
@@ -68,6 +69,10 @@ def model_complaints(config: RunConfig, name: str, model: str) -> Iterator[str]:
                 "or chatml, or take the instruct model"
             )
         check_layout(config, name, Path(model))
+        for file in tensor_files(model):
+            open_tensors(file, "np")
+        if not any(Path(model).glob("tokenizer.*")):
+            yield f"policies.{name}: {model}: no tokenizer.json; expected a Hugging Face folder with its tokenizer"
     except ModelError as error:
         yield str(error)
 
@@ -111,15 +116,17 @@ def _tasks(suite: Suite, config: RunConfig) -> Iterator[str]:
     """What is wrong with a run's tasks, where making them costs next to nothing."""
     data, train = config.data, config.data.train
     own = ":" in data.generator if data.generator else suite.scale == "paper" and all(map(Path.is_file, data.paths))
-    if suite.tasks[config.run] == config.run and own and sum(p.stat().st_size for p in data.paths) < _READ_AT_ONCE:
-        try:
-            tasks = make_tasks(data, config.seed)
-            train = len(tasks["train"])
+    cheap = own and sum(p.stat().st_size for p in data.paths) < _READ_AT_ONCE
+    if suite.tasks[config.run] == config.run and (cheap or (data.generator and not own)):
+        try:  # of a generator that is shipped, one
+            tasks = make_tasks(data if own else data.model_copy(update=dict.fromkeys(SPLITS, 1)), config.seed)
+            train = len(tasks["train"]) if own else train
             check_envs(task for split in tasks.values() for task in split)
             config.env.check_made(tasks["train"][0])
         except (RecordError, UnknownName, ValueError) as error:
-            yield f"data: {error}"
-            return
+            if own or not isinstance(error, RecordError):  # a file of theirs may be made later
+                yield f"data: {error}"
+                return
     if isinstance(train, int):
         yield from too_few(config, train)
 

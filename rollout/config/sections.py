@@ -168,19 +168,26 @@ class EnvConfig(Choice):
         return self
 
     def check_made(self, task: Task) -> None:
-        """Refuse an environment of one's own that cannot be made of `task`, or cannot play it.
+        """Refuse an environment that cannot be made of `task`, or cannot play or begin it.
 
         Raises:
             ValueError: says which, and what it lacks.
         """
-        if self.name in ENVS or self.needs:
+        if self.needs:
             return
-        try:
-            made = self.call(task)
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ValueError(f"env '{self.name}' cannot be made of task '{task.id}' ({what})") from error
+
+        def tried(does: str, call: Callable[[Task], Any]) -> Any:
+            try:
+                return call(task)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}".partition("\n")[0]
+                other = f"; its tasks are of env '{task.env}'" if task.env != self.name and self.name in ENVS else ""
+                raise ValueError(f"env '{self.name}' cannot {does} task '{task.id}' ({what}){other}") from error
+
+        made = tried("be made of", self.call)
         self._playable(made)
+        if not hasattr(made, "open"):  # which takes hold of something that `reset` needs
+            tried("begin", made.reset)
 
     def _playable(self, made: object) -> None:
         step = inspect.unwrap(getattr(made, "step", print))

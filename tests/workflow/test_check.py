@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import shutil
 import sys
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,10 @@ NO_START = ["cold_start=null", "engine.max_length=256"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six layers, 4 heads, 2 key/value heads, 4096 positions; no tokenizer, so no chat template."""
+    """Six layers, 4 heads, 2 key/value heads, 4096 positions; a tokenizer in name only, so no chat template."""
     folder = tmp_path_factory.mktemp("model")
     reference.make_model("qwen2", folder, layers=6)
+    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
@@ -85,6 +89,47 @@ def test_models_that_are_not_there_have_no_template_or_lie_in_the_hubs_cache(
     (repository / "refs" / "main").write_text("abc")
     assert located("me/mine") == str(snapshot)
     assert [located(name) for name in ("me/other", "../none")] == ["me/other", "../none"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json; expected a Hugging Face folder with"),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            "no *.safetensors file; expected a Hugging Face model",
+        ),
+        (
+            lambda folder: os.truncate(folder / "model.safetensors", 100),
+            "model.safetensors: not a readable safetensors",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "b.safetensors"}}'
+            ),
+            "b.safetensors: not a readable safetensors file (No such file",
+        ),
+    ],
+)
+def test_a_models_files_are_read_as_far_as_their_headers(
+    broken: Callable[[Path], object], message: str, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, folder := tmp_path / "model")
+    broken(folder)
+    lines = of(folder, *(f"policies.{name}.chat_template=chatml" for name in ("solver", "verifier")))
+    assert [message in line for line in lines] == [True] * len(lines) and lines
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ("sokoban", "expected rows of signs separated by spaces, all of one length); its tasks are of env 'plan_path'"),
+        ("blocksworld", "expected lines 'now: A B | C' and 'goal: C B A' with the same blocks); its tasks are of env"),
+    ],
+)
+def test_an_environment_begins_a_task_of_the_generator(env: str, message: str) -> None:
+    (line,) = complaints(load_suite("demo_path", [f"env.name={env}"]))
+    assert line.startswith(f"run 'demo_path': data: env '{env}' cannot begin task 'plan_path_5x5/") and message in line
 
 
 def test_missing_data_files_are_named_unless_they_are_to_be_fetched() -> None:
