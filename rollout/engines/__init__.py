@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
 from mcore_mas.rollout.base.http import Url, check_private
 from mcore_mas.rollout.base.options import Section, imported, lookup
 from mcore_mas.rollout.base.task_group import CallRecord, LateCall, on_record, within
 from mcore_mas.rollout.engines.growing import GrowingReply
+from mcore_mas.rollout.engines.sglang.arguments import argument_problem
 from mcore_mas.rollout.models.chat_template import CUTS, Renderer, WordStream
 from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
 from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, Turn, changed
@@ -77,6 +78,13 @@ class EngineConfig(Section):
     verify: bool = True  # compare checksums after every update, where the server can
     timeout_s: float = Field(600.0, gt=0)  # of one request
     start_s: float = Field(900.0, gt=0)  # that a server may take to answer first
+
+    @field_validator("options")
+    @classmethod
+    def _taken(cls, options: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
+        if info.data.get("name") == "sglang" and (problem := argument_problem(options)):
+            raise ValueError(problem)
+        return options
 
     @property
     def servers(self) -> int:

@@ -285,6 +285,28 @@ def test_a_mistake_in_an_own_experiment_is_one_line(text: bytes, message: str, t
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("tp_size=2", "engine.options: tp-size is not to be given to the servers; set engine.tp instead"),
+        ("model=x", "engine.options: model is not to be given to the servers; it is chosen here"),
+        (
+            "mem-fraction-statik=0.5",
+            "has no argument 'mem-fraction-statik'; nearest: mem-fraction-static; `sglang.launch",
+        ),
+        ("mem-fraction-static=lots", "engine.options: mem-fraction-static: expected a number or null (got 'lots')"),
+        ("disable-cuda-graph=1", "engine.options: disable-cuda-graph: expected true or false or null (got 1)"),
+        ("decode-log-interval=true", "engine.options: decode-log-interval: expected an integer or null (got True)"),
+    ],
+)
+def test_arguments_of_sglangs_servers_are_known_by_name_and_type(option: str, message: str) -> None:
+    settings = ["experiment=demo_math", "engine=sglang", "engine.options={mem_fraction_static: 1, device: cpu}"]
+    assert resolve(settings)["engine"]["options"] == {"mem_fraction_static": 1, "device": "cpu"}
+    with pytest.raises(ConfigError) as caught:
+        resolve([*settings, f"engine.options.{option}"])
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize(("transport", "pool"), [("tensor", "split"), ("distributed", "shared")])
 def test_a_push_needs_the_gpus_that_it_is_for(transport: str, pool: str) -> None:
     settings = ["experiment=demo_math", "engine=sglang", f"+engine.transport={transport}"]
