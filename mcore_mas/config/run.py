@@ -42,12 +42,14 @@ from mcore_mas.rollout.config.sections import (
     OrchestraConfig,
     RetrieverConfig,
     RewardConfig,
+    check_named,
 )
 from mcore_mas.rollout.engines import EngineConfig
 from mcore_mas.rollout.engines.remote import RemoteConfig
 from mcore_mas.rollout.engines.sglang.settings import slot_problem
 from mcore_mas.rollout.orchestras import SEARCHES
 from mcore_mas.rollout.rewards.coach import CoachConfig
+from mcore_mas.rollout.tasks import GENERATORS
 from mcore_mas.rollout.teams.roles import ROLES
 
 
@@ -113,6 +115,8 @@ class RunConfig(Section):
             )
         if self.cold_start is not None:
             self.data.demonstration_arguments(self.cold_start.options)
+            if self.data.generator in GENERATORS:  # whose demonstrations' options are by agent, as far as by anything
+                check_named("cold_start.options", self.cold_start.options, self.agents)
             for name, policy in self.policies.items():
                 if policy.chat_template or policy.chat_template_kwargs:
                     raise ValueError(
@@ -345,6 +349,14 @@ def _check_room(config: RunConfig) -> None:
             f"cluster.threads_per_process: {threads}, and engine.deterministic has the same bits on a CPU with 1 "
             "thread only; set it to 1, or leave it out"
         )
+    buffer = config.reward.penalties.get("overlong", {}).get("buffer", 0)
+    limits = {name: agent.max_tokens for name, agent in config.agents.items()}
+    for name, limit in (limits | config.reward.penalties.get("overlong", {}).get("max_tokens", {})).items():
+        if buffer > limit:
+            raise ValueError(
+                f"reward.penalties.overlong.buffer {buffer} is more than max_tokens {limit} of agent '{name}'; "
+                "lower it, or raise max_tokens"
+            )
     for name, agent in config.agents.items():
         length = for_policy(config, agent.policy).engine.max_length
         if agent.max_tokens >= length and config.policies[agent.policy].remote is None:

@@ -15,6 +15,7 @@ from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.options import UnknownName
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.config.data import check_envs, make_tasks
+from mcore_mas.rollout.engines.remote import has_key
 from mcore_mas.rollout.models.architecture import open_tensors, tensor_files
 from mcore_mas.rollout.models.chat_template import has_chat_template
 from mcore_mas.rollout.records.files import RecordError
@@ -168,11 +169,20 @@ def machine_complaints(config: RunConfig) -> Iterator[str]:
             yield f"{where}.device: cuda, and there is no GPU here; set it to cpu"
         if engine.name == "sglang" and engine.python and not submits and not engine.python.is_file():
             yield f"{where}.python: {engine.python}: no such interpreter (docs/engines.md makes one)"
-    with_keys: dict[str, Any] = {**engines, "retriever": config.retriever}
+    with_keys: dict[str, Any] = {**engines, "retriever": config.retriever, "coach": config.coach}
     with_keys |= {f"policies.{name}.remote": remote for name, remote in config.remotes.items()}
     for where, section in with_keys.items():
         key: Path | None = getattr(section, "key_file", None)
         if key is not None and not key.is_file():
             yield f"{where}.key_file: {key}: no such file"
-    if re.match(r"[\w.-]+:\d+", config.tracking.uri):
-        yield f"tracking.uri: {config.tracking.uri} has no scheme; expected http://{config.tracking.uri}, or sqlite:///FILE"
+        variable: str | None = getattr(section, "key_variable", None)
+        if variable is not None and not has_key(variable):
+            yield f"{where}.key_variable: {variable} is not set here; export it with the key, or name a key_file"
+    commands = {
+        f"env.options.servers.{name}": own["command"] for name, own in config.env.options.get("servers", {}).items()
+    }
+    if config.orchestra.name == "program" and (command := config.orchestra.options.get("command")):
+        commands["orchestra.options"] = command[0]
+    for where, program in commands.items():
+        if not submits and shutil.which(program) is None:
+            yield f"{where}.command: '{program}' is no program on this machine; install it, or name its path"

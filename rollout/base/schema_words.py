@@ -137,7 +137,8 @@ def _object(schema: Schema, definitions: Schema) -> str:
     if schema.get("properties"):
         return f"a mapping with keys {', '.join(schema['properties'])}"
     values = schema.get("additionalProperties")
-    return f"a mapping to {expected(values, definitions, names=_MANY)}" if isinstance(values, dict) else "a mapping"
+    full = "a mapping that is not empty" if schema.get("minProperties") else "a mapping"
+    return f"{full} to {expected(values, definitions, names=_MANY)}" if isinstance(values, dict) else full
 
 
 def invalid(error: ValidationError, model: type[BaseModel], given: Collection[str] = ()) -> str:

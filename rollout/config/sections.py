@@ -252,21 +252,22 @@ class RewardConfig(Choice):
     penalties: Annotated[Chosen, AfterValidator(partial(_typed, PENALTY_REGISTRY))] = Field(default_factory=dict)
 
     def check_agents(self, team: Collection[str]) -> None:
-        """Refuse options of registered allocators and penalties that name an agent who is not in `team`.
-
-        In these options every key of a mapping, and every text in a list, is an agent's name.
-        """
+        """Refuse options of registered allocators and penalties that name an agent who is not in `team`."""
         sections = {self.name: self.options} if self.name in ALLOCATORS else {}
         sections |= {name: options for name, options in self.penalties.items() if name in PENALTIES}
         for section, options in sections.items():
-            for option, value in options.items():
-                names = value if isinstance(value, dict | list | tuple) else ()
-                for name in names:
-                    if isinstance(name, str) and name not in team:
-                        raise ValueError(
-                            f"reward '{section}': {option} names agent '{name}', who is not in the team; "
-                            f"agents: {', '.join(team)}"
-                        )
+            check_named(f"reward '{section}'", options, team)
+
+
+def check_named(whose: str, options: Mapping[str, Any], team: Collection[str]) -> None:
+    """Refuse `options` in which a key of a mapping, or a text in a list, is not the name of an agent in `team`."""
+    for option, value in options.items():
+        for name in value if isinstance(value, dict | list | tuple) else ():
+            if isinstance(name, str) and name not in team:
+                raise ValueError(
+                    f"{whose}: {option} names agent '{name}', who is not in the team; "
+                    f"agents: {', '.join(team)}{nearest(name, team)}"
+                )
 
 
 class AgentConfig(Section):

@@ -55,7 +55,7 @@ def test_the_demo_is_well() -> None:
 def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: None)
     monkeypatch.setattr("mcore_mas.pipeline.check.has_gpu", lambda: False)
-    settings = ["policies.solver.tp=3", "engine.max_length=2048", "engine.device=cuda", "tracking.uri=localhost:5000"]
+    settings = ["policies.solver.tp=3", "engine.max_length=2048", "engine.device=cuda"]
     lines = said(*settings)
     assert lines == [
         "run 'demo_math': policies.solver: tp: 3 does not divide the model's 8 heads; valid here: [1, 2, 4], "
@@ -63,7 +63,6 @@ def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(mo
         "run 'demo_math': policies.verifier: engine.max_length 2048 is more than the 1024 positions of "
         "results/demo_math/bootstrap/model; use at most 1024",
         "run 'demo_math': engine.device: cuda, and there is no GPU here; set it to cpu",
-        "run 'demo_math': tracking.uri: localhost:5000 has no scheme; expected http://localhost:5000, or sqlite:///FILE",
     ]
 
 
@@ -118,6 +117,21 @@ def test_a_models_files_are_read_as_far_as_their_headers(
     broken(folder)
     lines = of(folder, *(f"policies.{name}.chat_template=chatml" for name in ("solver", "verifier")))
     assert [message in line for line in lines] == [True] * len(lines) and lines
+
+
+def test_programs_and_keys_that_this_machine_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    asked = ["coach=openai", "reward.name=coach"]
+    assert said(*asked) == [
+        "run 'demo_math': coach.key_variable: OPENAI_API_KEY is not set here; export it with the key, or name a "
+        "key_file"
+    ]
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    assert said(*asked) == []
+    (line,) = said("~orchestra.options", "orchestra.name=program", "orchestra.options.command=[nowhere, a]")
+    assert "orchestra.options.command: 'nowhere' is no program on this machine; install it, or name its path" in line
+    (line,) = said("env={name: mcp, options: {servers: {a: {command: nowhere}}}}")
+    assert "env.options.servers.a.command: 'nowhere' is no program" in line
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,11 @@ def hide(variable: str | None) -> None:
         _taken[variable] = ApiKey(value)
 
 
+def has_key(variable: str) -> bool:
+    """Whether the environment has such a key, or had it before it was hidden."""
+    return variable in _taken or bool(os.environ.get(variable))
+
+
 def read_key(variable: str | None, file: Path | None) -> ApiKey | None:
     """The key in `file`, or in the environment's `variable`, which is removed there so that no child inherits it.
 
@@ -186,8 +191,8 @@ class PriceConfig(Section):
 class BudgetConfig(Section):
     """What may be spent in all, over every start of the run; None is no limit."""
 
-    calls: int | None = Field(default=None, ge=0)  # requests sent, retries included
-    tokens: int | None = Field(default=None, ge=0)  # of prompts and replies
+    calls: int | None = Field(default=None, ge=1)  # requests sent, retries included
+    tokens: int | None = Field(default=None, ge=1)  # of prompts and replies
     money: float | None = Field(default=None, ge=0)  # in the currency of the prices
 
 
@@ -195,9 +200,9 @@ class RemoteConfig(Section):
     """A frozen model behind an API."""
 
     provider: str = "openai"  # name in PROVIDERS
-    model: str
+    model: str = Field(min_length=1)
     url: Url | None = None  # None: the vendor's own
-    key_variable: str | None = None  # name of the environment variable with the key ...
+    key_variable: str | None = Field(None, min_length=1)  # name of the environment variable with the key ...
     key_file: Path | None = None  # ... or a file with nothing else in it, which only its owner may read
     proxy: Url | None = None
     request: dict[str, JsonValue] = Field(default_factory=dict)  # further fields of the request; null takes one out

@@ -206,7 +206,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         ("experiment=demo_maths", "no experiment 'demo_maths' in the configs; nearest: demo_math, "),
         ("env=[]", "env: expected a mapping with keys name, options (got [])"),
         ("loss.options=[]", "loss.options: expected a mapping (got [])"),
-        ("agents=[]", "agents: expected a mapping to a mapping with keys policy, role, "),
+        ("agents=[]", "agents: expected a mapping that is not empty to a mapping with keys policy, "),
         (
             "experiment=demo_path | orchestra=banana",
             "orchestra: expected a mapping with keys name, options (got banana)",
@@ -251,6 +251,35 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         (
             "coach=local | coach.url=banana",
             "coach.url: expected http(s)://host/path, with a port from 1 to 65535 if any",
+        ),
+        (
+            "trainer.updates_per_step=17",
+            "updates_per_step 17 is more than tasks_per_step 16, and no task is cut; lower",
+        ),
+        (
+            "reward.penalties={overlong: {buffer: 41}}",
+            "penalties.overlong.buffer 41 is more than max_tokens 40 of agent",
+        ),
+        (
+            "tracking.uri=localhost:5000",
+            "tracking.uri: 'localhost:5000' is no store of MLflow; expected http(s)://HOST",
+        ),
+        (
+            "tracking.uri=",
+            "tracking.uri: '' is no store of MLflow; expected http(s)://HOST:PORT, sqlite:///FILE or a fol",
+        ),
+        (
+            "experiment=demo_path | cold_start.options.slips={planer: 0.5}",
+            "slips names agent 'planer', who is not in the",
+        ),
+        (
+            "coach=openai | coach.key_variable=''",
+            "coach.key_variable: expected text that is not empty or null (got '')",
+        ),
+        ("coach=openai | coach.model=''", "coach.model: expected text that is not empty (got '')"),
+        (
+            "coach=openai | coach.budget.calls=0",
+            "coach.budget.calls: expected an integer of at least 1 or null (got 0)",
         ),
         (
             "cold_start.options.foo=1",
