@@ -374,7 +374,7 @@ def _no_mapping(overrides: Sequence[str]) -> str:
     schema = json_schema(RunConfig)
     for override in overrides:
         key, value = _key(override), override.partition("=")[2]
-        keys, at = walk(schema, key.split("."))
+        keys, at = walk(schema, tuple(key.split(".")))
         words = expected(at, schema["$defs"]) if ".".join(map(str, keys)) == key else ""
         if words.startswith("a mapping") and not value.startswith(("{", "$", "null")):
             return f"{key}: expected {words} (got {value})"

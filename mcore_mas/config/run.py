@@ -105,10 +105,9 @@ class RunConfig(Section):
         self.reward.check_agents(self.agents)
         if self.reward.name == "coach" and self.coach is None:
             raise ValueError("reward 'coach' needs a coach; choose one, for example coach=openai")
-        named = (*self.coach.agents, *self.coach.answers_for, *self.coach.metrics_for) if self.coach is not None else ()
-        for name in named:
-            if name not in self.agents:
-                raise ValueError(f"coach names agent '{name}', which is not there; agents: {', '.join(self.agents)}")
+        if self.coach is not None:
+            named = self.coach.model_dump(include={"agents", "answers_for", "metrics_for"})
+            check_named("coach", named, self.agents)
         if "retriever" in self.env.needs and self.retriever is None:
             raise ValueError(
                 f"env '{self.env.name}' needs a retriever; add retriever: {{}}, or name the urls of servers in it"
@@ -255,7 +254,8 @@ class RunConfig(Section):
             ConfigError: they do not validate.
         """
         try:
-            _check_played(values)
+            if isinstance(values, dict):
+                _check_played(values.get("agents"), values.get("policies"))
             return _corrected(cls.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True))
         except ValidationError as error:
             said = invalid(error, cls, given).removeprefix("the config: ")
@@ -266,23 +266,21 @@ class RunConfig(Section):
             raise ConfigError(f"{where}: {error}") from None
 
 
-def _check_played(values: Any) -> None:
+def _check_played(agents: Any, policies: Any) -> None:
     """Refuse policies and agents that do not go together, before one that is misspelt lacks what the other has."""
-    agents, policies = (values.get(key) if isinstance(values, dict) else None for key in ("agents", "policies"))
-    if not (isinstance(agents, dict) and isinstance(policies, dict)):
+    if not (
+        isinstance(agents, dict) and isinstance(policies, dict) and all(isinstance(a, dict) for a in agents.values())
+    ):
         return
-    played = {name: agent.get("policy") for name, agent in agents.items() if isinstance(agent, dict)}
-    if not all(isinstance(policy, str) for policy in played.values()):
-        return
+    played = {name: str(agent.get("policy")) for name, agent in agents.items() if isinstance(agent.get("policy"), str)}
     for name, policy in played.items():
         if policy not in policies:
             near = nearest(policy, policies) or nearest(name, agents.keys() - {name})
-            raise ValueError(
-                f"agent '{name}' plays policy '{policy}', which is not defined; policies: {', '.join(policies)}{near}"
-            )
-    if idle := next((name for name in policies if name not in played.values()), None):
-        near = nearest(idle, policies.keys() - {idle})
-        raise ValueError(f"policy '{idle}' is played by no agent; remove it or name it in agents{near}")
+            what = f"agent '{name}' plays policy '{policy}', which is not defined"
+            raise ValueError(f"{what}; policies: {', '.join(policies)}{near}")
+    if (idle := policies.keys() - played.values()) and len(played) == len(agents):
+        near = nearest(min(idle), policies.keys() - idle)
+        raise ValueError(f"policy '{min(idle)}' is played by no agent; remove it or name it in agents{near}")
 
 
 def for_policy(config: RunConfig, policy: str) -> RunConfig:
@@ -349,15 +347,12 @@ def _check_room(config: RunConfig) -> None:
             f"cluster.threads_per_process: {threads}, and engine.deterministic has the same bits on a CPU with 1 "
             "thread only; set it to 1, or leave it out"
         )
-    buffer = config.reward.penalties.get("overlong", {}).get("buffer", 0)
-    limits = {name: agent.max_tokens for name, agent in config.agents.items()}
-    for name, limit in (limits | config.reward.penalties.get("overlong", {}).get("max_tokens", {})).items():
-        if buffer > limit:
-            raise ValueError(
-                f"reward.penalties.overlong.buffer {buffer} is more than max_tokens {limit} of agent '{name}'; "
-                "lower it, or raise max_tokens"
-            )
+    overlong = config.reward.penalties.get("overlong", {})
     for name, agent in config.agents.items():
+        limit, buffer = overlong.get("max_tokens", {}).get(name, agent.max_tokens), overlong.get("buffer", 0)
+        if buffer > limit:
+            where = "reward.penalties.overlong.buffer"
+            raise ValueError(f"{where} {buffer} is more than max_tokens {limit} of agent '{name}'; lower it")
         length = for_policy(config, agent.policy).engine.max_length
         if agent.max_tokens >= length and config.policies[agent.policy].remote is None:
             raise ValueError(

@@ -178,9 +178,8 @@ def machine_complaints(config: RunConfig) -> Iterator[str]:
         variable: str | None = getattr(section, "key_variable", None)
         if variable is not None and not has_key(variable):
             yield f"{where}.key_variable: {variable} is not set here; export it with the key, or name a key_file"
-    commands = {
-        f"env.options.servers.{name}": own["command"] for name, own in config.env.options.get("servers", {}).items()
-    }
+    servers: dict[str, Any] = config.env.options["servers"] if config.env.name == "mcp" else {}
+    commands = {f"env.options.servers.{name}": server["command"] for name, server in servers.items()}
     if config.orchestra.name == "program" and (command := config.orchestra.options.get("command")):
         commands["orchestra.options"] = command[0]
     for where, program in commands.items():

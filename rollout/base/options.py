@@ -104,8 +104,8 @@ def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -
     except Exception as error:  # the module's own code may raise any
         missing = str(getattr(error, "name", None)).partition(".")[0]
         moved = f"; it is mcore_mas.{missing} now" if missing in ("rollout", "retrieval") else ""
-        own = "" if isinstance(error, (ImportError, AttributeError, SyntaxError)) else f"{type(error).__name__}: "
-        said = " ".join(f"{own}{error}".split())
+        what = "" if isinstance(error, ImportError | AttributeError | SyntaxError) else f"{type(error).__name__}: "
+        said = " ".join(f"{what}{error}".split())
         raise UnknownName(f"{kind} '{name}' cannot be imported: {said}{moved or _near(error)}") from error
 
 

@@ -1,6 +1,6 @@
 """JSON schemas of pydantic models; what they expect, and what is wrong with a value, in plain words."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -12,10 +12,10 @@ from pydantic_core.core_schema import CoreSchema
 from mcore_mas.rollout.base.text import nearest
 
 Schema = Mapping[str, Any]
+Keys = tuple[int | str, ...]  # keys in each other
 
 _ONE = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false", "null": "null"}
 _YAML = {"None": "null", "True": "true", "False": "false"}  # values as they are written
-KEY = "[key]"  # where pydantic says that a key of a mapping is wrong
 _MANY = {"integer": "integers", "number": "numbers", "string": "texts", "boolean": "true or false"}
 
 
@@ -56,26 +56,23 @@ def expected(schema: Schema, definitions: Schema, *, names: Mapping[str, str] = 
     return " ".join([names.get(str(kind), "anything"), *_bounds(schema)])
 
 
-def walk(schema: Schema, place: Sequence[int | str]) -> tuple[tuple[int | str, ...], Schema]:
+def walk(schema: Schema, place: Keys) -> tuple[Keys, Schema]:
     """As much of `place` as leads somewhere in `schema`, and the part of the schema that is there."""
-    at, walked = schema, []
-    for part in place:
-        if part == KEY:
-            return tuple(walked), next(option["propertyNames"] for option in _options(schema, at))
+    at = schema
+    for number, part in enumerate(place):
+        if place[number + 1 :] == ("[key]",):  # pydantic's word for a key of a mapping
+            return place[:number], next(option["propertyNames"] for option in _options(schema, at))
         inner = _inside(schema, at, part)
         if inner is None:
-            break
+            return place[:number], at
         at = inner
-        walked.append(part)
-    return tuple(walked), at
+    return place, at
 
 
-def meant(details: ErrorDetails) -> tuple[int | str, ...]:
-    """Where the value is that an error of pydantic is about: also a list that is too short, or a mapping's key."""
-    place = details["loc"]
-    if place and (place[-1] == KEY or (details["type"] == "missing" and isinstance(place[-1], int))):
-        return (*place[:-2], KEY) if place[-1] == KEY else place[:-1]
-    return place
+def meant(details: ErrorDetails) -> Keys:
+    """Where the value is that an error of pydantic is about: of a list that is too short, the list."""
+    short = details["type"] == "missing" and isinstance(details["loc"][-1], int)
+    return details["loc"][:-1] if short else details["loc"]
 
 
 def keys_of(schema: Schema, at: Schema) -> list[str]:
@@ -142,16 +139,12 @@ def _object(schema: Schema, definitions: Schema) -> str:
 
 
 def invalid(error: ValidationError, model: type[BaseModel], given: Collection[str] = ()) -> str:
-    """Pydantic's complaints about values for `model`: every misspelt key, or else one of the others.
-
-    It is the first about one of the dotted keys `given`, or else the first.
-    """
+    """Pydantic's complaints about values for `model`: every misspelt key, or else the first, of `given` dotted keys."""
     errors = error.errors()
     misspelt = [details for details in errors if details["type"] == "extra_forbidden"]
     said = dict.fromkeys(_wrong(details, model, brief=len(misspelt) > 1) for details in misspelt)
-    return "; ".join(said) or _wrong(
-        min(errors, key=lambda details: not ".".join(map(str, details["loc"])).startswith(tuple(given))), model
-    )
+    errors.sort(key=lambda details: not ".".join(map(str, details["loc"])).startswith(tuple(given)))
+    return "; ".join(said) or _wrong(errors[0], model)
 
 
 def _places_of(schema: Schema, key: str) -> Iterator[str]:
