@@ -20,7 +20,7 @@ from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -34,6 +34,7 @@ from mcore_mas.config.scale import scaled
 from mcore_mas.equations.advantages import ESTIMATORS
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import merged
+from mcore_mas.rollout.base.schema_words import expected, json_schema, walk
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.tasks.files import located_dataset
 from mcore_mas.rollout.tasks.splits import SPLITS
@@ -61,10 +62,10 @@ def resolve(
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{where}: {uncomposed(error)}") from error
+        raise ConfigError(f"{where}: {_no_mapping(overrides) or uncomposed(error)}") from error
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return RunConfig.check(values, where).model_dump(mode="json")
+    return RunConfig.check(values, where, given=[_key(override) for override in overrides]).model_dump(mode="json")
 
 
 def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
@@ -95,6 +96,10 @@ def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> dict[str, An
     loader.repository = _Repository(path)
     parsed, repository = loader._parse_overrides_and_create_caching_repo("config", list(map(_forced, overrides)))
     loader.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
+    for group, chosen in ((one.key_or_group, one.value()) for one in parsed if not one.is_delete()):
+        for name in (chosen if isinstance(chosen, list) and chosen else [chosen]) if group in GROUPS else ():
+            if not loader.repository.config_exists(f"{group}/{name}"):
+                raise ConfigError(_unchosen(group, name, loader.repository.get_group_options(group)))
     defaults = create_defaults_list(
         repo=repository, config_name="config", overrides_list=parsed, prepend_hydra=False, skip_missing=False
     )
@@ -118,8 +123,12 @@ def _in_package(default: ResultDefault, repository: ConfigRepository) -> dict[st
 
 def _forced(override: str) -> str:
     """An override that also sets what only has a default in the code; what is no key is for pydantic to say."""
-    key = override.lstrip("+").partition("=")[0]
+    key = _key(override)
     return override if key.startswith("~") or key in GROUPS else f"++{override.lstrip('+')}"
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
 
 
 class _Repository(ConfigRepository):
@@ -157,6 +166,8 @@ class Folder(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """The section that a config sets, and the configs that it is made of; `content` has its values."""
         package, made = self.content(config_path)
+        if not isinstance(made.get("defaults", []), list):
+            raise ConfigError(f"{config_path}: defaults is {made['defaults']}; expected a list: [override /team: NAME]")
         header = {"package": package or ("_global_" if _place(config_path)[0] in _GLOBAL else None)}
         config = OmegaConf.create({"defaults": made["defaults"]} if "defaults" in made else {})
         return ConfigResult(provider=self.provider, path=self.path, config=config, header=header)
@@ -211,9 +222,9 @@ class _Loader(yaml.cyaml.CParser, get_yaml_loader()):  # type: ignore[misc]
 def _read(file: Path, modified_ns: int) -> tuple[str | None, dict[str, Any]]:
     if not file.is_file():
         raise ConfigLoadError(f"no file {file}")
+    values = read_yaml(file, _Loader)
     with file.open(encoding="utf-8") as stream:
         header = ConfigSource._get_header_dict(stream.read(512))
-    values = read_yaml(file, _Loader)
     if not isinstance(values, dict | None):
         raise ConfigLoadError(f"{file}: {type(values).__name__}; expected a mapping of keys")
     return header["package"], values or {}
@@ -286,6 +297,11 @@ def _joined(first: Sequence[Any], last: Sequence[Any]) -> list[Any]:
 
 def _shared(values: dict[str, Any]) -> dict[str, Any]:
     """Give each agent without a policy that of `sharing`, and these policies `policy_defaults`."""
+    if lacks := [key for key in ("orchestra", "env", "reward", "agents") if key not in values]:
+        raise ConfigError(
+            f"no team: {', '.join(lacks)} missing; choose one by `defaults: [override /team: NAME]` in the experiment "
+            "or team=NAME, or write orchestra, env, reward and agents"
+        )
     sharing, partly = values.pop("sharing", "shared"), values.pop("partly", None)
     defaults, policies = values.pop("policy_defaults", {}), values.get("policies") or {}
     agents = values.get("agents")
@@ -330,11 +346,45 @@ def _located_file(file: Any) -> Any:
     return located_dataset(file) if isinstance(file, str) else file
 
 
+# what Hydra and OmegaConf say, and what it means
+_MEANT = (
+    (r"Could not override '([^'@]+)", f"defaults override '{{}}', no group{{near}}; there are: {', '.join(GROUPS)}"),
+    (r"Could not delete(?: from config\.)? '([^'=]+)", "~{}: there is no such key to take out{near}"),
+    (r"Ambiguous value for argument '\+*(\S+)'", "{}: expected one value; a list is KEY=[a,b], text KEY=\"'a,b'\""),
+    (r"Missing mandatory value: .* full_key: (\S+)", "{} is ???, which is to be set; give it a value"),
+    (r"(.*resolving interpolation: )?(?P<said>.*) full_key: (?P<key>\S+)", "{key}: {said}"),
+)
+
+
 def uncomposed(error: Exception) -> str:
     """Why Hydra could not compose values."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        near = get_close_matches(name, error.options, n=5, cutoff=0.5)
-        which = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(error.options)}"
-        return f"no {group} '{name}' in the configs; {which}"
-    return " ".join(str(error).split())
+        return _unchosen(group, name, error.options)
+    if isinstance(error, OverrideParseException):
+        written = error.override.removeprefix("++")
+        return f"'{written}' cannot be read; expected KEY=VALUE, brackets closed, and text with other signs in quotes"
+    said = " ".join(str(error).split())
+    for pattern, words in _MEANT:
+        if found := re.search(pattern, said):
+            near = "" if "." in str(found[1]) else nearest(str(found[1]), {*GROUPS, *RunConfig.model_fields})
+            return words.format(*found.groups(), **found.groupdict(), near=near)
+    return said
+
+
+def _unchosen(group: str, name: object, known: Sequence[str]) -> str:
+    near = get_close_matches(str(name), known, n=5, cutoff=0.5)
+    which = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(known)}"
+    return f"no {group} '{'null' if name is None else name}' in the configs; {which}"
+
+
+def _no_mapping(overrides: Sequence[str]) -> str:
+    """What is wrong with the first override that sets a section to something else than a mapping; "" without one."""
+    schema = json_schema(RunConfig)
+    for override in overrides:
+        key, value = _key(override), override.partition("=")[2]
+        keys, at = walk(schema, tuple(key.split(".")))
+        words = expected(at, schema["$defs"]) if ".".join(map(str, keys)) == key else ""
+        if words.startswith("a mapping") and not value.startswith(("{", "$", "null")):
+            return f"{key}: expected {words} (got {value})"
+    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -261,6 +262,11 @@ class TrainerConfig(Section):
             raise ValueError("minibatch and updates_per_step both cut a step's samples; leave one of them out")
         if self.final == "best" and not self.keep_best:
             raise ValueError("final 'best' needs a kept best: set trainer.keep_best to 1 or more")
+        if self.updates_per_step > self.tasks_per_step:
+            raise ValueError(
+                f"updates_per_step {self.updates_per_step} is more than tasks_per_step {self.tasks_per_step}, and no "
+                "task is cut; lower it, or set minibatch in its place"
+            )
         return self
 
 
@@ -335,4 +341,10 @@ class TrackingConfig(Section):
         parts = urlsplit(uri)
         if parts.password or "password=" in parts.query or (parts.username and parts.scheme.startswith("http")):
             raise ValueError("may hold no password, which config.yaml and MLflow would show; see docs/mlflow.md")
+        if not uri or parts.scheme.partition("+")[0] not in _STORES:
+            raise ValueError(f"'{uri}' is no store of MLflow; expected http(s)://HOST:PORT, sqlite:///FILE or a folder")
         return uri
+
+
+_STORES = {"", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "uc", "databricks-uc"}
+_STORES |= {entry.name for entry in entry_points(group="mlflow.tracking_store")}

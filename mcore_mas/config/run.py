@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from mcore_mas.equations.filters import contrasted
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import Section, UnknownName, lookup
 from mcore_mas.rollout.base.schema_words import invalid
-from mcore_mas.rollout.base.text import without_secrets
+from mcore_mas.rollout.base.text import nearest, without_secrets
 from mcore_mas.rollout.config.data import DataConfig
 from mcore_mas.rollout.config.sections import (
     CollectionConfig,
@@ -41,12 +42,14 @@ from mcore_mas.rollout.config.sections import (
     OrchestraConfig,
     RetrieverConfig,
     RewardConfig,
+    check_named,
 )
 from mcore_mas.rollout.engines import EngineConfig
 from mcore_mas.rollout.engines.remote import RemoteConfig
 from mcore_mas.rollout.engines.sglang.settings import slot_problem
 from mcore_mas.rollout.orchestras import SEARCHES
 from mcore_mas.rollout.rewards.coach import CoachConfig
+from mcore_mas.rollout.tasks import GENERATORS
 from mcore_mas.rollout.teams.roles import ROLES
 
 
@@ -90,30 +93,29 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         for name, agent in self.agents.items():
-            if agent.policy not in self.policies:
-                what = f"agent '{name}' plays policy '{agent.policy}', which is not defined"
-                raise ValueError(f"{what}; policies: {', '.join(self.policies)}")
-            lookup("agent role", agent.role or name, ROLES)
+            try:
+                lookup("agent role", agent.role or name, ROLES)
+            except UnknownName as error:
+                raise ValueError(f"agents.{name}: {error}; or no module that is imported registers it") from None
             self._check_policy(name, agent)
         self.orchestra.check_agents(self.agents)
         self.env.check_tools(self.agents)
         if self.orchestra.name in SEARCHES and self.trainer.branching is not None:
             raise ValueError(f"orchestra '{self.orchestra.name}' grows its own tree; leave trainer.branching out")
         self.reward.check_agents(self.agents)
-        if idle := set(self.policies) - {agent.policy for agent in self.agents.values()}:
-            raise ValueError(f"policy '{min(idle)}' is played by no agent; remove it or name it in agents")
         if self.reward.name == "coach" and self.coach is None:
             raise ValueError("reward 'coach' needs a coach; choose one, for example coach=openai")
-        named = (*self.coach.agents, *self.coach.answers_for, *self.coach.metrics_for) if self.coach is not None else ()
-        for name in named:
-            if name not in self.agents:
-                raise ValueError(f"coach names agent '{name}', which is not there; agents: {', '.join(self.agents)}")
+        if self.coach is not None:
+            named = self.coach.model_dump(include={"agents", "answers_for", "metrics_for"})
+            check_named("coach", named, self.agents)
         if "retriever" in self.env.needs and self.retriever is None:
             raise ValueError(
                 f"env '{self.env.name}' needs a retriever; add retriever: {{}}, or name the urls of servers in it"
             )
         if self.cold_start is not None:
             self.data.demonstration_arguments(self.cold_start.options)
+            if self.data.generator in GENERATORS:  # whose demonstrations' options are by agent, as far as by anything
+                check_named("cold_start.options", self.cold_start.options, self.agents)
             for name, policy in self.policies.items():
                 if policy.chat_template or policy.chat_template_kwargs:
                     raise ValueError(
@@ -245,21 +247,40 @@ class RunConfig(Section):
         return cls.check(values, str(path))
 
     @classmethod
-    def check(cls, values: Any, where: str) -> RunConfig:
-        """Validate plain values; `where` names their origin in errors.
+    def check(cls, values: Any, where: str, given: Collection[str] = ()) -> RunConfig:
+        """Validate plain values; `where` names their origin in errors, and of several those of `given` keys come first.
 
         Raises:
             ConfigError: they do not validate.
         """
         try:
+            if isinstance(values, dict):
+                _check_played(values.get("agents"), values.get("policies"))
             return _corrected(cls.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True))
         except ValidationError as error:
-            said = invalid(error, cls).removeprefix("the config: ")
+            said = invalid(error, cls, given).removeprefix("the config: ")
             for old, new in _RENAMED.items():
                 said = said.replace(f"unknown key '{old}'", f"'{old}' is now '{new}'")
             raise ConfigError(f"{where}: {said}") from None
-        except UnknownName as error:
+        except ValueError as error:  # also UnknownName
             raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_played(agents: Any, policies: Any) -> None:
+    """Refuse policies and agents that do not go together, before one that is misspelt lacks what the other has."""
+    if not (
+        isinstance(agents, dict) and isinstance(policies, dict) and all(isinstance(a, dict) for a in agents.values())
+    ):
+        return
+    played = {name: str(agent.get("policy")) for name, agent in agents.items() if isinstance(agent.get("policy"), str)}
+    for name, policy in played.items():
+        if policy not in policies:
+            near = nearest(policy, policies) or nearest(name, agents.keys() - {name})
+            what = f"agent '{name}' plays policy '{policy}', which is not defined"
+            raise ValueError(f"{what}; policies: {', '.join(policies)}{near}")
+    if (idle := policies.keys() - played.values()) and len(played) == len(agents):
+        near = nearest(min(idle), policies.keys() - idle)
+        raise ValueError(f"policy '{min(idle)}' is played by no agent; remove it or name it in agents{near}")
 
 
 def for_policy(config: RunConfig, policy: str) -> RunConfig:
@@ -326,7 +347,12 @@ def _check_room(config: RunConfig) -> None:
             f"cluster.threads_per_process: {threads}, and engine.deterministic has the same bits on a CPU with 1 "
             "thread only; set it to 1, or leave it out"
         )
+    overlong = config.reward.penalties.get("overlong", {})
     for name, agent in config.agents.items():
+        limit, buffer = overlong.get("max_tokens", {}).get(name, agent.max_tokens), overlong.get("buffer", 0)
+        if buffer > limit:
+            where = "reward.penalties.overlong.buffer"
+            raise ValueError(f"{where} {buffer} is more than max_tokens {limit} of agent '{name}'; lower it")
         length = for_policy(config, agent.policy).engine.max_length
         if agent.max_tokens >= length and config.policies[agent.policy].remote is None:
             raise ValueError(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat
 
 from mcore_mas.equations.tensors import Tensor, torch
 from mcore_mas.equations.turns import (
@@ -70,7 +70,7 @@ def relative(
     baseline: Baseline = "mean",
     std: Spread = "peers",
     eps: NonNegativeFloat = 1e-6,
-    ddof: NonNegativeInt = 1,
+    ddof: Literal[0, 1] = 1,
     lone: Lone = "zero",
 ) -> Advantages:
     """Advantages [n]: A = (r - baseline) / (σ + ε), r the score of a turn's vote; σ is 1 where votes do not differ.
@@ -123,7 +123,7 @@ def gigpo(
     std: Literal["peers", "none"] = "peers",
     step: StepCredit = StepCredit(),
     eps: NonNegativeFloat = 1e-6,
-    ddof: NonNegativeInt = 1,
+    ddof: Literal[0, 1] = 1,
     lone: Lone = "zero",
 ) -> Advantages:
     """Advantages [n] of the episode, plus ω times those among turns that stood at the same state of the task.
@@ -220,7 +220,7 @@ def mars2(
     gamma: NonNegativeFloat = 0.3,
     lam: Share = 0.5,
     eps: NonNegativeFloat = 1e-6,
-    ddof: NonNegativeInt = 1,
+    ddof: Literal[0, 1] = 1,
     lone: Lone = "zero",
 ) -> Advantages:
     """Advantages [n]: rewards shaped by the tree, r + γ (r - baseline), standardised over the nodes of the tree.

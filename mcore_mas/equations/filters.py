@@ -9,7 +9,9 @@ Args:
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from mcore_mas.equations.tensors import Tensor, torch
 from mcore_mas.equations.turns import Grouping, Turns, grouping
@@ -51,7 +53,7 @@ def lowest_spread(turns: Turns, *, ratio: Share = 0.5, by: _By = "task") -> Tens
     return _best_groups(spread, group, ratio)
 
 
-def outliers(turns: Turns, *, ratio: Share = 0.1, by: _By = "task") -> Tensor:
+def outliers(turns: Turns, *, ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1, by: _By = "task") -> Tensor:
     """All turns but, of each group of n, the int(n · `ratio`) furthest from its mean.
 
     Stronger-MAS, filter_method uid.

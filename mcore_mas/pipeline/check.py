@@ -16,6 +16,8 @@ from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.options import UnknownName
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.config.data import check_envs, make_tasks
+from mcore_mas.rollout.engines.remote import has_key
+from mcore_mas.rollout.models.architecture import open_tensors, tensor_files
 from mcore_mas.rollout.models.chat_template import has_chat_template
 from mcore_mas.rollout.records.files import RecordError
 from mcore_mas.rollout.tasks.files import dataset_files, not_downloaded
@@ -69,6 +71,10 @@ def model_problems(config: RunConfig, name: str, model: str, folder: Path | None
                 "or chatml, or take the instruct model"
             )
         check_layout(config, name, Path(model))
+        for file in tensor_files(model):
+            open_tensors(file, "np")
+        if not any(Path(model).glob("tokenizer.*")):
+            yield f"policies.{name}: {model}: no tokenizer.json; expected a Hugging Face folder with its tokenizer"
     except ModelError as error:
         yield str(error)
 
@@ -119,15 +125,17 @@ def _tasks(suite: Suite, config: RunConfig) -> Iterator[str]:
     """What is wrong with a run's tasks, where making them costs next to nothing."""
     data, train = config.data, config.data.train
     own = ":" in data.generator if data.generator else suite.scale == "paper" and all(map(Path.is_file, data.paths))
-    if suite.tasks[config.run] == config.run and own and sum(p.stat().st_size for p in data.paths) < _READ_AT_ONCE:
-        try:
-            tasks = make_tasks(data, config.seed)
-            train = len(tasks["train"])
+    cheap = own and sum(p.stat().st_size for p in data.paths) < _READ_AT_ONCE
+    if suite.tasks[config.run] == config.run and (cheap or (data.generator and not own)):
+        try:  # of a generator that is shipped, one
+            tasks = make_tasks(data if own else data.model_copy(update=dict.fromkeys(SPLITS, 1)), config.seed)
+            train = len(tasks["train"]) if own else train
             check_envs(task for split in tasks.values() for task in split)
             config.env.check_made(tasks["train"][0])
         except (RecordError, UnknownName, ValueError) as error:
-            yield f"data: {error}"
-            return
+            if own or not isinstance(error, RecordError):  # a file of theirs may be made later
+                yield f"data: {error}"
+                return
     if isinstance(train, int):
         yield from too_few(config, train)
 
@@ -191,11 +199,19 @@ def machine_problems(config: RunConfig) -> Iterator[str]:
             yield f"{where}.device: cuda, and there is no GPU here; set it to cpu"
         if engine.name == "sglang" and engine.python and not submits and not engine.python.is_file():
             yield f"{where}.python: {engine.python}: no such interpreter (docs/engines.md makes one)"
-    with_keys: dict[str, Any] = {**engines, "retriever": config.retriever}
+    with_keys: dict[str, Any] = {**engines, "retriever": config.retriever, "coach": config.coach}
     with_keys |= {f"policies.{name}.remote": remote for name, remote in config.remotes.items()}
     for where, section in with_keys.items():
         key: Path | None = getattr(section, "key_file", None)
         if key is not None and not key.is_file():
             yield f"{where}.key_file: {key}: no such file"
-    if re.match(r"[\w.-]+:\d+", config.tracking.uri):
-        yield f"tracking.uri: {config.tracking.uri} has no scheme; expected http://{config.tracking.uri}, or sqlite:///FILE"
+        variable: str | None = getattr(section, "key_variable", None)
+        if variable is not None and not has_key(variable):
+            yield f"{where}.key_variable: {variable} is not set here; export it with the key, or name a key_file"
+    servers: dict[str, Any] = config.env.options["servers"] if config.env.name == "mcp" else {}
+    commands = {f"env.options.servers.{name}": server["command"] for name, server in servers.items()}
+    if config.orchestra.name == "program" and (command := config.orchestra.options.get("command")):
+        commands["orchestra.options"] = command[0]
+    for where, program in commands.items():
+        if not submits and shutil.which(program) is None:
+            yield f"{where}.command: '{program}' is no program on this machine; install it, or name its path"

@@ -303,7 +303,7 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
             values = read_yaml(path)
             return {**values, **own} if config_dir and isinstance(values, dict) else values
         known = {**experiments(), **(experiments(configs) if configs else {})}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
     if suite not in known:
         near = nearest(suite, [*known, *map(str, Path().glob("*.yaml"))])

@@ -14,6 +14,7 @@ import yaml
 
 from mcore_mas import SHIPPED, with_pages
 from mcore_mas.rollout.base.files import read_yaml
+from mcore_mas.rollout.base.schema_words import expected
 from mcore_mas.rollout.base.text import nearest, without_secrets
 
 SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
@@ -61,7 +62,7 @@ def check_command(arguments: Sequence[str]) -> None:
     for file in files:
         try:
             read_yaml(Path(file))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except yaml.YAMLError as error:
             raise SystemExit(f"error: --configfile {file}: not YAML ({' '.join(str(error).split())})") from None
 
 
@@ -106,15 +107,16 @@ def check_schema(suite: Mapping[str, Any]) -> None:
     validator = jsonschema.Draft202012Validator(json.loads(SUITE_SCHEMA.read_text(encoding="utf-8")))
     error = jsonschema.exceptions.best_match(validator.iter_errors(suite))
     if error is not None:
-        place = "/".join(map(str, error.absolute_path)) or "top level"
-        trouble = error.message.replace("'array'", "'list'")
+        value = error.instance
+        got = "" if isinstance(value, dict) else f" (got {value!r})"
+        trouble = f"{error.schema.get('errorMessage') or f'expected {expected(error.schema, {})}'}{got}"
+        if error.validator == "required":
+            trouble = f"'{next(key for key in error.validator_value if key not in value)}' is missing"
         if error.validator == "additionalProperties":
             known = error.schema.get("properties", {})
-            unknown = next(key for key in error.instance if key not in known)
+            unknown = next(key for key in value if key not in known)
             trouble = f"unknown key '{unknown}'; known here: {', '.join(known)}{nearest(unknown, known)}"
-        if error.validator == "pattern" and "=" in str(error.validator_value):
-            trouble = f"'{error.instance}' is no override; expected KEY=VALUE, or ~KEY to take a key out"
-        raise SuiteError(f"suite file, {place}: {trouble} (workflow/schemas/suite.schema.json says what is allowed)")
+        raise SuiteError(f"{'.'.join(map(str, ('suite', *error.absolute_path)))}: {trouble}")
 
 
 def check_writable(results: Path) -> None:

@@ -89,12 +89,16 @@ def read_yaml(path: Path, reader: Any = _Yaml) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        yaml.YAMLError: it is none, has a key twice, or is far too large or deep, also by what its aliases stand for.
+        yaml.YAMLError: it is none, is not in UTF-8, has a key twice, or is far too large or deep, also by what its
+            aliases stand for.
     """
     with path.open(encoding="utf-8") as stream:  # whose name stands in errors
         if os.fstat(stream.fileno()).st_size > _MOST_YAML:
             raise yaml.YAMLError(f"more than {_MOST_YAML} bytes")
-        _check_size(yaml.parse(stream, reader))
+        try:
+            _check_size(yaml.parse(stream, reader))
+        except UnicodeDecodeError as error:
+            raise yaml.YAMLError(f"{path} is not in UTF-8: {error}; save it so") from None
         stream.seek(0)
         loader = reader(stream)
         try:

@@ -15,11 +15,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 import tenacity
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 BACKOFF_S = 0.2  # mean of the first pause; doubles with each retry
 MAX_BACKOFF_S = 20.0  # mean of the longest
@@ -264,18 +266,28 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_url(name: str, url: str | None, *, secret: bool) -> None:
-    """Refuse a URL that carries credentials, or over which a key would travel in the clear.
+def _url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port above 65535
+        usable = False
+    if not usable:
+        raise PydanticCustomError("option", "expected http(s)://host/path, with a port from 1 to 65535 if any")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError("may hold no user, password or query; keys go into key_variable or key_file")
+    return url
+
+
+Url = Annotated[str, AfterValidator(_url)]  # of a server, in a config; without credentials
+
+
+def check_private(name: str, url: str | None) -> None:
+    """Refuse a URL over which a key would travel in the clear.
 
     Raises:
-        ValueError: it does; `name` is what the URL is of.
+        ValueError: it would; `name` is what the URL is of.
     """
-    if url is None:
-        return
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{name}: expected http(s)://host/path")
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError(f"{name}: may hold no user, password or query; keys go into key_variable or key_file")
-    if secret and parts.scheme == "http" and not is_loopback(parts.hostname):
+    parts = urlsplit(url or "")
+    if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
         raise ValueError(f"{name}: http would show the key to the network; use https")

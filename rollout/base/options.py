@@ -24,7 +24,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
-from mcore_mas.rollout.base.schema_words import Schema, expected, json_schema, keys_of, walk
+from mcore_mas.rollout.base.schema_words import Schema, expected, json_schema, keys_of, meant, walk
 from mcore_mas.rollout.base.text import nearest
 
 # A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
@@ -101,14 +101,16 @@ def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -
     module, separator, attribute = name.partition(":")
     if not (own and separator):
         more = " (or package.module:attribute)" if own else ""
-        raise UnknownName(f"unknown {kind} '{name}'; known: {', '.join(sorted(known))}{more}{nearest(name, known)}")
+        raise UnknownName(f"unknown {kind} '{name}'{nearest(name, known)}; known: {', '.join(sorted(known))}{more}")
     try:
         found: _T = getattr(importlib.import_module(module), attribute)
         return found
-    except (ImportError, AttributeError, TypeError, ValueError, SyntaxError, NameError) as error:
+    except Exception as error:  # the module's own code may raise any
         missing = str(getattr(error, "name", None)).partition(".")[0]
         moved = f"; it is mcore_mas.{missing} now" if missing in ("rollout", "retrieval") else ""
-        raise UnknownName(f"{kind} '{name}' cannot be imported: {error}{moved or _near(error)}") from error
+        what = "" if isinstance(error, ImportError | AttributeError | SyntaxError) else f"{type(error).__name__}: "
+        said = " ".join(f"{what}{error}".split())
+        raise UnknownName(f"{kind} '{name}' cannot be imported: {said}{moved or _near(error)}") from error
 
 
 def _near(error: Exception) -> str:
@@ -332,9 +334,9 @@ def _explained(error: ValidationError, model: type[BaseModel], place: tuple[int 
     schema = json_schema(model)
     lines = []
     for details in sorted(error.errors(include_url=False), key=lambda details: details["type"] not in _UNKNOWN):
-        keys, at = walk(schema, details["loc"])
-        if details["type"] in ("value_error", "assertion_error"):
-            message = details["msg"].partition(", ")[2]
+        keys, at = walk(schema, meant(details))
+        if details["type"] in ("value_error", "option"):
+            message = details["msg"].removeprefix("Value error, ")
         elif details["type"] in _UNKNOWN:
             message = f"there is no '{details['loc'][-1]}'; known here: {', '.join(keys_of(schema, at))}"
         elif details["type"].startswith("missing") and isinstance(details["loc"][-1], str):

@@ -1,6 +1,6 @@
 """JSON schemas of pydantic models; what they expect, and what is wrong with a value, in plain words."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -12,8 +12,10 @@ from pydantic_core.core_schema import CoreSchema
 from mcore_mas.rollout.base.text import nearest
 
 Schema = Mapping[str, Any]
+Keys = tuple[int | str, ...]  # keys in each other
 
 _ONE = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false", "null": "null"}
+_YAML = {"None": "null", "True": "true", "False": "false"}  # values as they are written
 _MANY = {"integer": "integers", "number": "numbers", "string": "texts", "boolean": "true or false"}
 
 
@@ -56,16 +58,23 @@ def expected(schema: Schema, definitions: Schema, *, names: Mapping[str, str] = 
     return " ".join([names.get(str(kind), "anything"), *_bounds(schema)])
 
 
-def walk(schema: Schema, place: Sequence[int | str]) -> tuple[tuple[int | str, ...], Schema]:
+def walk(schema: Schema, place: Keys) -> tuple[Keys, Schema]:
     """As much of `place` as leads somewhere in `schema`, and the part of the schema that is there."""
-    at, walked = schema, []
-    for part in place:
+    at = schema
+    for number, part in enumerate(place):
+        if place[number + 1 :] == ("[key]",):  # pydantic's word for a key of a mapping
+            return place[:number], next(option["propertyNames"] for option in _options(schema, at))
         inner = _inside(schema, at, part)
         if inner is None:
-            break
+            return place[:number], at
         at = inner
-        walked.append(part)
-    return tuple(walked), at
+    return place, at
+
+
+def meant(details: ErrorDetails) -> Keys:
+    """Where the value is that an error of pydantic is about: of a list that is too short, the list."""
+    short = details["type"] == "missing" and isinstance(details["loc"][-1], int)
+    return details["loc"][:-1] if short else details["loc"]
 
 
 def keys_of(schema: Schema, at: Schema) -> list[str]:
@@ -127,14 +136,16 @@ def _object(schema: Schema, definitions: Schema) -> str:
     if schema.get("properties"):
         return f"a mapping with keys {', '.join(schema['properties'])}"
     values = schema.get("additionalProperties")
-    return f"a mapping to {expected(values, definitions, names=_MANY)}" if isinstance(values, dict) else "a mapping"
+    full = "a mapping that is not empty" if schema.get("minProperties") else "a mapping"
+    return f"{full} to {expected(values, definitions, names=_MANY)}" if isinstance(values, dict) else full
 
 
-def invalid(error: ValidationError, model: type[BaseModel]) -> str:
-    """Pydantic's complaints about values for `model`: every misspelt key, or else the first of the others."""
+def invalid(error: ValidationError, model: type[BaseModel], given: Collection[str] = ()) -> str:
+    """Pydantic's complaints about values for `model`: every misspelt key, or else the first, of `given` dotted keys."""
     errors = error.errors()
     misspelt = [details for details in errors if details["type"] == "extra_forbidden"]
     said = dict.fromkeys(_wrong(details, model, brief=len(misspelt) > 1) for details in misspelt)
+    errors.sort(key=lambda details: not ".".join(map(str, details["loc"])).startswith(tuple(given)))
     return "; ".join(said) or _wrong(errors[0], model)
 
 
@@ -151,15 +162,14 @@ def _places_of(schema: Schema, key: str) -> Iterator[str]:
 
 def _wrong(first: ErrorDetails, model: type[BaseModel], *, brief: bool = False) -> str:
     """A complaint in plain words; a `brief` one of a key lists what is known only where nothing is near."""
-    place = ".".join(map(str, first["loc"])) or "the config"
-    if first["type"] == "missing":
-        return f"'{place}' is missing"
+    place, schema = ".".join(map(str, first["loc"])) or "the config", json_schema(model)
+    keys, at = walk(schema, meant(first))
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
+        return f"'{place}' is missing; expected {expected(at, schema.get('$defs', {}))}"
     if first["type"] == "value_error":
         return f"{place}: {first['msg'].removeprefix('Value error, ')}"
     message = first["msg"]
     if first["type"] != "option":  # whose message says already what was expected
-        schema = json_schema(model)
-        keys, at = walk(schema, first["loc"])
         if first["type"] == "extra_forbidden":
             unknown = ".".join(map(str, first["loc"][: len(keys) + 1]))
             known = keys_of(schema, at)
@@ -169,6 +179,8 @@ def _wrong(first: ErrorDetails, model: type[BaseModel], *, brief: bool = False) 
                 return f"unknown key '{unknown}'; write {' or '.join(places)}"
             listed = "" if brief and near else f"; known here: {', '.join(known)}"
             return f"unknown key '{unknown}'{listed}{near}"
-        place, message = ".".join(map(str, keys)), f"expected {expected(at, schema['$defs'], error=first['type'])}"
-    got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
+        wanted = expected(at, schema.get("$defs", {}), error=first["type"])
+        place, message = ".".join(map(str, keys)), f"expected {wanted}"
+    value = first["input"]
+    got = "" if isinstance(value, dict) else f" (got {_YAML.get(repr(value), repr(value))})"
     return f"{place}: {message}{got}"

@@ -81,7 +81,7 @@ class DataConfig(Section):
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A number, or every file as a TaskFile: a path is one, and one file is a list of one."""
-        if isinstance(value, int):
+        if not isinstance(value, str | Path | Mapping | TaskFile | list | tuple):
             return value
         entries = value if isinstance(value, list | tuple) else [value]
         if not entries:
@@ -94,7 +94,7 @@ class DataConfig(Section):
             value = getattr(self, split)
             if isinstance(value, int) == (self.generator is None):
                 what = "a data file, as no generator is named" if self.generator is None else "a number of tasks"
-                given = value if isinstance(value, int) else ", ".join(str(file.path) for file in value)
+                given = value if isinstance(value, int) else ", ".join(f"the file {file.path}" for file in value)
                 raise ValueError(f"data.{split} is {given}; expected {what}")
         if self.generator is not None and self.format != OWN:
             raise ValueError(f"data.format is {self.format}, which files have; leave it or data.generator out")
@@ -129,7 +129,7 @@ class DataConfig(Section):
                 f"task generator '{self.generator}' has no demonstrations; "
                 "name models that exist and set cold_start=null"
             )
-        whose = f"the demonstrations of task generator '{self.generator}'"
+        whose = f"cold_start.options: what makes the demonstrations of task generator '{self.generator}'"
         return checked(whose, model, options, place=("cold_start", "options"))
 
     def files(self, split: Split) -> tuple[TaskFile, ...]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from mcore_mas.rollout.base.http import check_url
+from mcore_mas.rollout.base.http import Url
 from mcore_mas.rollout.base.options import Registry, Section, check_call, check_methods, lookup
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.engines import Engine, EngineClient, PolicyClient
@@ -163,33 +163,38 @@ class EnvConfig(Choice):
 
     @model_validator(mode="after")
     def _reachable(self) -> EnvConfig:
-        if self.name in ENVS:
-            check_url("server", self.options.get("server"), secret=False)
         made = self.registry.find(self.name)
         if isinstance(made, type):  # what a function makes is seen by `check_made`
             check_methods(f"env '{self.name}'", made, _PLAYED)
         return self
 
     def check_made(self, task: Task) -> None:
-        """Refuse an environment of one's own that cannot be made of `task`, or cannot play it.
+        """Refuse an environment that cannot be made of `task`, or cannot play or begin it.
 
         Raises:
             ValueError: says which, and what it lacks.
         """
-        if self.name in ENVS or self.needs:
+        if self.needs:
             return
-        try:
-            made = self.call(task)
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ValueError(f"env '{self.name}' cannot be made of task '{task.id}' ({what})") from error
+
+        def tried(does: str, call: Callable[[Task], Any]) -> Any:
+            try:
+                return call(task)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}".partition("\n")[0]
+                other = f"; its tasks are of env '{task.env}'" if task.env != self.name and self.name in ENVS else ""
+                raise ValueError(f"env '{self.name}' cannot {does} task '{task.id}' ({what}){other}") from error
+
+        made = tried("be made of", self.call)
         check_methods(f"env '{self.name}'", made, _PLAYED)
+        if not hasattr(made, "open"):  # which takes hold of something that `reset` needs
+            tried("begin", made.reset)
 
 
 class RetrieverConfig(Section):
     """The search engine that the team's environment asks."""
 
-    urls: tuple[str, ...] = ()  # of servers that run elsewhere; without them and `members` one starts beside the run
+    urls: tuple[Url, ...] = ()  # of servers that run elsewhere; without them and `members` one starts beside the run
     members: Path | None = None  # folder where servers that run elsewhere say where they are
     key_file: Path | None = None  # bearer token of `urls`
     balance: Literal["least_loaded", "random", "round_robin"] = "least_loaded"  # who is asked first
@@ -209,8 +214,6 @@ class RetrieverConfig(Section):
 
     @model_validator(mode="after")
     def _elsewhere(self) -> RetrieverConfig:
-        for url in self.urls:
-            check_url("urls", url, secret=False)
         places = [key for key in ("urls", "members", "passages", "folder") if getattr(self, key)]
         if len(places) > 1 and places != ["urls", "members"]:
             raise ValueError(f"{' and '.join(places)} say where passages are; set one of them")
@@ -243,21 +246,22 @@ class RewardConfig(Choice):
     penalties: Annotated[Chosen, AfterValidator(partial(_typed, PENALTY_REGISTRY))] = Field(default_factory=dict)
 
     def check_agents(self, team: Collection[str]) -> None:
-        """Refuse options of registered allocators and penalties that name an agent who is not in `team`.
-
-        In these options every key of a mapping, and every text in a list, is an agent's name.
-        """
+        """Refuse options of registered allocators and penalties that name an agent who is not in `team`."""
         sections = {self.name: self.options} if self.name in ALLOCATORS else {}
         sections |= {name: options for name, options in self.penalties.items() if name in PENALTIES}
         for section, options in sections.items():
-            for option, value in options.items():
-                names = value if isinstance(value, dict | list | tuple) else ()
-                for name in names:
-                    if isinstance(name, str) and name not in team:
-                        raise ValueError(
-                            f"reward '{section}': {option} names agent '{name}', who is not in the team; "
-                            f"agents: {', '.join(team)}"
-                        )
+            check_named(f"reward '{section}'", options, team)
+
+
+def check_named(whose: str, options: Mapping[str, Any], team: Collection[str]) -> None:
+    """Refuse `options` in which a key of a mapping, or a text in a list, is not the name of an agent in `team`."""
+    for option, value in options.items():
+        for name in value if isinstance(value, dict | list | tuple) else ():
+            if isinstance(name, str) and name not in team:
+                raise ValueError(
+                    f"{whose}: {option} names agent '{name}', who is not in the team; "
+                    f"agents: {', '.join(team)}{nearest(name, team)}"
+                )
 
 
 class AgentConfig(Section):
@@ -276,11 +280,12 @@ class AgentConfig(Section):
     tools: Annotated[Chosen, AfterValidator(partial(_typed, TOOL_REGISTRY))] = Field(default_factory=dict)
     chats: ChatRules = ChatRules()
 
-    @model_validator(mode="after")
-    def _known(self) -> AgentConfig:
-        if self.role:
-            lookup("agent role", self.role, ROLES)
-        return self
+    @field_validator("role")
+    @classmethod
+    def _known(cls, role: str) -> str:
+        if role:
+            lookup("agent role", role, ROLES)
+        return role
 
 
 class CollectionConfig(Deadlines):

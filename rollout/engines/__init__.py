@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
-from mcore_mas.rollout.base.http import check_url
+from mcore_mas.rollout.base.http import Url, check_private
 from mcore_mas.rollout.base.options import Section, check_call, check_methods, imported, lookup
 from mcore_mas.rollout.base.task_group import CallRecord, LateCall, on_record, within
 from mcore_mas.rollout.engines.growing import GrowingReply
@@ -29,6 +29,7 @@ from mcore_mas.rollout.engines.protocol import Hear as Hear
 from mcore_mas.rollout.engines.protocol import StreamingEngine as StreamingEngine
 from mcore_mas.rollout.engines.protocol import Tag as Tag
 from mcore_mas.rollout.engines.protocol import TrainedEngine as TrainedEngine
+from mcore_mas.rollout.engines.sglang.arguments import argument_problem
 from mcore_mas.rollout.models.chat_template import CUTS, Renderer, WordStream
 from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
 from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, Turn, changed
@@ -69,7 +70,7 @@ class EngineConfig(Section):
     joining: int = Field(0, ge=0)  # further actors, which join where nodes have room and leave with their nodes
     # of name: sglang
     python: Path | None = None  # interpreter of SGLang's own environment ...
-    urls: tuple[str, ...] = ()  # ... or servers that run already
+    urls: tuple[Url, ...] = ()  # ... or servers that run already
     members: Path | None = None  # file with the URLs of further servers, which may change while a run trains
     key_file: Path | None = None  # of servers on other machines
     tp: int = Field(1, ge=1)  # GPUs of each
@@ -80,6 +81,13 @@ class EngineConfig(Section):
     verify: bool = True  # compare checksums after every update, where the server can
     timeout_s: float = Field(600.0, gt=0)  # of one request
     start_s: float = Field(900.0, gt=0)  # that a server may take to answer first
+
+    @field_validator("options")
+    @classmethod
+    def _taken(cls, options: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
+        if info.data.get("name") == "sglang" and (problem := argument_problem(options)):
+            raise ValueError(problem)
+        return options
 
     @property
     def servers(self) -> int:
@@ -105,8 +113,8 @@ class EngineConfig(Section):
             raise ValueError("joining is a setting of the embedded engine; servers that join are named in members")
         if self.name == "sglang" and self.device != "cpu":
             raise ValueError("device is a setting of the embedded engine; sglang takes the GPUs there are")
-        for url in self.urls:
-            check_url("urls", url, secret=self.key_file is not None)
+        for url in self.urls if self.key_file else ():
+            check_private("urls", url)
         known = TRANSPORTS.get(self.name)
         if known and self.transport not in (None, *known):
             raise ValueError(f"{self.name} has no transport '{self.transport}'; known: {', '.join(known)}")

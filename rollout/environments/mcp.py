@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.base.files import read_yaml
@@ -145,7 +145,7 @@ class McpEnv:
     """
 
     task: Task = field(kw_only=False)
-    servers: Mapping[str, McpServer]
+    servers: Annotated[Mapping[str, McpServer], Field(min_length=1)]
     max_turns: PositiveInt = 10
     reward: AnswerReward = "exact_match"
     deadline_s: PositiveFloat = 30.0

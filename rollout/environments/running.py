@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
+from mcore_mas.rollout.base.http import Url
 from mcore_mas.rollout.base.task_group import once
 from mcore_mas.rollout.environments.protocol import ToolCall
 from mcore_mas.rollout.records.trajectory import Task
@@ -30,7 +31,7 @@ class SandboxedEnv:
 
     task: Task = field(kw_only=False)
     sandbox: Runner | None = None  # in place of a server and of this process's own
-    server: str | None = None
+    server: Url | None = None
     tier: Tier = "auto"
     cpu_s: PositiveInt = 20
     memory_mb: PositiveInt = 512

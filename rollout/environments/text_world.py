@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import JsonValue, PositiveFloat, PositiveInt
 
@@ -273,7 +273,7 @@ class WebshopEnv(WorldEnv):
         num_products: how many the shop has, 100, 1000 or 100000; null: all.
     """
 
-    num_products: PositiveInt | None = 1000
+    num_products: Literal[100, 1000, 100000] | None = 1000
     max_turns: PositiveInt = 15
     deadline_s: PositiveFloat = 600.0
 

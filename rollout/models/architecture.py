@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import read_json, read_yaml
 
@@ -126,6 +128,27 @@ def read_config(folder: Path | str) -> dict[str, Any]:
         raise ModelError(f"{folder}: no model here (config.json is missing); expected a Hugging Face folder") from None
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{path}: not readable ({error}); expected a Hugging Face model folder") from error
+
+
+def tensor_files(folder: Path | str) -> list[Path]:
+    """The safetensors files of a folder: what its index names, else all; ModelError if none is named or there."""
+    index = Path(folder) / "model.safetensors.index.json"
+    try:
+        named = read_json(index)["weight_map"].values() if index.is_file() else Path(folder).glob("*.safetensors")
+        files = {index.with_name(Path(name).name) for name in named}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: not readable ({error}); expected the files of a model's tensors") from error
+    if not files:
+        raise ModelError(f"{folder}: no *.safetensors file; expected a Hugging Face model folder")
+    return sorted(files)
+
+
+def open_tensors(file: Path, kind: str) -> Any:
+    """A safetensors file by its header, for tensors of a `kind` ("pt", "np"); ModelError if it is none or cut off."""
+    try:
+        return safe_open(str(file), kind)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file}: not a readable safetensors file ({error})") from error
 
 
 def read_architecture(folder: Path | str) -> Architecture:

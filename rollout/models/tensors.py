@@ -8,11 +8,10 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError, ModelError
-from mcore_mas.rollout.base.files import read_json
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.models.architecture import open_tensors, tensor_files
 
 RowBlocks = Tensor | Sequence[Tensor]  # a full tensor, or blocks of its rows in their order
 WeightStream = Iterable[tuple[str, RowBlocks]]  # Hugging Face name and tensor, one at a time
@@ -69,27 +68,13 @@ class TensorFiles:
         self.opened: dict[Path, Any] = {}
         self._files: dict[str, Any] = {}  # opened file by the name of each tensor in it
         for file in files:
-            try:
-                opened: Any = safe_open(str(file), "pt")
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"{file}: not a readable safetensors file ({error})") from error
-            self.opened[file] = opened
+            self.opened[file] = opened = open_tensors(file, "pt")
             self._files |= dict.fromkeys(opened.keys(), opened)
 
     @classmethod
     def of_folder(cls, folder: Path | str) -> Self:
         """Those of a Hugging Face folder: what its index names, else all; ModelError if none is there to be read."""
-        index = Path(folder) / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                files = {index.with_name(name) for name in read_json(index)["weight_map"].values()}
-            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-                raise ModelError(f"{index}: not readable ({error}); expected the files of a model's tensors") from error
-        else:
-            files = set(Path(folder).glob("*.safetensors"))
-        if not files:
-            raise ModelError(f"{folder}: no *.safetensors file; expected a Hugging Face model folder")
-        return cls(sorted(files))
+        return cls(tensor_files(folder))
 
     def __contains__(self, name: str) -> bool:
         return name in self._files

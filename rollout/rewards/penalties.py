@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from pydantic import NonNegativeFloat as Cost
 from pydantic import PositiveInt
 
 from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
@@ -35,7 +36,7 @@ VALIDITY_RULES: dict[ValidityRule, Callable[[str], bool]] = {
 }
 
 
-def invalid_reply(turn: Turn, *, coef: float = 1.0, rules: Mapping[str, Sequence[ValidityRule]] | None = None) -> float:
+def invalid_reply(turn: Turn, *, coef: Cost = 1.0, rules: Mapping[str, Sequence[ValidityRule]] | None = None) -> float:
     """Minus `coef` for a reply that the role's parser refused, or that breaks a rule.
 
     Args:
@@ -47,7 +48,7 @@ def invalid_reply(turn: Turn, *, coef: float = 1.0, rules: Mapping[str, Sequence
 
 
 def overlong(
-    turn: Turn, *, buffer: PositiveInt, max_tokens: Mapping[str, PositiveInt] | None = None, coef: float = 1.0
+    turn: Turn, *, buffer: PositiveInt, max_tokens: Mapping[str, PositiveInt] | None = None, coef: Cost = 1.0
 ) -> float:
     """Minus `coef` times the used share of the last `buffer` tokens before the limit, 1 at the limit and beyond.
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import shutil
 import sys
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -30,9 +33,10 @@ SERVED = ["engine=sglang", f"engine.python={sys.executable}", "engine.max_length
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six layers, 4 heads, 2 key/value heads, 4096 positions; no tokenizer, so no chat template."""
+    """Six layers, 4 heads, 2 key/value heads, 4096 positions; a tokenizer in name only, so no chat template."""
     folder = tmp_path_factory.mktemp("model")
     reference.make_model("qwen2", folder, layers=6)
+    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
@@ -52,7 +56,7 @@ def test_the_demo_is_well() -> None:
 def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: None)
     monkeypatch.setattr("mcore_mas.pipeline.check.gpus_here", lambda: 0)
-    settings = ["policies.solver.tp=3", "engine.max_length=2048", "engine.device=cuda", "tracking.uri=localhost:5000"]
+    settings = ["policies.solver.tp=3", "engine.max_length=2048", "engine.device=cuda"]
     lines = said("cluster.device=auto", *settings)
     assert lines == [
         "run 'demo_math': policies.solver: tp: 3 does not divide the model's 8 heads; valid here: [1, 2, 4], "
@@ -60,7 +64,6 @@ def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(mo
         "run 'demo_math': policies.verifier: engine.max_length 2048 is more than the 1024 positions of "
         "results/demo_math/bootstrap/model; use at most 1024",
         "run 'demo_math': engine.device: cuda, and there is no GPU here; set it to cpu",
-        "run 'demo_math': tracking.uri: localhost:5000 has no scheme; expected http://localhost:5000, or sqlite:///FILE",
     ]
 
 
@@ -128,6 +131,62 @@ def test_models_that_are_not_there_have_no_template_or_lie_in_the_hubs_cache(
     (repository / "refs" / "main").write_text("abc")
     assert located("me/mine") == str(snapshot)
     assert [located(name) for name in ("me/other", "../none")] == ["me/other", "../none"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json; expected a Hugging Face folder with"),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            "no *.safetensors file; expected a Hugging Face model",
+        ),
+        (
+            lambda folder: os.truncate(folder / "model.safetensors", 100),
+            "model.safetensors: not a readable safetensors",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "b.safetensors"}}'
+            ),
+            "b.safetensors: not a readable safetensors file (No such file",
+        ),
+    ],
+)
+def test_a_models_files_are_read_as_far_as_their_headers(
+    broken: Callable[[Path], object], message: str, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, folder := tmp_path / "model")
+    broken(folder)
+    lines = of(folder, *(f"policies.{name}.chat_template=chatml" for name in ("solver", "verifier")))
+    assert [message in line for line in lines] == [True] * len(lines) and lines
+
+
+def test_programs_and_keys_that_this_machine_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    asked = ["coach=openai", "reward.name=coach"]
+    assert said(*asked) == [
+        "run 'demo_math': coach.key_variable: OPENAI_API_KEY is not set here; export it with the key, or name a "
+        "key_file"
+    ]
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    assert said(*asked) == []
+    (line,) = said("~orchestra.options", "orchestra.name=program", "orchestra.options.command=[nowhere, a]")
+    assert "orchestra.options.command: 'nowhere' is no program on this machine; install it, or name its path" in line
+    (line,) = said("env={name: mcp, options: {servers: {a: {command: nowhere}}}}")
+    assert "env.options.servers.a.command: 'nowhere' is no program" in line
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ("sokoban", "expected rows of signs separated by spaces, all of one length); its tasks are of env 'plan_path'"),
+        ("blocksworld", "expected lines 'now: A B | C' and 'goal: C B A' with the same blocks); its tasks are of env"),
+    ],
+)
+def test_an_environment_begins_a_task_of_the_generator(env: str, message: str) -> None:
+    (line,) = problems(load_suite("demo_path", [f"env.name={env}"]))
+    assert line.startswith(f"run 'demo_path': data: env '{env}' cannot begin task 'plan_path_5x5/") and message in line
 
 
 def test_missing_data_files_are_named_unless_they_are_to_be_fetched() -> None:

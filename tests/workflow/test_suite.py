@@ -63,12 +63,17 @@ def test_runs_that_differ_only_in_their_seed_are_one_experiment() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"experiments": {"a": MATH}}, "'suite' is a required property"),
+        ({"experiments": {"a": MATH}}, "suite: 'suite' is missing"),
         ({**suite(a=MATH), "result": "x"}, "unknown key 'result'; known here: suite, results, config_dir, experiments"),
         ({**suite(a=MATH), "published": []}, "unknown key 'published'; known here"),
-        (suite(tables=MATH), "experiments"),
-        (suite(a=["experiment demo_math"]), "experiments/a/0"),
-        ({**suite(a=MATH), "results": "a b; rm"}, "results"),
+        ({"suite": "x"}, "suite: expected runs: experiments, or a grid of them"),
+        ({**suite(a=MATH), "suite": "x/y"}, "suite.suite: expected text of letters, .* or digit \\(got 'x/y'\\)"),
+        (suite(tables=MATH), "suite.experiments: expected letters, .*; and not tables, .* \\(got 'tables'\\)"),
+        (suite(a=["experiment demo_math"]), "suite.experiments.a.0: expected KEY=VALUE, or ~KEY to take a key out"),
+        (suite(a="seed=1"), "suite.experiments.a: expected a list of overrides, each KEY=VALUE"),
+        ({"suite": "x", "grid": {"axes": {"seed": 5}}}, "suite.grid.axes.seed: expected a list of values, not empty"),
+        ({**suite(a=MATH), "scale": "big"}, "suite.scale: expected one of paper, tiny \\(got 'big'\\)"),
+        ({**suite(a=MATH), "results": "a b; rm"}, "suite.results: expected a folder's path of letters, "),
         (suite(a=["sede=1"]), "run 'a': .*sede"),
         (suite(a=["experiment=demo_maths"]), "run 'a': .*demo_maths"),
         (suite(a=MATH, b=["seed=abc"]), "run 'b': .*seed"),
@@ -151,11 +156,6 @@ def test_runs_that_only_train_differently_share_a_cold_start() -> None:
     assert loaded.runs["demo_math_grpo_2"]["cold_start"] is not None
 
 
-def test_a_suite_without_runs_is_refused() -> None:
-    with pytest.raises(SuiteError, match="suite file"):
-        Suite.load({"suite": "x"})
-
-
 def test_cells_of_a_table_say_whose_models_play(tmp_path: Path) -> None:
     """Stronger-MAS's Table 3: policies swapped, agents that were trained alone in one team; and one agent left out."""
     runs = {name: ["experiment=demo_math", "cold_start=null"] for name in ("mas", "tool_alone", "plan_alone")}
@@ -185,8 +185,8 @@ def test_cells_of_a_table_say_whose_models_play(tmp_path: Path) -> None:
         ({"a": {"x": {"judge": "base"}}}, r"evaluate\.a\.x\.judge: no such agent; agents: solver, verifier"),
         ({"a": {"x": {"solver": "b"}}}, r"evaluate\.a\.x\.solver: no run 'b'; expected base, trained, a run \(a\)"),
         ({"a": {"x": {"solver": "a/judge"}}}, "run 'a' has no agent 'judge'; solver, verifier"),
-        ({"a": {"base": {"solver": "base"}}}, "suite file, evaluate/a"),
-        ({"a": {"x": {"solver": {}}}}, "suite file, evaluate/a/x/solver"),
+        ({"a": {"base": {"solver": "base"}}}, "suite.evaluate.a: expected small letters"),
+        ({"a": {"x": {"solver": {}}}}, "suite.evaluate.a.x.solver: expected base, trained, a run"),
     ],
 )
 def test_a_cell_that_cannot_be_played_is_one_line(tmp_path: Path, cells: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 from pydantic import Field, JsonValue, SecretStr, model_validator
 
 from mcore_mas.rollout.base.errors import Unusable
-from mcore_mas.rollout.base.http import check_url, failure_of
+from mcore_mas.rollout.base.http import Url, check_private, failure_of
 from mcore_mas.rollout.base.options import Section, imported, lookup
 from mcore_mas.rollout.records.trajectory import Message
 
@@ -140,6 +140,11 @@ def hide(variable: str | None) -> None:
         _taken[variable] = ApiKey(value)
 
 
+def has_key(variable: str) -> bool:
+    """Whether the environment has such a key, or had it before it was hidden."""
+    return variable in _taken or bool(os.environ.get(variable))
+
+
 def read_key(variable: str | None, file: Path | None) -> ApiKey | None:
     """The key in `file`, or in the environment's `variable`, which is removed there so that no child inherits it.
 
@@ -186,8 +191,8 @@ class PriceConfig(Section):
 class BudgetConfig(Section):
     """What may be spent in all, over every start of the run; None is no limit."""
 
-    calls: int | None = Field(default=None, ge=0)  # requests sent, retries included
-    tokens: int | None = Field(default=None, ge=0)  # of prompts and replies
+    calls: int | None = Field(default=None, ge=1)  # requests sent, retries included
+    tokens: int | None = Field(default=None, ge=1)  # of prompts and replies
     money: float | None = Field(default=None, ge=0)  # in the currency of the prices
 
 
@@ -195,11 +200,11 @@ class RemoteConfig(Section):
     """A frozen model behind an API."""
 
     provider: str = "openai"  # name in PROVIDERS
-    model: str
-    url: str | None = None  # None: the vendor's own
-    key_variable: str | None = None  # name of the environment variable with the key ...
+    model: str = Field(min_length=1)
+    url: Url | None = None  # None: the vendor's own
+    key_variable: str | None = Field(None, min_length=1)  # name of the environment variable with the key ...
     key_file: Path | None = None  # ... or a file with nothing else in it, which only its owner may read
-    proxy: str | None = None
+    proxy: Url | None = None
     request: dict[str, JsonValue] = Field(default_factory=dict)  # further fields of the request; null takes one out
     concurrency: int = Field(default=16, ge=1)  # questions in flight at once
     retries: int = Field(default=4, ge=0)  # after the first call
@@ -217,6 +222,6 @@ class RemoteConfig(Section):
             raise ValueError("budget.money is set without prices; set prices.prompt and prices.reply")
         if self.request.get("stream"):
             raise ValueError("request.stream is set; replies are read whole, so leave it out")
-        for name, url in (("url", self.url), ("proxy", self.proxy)):
-            check_url(name, url, secret=name == "url" and bool(self.key_variable or self.key_file))
+        if self.key_variable or self.key_file:
+            check_private("url", self.url)
         return self

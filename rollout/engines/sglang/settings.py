@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import is_loopback
 from mcore_mas.rollout.engines import TRANSPORTS
+from mcore_mas.rollout.engines.sglang.arguments import argument_problem
 from mcore_mas.rollout.models.architecture import Experts, read_architecture, read_config
 
 if TYPE_CHECKING:
@@ -23,14 +24,6 @@ if TYPE_CHECKING:
 
 PUSHED = ("tensor", "distributed")  # written into the servers while they pause
 _SHORT = {"half": "float16", "float": "float32"}  # names that SGLang has for types of numbers
-_OWN = {  # arguments of the server, by the setting that they would contradict; the GPUs of a server are on one node
-    "engine.tp": ("tp-size", "tensor-parallel-size", "pp-size", "pipeline-parallel-size"),
-    "engine.replicas": ("dp-size", "data-parallel-size", "nnodes", "node-rank", "dist-init-addr"),
-    "": ("host", "port", "model-path", "config", "api-key"),
-    "engine.adapters": ("enable-lora", "lora-paths"),
-    "policies.<name>.lora.rank": ("max-lora-rank",),
-    "policies.<name>.lora.targets": ("lora-target-modules",),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +68,8 @@ class SGLangSettings:
         if self.transport not in TRANSPORTS["sglang"]:
             known = ", ".join(TRANSPORTS["sglang"])
             raise EngineError(f"SGLang has no transport '{self.transport}'; known: {known}")
-        for name in (name.replace("_", "-") for name in self.options):
-            for setting in (setting for setting, names in _OWN.items() if name in names):
-                instead = f"set {setting} instead" if setting else "it is chosen here"
-                raise EngineError(f"engine.options: {name} is not to be given to the servers; {instead}")
+        if problem := argument_problem(self.options):
+            raise EngineError(f"engine.options: {problem}")
         _check_model(self.folder, self._model)
         for adapter in self.adapters:
             if problem := slot_problem(adapter.targets):

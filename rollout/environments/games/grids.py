@@ -156,7 +156,7 @@ class PlanPathSource(_GridSource):
         obstacles: probability that a cell is an obstacle.
     """
 
-    size: Annotated[int, Field(ge=2)] = 10
+    size: Annotated[int, Field(ge=2, le=100)] = 10
     obstacles: Annotated[float, Field(ge=0, lt=1)] = 0.22
 
     game, named = "plan_path", "plan_path_{0.size}x{0.size}"
@@ -284,7 +284,7 @@ class SokobanSource(_GridSource):
         tries: placements of boxes, goals and player in one room, at most.
     """
 
-    size: Annotated[int, Field(ge=4)] = 6
+    size: Annotated[int, Field(ge=4, le=100)] = 6
     boxes: PositiveInt = 1
     walk: PositiveInt = 25
     turn: Share = 0.35

@@ -93,7 +93,7 @@ def test_a_team_that_ships_brings_all_but_what_is_given(tmp_path: Path) -> None:
             TaskError,
             r"write AgentSpec\(..., settings=\{\"temperature\": ...\}\) or evaluation=\{\"temperature\"",
         ),
-        ({"penalties": {"invald": {}}}, ConfigError, "unknown penalty 'invald'; .*; nearest: invalid"),
+        ({"penalties": {"invald": {}}}, ConfigError, "unknown penalty 'invald'; nearest: invalid; known"),
         ({"steps": 0}, ConfigError, "trainer.steps: expected an integer of at least 1"),
         ({"engine": {"slotz": 3}}, ConfigError, "unknown key 'engine.slotz'; .*; nearest: slots"),
         ({"env": "maths"}, ConfigError, "unknown env 'maths'.*; nearest: math"),

@@ -88,7 +88,7 @@ PLAYS = Registry(kind="env", known={"play": play}, takes=("task",), supplied=fro
         ({"scaled": "true"}, "scaled", "expected true or false"),
         ({"slips": "often"}, "slips", "expected a mapping to numbers from 0 to 1 or null"),
         ({"slips": {"tool": 2}}, "slips.tool", "expected a number from 0 to 1"),
-        ({"clip": [1]}, "clip.1", "expected a number"),
+        ({"clip": [1]}, "clip", "expected a list of a number, a number or null"),
         ({"clip": [1, 2, 3]}, "clip", "expected a list of a number, a number or null"),
         ({"agents": "solver"}, "agents", "expected a list of texts, not empty"),
         ({"agents": []}, "agents", "expected a list of texts, not empty"),
@@ -390,6 +390,7 @@ def test_a_name_may_be_offered_by_an_installed_package(tmp_path: Path, monkeypat
         ("my_team.world.Env:step", "'my_team.world' is not a package"),
         ("my_team.world:Evn", "module 'my_team.world' has no attribute 'Evn'; nearest: Env"),
         ("my_team.broken:Env", "No module named 'my_team.wrld'; nearest: world"),
+        ("my_team.raises:Env", "RuntimeError: boom twice"),
         ("my_team.stale:Env", "cannot import name 'Steps' from 'mcore_mas' .*; nearest: Step"),
     ],
 )
@@ -399,6 +400,7 @@ def test_an_import_path_that_is_misspelt_has_a_nearest_one(
     (tmp_path / "my_team").mkdir()  # without __init__.py, as docs/own_team.md has its folder
     (tmp_path / "my_team" / "world.py").write_text("class Env: ...\n")
     (tmp_path / "my_team" / "broken.py").write_text("from my_team.wrld import Env\n")
+    (tmp_path / "my_team" / "raises.py").write_text("raise RuntimeError('boom\\ntwice')\n")
     (tmp_path / "my_team" / "stale.py").write_text("from mcore_mas import Steps\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UnknownName, match=f"^env '{path}' cannot be imported: .*{near}$"):

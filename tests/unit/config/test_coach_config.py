@@ -22,7 +22,10 @@ def test_the_released_behaviour_is_gemini_with_a_fallback() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["coach=local", "+coach.agents=[solvr]"], "coach names agent 'solvr', which is not there; agents: solver"),
+        (
+            ["coach=local", "+coach.agents=[solvr]"],
+            "coach: agents names agent 'solvr', who is not in the team; agents: solver",
+        ),
         (["coach=local", "+coach.modle=x"], "unknown key 'coach.modle'; known here: provider, model, url"),
         (["coach=local", "coach.url=http://a.org/v1", "+coach.key_variable=K"], "http would show the key"),
         (["coach=local", "coach.provider=claude"], "unknown provider 'claude'; known: anthropic, gemini, openai"),

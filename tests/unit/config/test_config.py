@@ -151,9 +151,9 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         ("+trainer.logprob_tolerance=1e-3", "'trainer.logprob_tolerance' is now 'trainer.agreement'; known here: "),
         ("policies.solver.lr=fast", "policies.solver.lr: expected a number of at least 0 (got 'fast')"),
         ("agents.solver.policy=solvr", "agent 'solver' plays policy 'solvr', which is not defined; policies: solver"),
-        ("orchestra.name=chian", "unknown orchestra 'chian'; known: ab_mcts, chain, "),
+        ("orchestra.name=chian", "unknown orchestra 'chian'; nearest: chain; known: ab_mcts, chain, "),
         ("+orchestra.options.loops=3", "orchestra 'solver_verifier' has no option 'loops'; its options: max_loops"),
-        ("advantage.name=drmass", "unknown advantage 'drmass'; known: at_grpo, dr_grpo, drmas, gae"),
+        ("advantage.name=drmass", "unknown advantage 'drmass'; nearest: drmas; known: at_grpo, dr_grpo, drmas, gae"),
         ("advantage=drmass", "no advantage 'drmass' in the configs; nearest: drmas, "),
         ("advantage=zzzz", "no advantage 'zzzz' in the configs; there are: at_grpo, dr_grpo, drmas"),
         ("advantage=gae", "agent 'solver': advantage 'gae' needs policies.solver.critic"),
@@ -161,17 +161,17 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
             "trainer.group_size=1",
             "agent 'solver': advantage 'drmas' compares turns alike in task, agent, and",
         ),
-        ("+agents.solver.advantage.name=rlo", "unknown advantage 'rlo'; known: at_grpo"),
+        ("+agents.solver.advantage.name=rlo", "unknown advantage 'rlo'; nearest: rloo; known: at_grpo"),
         (
             "+advantage.options.epsilon=1",
             "advantage 'drmas' has no option 'epsilon'; its options: peers, vote, b",
         ),
         ("+advantage.options.lone=rwa", "advantage.options.lone: expected one of zero, raw (got 'rwa')"),
         ("+advantage.options.peers=agnt", "advantage.options.peers: expected one of task, agent, state (got 'agnt')"),
-        ("filter={name: informativ}", "unknown filter 'informativ'; known: informative, lowest_mean"),
+        ("filter={name: informativ}", "unknown filter 'informativ'; nearest: informative; known: informative"),
         ("+loss.aggregation=seq_mean_token_sum_norm", "aggregation 'seq_mean_token_sum_norm' needs norm"),
         ("+loss.kl.target=0.1", "an adaptive coefficient starts above 0; set coef"),
-        ("+loss.correction.name=tsi", "unknown correction 'tsi'; known: icepop, importance"),
+        ("+loss.correction.name=tsi", "unknown correction 'tsi'; nearest: tis; known: icepop"),
         ("+reward.options.alpha=1", "reward 'shared_outcome' has no option 'alpha'; its options: none"),
         (
             "+reward.penalties.overlong={buffer: 4, max_tokens: {solvr: 9}}",
@@ -179,7 +179,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         ),
         ("+data.options.digits=3", "task generator 'arithmetic' has no option 'digits'; its options: none"),
         ("data.generator=null", "data.train is 4000; expected a data file, as no generator is named"),
-        ("data.train=x.parquet", "data.train is x.parquet; expected a number of tasks"),
+        ("data.train=x.parquet", "data.train is the file x.parquet; expected a number of tasks"),
         ("+data.format=dapo", "data.format is dapo, which files have; leave it or data.generator out"),
         (
             "data.train=[{path: x.json, limt: 5}]",
@@ -204,14 +204,144 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         ),
         ("+trainer.final=best", "trainer: final 'best' needs a kept best: set trainer.keep_best to 1 or more"),
         ("experiment=demo_maths", "no experiment 'demo_maths' in the configs; nearest: demo_math, "),
+        ("env=[]", "env: expected a mapping with keys name, options (got [])"),
+        ("loss.options=[]", "loss.options: expected a mapping (got [])"),
+        ("agents=[]", "agents: expected a mapping that is not empty to a mapping with keys policy, "),
+        (
+            "experiment=demo_path | orchestra=banana",
+            "orchestra: expected a mapping with keys name, options (got banana)",
+        ),
+        (
+            "experiment=demo_path | orchestra.options.max_turns=five",
+            "orchestra.options.max_turns: expected an integer above 0 (got 'five')",  # the environment's is this one
+        ),
+        ("team=null", "no team 'null' in the configs; there are: ab_mcts, "),
+        ("coach=5", "no coach '5' in the configs; there are: anthropic, "),
+        ("engine=[]", "no engine '[]' in the configs; there are: embedded, sglang"),
+        ("team=[mathcat,chain]", "no team 'mathcat' in the configs; nearest: mathchat"),
+        (
+            "trainer={steps: 3",
+            "'trainer={steps: 3' cannot be read; expected KEY=VALUE, brackets closed, and text with ",
+        ),
+        ("seed=1,2", "seed=1,2: expected one value; a list is KEY=[a,b], text KEY="),
+        ("~cold_strat", "~cold_strat: there is no such key to take out; nearest: cold_start"),
+        ("~loss.kind", "~loss.kind: there is no such key to take out"),
+        ("policies.solver.model=${reslts}", "policies.solver.model: Interpolation key 'reslts' not found"),
+        ("policies.solver.model=???", "policies.solver.model is ???, which is to be set; give it a value"),
+        ("~team", "no team: orchestra, env, reward missing; choose one by `defaults: [override /team: NAME]`"),
+        (
+            "agents.solvr.max_tokens=5",
+            "agent 'solvr' plays policy 'solvr', which is not defined; policies: solver, ver",
+        ),
+        (
+            "policies.solvr.lr=1e-4",
+            "policy 'solvr' is played by no agent; remove it or name it in agents; nearest: solv",
+        ),
+        ("agents.solver.policy=null", "agents.solver.policy: expected text (got null)"),
+        (
+            "agents.helper={policy: solver}",
+            "agents.helper: unknown agent role 'helper'; known: aggregator, ",
+        ),
+        ("agents.helper={policy: solver}", "; or no module that is imported registers it"),
+        ("agents.solver.role=slover", "agents.solver.role: unknown agent role 'slover'; nearest: solver; known: "),
+        ("data.train='4000'", "data.train is the file 4000; expected a number of tasks"),
+        ("data.train=4000.0", "data.train: expected an integer of at least 0 or a list of a mapping with keys path, "),
+        ("data.train=null", " limit_per_source (got null)"),
+        ("trainer.agreement={men: 1}", "trainer.agreement: expected one of mean, k3, p99, max (got 'men')"),
+        (
+            "policies.solver.betas=[0.9]",
+            "policies.solver.betas: expected a list of a number of at least 0 and below 1, a number",
+        ),
+        ("trainer=null", "trainer: expected a mapping with keys steps, "),
+        ("~trainer.steps", "'trainer.steps' is missing; expected an integer of at least 1"),
+        ("env.options.server=banana", "env.options.server: expected http(s)://host/path, with a port from 1 to 65535"),
+        ("retriever={urls: ['http://a:99999']}", "retriever.urls.0: expected http(s)://host/path, with a port from 1"),
+        (
+            "coach=local | coach.url=banana",
+            "coach.url: expected http(s)://host/path, with a port from 1 to 65535 if any",
+        ),
+        (
+            "trainer.updates_per_step=17",
+            "updates_per_step 17 is more than tasks_per_step 16, and no task is cut; lower",
+        ),
+        (
+            "reward.penalties={overlong: {buffer: 41}}",
+            "penalties.overlong.buffer 41 is more than max_tokens 40 of agent",
+        ),
+        (
+            "tracking.uri=localhost:5000",
+            "tracking.uri: 'localhost:5000' is no store of MLflow; expected http(s)://HOST",
+        ),
+        (
+            "tracking.uri=",
+            "tracking.uri: '' is no store of MLflow; expected http(s)://HOST:PORT, sqlite:///FILE or a fol",
+        ),
+        (
+            "experiment=demo_path | cold_start.options.slips={planer: 0.5}",
+            "slips names agent 'planer', who is not in the",
+        ),
+        (
+            "coach=openai | coach.key_variable=''",
+            "coach.key_variable: expected text that is not empty or null (got '')",
+        ),
+        ("coach=openai | coach.model=''", "coach.model: expected text that is not empty (got '')"),
+        (
+            "coach=openai | coach.budget.calls=0",
+            "coach.budget.calls: expected an integer of at least 1 or null (got 0)",
+        ),
+        (
+            "cold_start.options.foo=1",
+            "cold_start.options: what makes the demonstrations of task generator 'arithmetic' ",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(override: str, message: str) -> None:
     base = [] if override.startswith("experiment") else ["experiment=demo_math"]
     with pytest.raises(ConfigError) as caught:
-        resolve([*base, override])
+        resolve([*base, *override.split(" | ")])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"# \xe9\n", "is not in UTF-8: 'utf-8' codec can't decode byte 0xe9"),
+        (b"defaults: x", "experiment/mine: defaults is x; expected a list: [override /team: NAME]"),
+        (b"defaults: [override /teem: chain]", "defaults override 'teem', no group; nearest: team; there are: team, "),
+        (b"defaults: [override /team: chian]", "no team 'chian' in the configs; nearest: chain"),
+        (b"", "no team: orchestra, env, reward, agents missing; choose one by `defaults: [override /team: NAME]`"),
+    ],
+)
+def test_a_mistake_in_an_own_experiment_is_one_line(text: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_bytes(text)
+    with pytest.raises(ConfigError) as caught:
+        resolve(["experiment=mine"], tmp_path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("tp_size=2", "engine.options: tp-size is not to be given to the servers; set engine.tp instead"),
+        ("model=x", "engine.options: model is not to be given to the servers; it is chosen here"),
+        (
+            "mem-fraction-statik=0.5",
+            "has no argument 'mem-fraction-statik'; nearest: mem-fraction-static; `sglang.launch",
+        ),
+        ("mem-fraction-static=lots", "engine.options: mem-fraction-static: expected a number or null (got 'lots')"),
+        ("disable-cuda-graph=1", "engine.options: disable-cuda-graph: expected true or false or null (got 1)"),
+        ("decode-log-interval=true", "engine.options: decode-log-interval: expected an integer or null (got True)"),
+    ],
+)
+def test_arguments_of_sglangs_servers_are_known_by_name_and_type(option: str, message: str) -> None:
+    settings = ["experiment=demo_math", "engine=sglang", "engine.options={mem_fraction_static: 1, device: cpu}"]
+    assert resolve(settings)["engine"]["options"] == {"mem_fraction_static": 1, "device": "cpu"}
+    with pytest.raises(ConfigError) as caught:
+        resolve([*settings, f"engine.options.{option}"])
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("transport", "pool"), [("tensor", "split"), ("distributed", "shared")])

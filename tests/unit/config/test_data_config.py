@@ -102,7 +102,7 @@ def test_a_file_with_nothing_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"format": "mathh"}, "unknown data format 'mathh'; known: 2wikimultihopqa, aime"),
+        ({"format": "mathh"}, "unknown data format 'mathh'; nearest: math; known: 2wikimultihopqa, aime"),
         ({"train": {"path": "x.json", "format": "dappo"}}, "unknown data format 'dappo'"),
         ({"train": {"path": "x.json", "limit": 0}}, "expected an integer of at least 1 or null"),
         ({"train": ["x.json", {"path": "x.json", "skip": "5"}]}, "expected an integer of at least 0"),
@@ -198,7 +198,7 @@ def test_a_task_twice_or_of_an_unknown_environment_is_refused_at_the_start(tmp_p
     assert prepared_tasks(tmp_path, "test") == [own]
     for tasks, fault in (
         ([own, own], "task 't/1' is there twice; make the file again"),
-        ([replace(own, env="maths")], "unknown env 'maths'; known: "),
+        ([replace(own, env="maths")], "unknown env 'maths'; nearest: math; known: "),
     ):
         write_tasks(tmp_path / "test.parquet", tasks)
         with pytest.raises(RecordError) as refused:

@@ -40,7 +40,7 @@ def test_a_mistaken_choice_is_refused_before_anything_runs(values, message):
 
 
 def test_unknown_names_are_named_with_what_is_known():
-    with pytest.raises(ValidationError, match="unknown reward 'shared'; known: coach, discounts"):
+    with pytest.raises(ValidationError, match="unknown reward 'shared'; nearest: shares; known: coach, discounts"):
         RewardConfig(name="shared")
     with pytest.raises(ValidationError, match="unknown penalty 'late'; known: invalid, mask_truncated, overlong"):
         RewardConfig(name="shares", penalties={"late": {}})

@@ -40,6 +40,7 @@ def test_engines_are_found_by_name() -> None:
     classes = {"HostedEngine", "LocalEngine", "ReplicatedEngine", "SGLangEngine"}
     assert {engine_class(name).__name__ for name in ENGINES} == classes
     with pytest.raises(
-        UnknownName, match="unknown engine 'sglong'; known: embedded, embedded_local, embedded_replicas"
+        UnknownName,
+        match="unknown engine 'sglong'; nearest: sglang; known: embedded, embedded_local, embedded_replicas",
     ):
         engine_class("sglong")

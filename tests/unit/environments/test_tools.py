@@ -192,7 +192,9 @@ def test_tools_of_an_mcp_server_have_its_schemas() -> None:
 
 def test_tools_of_an_agent_are_checked_at_the_door() -> None:
     AgentConfig(policy="p", tools={"python": {"cell_s": 5.0}, "calculator": {}})
-    with pytest.raises(ValueError, match="unknown tool 'pythn'; known: calculator, mcp, passages, python, search"):
+    with pytest.raises(
+        ValueError, match="unknown tool 'pythn'; nearest: python; known: calculator, mcp, passages, python, search"
+    ):
         AgentConfig(policy="p", tools={"pythn": {}})
     with pytest.raises(ValueError, match="has no option 'seconds'"):
         AgentConfig(policy="p", tools={"python": {"seconds": 5}})

@@ -158,7 +158,7 @@ def test_it_is_chosen_by_name() -> None:
         ("data_science", "reward", "mean", r"reward\s+expected one of normalised, gap"),
         ("repository", "reward", "some", r"reward\s+expected one of all, rate"),
         ("search", "style", "r1", r"style\s+expected one of search_r1, verl, text"),
-        ("code", "server", "box:8080", r"server: expected http\(s\)://host/path"),
+        ("code", "server", "box:8080", r"server\s+expected http\(s\)://host/path"),
         ("data_science", "server", "http://box:8080", "has no option 'server'"),  # its cells share a session
     ],
 )
