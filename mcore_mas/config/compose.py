@@ -96,8 +96,9 @@ def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> dict[str, An
     loader.repository = _Repository(path)
     parsed, repository = loader._parse_overrides_and_create_caching_repo("config", list(map(_forced, overrides)))
     loader.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
-    for group, chosen in ((one.key_or_group, one.value()) for one in parsed if not one.is_delete()):
-        for name in (chosen if isinstance(chosen, list) and chosen else [chosen]) if group in GROUPS else ():
+    choices = [(one.key_or_group, one.value()) for one in parsed if one.key_or_group in GROUPS and not one.is_delete()]
+    for group, chosen in choices:  # a mapping is no choice, but settings
+        for name in chosen if isinstance(chosen, list) and chosen else [chosen] * (not isinstance(chosen, dict)):
             if not loader.repository.config_exists(f"{group}/{name}"):
                 raise ConfigError(_unchosen(group, name, loader.repository.get_group_options(group)))
     defaults = create_defaults_list(

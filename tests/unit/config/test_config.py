@@ -381,6 +381,8 @@ def test_a_key_that_only_has_a_default_in_the_code_is_set_like_any_other() -> No
     values = resolve(["experiment=demo_math", *overrides])
     assert (values["trainer"]["staleness"], values["trainer"]["oversample"]) == (1, 1.5)
     assert values["advantage"]["options"] == {"lone": "raw"}
+    values = resolve(["experiment=demo_math", "engine={max_length: 64, slots: 8}", "agents.solver.max_tokens=8"])
+    assert (values["engine"]["name"], values["engine"]["slots"]) == ("embedded", 8)  # settings of a group's section
 
 
 def keys(model: type[Section]) -> Iterator[str]:
