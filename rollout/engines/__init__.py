@@ -237,7 +237,9 @@ class EngineClient:
             if engine and (tell or record):
                 asked = GrowingReply(prompt_ids, sampling, record, hear if tell else None).sampled(engine)
             else:
-                asked = engine.stream(prompt_ids, sampling, None) if engine else self.engine.generate(prompt_ids, sampling)
+                asked = (
+                    engine.stream(prompt_ids, sampling, None) if engine else self.engine.generate(prompt_ids, sampling)
+                )
             completion = await within(self.deadline_s, asked, LateCall)
         if completion.finish_reason == "abort" and not given_up:
             raise EngineError(f"the engine gave the reply up after {len(completion.token_ids)} tokens")
