@@ -39,6 +39,7 @@ class _Push(WeightSender):
     """
 
     _answers: Sequence[Future[None]] = ()  # to what was sent last and is not waited for yet
+    _kept: Any = None  # that, as long as servers may read it
 
     def _open(self) -> None:
         route = self._route
@@ -53,11 +54,16 @@ class _Push(WeightSender):
         """Push bucket by bucket; a failure leaves servers with a mixture, and says so."""
         size, limit = 0, int(self._route.options.get("bucket_bytes", PUSHED_BUCKET_BYTES))
         sums: dict[str, str] = {}
-        with self._session():
-            for bucket in buckets(self._entries(weights, sums), limit, itemgetter(0)):
-                form = bucket[0][0][0]
-                size += sum(tensor.nbytes for _, tensor in bucket) * (self._tp if form == "direct" else 1)
-                self._bucket([(name, tensor) for (_, name), tensor in bucket], form, version)
+        try:
+            with self._session():
+                for bucket in buckets(self._entries(weights, sums), limit, itemgetter(0)):
+                    form = bucket[0][0][0]
+                    size += sum(tensor.nbytes for _, tensor in bucket) * (self._tp if form == "direct" else 1)
+                    self._bucket([(name, tensor) for (_, name), tensor in bucket], form, version)
+        finally:  # nothing is under way any more, and this rank holds no bucket
+            self._answers, self._kept = (), None
+            if torch.cuda.is_available():
+                torch.cuda.ipc_collect()  # or what servers have let go of stays taken until the next time
         sums = {name: said for part in self._exchange(sums) for name, said in part.items()}
         return self._route.place, sums, size
 
@@ -151,8 +157,6 @@ class TensorSender(_Push):
     for, has let go of it.
     """
 
-    _kept: Tensor | None = None
-
     def _open(self) -> None:
         super()._open()
         self._direct, self._held = self._route.options.get("direct", ()), self._route.options.get("held", {})
@@ -195,15 +199,6 @@ class TensorSender(_Push):
                 yield (_FULL, name), tensor
         yield from sent(layout.finish())
 
-    def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
-        """As `_Push`; afterwards this rank holds no bucket."""
-        try:
-            return super()._write(weights, version, state)
-        finally:
-            self._kept, self._answers = None, ()
-            if torch.cuda.is_available():
-                torch.cuda.ipc_collect()  # or what servers have let go of stays taken until the next time
-
     def _bucket(self, bucket: list[tuple[str, Tensor]], form: str, version: int) -> None:
         flat, metadata = flatten(bucket)
         if flat.is_cuda:
@@ -233,7 +228,6 @@ class GroupSender(_Push):
 
     _name = ""
     _group: dist.ProcessGroup | None = None
-    _sent: tuple[Any, Tensor] | None = None  # a broadcast under way, and its bucket
 
     def _begin(self) -> None:
         if self._group is None:
@@ -256,13 +250,6 @@ class GroupSender(_Push):
         _first_failure_of([*joined, here])
         return here.result()
 
-    def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
-        """As `_Push`; afterwards nothing is under way."""
-        try:
-            return super()._write(weights, version, state)
-        finally:
-            self._sent, self._answers = None, ()
-
     def _bucket(self, bucket: list[tuple[str, Tensor]], form: str, version: int) -> None:
         self._together(lambda: self._broadcast(bucket, form, version))
 
@@ -280,10 +267,10 @@ class GroupSender(_Push):
         self._settle()
         self._answers = self._post("/update_weights_from_distributed", [body] * len(self._urls))
         with self._left_if_it_fails():
-            self._sent = dist.broadcast(flat, group=self._group, group_src=0, async_op=True), flat
+            self._kept = dist.broadcast(flat, group=self._group, group_src=0, async_op=True), flat
 
     def _settle(self) -> None:
-        (answers, self._answers), (sent, self._sent) = (self._answers, ()), (self._sent, None)
+        (answers, self._answers), (sent, self._kept) = (self._answers, ()), (self._kept, None)
         with self._left_if_it_fails():
             _first_failure_of(answers)  # a server that refuses or dies does not receive: what was sent may never end
             if sent:
