@@ -15,6 +15,7 @@ from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.config.sections import RetrieverConfig, build_env, build_player
 from mcore_mas.rollout.engines import TRANSPORTS, EngineConfig, PolicyClient, engine_class
+from mcore_mas.rollout.engines.adapters import adapter_engines
 from mcore_mas.rollout.engines.remote import hide
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
 from mcore_mas.rollout.engines.sglang.server import visible_gpus
@@ -23,10 +24,6 @@ from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.records.trajectory import Task
 
-_ON_ONE_BASE = {  # by engine, imported where it is needed
-    "embedded": "mcore_mas.rollout.engines.embedded.replicas:adapter_engines",
-    "sglang": "mcore_mas.rollout.engines.sglang.adapters:slot_engines",
-}
 _ON_EACH_GPU = "mcore_mas.rollout.engines.embedded.batching:LocalReplicas"
 
 
@@ -95,7 +92,7 @@ def make_engines(
             together = sharing(config.policies, policy)
             loras = [lora for other in together if (lora := config.policies[other].lora)]
             shapes = [AdapterShape(rank=x.rank, scale=x.scale, targets=x.targets) for x in loras]
-            engines |= zip(together, engine_class(_ON_ONE_BASE[name])(model, shapes, **settings), strict=True)
+            engines |= zip(together, adapter_engines(name, model, shapes, **settings), strict=True)
             continue
         engines[policy] = engine_class(name)(model, **settings)
     return engines

@@ -36,10 +36,7 @@ def bounded_batches(
 
 
 def bounded_table(
-    path: Path,
-    file: pq.ParquetFile,
-    columns: Sequence[str] | None = None,
-    groups: Sequence[int] | None = None,
+    path: Path, file: pq.ParquetFile, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None
 ) -> pa.Table:
     """`bounded_batches` as one table."""
     batches = [*bounded_batches(path, file, columns=columns, groups=groups)]

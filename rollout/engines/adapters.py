@@ -1,9 +1,12 @@
 """The engine of one adapter of several: their host has the processes, and the frozen weights once."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from mcore_mas.rollout.base.options import imported
 from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine
+from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 
@@ -40,3 +43,22 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
 
     def close(self) -> None:
         self.host.close()
+
+
+_HOSTS = {  # by engine, imported where it is needed
+    "embedded": "mcore_mas.rollout.engines.embedded.engine:HostedEngine",
+    "sglang": "mcore_mas.rollout.engines.sglang.adapters:AdapterServers",
+}
+
+
+def adapter_engines(
+    name: str, folder: Path | str, adapters: Sequence[AdapterShape], **settings: Any
+) -> list[AdapterEngine]:
+    """An engine for each of `adapters` on the model in `folder`: all in one actor, or on the same SGLang servers.
+
+    Raises:
+        EngineError: as the engine `name`, whose `settings` these are; or it would not compute the model, or all of an
+            adapter.
+    """
+    host = imported("engine", name, _HOSTS)(folder, adapters=adapters, **settings)
+    return [AdapterEngine(host, number) for number in range(1, 1 + len(adapters))]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.rollout.engines.sglang.adapters import slot_engines
+from mcore_mas.rollout.engines.adapters import adapter_engines
 from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.models.layout import Projection
 from mcore_mas.rollout.records.files import read_trajectories
@@ -36,7 +36,9 @@ def test_logprobs_are_those_of_each_adapter(sglang: str, tmp_path: Path) -> None
     kinds: tuple[tuple[Projection, ...], ...] = (ALL, ("q", "v", "gate"))
     shapes = [AdapterShape(rank=RANK, scale=ALPHA / RANK, targets=targets) for targets in kinds]
     where = {"weights_folder": tmp_path / "weights", "log": tmp_path / "server.log", "start_s": 1500.0}
-    engines = slot_engines(folder, shapes, max_length=MAX_LENGTH, rows=48, python=sglang, **where, **settings)
+    engines = adapter_engines(
+        "sglang", folder, shapes, max_length=MAX_LENGTH, rows=48, python=sglang, **where, **settings
+    )
     models = [make_model(0) for _ in kinds]
     for model, targets in zip(models, kinds, strict=True):
         adapt(model, targets)

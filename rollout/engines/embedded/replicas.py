@@ -1,4 +1,4 @@
-"""Embedded engines made of others: replicas in several Ray actors, and several adapters in one."""
+"""Embedded engines made of others: replicas in several Ray actors."""
 
 import asyncio
 import functools
@@ -12,9 +12,7 @@ from typing import Any
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import Restarts, say
 from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine
-from mcore_mas.rollout.engines.adapters import AdapterEngine
 from mcore_mas.rollout.engines.embedded.engine import ActorDied, HostedEngine
-from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 
@@ -139,13 +137,3 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
             self._add(self._actors[actor])
         del self._actors[actor]
         actor.end()
-
-
-def adapter_engines(folder: Path | str, adapters: Sequence[AdapterShape], **settings: Any) -> list[AdapterEngine]:
-    """An engine for each of `adapters` on the model in `folder`, all in one actor; `settings` of `HostedEngine`.
-
-    Raises:
-        EngineError: as `HostedEngine`; or the folder is no model that this engine computes.
-    """
-    host = HostedEngine(folder, adapters=adapters, **settings)
-    return [AdapterEngine(host, number) for number in range(1, 1 + len(adapters))]

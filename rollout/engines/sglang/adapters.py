@@ -11,7 +11,6 @@ from typing import Any
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines import Hear
-from mcore_mas.rollout.engines.adapters import AdapterEngine
 from mcore_mas.rollout.engines.sglang.engine import SGLangEngine, tell_server
 from mcore_mas.rollout.engines.sglang.fleet import Left
 from mcore_mas.rollout.engines.sglang.server import Replica
@@ -108,13 +107,3 @@ async def _load(call: Callable[..., Awaitable[Any]], name: str, folder: str) -> 
     except EngineError as error:
         if "already loaded" not in str(error):
             raise
-
-
-def slot_engines(folder: Path | str, adapters: Sequence[AdapterShape], **settings: Any) -> list[AdapterEngine]:
-    """An engine for each of `adapters` on the model in `folder`, all on the same servers; `settings` of `SGLangEngine`.
-
-    Raises:
-        EngineError: as `SGLangEngine`; or SGLang would not compute all of an adapter.
-    """
-    host = AdapterServers(folder, adapters, **settings)
-    return [AdapterEngine(host, number) for number in range(1, 1 + len(adapters))]

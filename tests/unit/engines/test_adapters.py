@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.adapters import AdapterEngine
+from mcore_mas.rollout.engines.adapters import AdapterEngine, adapter_engines
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
-from mcore_mas.rollout.engines.embedded.replicas import adapter_engines
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights
 from mcore_mas.rollout.models.tensors import read_tensors
@@ -157,7 +156,7 @@ def test_adapters_are_handed_over_one_by_one_and_outlive_the_actor(running_ray: 
     shape = read_architecture(tmp_path / "model")
     first, second = (drawn(shape, SHAPES[n], n) for n in (0, 1))
     told: list[str] = []
-    engines = adapter_engines(tmp_path / "model", SHAPES[:2], max_length=96, rows=8, tell=told.append)
+    engines = adapter_engines("embedded", tmp_path / "model", SHAPES[:2], max_length=96, rows=8, tell=told.append)
     sampling = [Sampling(max_tokens=9, seed=seed) for seed in range(3)]
 
     async def ask() -> list[list[Completion]]:

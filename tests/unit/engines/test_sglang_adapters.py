@@ -19,8 +19,7 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import tenants_of
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines import EngineConfig
-from mcore_mas.rollout.engines.adapters import AdapterEngine
-from mcore_mas.rollout.engines.sglang.adapters import slot_engines
+from mcore_mas.rollout.engines.adapters import AdapterEngine, adapter_engines
 from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.models.layout import Projection
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
@@ -51,7 +50,7 @@ def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
 
     def engines(*shapes: AdapterShape, **settings: Any) -> list[AdapterEngine]:
         where = {"weights_folder": tmp_path / "weights", "log": tmp_path / "server.log", "python": str(FAKE)}
-        found = slot_engines(folder, shapes, max_length=64, rows=4, start_s=60.0, **(where | settings))
+        found = adapter_engines("sglang", folder, shapes, max_length=64, rows=4, start_s=60.0, **(where | settings))
         made.extend(found)
         return found
 
@@ -193,7 +192,7 @@ def test_the_folder_is_pefts_and_makes_the_merged_models_logprobs(folder: Path, 
     """What `LoraModel` of PEFT does, in plain torch: W + alpha / r · B A for every module that the folder names."""
     trained = make_model(0)
     adapt(trained, TARGETS)
-    (engine,) = slot_engines(folder, [shape()], max_length=64, python=str(FAKE), weights_folder=tmp_path)
+    (engine,) = adapter_engines("sglang", folder, [shape()], max_length=64, python=str(FAKE), weights_folder=tmp_path)
     route = asyncio.run(engine.begin_update())
     sender = make_sender(route)
     places = [Path(sender.send(iter(adapter()), version, route.state).place) for version in (1, 2, 3)]
@@ -221,14 +220,14 @@ def test_what_sglang_would_leave_out_of_an_adapter_is_refused(folder: Path, targ
     with pytest.raises(
         EngineError, match=r"lora.targets .*: SGLang takes an adapter of q, k or v only with q and v both"
     ):
-        slot_engines(folder, [shape(targets=targets)], max_length=64, python=str(FAKE))
+        adapter_engines("sglang", folder, [shape(targets=targets)], max_length=64, python=str(FAKE))
 
 
 @pytest.mark.parametrize(
     "targets", [("q", "v"), ("o",), ("gate",), ("down",), ("q", "k", "v", "o", "gate", "up", "down")]
 )
 def test_what_sglang_computes_is_taken(folder: Path, targets: tuple[Projection, ...]) -> None:
-    assert slot_engines(folder, [shape(targets=targets)], max_length=64, python=str(FAKE))
+    assert adapter_engines("sglang", folder, [shape(targets=targets)], max_length=64, python=str(FAKE))
 
 
 def config(*overrides: str) -> RunConfig:
