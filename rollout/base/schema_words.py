@@ -62,8 +62,9 @@ def walk(schema: Schema, place: Keys) -> tuple[Keys, Schema]:
     """As much of `place` as leads somewhere in `schema`, and the part of the schema that is there."""
     at = schema
     for number, part in enumerate(place):
-        if place[number + 1 :] == ("[key]",):  # pydantic's word for a key of a mapping
-            return place[:number], next(option["propertyNames"] for option in _options(schema, at))
+        names = [option["propertyNames"] for option in _options(schema, at) if "propertyNames" in option]
+        if names and place[number + 1 :] == ("[key]",):  # pydantic's word for a key of a mapping
+            return place[:number], names[0]
         inner = _inside(schema, at, part)
         if inner is None:
             return place[:number], at
