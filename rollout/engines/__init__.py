@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
@@ -26,7 +26,6 @@ from mcore_mas.rollout.base.task_group import CallRecord, LateCall, on_record, w
 from mcore_mas.rollout.engines.growing import GrowingReply
 from mcore_mas.rollout.engines.protocol import Engine as Engine
 from mcore_mas.rollout.engines.protocol import Hear as Hear
-from mcore_mas.rollout.engines.protocol import StreamingEngine as StreamingEngine
 from mcore_mas.rollout.engines.protocol import Tag as Tag
 from mcore_mas.rollout.engines.protocol import TrainedEngine as TrainedEngine
 from mcore_mas.rollout.engines.sglang.arguments import argument_problem
@@ -49,6 +48,21 @@ TRANSPORTS = {  # of each engine that is trained, its own choice first; `mcore_m
 }
 _TRAINED = {"async generate": ("prompt_ids", "sampling"), "async begin_update": (), "async commit_update": ("update",)}
 _TRAINED |= {"abort_update": ("error",), "async weights_lost": ()}  # without what `TrainedEngine` may do besides
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """An engine that can tell tokens as they are sampled."""
+
+    resumes: bool = False  # goes on with a reply (`Sampling.first`), and tells of one at next to no cost
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion (see `Engine`)."""
+        return await self.stream(prompt_ids, sampling, None)
+
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+        """As `generate`, telling `hear` of the tokens before the completion is whole."""
+        raise NotImplementedError
 
 
 class EngineConfig(Section):
@@ -235,11 +249,9 @@ class EngineClient:
 
         async with self.slots:
             if engine and (tell or record):
-                asked = GrowingReply(prompt_ids, sampling, record, hear if tell else None).sampled(engine)
+                asked = GrowingReply(prompt_ids, sampling, record, hear if tell else None).sampled(engine.stream)
             else:
-                asked = (
-                    engine.stream(prompt_ids, sampling, None) if engine else self.engine.generate(prompt_ids, sampling)
-                )
+                asked = self.engine.generate(prompt_ids, sampling)
             completion = await within(self.deadline_s, asked, LateCall)
         if completion.finish_reason == "abort" and not given_up:
             raise EngineError(f"the engine gave the reply up after {len(completion.token_ids)} tokens")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mcore_mas.rollout.base.task_group import CallRecord
-from mcore_mas.rollout.engines.protocol import StreamingEngine
 from mcore_mas.rollout.records.trajectory import Completion, Sampling, changed
 
 KEPT = 16  # tokens that are put on record at a time: at most so many of a reply, and what is on its way, are lost
@@ -31,13 +30,13 @@ class GrowingReply:
     def _begin(self) -> None:
         self._next, self._new = self._place, _NOTHING
 
-    async def sampled(self, engine: StreamingEngine) -> Completion:
-        """The whole of it, sampled by `engine` from where it was."""
+    async def sampled(self, stream: Callable[..., Awaitable[Completion]]) -> Completion:
+        """The whole of it, sampled from where it was by an engine's `stream`."""
         before, sampling = self._before.token_ids, self.sampling
         if before and self.tell and not self.tell(0, before):
             return replace(self._before, finish_reason="abort")
         rest = changed(sampling, first=len(before), max_tokens=sampling.max_tokens - len(before))
-        return self._before.then(await engine.stream(self.prompt + before, rest, self))
+        return self._before.then(await stream(self.prompt + before, rest, self))
 
     def __call__(self, place: int, part: Completion) -> bool:
         """Take a further part."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, make_sender
@@ -39,21 +39,6 @@ class Engine(Protocol):
 # anew; whether to go on. Where it says no, the reply ends with what there is, and finish reason `abort`. An attribute
 # `every` says how many tokens are worth telling.
 Hear = Callable[[int, Completion], bool]
-
-
-@runtime_checkable
-class StreamingEngine(Protocol):
-    """An engine that can tell tokens as they are sampled."""
-
-    resumes: bool = False  # goes on with a reply (`Sampling.first`), and tells of one at next to no cost
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion (see `Engine`)."""
-        return await self.stream(prompt_ids, sampling, None)
-
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
-        """As `generate`, telling `hear` of the tokens before the completion is whole."""
-        raise NotImplementedError
 
 
 class TrainedEngine(Engine, Protocol):
