@@ -166,8 +166,8 @@ def test_more_puzzles_than_there_are_cannot_be_had(game: str, options: dict[str,
 @pytest.mark.parametrize(
     ("game", "options", "message"),
     [
-        ("plan_path", {"size": 1}, "expected an integer of at least 2"),
-        ("plan_path", {"size": "tiny"}, "expected an integer of at least 2"),
+        ("plan_path", {"size": 1}, "expected an integer from 2 to 100"),
+        ("plan_path", {"size": "tiny"}, "expected an integer from 2 to 100"),
         ("plan_path", {"obstacles": 1}, "expected a number of at least 0 and below 1"),
         ("sokoban", {"boxes": 0}, "expected an integer above 0"),
         ("sokoban", {"turn": 2}, "expected a number from 0 to 1"),

@@ -6,7 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.base_model import make_base_model
@@ -47,10 +49,12 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def describe_model(folder: Path) -> Path:
-    """A folder with as much of a model as a plan looks at: its sizes, and that it has a chat template."""
+    """A folder with as much of a model as a plan looks at: sizes, a chat template, and that weights are there."""
     sizes = {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "vocab_size": 512}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"model.norm.weight": torch.zeros(192)}, folder / "model.safetensors")
     return folder
