@@ -50,9 +50,8 @@ class SGLangSettings:
     weights_folder: Path | str | None = None  # that trainer and servers see; None: one in shared memory
     # actor options for each GPU, server by server; None: Ray's choice
     places: Sequence[Mapping[str, Any]] | None = None
-    in_turn: bool = (
-        False  # other servers are on its GPUs (seat i of all engines is one): they start one after the other
-    )
+    # other servers are on its GPUs (seat i of all engines is one), and they start one after the other
+    in_turn: bool = False
     gpus: Sequence[Sequence[str]] = ()  # that each server sees where Ray places none; (): all that this process sees
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of sglang.launch_server
     environment: Mapping[str, str] = field(default_factory=dict)
