@@ -329,6 +329,8 @@ class _Steps:
         self._taken = False  # a row that the training waits behind
         self._thread = threading.Thread(target=self._train, args=(config,), name="training")
         self._thread.start()
+        # Of a program that ends in the middle of its loop; `atexit` comes too late, after all threads are waited for.
+        threading._register_atexit(self.close)  # type: ignore[attr-defined]
 
     def next(self) -> StepRow | None:
         """The next step's metrics, None after the last; raises what ended the training."""
