@@ -9,8 +9,11 @@ from typing import Any, TypeAlias, cast
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from megatron.core.utils import unwrap_model
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_mas.equations.divergence import gap_statistics, histogram_quantile, log_histogram
@@ -105,6 +108,24 @@ def _tiles(spec: TrainerSpec, a: Architecture, device: torch.device) -> TileSize
     return TileSizes.of(shared, a.head_dim, spec.bf16)
 
 
+class _KnownShapes(P2PCommunicator):
+    """Sends activations and gradients between pipeline stages, each rank knowing the shapes that come.
+
+    Where micro-batches differ in length, Megatron's stages send each other the shapes first, and wait for the GPU to
+    read them: twice for each micro-batch.
+    """
+
+    def __init__(self, config: TransformerConfig, shapes: Sequence[tuple[int, int, int]]) -> None:
+        """`shapes` are those of all micro-batches, in order: [tokens of a rank, 1, hidden]."""
+        super().__init__(pp_group=parallel_state.get_pipeline_model_parallel_group(), config=config)
+        self._activations, self._gradients = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(
+        self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
+    ) -> tuple[object, object]:
+        return next(self._activations) if recv_prev else None, next(self._gradients) if recv_next else None
+
+
 class Pipeline:
     """One rank's part of the passes over micro-batches; all ranks of the process group make the same calls."""
 
@@ -118,6 +139,8 @@ class Pipeline:
         self._uploads = None if self._device.type == "cpu" else torch.cuda.Stream()
         self._tiles = _tiles(spec, architecture, self._device)
         self._experts = architecture.experts
+        # into how many parts ranks cut a micro-batch's tokens
+        self._multiple = spec.cp * (spec.tp if spec.sp else 1)
 
     def backward(self, microbatches: Sequence[Microbatch]) -> list[TokenStatistics]:
         """Add the gradients of Σ weight · loss to `main_grad`, summed over data-parallel ranks (gradient accumulation).
@@ -166,14 +189,16 @@ class Pipeline:
         batches += [microbatches[0].idle()] * (-(-rounds // turns) * turns - len(own))
         batches = [batch.padded(tokens) for batch, tokens in zip(batches, self._lengths(batches), strict=True)]
         iterators = [uploads(map(self._planned, batches), self._device, self._uploads) for _ in self._stages]
+        ways = self._between_stages(batches) if self._spec.pp > 1 and self._spec.vpp == 1 else {}
         rows: list[TokenStatistics] = self._run(
             forward_step_func=partial(self._step, self._score if forward_only else self._train),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._stages,
             num_microbatches=len(batches),
-            seq_length=len(batches[0].token_ids),  # read where lengths are equal; other stages tell each other theirs
+            seq_length=len(batches[0].token_ids),  # read where lengths are equal: between interleaved stages
             micro_batch_size=1,
             forward_only=forward_only,
+            **ways,
         )
         return dict(zip(own, rows[: len(own)], strict=True)) if rows else {}
 
@@ -184,10 +209,17 @@ class Pipeline:
         with_kl = batch.reference is not None or bool(batch.kl_coef.any())
         return _Input(batch, part, rows, layout, entropy=bool(batch.entropy_coef.any()), kl=with_kl)
 
+    def _between_stages(self, batches: Sequence[Microbatch]) -> dict[str, Any]:
+        """How stages that are not interleaved send each other these micro-batches, and Megatron's groups of ranks."""
+        config = get_model_config(self._stages[0])
+        shapes = [(len(batch.token_ids) // self._multiple, 1, config.hidden_size) for batch in batches]
+        names = ["tp", "pp", "cp", "dp", "embd", "pos_embd", "dp_cp", "tp_dp_cp"]
+        groups = ProcessGroupCollection.use_mpu_process_groups(names)
+        return {"p2p_communicator": _KnownShapes(config, shapes), "pg_collection": groups}
+
     def _lengths(self, batches: Sequence[Microbatch]) -> list[int]:
         """To how many tokens each micro-batch is padded."""
-        multiple = self._spec.cp * (self._spec.tp if self._spec.sp else 1)
-        lengths = [-(-len(batch.token_ids) // multiple) * multiple for batch in batches]
+        lengths = [-(-len(batch.token_ids) // self._multiple) * self._multiple for batch in batches]
         # Interleaved stages send activations and gradients between the same two ranks at once; Megatron's messages
         # about their lengths, unlike those with the data, do not keep the two apart: there all have one length.
         return [max(lengths)] * len(lengths) if self._spec.vpp > 1 else lengths
