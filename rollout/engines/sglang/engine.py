@@ -153,11 +153,11 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 async with self._fleet.reviving(replica):
                     await self._checks.learn(replica)
 
-    async def _take(self, replica: Replica, handover: WeightUpdate) -> None:
-        """Have one server serve the weights of `handover`; one that dies of it gets them when it is back."""
+    async def _take(self, replica: Replica, update: WeightUpdate) -> None:
+        """Have one server serve the weights of `update`; one that dies of it gets them when it is back."""
         starts = replica.starts
         try:
-            await self._apply(replica, handover)
+            await self._apply(replica, update)
         except Unanswered as error:
             await self._fleet.revive(replica, starts, error)
             if replica.stale:
@@ -184,10 +184,10 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         if self._update is None and self._fleet.stale:
             await self._lost.restored(self._transport)
 
-    async def _apply(self, replica: Replica, handover: WeightUpdate) -> None:
-        if handover.transport not in PUSHED:  # without a pause it would wait for the last request; with it they go on
+    async def _apply(self, replica: Replica, update: WeightUpdate) -> None:
+        if update.transport not in PUSHED:  # without a pause it would wait for the last request; with it they go on
             await replica.client.call("/pause_generation", {"mode": "retract"})
-            body = {"model_path": handover.place, "weight_version": str(handover.version), "flush_cache": True}
+            body = {"model_path": update.place, "weight_version": str(update.version), "flush_cache": True}
             try:
                 await replica.client.call("/update_weights_from_disk", body)
             except EngineError:
@@ -196,7 +196,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 raise
         await replica.client.call("/continue_generation", {})
         replica.stale = False
-        await self._checks.check(replica, handover)
+        await self._checks.check(replica, update)
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Release the servers' memory; they must be idle and have been started with enable_memory_saver."""

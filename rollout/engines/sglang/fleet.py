@@ -289,11 +289,11 @@ class Checks:
         if left := sorted(kinds - self._kinds):
             self._tell(f"SGLang: {left[0]} and {len(left) - 1} more kinds are in a form of its own and not compared")
 
-    async def check(self, replica: Replica, handover: WeightUpdate) -> None:
+    async def check(self, replica: Replica, update: WeightUpdate) -> None:
         """Compare; EngineError names a tensor that is not the trainer's."""
-        if self._kinds and handover.checksums:
-            right = {name: value for name, value in handover.checksums.items() if kind_of(name) in self._kinds}
-            compare(await self._said(replica), right, handover.version)
+        if self._kinds and update.checksums:
+            right = {name: value for name, value in update.checksums.items() if kind_of(name) in self._kinds}
+            compare(await self._said(replica), right, update.version)
 
     async def _said(self, replica: Replica) -> dict[str, str]:
         answer: Any = await replica.client.call("/weights_checker", {"action": "checksum"})

@@ -122,12 +122,12 @@ def test_a_refusal_is_told_and_the_server_goes_on(make: Make, tmp_path: Path) ->
 
     async def play() -> Completion:
         await engine.load_weights(tensors(), 1)
-        handover = engine._last
-        assert handover is not None
-        for file in Path(handover.place).iterdir():
+        update = engine._last
+        assert update is not None
+        for file in Path(update.place).iterdir():
             file.unlink()
         with pytest.raises(EngineError, match=r"/update_weights_from_disk: status 400: Failed to get weights iterator"):
-            await engine.commit_update(handover)
+            await engine.commit_update(update)
         with pytest.raises(EngineError, match="token ids outside"):
             await ask(engine, [96])
         return await ask(engine, [1])
@@ -257,12 +257,12 @@ def test_a_death_amid_an_update_is_told_to_who_sends_it(make: Make) -> None:
     async def play() -> Completion:
         await engine.load_weights(tensors(), 1)
         route = await engine.begin_update()
-        handover = make_sender(route).send(tensors(), 2, route.state)
+        update = make_sender(route).send(tensors(), 2, route.state)
         pid = await pid_of(engine._replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=r"SGLang: .* during an update; the weights must come again"):
-            await engine.commit_update(handover)
+            await engine.commit_update(update)
         assert (await engine.begin_update()).state == {"base": None}  # all of them
         await engine.load_weights(tensors(), 2)
         return await ask(engine, [1])

@@ -98,18 +98,18 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
         waiting = asyncio.create_task(engine.generate([1, 2, 3], sampling))
         route = await engine.begin_update()  # and now in the middle of an update
         await die()
-        handover = make_sender(route).send(weights.items(), 5, route.state)
-        await engine.commit_update(handover)
+        update = make_sender(route).send(weights.items(), 5, route.state)
+        await engine.commit_update(update)
         renewed = await waiting
         late = await engine.generate([1, 2, 3], sampling)
         route = await engine.begin_update()
         spoilt = {name: tensor.clone() for name, tensor in weights.items()}
         spoilt["model.layers.1.self_attn.o_proj.weight"].view(torch.int32)[2, 3] ^= 1
-        handover = make_sender(route).send(spoilt.items(), 6, route.state)  # one bit is not the trainer's
+        update = make_sender(route).send(spoilt.items(), 6, route.state)  # one bit is not the trainer's
         right = {name: checksum(tensor) for name, tensor in weights.items()}
-        handover = dataclasses.replace(handover, checksums=right)
+        update = dataclasses.replace(update, checksums=right)
         with pytest.raises(EngineError, match=r"tensor 'model.layers.1.self_attn.o_proj.weight': the engine's bytes"):
-            await engine.commit_update(handover)
+            await engine.commit_update(update)
         same = await engine.generate([1, 2, 3], sampling)
         await die()
         with pytest.raises(EngineError, match="the engine's actor failed"):
@@ -142,14 +142,14 @@ def test_an_engine_that_dies_goes_on_with_the_changes_it_was_sent(running_ray: N
     async def send(sender: WeightSender, version: int, *, dies: bool = False, spoilt: bool = False) -> int:
         weights["model.norm.weight"][:2] += 3.0  # the rest is not in the file
         route = await engine.begin_update()
-        handover = sender.send(weights.items(), version, route.state)
+        update = sender.send(weights.items(), version, route.state)
         if dies:
             os.kill(await engine._call("pid"), signal.SIGKILL)
         if spoilt:
-            sums = dict(handover.checksums) | {"model.norm.weight": "0" * 16}
-            handover = dataclasses.replace(handover, checksums=sums)
-        await engine.commit_update(handover)
-        return handover.bytes
+            sums = dict(update.checksums) | {"model.norm.weight": "0" * 16}
+            update = dataclasses.replace(update, checksums=sums)
+        await engine.commit_update(update)
+        return update.bytes
 
     async def play() -> list[Any]:
         sender = make_sender(await engine.begin_update())

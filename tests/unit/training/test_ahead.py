@@ -179,7 +179,7 @@ def test_training_stops_before_it_trains_what_is_too_old(tmp_path):
     run = simulated_run(tmp_path, *SHAPE, "trainer.steps=4", "+trainer.staleness=1", seconds=lambda _: 60.0)
 
     class Stuck(SimulatedEngine):
-        async def commit_update(self, handover):
+        async def commit_update(self, update):
             pass  # says that it has them
 
     for engine in engines_of(run).values():
