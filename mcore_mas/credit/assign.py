@@ -3,6 +3,7 @@
 A run's advantages are watched: too large, none at all, or from rewards of very different scales.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -209,6 +210,11 @@ def _alike(samples: Sequence[Sample], similarity: float) -> Tensor:
     return torch.tensor(numbers)
 
 
+def _nan_last(number: float) -> float:
+    """What orders numbers with NaN above all of them, which `max` may else pass over."""
+    return math.inf if math.isnan(number) else number
+
+
 _SCALES_APART = 10.0  # times the smallest range of an agent's rewards, from which a warning is due
 
 
@@ -228,8 +234,8 @@ class CreditWatch:
                 `trainer.signal_within` steps had one other than 0.
         """
         bound, within = trainer.max_advantage, trainer.signal_within
-        sizes = [max(map(abs, sample.advantages or (0.0,))) for sample in samples]
-        largest = max(sizes, default=0.0)
+        sizes = [max(map(abs, sample.advantages or (0.0,)), key=_nan_last) for sample in samples]
+        largest = max(sizes, default=0.0, key=_nan_last)
         if bound is not None and not largest <= bound:  # nor may it be no number
             sample = samples[sizes.index(largest)]
             raise CreditError(
