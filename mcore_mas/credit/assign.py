@@ -48,7 +48,12 @@ class _Keys(dict[str, Tensor]):
         if column not in ("node", "parent"):
             raise KeyError(column)
         nodes = [numbers.setdefault((s.trajectory, s.node), len(numbers)) for s in self._samples]
-        parents = [numbers.get((s.trajectory, s.node.rpartition(".")[0]), -1) if s.node else -1 for s in self._samples]
+        # a parent without a turn here, filtered or masked, has a number too: its children are nobody else's siblings
+        places = [(s.trajectory, s.node.rpartition(".")[0]) for s in self._samples]
+        for place in places:
+            if place[1]:
+                numbers.setdefault(place, len(numbers))
+        parents = [numbers.get(place, -1) if s.node else -1 for s, place in zip(self._samples, places, strict=True)]
         return {"node": torch.tensor(nodes), "parent": torch.tensor(parents)}
 
 

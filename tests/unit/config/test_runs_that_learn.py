@@ -43,6 +43,13 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
     ),
     ((*TREES, "filter={name: lowest_spread}"), "filter 'lowest_spread' compares turns alike in task"),
     (("experiment=demo_math", "filter={name: informative, options: {by: state}}"), "alike in task, state, agent, turn"),
+    *(
+        (
+            ("experiment=demo_math", f"filter={{name: {name}, options: {{ratio: 1.0}}}}"),
+            "filter.options.ratio: expected a number of at least 0 and below 1",
+        )
+        for name in ("lowest_mean", "lowest_spread", "outliers")
+    ),
     (("experiment=demo_math", "agents.solver.temperature=0"), "agent 'solver' is trained and samples at temperature 0"),
 ]
 
