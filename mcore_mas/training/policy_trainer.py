@@ -129,9 +129,9 @@ class PolicyTrainer:
         rows = []
         updates = list(zip(batches, parts, trained, strict=True)) * passes
         place = None if self._places is None else self._places[step]
-        for number, (batch, part, microbatches) in enumerate(updates):
+        for batch, part, microbatches in updates:
             row = await self._update_once(batch, part, microbatches, place)
-            if number == 0:
+            if all(earlier["skipped_updates"] for earlier in rows):
                 self._check_agreement(row)
             else:  # scored by weights that the earlier updates have changed
                 row = {name: value for name, value in row.items() if not is_agreement(name)}

@@ -9,6 +9,7 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
 from mcore_mas.credit.samples import Sample
+from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec, step_places
 from tests.support.simulated import SimulatedGang
 
@@ -52,6 +53,29 @@ def test_minibatches_hold_so_many_turns_and_every_pass_goes_through_all(tmp_path
     shares = trained(tmp_path, "+trainer.updates_per_step=2", "+trainer.passes=3")
     assert len(shares) == 6 and shares[:2] == shares[2:4] == shares[4:]
     assert sorted(i for update in shares[:2] for i in update) == list(range(7))
+
+
+class _Disagreeing(SimulatedGang):
+    """A trainer whose log-probabilities are 0.5 nats off."""
+
+    async def update(self, microbatches, at=None):
+        gaps = dict.fromkeys(("mean", "k3", "p99", "max", "count"), 0.5)
+        own = {f"agent/solver/logprob_gap_{name}": value for name, value in gaps.items()}
+        return await super().update(microbatches, at) | own
+
+
+def test_a_step_is_judged_by_the_first_update_that_has_turns(tmp_path: Path) -> None:
+    """An update before it, whose turns have no advantage, changes no weights and compares nothing."""
+    config = RunConfig.check(resolve(["experiment=demo_math", f"results={tmp_path}", "+trainer.minibatch=1"]), "test")
+    gang = _Disagreeing(lambda _: 0.0)
+    trainer = PolicyTrainer("solver", config, gang)  # type: ignore[arg-type]
+    samples = [turn(number) for number in range(7)]
+    batches = trainer.pack(samples, 0)
+    last = batches[-1].samples[0].id
+    credited = [s if s.id == last else replace(s, advantages=(0.0, 0.0)) for s in samples]
+    with pytest.raises(TrainingError, match=r"differ from the engine's by mean 0\.5"):
+        asyncio.run(trainer.update(batches, credited, 0))
+    assert len(gang.updates) == 1
 
 
 def test_a_critic_may_have_a_head_start(tmp_path: Path) -> None:
