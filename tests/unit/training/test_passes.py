@@ -1,6 +1,7 @@
 """How a step's samples are cut into optimizer steps and gone through, with the real packing."""
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,25 @@ def test_a_step_is_judged_by_the_first_update_that_has_turns(tmp_path: Path) -> 
     with pytest.raises(TrainingError, match=r"differ from the engine's by mean 0\.5"):
         asyncio.run(trainer.update(batches, credited, 0))
     assert len(gang.updates) == 1
+
+
+def test_a_run_whose_gradients_are_never_finite_stops(tmp_path: Path) -> None:
+    """Each such update is left out, so that the run would go on to its end and learn nothing."""
+    settings = [f"results={tmp_path}", "trainer.signal_within=3", "trainer.updates_per_step=2"]
+    config = RunConfig.check(resolve(["experiment=demo_math", *settings]), "test")
+    norms = iter([math.nan, math.nan, math.inf, 1.0, *[math.nan] * 6])
+
+    class Diverged(SimulatedGang):
+        async def update(self, microbatches, at=None):
+            return await super().update(microbatches, at) | {"grad_norm": next(norms), "skipped_updates": 1.0}
+
+    gang = Diverged(lambda _: 0.0)
+    trainer = PolicyTrainer("solver", config, gang)  # type: ignore[arg-type]
+    samples = [turn(number) for number in range(4)]
+    for step in range(4):  # in the second one update was finite
+        asyncio.run(trainer.update(trainer.pack(samples, step), samples, step))
+    with pytest.raises(TrainingError, match="step 4: no gradient of policy solver was finite in 3 steps"):
+        asyncio.run(trainer.update(trainer.pack(samples, 4), samples, 4))
 
 
 def test_a_critic_may_have_a_head_start(tmp_path: Path) -> None:
