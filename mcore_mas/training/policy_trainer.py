@@ -126,16 +126,17 @@ class PolicyTrainer:
             for batch, part in zip(batches, parts, strict=True)
         ]
         passes = config.trainer.passes
-        if len(parts) * passes > 1 and config.loss.correction.name != "none":
+        scored = len(parts) * passes > 1 and config.loss.correction.name != "none"
+        if scored:
             trained = [await self._with_proximal(microbatches) for microbatches in trained]
         rows = []
         updates = list(zip(batches, parts, trained, strict=True)) * passes
         place = None if self._places is None else self._places[step]
-        for batch, part, microbatches in updates:
+        for number, (batch, part, microbatches) in enumerate(updates):
             row = await self._update_once(batch, part, microbatches, place)
-            if all(earlier["skipped_updates"] for earlier in rows):
+            if number < len(parts) if scored else all(earlier["skipped_updates"] for earlier in rows):
                 self._check_agreement(row)
-            else:  # scored by weights that the earlier updates have changed
+            else:  # seen in the first pass, or scored by weights that the earlier updates have changed
                 row = {name: value for name, value in row.items() if not is_agreement(name)}
             rows.append(row)
         self._check_finite([row["grad_norm"] for row in rows if "grad_norm" in row], step)
@@ -228,7 +229,8 @@ def merge_updates(rows: Sequence[Mapping[str, float]]) -> StepMetrics:
 
 
 def _reduction(name: str) -> Callable[[Sequence[float]], float]:
-    if name in ("grad_spikes", "skipped_updates", "tokens", "flops", "device_s", "peak_flops"):
+    counted = ("grad_spikes", "skipped_updates", "tokens", "flops", "device_s", "peak_flops")
+    if name in counted or name.endswith("_count"):
         return sum
     return max if name.endswith("_max") else min if name.endswith("_min") else fmean
 
