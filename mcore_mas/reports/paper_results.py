@@ -143,7 +143,8 @@ def _differences(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[s
                 continue
             other = cells[block, baseline, dataset, metric]
             both = [evaluations.scores(own.experiment, own.state, own.dataset, own.kind) for own in (cell, other)]
-            scores = [(ours - theirs).dropna() for ours, theirs in zip(*both, strict=False)]
+            paired = ((ours - theirs).dropna() for ours, theirs in zip(*both, strict=False))
+            scores = [differences for differences in paired if len(differences)]
             published = (cell.published, other.published)
             known = [value for value in published if isinstance(value, float)]
             paper = (known[0] - known[1]) / (1 if table.config.fraction else 100) if len(known) == 2 else None
