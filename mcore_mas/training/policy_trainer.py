@@ -129,7 +129,7 @@ class PolicyTrainer:
         scored = len(parts) * passes > 1 and config.loss.correction.name != "none"
         if scored:
             trained = [await self._with_proximal(microbatches) for microbatches in trained]
-        rows = []
+        rows = list[StepMetrics]()
         updates = list(zip(batches, parts, trained, strict=True)) * passes
         place = None if self._places is None else self._places[step]
         for number, (batch, part, microbatches) in enumerate(updates):
