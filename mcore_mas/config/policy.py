@@ -253,7 +253,8 @@ class TrainerConfig(Section):
     validate_every: int = Field(10, ge=1)  # steps
     validation_samples: int = Field(1, ge=1)  # trajectories per validation task
     max_advantage: float | None = Field(1e3, gt=0)  # |A| beyond which the run stops; None: never
-    signal_within: int | None = Field(10, ge=1)  # steps from the start within which a turn must have an advantage
+    # steps from the start within which a turn must have an advantage, and in a row without a finite gradient
+    signal_within: int | None = Field(10, ge=1)
     agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)  # bounds in place of the precision's
 
     @model_validator(mode="after")

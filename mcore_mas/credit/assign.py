@@ -3,6 +3,7 @@
 A run's advantages are watched: too large, none at all, or from rewards of very different scales.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +48,12 @@ class _Keys(dict[str, Tensor]):
         if column not in ("node", "parent"):
             raise KeyError(column)
         nodes = [numbers.setdefault((s.trajectory, s.node), len(numbers)) for s in self._samples]
-        parents = [numbers.get((s.trajectory, s.node.rpartition(".")[0]), -1) if s.node else -1 for s in self._samples]
+        # a parent without a turn here, filtered or masked, has a number too: its children are nobody else's siblings
+        places = [(s.trajectory, s.node.rpartition(".")[0]) for s in self._samples]
+        for place in places:
+            if place[1]:
+                numbers.setdefault(place, len(numbers))
+        parents = [numbers.get(place, -1) if s.node else -1 for s, place in zip(self._samples, places, strict=True)]
         return {"node": torch.tensor(nodes), "parent": torch.tensor(parents)}
 
 
@@ -209,6 +215,11 @@ def _alike(samples: Sequence[Sample], similarity: float) -> Tensor:
     return torch.tensor(numbers)
 
 
+def _nan_last(number: float) -> float:
+    """What orders numbers with NaN above all of them, which `max` may else pass over."""
+    return math.inf if math.isnan(number) else number
+
+
 _SCALES_APART = 10.0  # times the smallest range of an agent's rewards, from which a warning is due
 
 
@@ -228,8 +239,8 @@ class CreditWatch:
                 `trainer.signal_within` steps had one other than 0.
         """
         bound, within = trainer.max_advantage, trainer.signal_within
-        sizes = [max(map(abs, sample.advantages or (0.0,))) for sample in samples]
-        largest = max(sizes, default=0.0)
+        sizes = [max(map(abs, sample.advantages or (0.0,)), key=_nan_last) for sample in samples]
+        largest = max(sizes, default=0.0, key=_nan_last)
         if bound is not None and not largest <= bound:  # nor may it be no number
             sample = samples[sizes.index(largest)]
             raise CreditError(

@@ -197,9 +197,10 @@ def tree_baseline(turns: Turns, lam: float) -> tuple[GroupStatistics, Tensor]:
     with neither the baseline is the node's own score.
     """
     b = _SIBLINGS.statistics(turns)
-    by_node = torch.full((int(turns.keys["node"].max()) + 2,), torch.nan, dtype=torch.float64)
-    by_node[turns.keys["node"]] = b.own  # the last place stays empty: it is the root's, which -1 stands for
-    parent = by_node[turns.keys["parent"]]
+    node, above = turns.keys["node"], turns.keys["parent"]
+    by_node = torch.full((int(torch.maximum(node, above).max()) + 2,), torch.nan, dtype=torch.float64)
+    by_node[node] = b.own  # the last place stays empty: it is the root's, which -1 stands for
+    parent = by_node[above]
     # the mean of the others is μ - (r - μ) / (n - 1), which leaves equal scores equal
     siblings = torch.where(b.size > 1, b.mean - (b.own - b.mean) / (b.size - 1).clamp(min=1), torch.nan)
     both = (1 - lam) * parent + lam * siblings

@@ -244,8 +244,12 @@ def _edges() -> Tensor:
 
 
 def gap_statistics(logprobs: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
-    """Statistics [N] by name of the trainer's log-probabilities [N] against the sampler's [N]; NaN without one."""
-    log_ratio = (logprobs - behaviour).detach()  # log π − log μ
+    """Statistics [N] by name of the trainer's log-probabilities [N] against the sampler's [N]; NaN without one.
+
+    A trainer's that is no number is infinitely far from the sampler's.
+    """
+    broken = logprobs.isnan() & ~behaviour.isnan()
+    log_ratio = torch.where(broken, -math.inf, logprobs - behaviour).detach()  # log π − log μ
     gap, held = log_ratio.abs(), log_ratio.clamp(-OUTLIER, OUTLIER)
     return {
         f"{_NAME}mean": held.abs(),

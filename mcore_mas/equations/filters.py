@@ -15,9 +15,10 @@ from pydantic import Field
 
 from mcore_mas.equations.tensors import Tensor, torch
 from mcore_mas.equations.turns import Grouping, Turns, grouping
-from mcore_mas.rollout.base.options import AboveLow, Share
+from mcore_mas.rollout.base.options import AboveLow
 
 _By = Literal["task", "state"]
+_Ratio = Annotated[float, Field(ge=0, lt=1)]  # 1 would leave nothing
 
 _PEERS = {"task": grouping("task", "trajectory"), "state": grouping("state", "turn")}
 
@@ -33,13 +34,13 @@ def mean_range(turns: Turns, *, low: float = 0.0, high: AboveLow = 1.0, by: _By 
     return (mean > low) & (mean < high)
 
 
-def lowest_mean(turns: Turns, *, ratio: Share = 0.5, by: _By = "task") -> Tensor:
+def lowest_mean(turns: Turns, *, ratio: _Ratio = 0.5, by: _By = "task") -> Tensor:
     """All groups but the share `ratio` of them with the lowest mean   Stronger-MAS, filter_method mean."""
     b = _PEERS[by].statistics(turns)
     return _best_groups(b.mean, turns.key(*_PEERS[by].peers), ratio)
 
 
-def lowest_spread(turns: Turns, *, ratio: Share = 0.5, by: _By = "task") -> Tensor:
+def lowest_spread(turns: Turns, *, ratio: _Ratio = 0.5, by: _By = "task") -> Tensor:
     """All groups but the share `ratio` of them with the lowest variance / range²   Stronger-MAS, filter_method std."""
     b = _PEERS[by].statistics(turns)
     groups = int(b.group_of.max()) + 1
@@ -53,7 +54,7 @@ def lowest_spread(turns: Turns, *, ratio: Share = 0.5, by: _By = "task") -> Tens
     return _best_groups(spread, group, ratio)
 
 
-def outliers(turns: Turns, *, ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1, by: _By = "task") -> Tensor:
+def outliers(turns: Turns, *, ratio: _Ratio = 0.1, by: _By = "task") -> Tensor:
     """All turns but, of each group of n, the int(n · `ratio`) furthest from its mean.
 
     Stronger-MAS, filter_method uid.
@@ -64,7 +65,7 @@ def outliers(turns: Turns, *, ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1, 
     size = group.bincount()
     place = torch.arange(len(order)) - (size.cumsum(0) - size)[group[order]]
     keep = torch.empty(len(order), dtype=torch.bool)
-    keep[order] = place >= (size * ratio).floor()[group[order]]
+    keep[order] = place >= (size.double() * ratio).floor()[group[order]]
     return keep
 
 

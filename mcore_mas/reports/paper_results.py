@@ -1,7 +1,7 @@
 """Papers' numbers beside ours: a table made here with intervals and differences, and the hyper-parameters behind it."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, partial
@@ -15,12 +15,14 @@ import pandas as pd
 from mcore_mas import SHIPPED
 from mcore_mas.config.compose import expand_braces, resolve
 from mcore_mas.config.run import GAIN, RunConfig
+from mcore_mas.equations.advantages import BY_TOKEN, ESTIMATORS
 from mcore_mas.equations.losses import LOSSES
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_tables import PaperTable
 from mcore_mas.reports.tables import markdown_table, read_evaluation
 from mcore_mas.rollout.base.files import read_yaml, write_text
+from mcore_mas.rollout.config.sections import Choice
 
 _ROUNDING = 0.0005  # papers print a decimal of a per cent
 
@@ -141,7 +143,8 @@ def _differences(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[s
                 continue
             other = cells[block, baseline, dataset, metric]
             both = [evaluations.scores(own.experiment, own.state, own.dataset, own.kind) for own in (cell, other)]
-            scores = [(ours - theirs).dropna() for ours, theirs in zip(*both, strict=False)]
+            paired = ((ours - theirs).dropna() for ours, theirs in zip(*both, strict=False))
+            scores = [differences for differences in paired if len(differences)]
             published = (cell.published, other.published)
             known = [value for value in published if isinstance(value, float)]
             paper = (known[0] - known[1]) / (1 if table.config.fraction else 100) if len(known) == 2 else None
@@ -227,9 +230,19 @@ def _of_loss(key: str, config: RunConfig) -> Any:
     return config.loss.options.get(key, inspect.signature(LOSSES[config.loss.name]).parameters[key].default)
 
 
-def _filter(config: RunConfig) -> Any:
-    numbers = [value for value in config.filter.options.values() if isinstance(value, float)] if config.filter else []
-    return [config.filter.name, *numbers] if config.filter else None
+def _chosen(choice: Choice | None) -> Any:
+    """A choice's name, with its options that are numbers if it has any."""
+    if choice is None or choice.name == "none":
+        return choice and choice.name
+    return [choice.name, *(value for value in choice.options.values() if isinstance(value, float))]
+
+
+def _of_estimators(names: Collection[str], key: str, config: RunConfig) -> Any:
+    """An option of the agents' estimators; None of those whose name is not one of `names`, or that have none."""
+    rules = [config.advantage_of(agent) for agent in config.agents]
+    parameters = [inspect.signature(ESTIMATORS[r.name]).parameters if r.name in names else {} for r in rules]
+    options = zip(rules, parameters, strict=True)
+    return _one(rule.options.get(key, own[key].default) if key in own else None for rule, own in options)
 
 
 def _kl(config: RunConfig) -> Any:
@@ -258,7 +271,11 @@ COMPUTED: Mapping[str, Callable[[RunConfig], Any]] = {
         (config.orchestra.options[key] for key in _TURNS if key in config.orchestra.options), None
     ),
     "malformed reply": lambda config: config.reward.penalties.get("invalid", {}).get("coef", 0.0),
-    "filter": _filter,
+    "filter": lambda config: _chosen(config.filter),
+    "correction": lambda config: _chosen(config.loss.correction),
+    "discount": partial(_of_estimators, BY_TOKEN, "gamma"),
+    "lambda": partial(_of_estimators, BY_TOKEN, "lam"),
+    "tree weights": lambda config: [_of_estimators(("mcts", "mars2"), key, config) for key in ("gamma", "lam")],
     "prompts": lambda config: "ours",  # of every role, see docs/catalogue.md
 }
 
@@ -298,12 +315,18 @@ def published_values(experiment: str) -> dict[str, PublishedValue]:
             theirs |= dict.fromkeys(family.get("unknown", ()), (UNKNOWN, ""))
             theirs |= {name: (value, source) for name, (value, source) in family.get("values", {}).items()}
             reasons |= family.get("differs", {})
-    config = RunConfig.check(resolve([f"experiment={experiment}"]), experiment)
-    keys = read_published()["hyperparameters"]
-    ours = {n: COMPUTED[n](config) if n in COMPUTED else _at(config, keys[n].split(".")) for n in theirs}
+    ours = compared_values(RunConfig.check(resolve([f"experiment={experiment}"]), experiment))
     return {
         name: PublishedValue(name=name, ours=ours[name], theirs=value, source=source, reason=reasons.get(name, ""))
         for name, (value, source) in theirs.items()
+    }
+
+
+def compared_values(config: RunConfig) -> dict[str, Any]:
+    """Every hyper-parameter of a run that is compared with a paper's, by name."""
+    keys = {name: key.split(".") for name, key in read_published()["hyperparameters"].items()}
+    return {name: _at(config, key) for name, key in keys.items()} | {
+        name: own(config) for name, own in COMPUTED.items()
     }
 
 

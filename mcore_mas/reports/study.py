@@ -134,7 +134,9 @@ def _accuracy(path: Path) -> float:
 
 def _compared(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Each measure of each estimator, and of its difference to the first, over seeds."""
-    measures = dict.fromkeys((key for run in runs for key in run if key not in ("advantage", "seed")), 0.0)
+    found = (key for run in runs for key in run if key not in ("advantage", "seed"))
+    # what a run has nothing of is unknown, such as the skill of an agent that nobody called; a count is 0
+    measures = {key: 0.0 if key.startswith("norms not finite") else math.nan for key in found}
     arms: dict[str, pd.DataFrame] = {
         str(advantage): own.set_index("seed").sort_index()
         for advantage, own in pd.DataFrame([{**measures, **run} for run in runs]).groupby("advantage", sort=False)
@@ -152,17 +154,23 @@ def _compared(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
         values = {name: arm[measure] for name, arm in arms.items()}
         values |= {f"{other} - {first}": values[other] - values[first] for other in others}
         for name, own in values.items():
-            low, high = mean_interval(own.tolist(), f"{team}/{name}/{measure}")
-            found = {"value": fmean(own), "ci_low": low, "ci_high": high, "seeds": len(own)}
-            yield {"team": team, "advantage": name, "measure": measure} | found
+            if not (known := own.dropna().tolist()):
+                continue
+            low, high = mean_interval(known, f"{team}/{name}/{measure}")
+            row = {"value": fmean(known), "ci_low": low, "ci_high": high, "seeds": len(known)}
+            yield {"team": team, "advantage": name, "measure": measure} | row
 
 
 def _markdown_study(findings: pd.DataFrame) -> str:
     """A table per team: a line per measure, a column per estimator and per difference, intervals in brackets."""
-    numbers = findings[["value", "ci_low", "ci_high"]].itertuples(index=False)
-    shown = findings.assign(cell=[f"{value:.3g} [{low:.3g}, {high:.3g}]" for value, low, high in numbers])
+    seeds = findings.groupby("team")["seeds"].transform("max")
+    numbers = findings[["value", "ci_low", "ci_high", "seeds"]].assign(all=seeds).itertuples(index=False)
+    cells = [
+        f"{value:.3g} [{low:.3g}, {high:.3g}]" + (f" of {own} seeds" if own < most else "")
+        for value, low, high, own, most in numbers
+    ]
     teams = []
-    for team, own in shown.groupby("team", sort=False):
-        cells = own.pivot_table("cell", "measure", "advantage", aggfunc="first", sort=False).reset_index()
-        teams.append((team, own["seeds"].iloc[0], markdown_table(cells)))
+    for team, own in findings.assign(cell=cells, most=seeds).groupby("team", sort=False):
+        table = own.pivot_table("cell", "measure", "advantage", aggfunc="first", sort=False).fillna("").reset_index()
+        teams.append((team, own["most"].iloc[0], markdown_table(table)))
     return render_page("study.md.jinja", teams=teams)

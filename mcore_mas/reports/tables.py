@@ -79,7 +79,8 @@ def _measured(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
             columns = {s: rows.groupby("task", sort=False)["value"].mean() for s, rows in states.items() if len(rows)}
             pairs = [("trained", "base"), *((cell, "trained") for cell in seated)]
             for state, other in [pair for pair in pairs if all(name in columns for name in pair)]:
-                columns[f"{state}-{other}"] = (columns[state] - columns[other]).dropna().sort_index()
+                both = (columns[state] - columns[other]).dropna().sort_index()
+                columns |= {f"{state}-{other}": both} if len(both) else {}  # none where each lost what the other has
             for state, by_task in columns.items():
                 runs = own[own["policy_state"] == state.partition("-")[0]].drop_duplicates("run")
                 low, high = mean_interval(by_task.tolist(), f"{dataset}/{metric}")

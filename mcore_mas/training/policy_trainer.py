@@ -54,6 +54,7 @@ class PolicyTrainer:
         self._aligned = {name: config.advantage_of(name).align for name in config.agents}
         self._precision = config.precision_of(policy)
         self._places = step_places(config, policy)
+        self._lost = 0  # steps in a row in which no gradient was finite, so that every update was left out
         self.kl = kl
 
     @property
@@ -106,7 +107,8 @@ class PolicyTrainer:
         """Train policy and critic on the samples with their advantages, an optimizer step for each batch.
 
         Raises:
-            TrainingError: the trainer does not see the log-probabilities that the engine sampled with.
+            TrainingError: the trainer does not see the log-probabilities that the engine sampled with, or no gradient
+                has been finite for `trainer.signal_within` steps.
         """
         config = self._config
         samples = align([s for s in credited if self._learns(s)], self._aligned, config.seed, step)
@@ -124,18 +126,20 @@ class PolicyTrainer:
             for batch, part in zip(batches, parts, strict=True)
         ]
         passes = config.trainer.passes
-        if len(parts) * passes > 1 and config.loss.correction.name != "none":
+        scored = len(parts) * passes > 1 and config.loss.correction.name != "none"
+        if scored:
             trained = [await self._with_proximal(microbatches) for microbatches in trained]
-        rows = []
+        rows = list[StepMetrics]()
         updates = list(zip(batches, parts, trained, strict=True)) * passes
         place = None if self._places is None else self._places[step]
         for number, (batch, part, microbatches) in enumerate(updates):
             row = await self._update_once(batch, part, microbatches, place)
-            if number == 0:
+            if number < len(parts) if scored else all(earlier["skipped_updates"] for earlier in rows):
                 self._check_agreement(row)
-            else:  # scored by weights that the earlier updates have changed
+            else:  # seen in the first pass, or scored by weights that the earlier updates have changed
                 row = {name: value for name, value in row.items() if not is_agreement(name)}
             rows.append(row)
+        self._check_finite([row["grad_norm"] for row in rows if "grad_norm" in row], step)
         rows = rows or [{"skipped_updates": 1.0}]
         metrics = merge_updates(rows) | {"updates": len(rows) - sum(row["skipped_updates"] for row in rows)}
         if self.kl and samples:
@@ -162,6 +166,18 @@ class PolicyTrainer:
         for own in await asyncio.gather(*updates):
             metrics |= own
         return metrics
+
+    def _check_finite(self, norms: Sequence[float], step: int) -> None:
+        """Count the steps in a row in which all of a step's gradient `norms` are not finite."""
+        within = self._config.trainer.signal_within
+        if norms:
+            self._lost = 0 if any(map(math.isfinite, norms)) else self._lost + 1
+        if within is not None and self._lost >= within:
+            raise TrainingError(
+                f"step {step}: no gradient of policy {self._policy} was finite in {self._lost} steps, so every update "
+                "was left out; lower policies.<name>.lr, go back to an older checkpoint, or train it without bf16 "
+                "(trainer.signal_within: null never stops)"
+            )
 
     def _check_agreement(self, metrics: Mapping[str, float]) -> None:
         if found := disagreement(metrics, BOUNDS[self._precision] | self._config.trainer.agreement):
@@ -213,7 +229,8 @@ def merge_updates(rows: Sequence[Mapping[str, float]]) -> StepMetrics:
 
 
 def _reduction(name: str) -> Callable[[Sequence[float]], float]:
-    if name in ("grad_spikes", "skipped_updates", "tokens", "flops", "device_s", "peak_flops"):
+    counted = ("grad_spikes", "skipped_updates", "tokens", "flops", "device_s", "peak_flops")
+    if name in counted or name.endswith("_count"):
         return sum
     return max if name.endswith("_max") else min if name.endswith("_min") else fmean
 

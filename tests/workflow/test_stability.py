@@ -115,6 +115,21 @@ def test_estimators_are_compared_by_seed(tmp_path: Path) -> None:
     assert "| largest norm a | 9 [9, 9] | 1 [1, 1] | -8 [-8, -8] |" in text
 
 
+def test_what_a_run_has_nothing_of_is_unknown_and_not_0(tmp_path: Path) -> None:
+    """An agent that nobody called in one seed: its norm is that of the other seed, and no difference is paired."""
+    runs = dict(make(tmp_path, name, seed, 0.5) for name in ("grpo", "drmas") for seed in (1, 2))
+    called = [{"step": 7 + i, "agent/b/grad_norm": norm} for i, norm in enumerate((4.0, 8.0))]
+    metrics = tmp_path / "grpo_1" / "train" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + "".join(f"{json.dumps(row)}\n" for row in called))
+    outputs = [tmp_path / "study.csv", tmp_path / "study.md"]
+    study_stability(runs, outputs)
+    table = {(row["measure"], row["advantage"]): row for row in csv.DictReader(outputs[0].open())}
+    assert (float(table["norm b", "grpo"]["value"]), table["norm b", "grpo"]["seeds"]) == (6.0, "1")
+    assert ("norm b", "drmas") not in table and ("norm b", "drmas - grpo") not in table
+    text = "\n".join(" ".join(line.split()) for line in outputs[1].read_text().splitlines())
+    assert "**duo**, 2 seeds" in text and "| norm b | 6 [6, 6] of 1 seeds | | |" in text
+
+
 def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
     runs = dict(make(tmp_path, "grpo", seed, 0.5) for seed in (1, 2))
     with pytest.raises(MetricsError, match="team 'duo' was trained with 'grpo' only"):

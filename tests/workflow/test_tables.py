@@ -143,6 +143,9 @@ def test_a_task_that_failed_in_one_state_is_not_in_the_difference(tmp_path: Path
     make_table(files, {"demo": "demo"}, [tmp_path / "t.csv"])
     gain = rows_of(tmp_path / "t.csv")["demo", "math", "avg@1", "trained-base"]
     assert (gain["value"], gain["n"]) == ("1.000000", "1")
+    files[1] = evaluation(tmp_path / "t.json", "demo", "trained", {"math-3": [1.0]})  # no task is known in both
+    make_table(files, {"demo": "demo"}, [tmp_path / "t.csv"])
+    assert {state for *_, state in rows_of(tmp_path / "t.csv")} == {"base", "trained"}
 
 
 def test_seeds_of_an_experiment_share_a_row_and_a_task_is_one_vote(tmp_path: Path) -> None:

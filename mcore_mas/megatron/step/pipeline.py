@@ -278,10 +278,12 @@ class Pipeline:
             reference=batch.reference,
         )
         loss, statistics = self._spec.objective(tokens)  # type: ignore[arg-type]
-        behaviour = batch.behaviour
+        behaviour, started = batch.behaviour, logprobs
+        if batch.proximal is not None:  # earlier updates of the step have changed the weights that the sampler had
+            started = torch.where(batch.proximal.isnan(), logprobs, batch.proximal)
         if batch.ages is not None:  # a reply of other weights, or begun on their keys, says nothing of an engine
             behaviour = torch.where(batch.ages > 0, torch.nan, behaviour)
-        return loss, {"entropy": entropy.detach(), **gap_statistics(logprobs, behaviour), **statistics}
+        return loss, {"entropy": entropy.detach(), **gap_statistics(started, behaviour), **statistics}
 
     def _value_loss(self, predicted: _Output, given: _Input) -> tuple[Tensor, TokenStatistics]:
         batch = given.whole

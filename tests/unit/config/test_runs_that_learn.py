@@ -30,6 +30,13 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
         (*TREES, "advantage.name=gigpo"),
         "advantage 'gigpo' needs rewards of steps in one line of time",
     ),
+    *(
+        (
+            ("experiment=demo_path", "advantage.name=gigpo", f"filter={chosen}"),
+            "leaves out single turns",
+        )
+        for chosen in ("{name: outliers}", "{name: informative, options: {by: state}}")
+    ),
     ((*TREES, "advantage.name=gae"), "advantage 'gae' needs policies.shared.critic"),
     (("experiment=demo_math", "advantage=grpo", "+advantage.options.peers=state"), "environment that names its state"),
     (
@@ -43,6 +50,13 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
     ),
     ((*TREES, "filter={name: lowest_spread}"), "filter 'lowest_spread' compares turns alike in task"),
     (("experiment=demo_math", "filter={name: informative, options: {by: state}}"), "alike in task, state, agent, turn"),
+    *(
+        (
+            ("experiment=demo_math", f"filter={{name: {name}, options: {{ratio: 1.0}}}}"),
+            "filter.options.ratio: expected a number of at least 0 and below 1",
+        )
+        for name in ("lowest_mean", "lowest_spread", "outliers")
+    ),
     (("experiment=demo_math", "agents.solver.temperature=0"), "agent 'solver' is trained and samples at temperature 0"),
 ]
 

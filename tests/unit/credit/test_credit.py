@@ -41,6 +41,18 @@ def test_every_agent_has_its_own_rule_under_one_policy() -> None:
     assert [s.reward for s in got] == [s.reward for s in team()]
 
 
+def test_children_of_different_parents_are_no_siblings_though_their_parents_are_filtered() -> None:
+    rewards = {"0": 1.0, "1": 5.0, "0.0": 2.0, "0.1": 4.0, "1.0": 7.0, "1.1": 9.0}
+    tree = [sample("a", node.count("."), "solver", reward, node=node) for node, reward in rewards.items()]
+    rules = {"solver": AdvantageConfig(name="mcts")}
+    whole = [s.advantages[0] for s in estimate(tree, rules) if s.advantages]
+    assert whole == [-4.0, 4.0, 2 - (1 + 4) / 2, 4 - (1 + 2) / 2, 7 - (5 + 9) / 2, 9 - (5 + 7) / 2]
+    alone = [s.advantages[0] for s in estimate(tree[2:], rules) if s.advantages]
+    assert alone == [-2.0, 2.0, -2.0, 2.0]  # each against its one sibling
+    above = [sample("a", 0, "solver", 3.0), *tree[:2]]  # a turn before the first branching is the parent of 0 and 1
+    assert [s.advantages[0] for s in estimate(above, rules) if s.advantages] == [0.0, 1 - (3 + 5) / 2, 5 - (3 + 1) / 2]
+
+
 def test_a_critics_agents_get_returns_and_others_need_none() -> None:
     gae = AdvantageConfig(name="gae", options={"gamma": 0.5, "lam": 1.0})
     rules = {"solver": AdvantageConfig(name="grpo"), "verifier": gae}

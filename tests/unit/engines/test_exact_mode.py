@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_trainer_and_engine_agree_to_the_bit(family: str, tmp_path: Path) -> Non
         batches = pack(samples, 900, share=share)
         assert unpack(batches, trainer.score(batches), samples) == together
     assert trainer.update(pack(samples, 900))["agent/a/logprob_gap_max"] == 0.0
+
+
+@exact_here
+def test_a_later_update_of_a_step_is_held_against_the_engine_by_the_scores_before_it(tmp_path: Path) -> None:
+    make_model("qwen2", tmp_path)
+    trainer = MegatronTrainer(TrainerSpec(model=str(tmp_path), lr=0.01, objective=Objective(), deterministic=True))
+    batches = pack(said(tmp_path, prompts()[:4]), 900)
+    scored = [replace(batch, proximal=row) for batch, row in zip(batches, trainer.score(batches), strict=True)]
+    assert trainer.update(batches)["agent/a/logprob_gap_max"] == 0.0
+    assert trainer.update(scored)["agent/a/logprob_gap_max"] == 0.0
+    assert trainer.update(batches)["agent/a/logprob_gap_max"] > 1e-3  # by weights that two updates have changed
 
 
 @exact_here

@@ -17,9 +17,9 @@ from mcore_mas.megatron.step.pipeline import summarise
 
 
 def metrics_of(*gaps: float) -> dict[str, float]:
-    """An agent's metrics of tokens that the trainer finds so much likelier than the engine did."""
-    behaviour = torch.full((len(gaps),), -1.0)
-    rows = [{"loss": torch.zeros(len(gaps)), **gap_statistics(behaviour + torch.tensor(gaps), behaviour)}]
+    """An agent's metrics of tokens that the trainer finds so much likelier than the engine did; NaN: nobody sampled."""
+    logprobs = torch.full((len(gaps),), -1.0)
+    rows = [{"loss": torch.zeros(len(gaps)), **gap_statistics(logprobs, logprobs - torch.tensor(gaps))}]
     return {f"agent/solver/{name}": value for name, value in summarise(rows).items()}
 
 
@@ -55,6 +55,17 @@ def test_in_float32_one_token_is_enough() -> None:
     said = disagreement(metrics_of(2e-4, *[0.0] * 2000), BOUNDS["float32"])
     assert said.startswith("agent/solver: the trainer")
     assert said.endswith("mean 1e-07, k3 1e-11, p99 1e-07, max 0.0002 (bound 0.0001) nats over 2001 tokens")
+
+
+def test_a_trainer_that_gives_no_number_does_not_agree() -> None:
+    engine = torch.full((4,), -1.0)
+    trainer = torch.tensor([-1.0, -1.0, -1.0, math.nan])
+    rows = summarise([{"loss": torch.zeros(4), **gap_statistics(trainer, engine)}])
+    assert (rows["logprob_gap_max"], rows["logprob_gap_count"], rows["logprob_gap_mean"]) == (math.inf, 4.0, 0.25)
+    metrics = {f"agent/solver/{name}": value for name, value in rows.items()}
+    assert disagreement(metrics, BOUNDS["float32"]).startswith("agent/solver: ")
+    unsampled = summarise([{"loss": torch.zeros(4), **gap_statistics(trainer, torch.full((4,), math.nan))}])
+    assert "logprob_gap_count" not in unsampled  # of demonstrations nothing is compared
 
 
 @pytest.mark.parametrize(

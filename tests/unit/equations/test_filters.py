@@ -70,3 +70,5 @@ def test_d7_outliers_are_taken_from_every_group_by_its_size() -> None:
     assert kept("outliers", turns, ratio=0.25) == [True, True, True, False, True, True]
     assert kept("outliers", turns, ratio=0.2) == [True] * 6  # the share is rounded down
     assert FILTERS["outliers"](turns, ratio=0.1).dtype is torch.bool
+    hundred = groups(tuple(range(100)))
+    assert kept("outliers", hundred, ratio=0.29).count(False) == int(100 * 0.29) == 28  # as the released code rounds

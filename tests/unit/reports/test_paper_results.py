@@ -70,5 +70,5 @@ def test_marti_by_hand(tmp_path: Path) -> None:
 
 def test_what_is_known_to_differ_is_said_once() -> None:
     told = known_deviations(PaperTable.load("marti_llama"))
-    assert told[0].startswith("`marti_single_llama`: as of the debates below; the vote of four is not computed")
+    assert told[0].startswith("`marti_single_llama`: as of the debates below; prompts ours")
     assert len(told) == 3 and told[1].startswith("`marti_debate_llama`: no script of these rows is known")

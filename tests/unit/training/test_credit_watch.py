@@ -1,6 +1,8 @@
 """Credit watched over a run, with the numbers by which it stops."""
 
 import asyncio
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,15 @@ def test_d1_an_advantage_beyond_the_bound_stops_the_run_with_one_line() -> None:
         "its rewards are out of scale, or their σ is next to nothing: see `mcore-mas explain`, change advantage or "
         "reward, or the bound"
     )
+
+
+def test_an_advantage_that_is_no_number_stops_the_run_wherever_it_stands() -> None:
+    for advantages in ([1.0, math.nan, 2.0], [math.nan, 1.0, 2.0], [1.0, 2.0, math.nan]):
+        samples = [turn(f"t{i}", "solver", 0.0, advantage) for i, advantage in enumerate(advantages)]
+        one = replace(samples[0], completion_ids=(1, 2, 3), advantages=tuple(advantages))
+        for given in (samples, [one]):
+            with pytest.raises(CreditError, match=r"agent solver has an advantage of nan \(trajectory t"):
+                CreditWatch().check(trainer(), 0, given)
 
 
 def test_d2_a_run_whose_first_steps_have_no_advantage_stops() -> None:

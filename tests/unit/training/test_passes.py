@@ -1,6 +1,7 @@
 """How a step's samples are cut into optimizer steps and gone through, with the real packing."""
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
 from mcore_mas.credit.samples import Sample
-from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec, step_places
+from mcore_mas.training.joblog import TrainingError
+from mcore_mas.training.policy_trainer import PolicyTrainer, merge_updates, policy_spec, step_places
 from tests.support.simulated import SimulatedGang
 
 CRITIC = ("advantage=gae", "+policies.solver.critic={lr: 1.0e-3, head_start: 2}", "+policies.verifier.critic.lr=1.0e-3")
@@ -52,6 +54,64 @@ def test_minibatches_hold_so_many_turns_and_every_pass_goes_through_all(tmp_path
     shares = trained(tmp_path, "+trainer.updates_per_step=2", "+trainer.passes=3")
     assert len(shares) == 6 and shares[:2] == shares[2:4] == shares[4:]
     assert sorted(i for update in shares[:2] for i in update) == list(range(7))
+
+
+class _Disagreeing(SimulatedGang):
+    """A trainer whose log-probabilities are 0.5 nats off, from update `first` of the step on."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__(lambda _: 0.0)
+        self._first = first
+
+    async def score(self, microbatches, reference=False):
+        return [batch.behaviour for batch in microbatches]
+
+    async def update(self, microbatches, at=None):
+        gap = 0.5 if len(self.updates) >= self._first else 0.0
+        own = {f"agent/solver/logprob_gap_{name}": gap for name in ("mean", "k3", "p99", "max")}
+        return await super().update(microbatches, at) | own | {"agent/solver/logprob_gap_count": 2.0}
+
+
+def test_a_step_is_judged_by_the_first_update_that_has_turns(tmp_path: Path) -> None:
+    """An update before it, whose turns have no advantage, changes no weights and compares nothing."""
+    config = RunConfig.check(resolve(["experiment=demo_math", f"results={tmp_path}", "+trainer.minibatch=1"]), "test")
+    gang = _Disagreeing()
+    trainer = PolicyTrainer("solver", config, gang)  # type: ignore[arg-type]
+    batches = trainer.pack(samples := [turn(number) for number in range(7)], 0)
+    last = batches[-1].samples[0].id
+    credited = [s if s.id == last else replace(s, advantages=(0.0, 0.0)) for s in samples]
+    with pytest.raises(TrainingError, match=r"differ from the engine's by mean 0\.5"):
+        asyncio.run(trainer.update(batches, credited, 0))
+    assert len(gang.updates) == 1
+
+
+def test_with_a_correction_every_update_of_the_first_pass_is_judged(tmp_path: Path) -> None:
+    """All are scored by the weights that the step began with; without one, later updates are scored by others."""
+    trained(tmp_path, "+trainer.minibatch=3", gang=_Disagreeing(first=1))
+    corrected = ("+trainer.minibatch=3", "+loss.correction.name=tis")
+    with pytest.raises(TrainingError, match=r"differ from the engine's by mean 0\.5"):
+        trained(tmp_path, *corrected, gang=_Disagreeing(first=2))
+    trained(tmp_path, *corrected, "+trainer.passes=2", gang=_Disagreeing(first=3))  # the second pass says nothing new
+    assert merge_updates([{"a/logprob_gap_count": 2.0}, {"a/logprob_gap_count": 3.0}]) == {"a/logprob_gap_count": 5.0}
+
+
+def test_a_run_whose_gradients_are_never_finite_stops(tmp_path: Path) -> None:
+    """Each such update is left out, so that the run would go on to its end and learn nothing."""
+    settings = [f"results={tmp_path}", "trainer.signal_within=3", "trainer.updates_per_step=2"]
+    config = RunConfig.check(resolve(["experiment=demo_math", *settings]), "test")
+    norms = iter([math.nan, math.nan, math.inf, 1.0, *[math.nan] * 6])
+
+    class Diverged(SimulatedGang):
+        async def update(self, microbatches, at=None):
+            return await super().update(microbatches, at) | {"grad_norm": next(norms), "skipped_updates": 1.0}
+
+    gang = Diverged(lambda _: 0.0)
+    trainer = PolicyTrainer("solver", config, gang)  # type: ignore[arg-type]
+    samples = [turn(number) for number in range(4)]
+    for step in range(4):  # in the second one update was finite
+        asyncio.run(trainer.update(trainer.pack(samples, step), samples, step))
+    with pytest.raises(TrainingError, match="step 4: no gradient of policy solver was finite in 3 steps"):
+        asyncio.run(trainer.update(trainer.pack(samples, 4), samples, 4))
 
 
 def test_a_critic_may_have_a_head_start(tmp_path: Path) -> None:
