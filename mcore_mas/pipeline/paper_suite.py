@@ -12,7 +12,7 @@ from mcore_mas.pipeline.sources import acquirable, known_sources, listed
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
-from mcore_mas.rollout.base.files import write_json
+from mcore_mas.rollout.base.files import read_yaml, write_json
 from mcore_mas.rollout.records.trajectory import grouped
 
 ALL_TABLES = "tables"  # the target of every table
@@ -123,7 +123,7 @@ def check_there(suite: Suite) -> None:
 
 
 def seeds_of(config: Mapping[str, Any]) -> list[int]:
-    """The seeds 1 to `seeds`; without it, the experiment's own seed alone.
+    """1 to `seeds`, a run of each experiment by number: the first has the experiment's own seed, another its number.
 
     Raises:
         SuiteError: it is no number above 0.
@@ -156,9 +156,7 @@ def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[
     return found
 
 
-def write_paper_table(
-    name: str, evaluations: Mapping[str, Sequence[str]], out: Path, *, scale: str, seeds: Sequence[int]
-) -> None:
+def write_paper_table(name: str, evaluations: Mapping[str, Sequence[str]], out: Path, *, scale: str) -> None:
     """Write a table as `out`, Markdown, beside it as CSV, and as JSON what both were made from.
 
     `evaluations` are a file of each seed by `experiment/state`.
@@ -173,7 +171,7 @@ def write_paper_table(
     played = {path.parent.parent: path.stem for path in evaluated}
     made = MadeFrom(
         scale=scale,
-        seeds=seeds,
+        seeds=sorted({read_yaml(run / "config.yaml")["seed"] for run in played}),
         commit=code_commit(),
         costs=[run_costs(run, state) for run, state in played.items()],
         deviations=known_deviations(table),

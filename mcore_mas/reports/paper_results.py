@@ -75,7 +75,8 @@ def make_paper_table(
     evaluations = Evaluations(files)
     lines = [line | _agreement(table, line) for line in _lines(table, evaluations)]
     differences = [line | _agreement(table, line) for line in _differences(table, evaluations)]
-    frame = pd.DataFrame([*lines, *differences]).assign(scale=made.scale, commit=made.commit, seeds=len(made.seeds))
+    repeats = len(next(iter(files.values())))
+    frame = pd.DataFrame([*lines, *differences]).assign(scale=made.scale, commit=made.commit, seeds=repeats)
     write_text(csv, str(frame.to_csv(index=False, float_format="%.6f", lineterminator="\n")))
     page = render_page(
         "paper_table.md.jinja",

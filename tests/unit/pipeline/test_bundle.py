@@ -16,6 +16,7 @@ from mcore_mas.pipeline.bundle import METADATA, BundleError, make_bundle, verify
 from mcore_mas.pipeline.paper_suite import write_paper_table
 
 CONFIG = """\
+seed: {seed}
 policies: {{one: {{model: {model}}}}}
 data: {{train: [{file}], validation: [{file}], test: [{file}], format: math}}
 retriever: {{folder: {index}, encoder_folder: {encoder}}}
@@ -41,10 +42,12 @@ def bundle(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({**content, "rows": [], "tasks": tasks}))
         (results / run / "config.yaml").write_text(
-            CONFIG.format(model=model, file=file, index=index.parent, encoder=encoder.parent)
+            CONFIG.format(
+                seed=42 if "single" in run else 1, model=model, file=file, index=index.parent, encoder=encoder.parent
+            )
         )
         evaluations[f"{run}/trained"] = [str(path)]
-    write_paper_table("marti_ttrl", evaluations, results / "tables" / "marti_ttrl.md", scale="tiny", seeds=[1])
+    write_paper_table("marti_ttrl", evaluations, results / "tables" / "marti_ttrl.md", scale="tiny")
     out = results / "tables" / "marti_ttrl.bundle.zip"
     make_bundle(out.with_name("marti_ttrl.json"), out)
     return out
@@ -92,6 +95,7 @@ def test_it_says_what_the_table_was_made_of(bundle: Path) -> None:
     assert inputs["vectors.index"]["sha256"] == hashlib.sha256(b"vectors").hexdigest()
     names = ["aime.jsonl", "config.json", "encoder.safetensors", "model.safetensors", "vectors.index"]
     assert (inputs["aime.jsonl"]["bytes"], sorted(inputs)) == (4, names)
+    assert b"seeds 1, 42; commit" in contents["table.md"]  # those that the runs were drawn with
     assert "ours agrees" in json.loads(contents["made.json"])["tolerance"]
     graph = {entity["@id"]: entity for entity in json.loads(contents[METADATA])["@graph"]}
     assert graph[METADATA]["conformsTo"] == {"@id": "https://w3id.org/ro/crate/1.1"}
