@@ -146,7 +146,10 @@ def check_runs(suite: _Suite, overrides: _Overrides = None, config_dir: _Configs
 def plan_suite(
     suite: _Suite,
     gpus: Annotated[str, typer.Option(help="Number and kind; more than 8 are several machines.")] = "8xH100",
-    cluster: Annotated[Path | None, typer.Option(help="YAML instead: gpus, node, memory, flops, bandwidth.")] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="YAML instead: gpus, node, memory (GB), flops (TFLOP/s), bandwidth (TB/s)."),
+    ] = None,
     config_dir: _Configs = None,
 ) -> None:
     """Say where each run's parts would lie, what they take and how long; exit status 1 if one does not fit."""

@@ -207,8 +207,18 @@ def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
         max(layout.tp for layout in choose_placement(config("drmas_t1_8b_single_grpo"), found)[0].layouts.values()) <= 4
     )
     file.write_text("{gpus: 8xH100, memroy: 94}")
-    with pytest.raises(PlanError, match="memroy; expected gpus: 16xH100, and node, "):
+    with pytest.raises(PlanError, match="memroy; expected gpus: 16xH100, and node, memory, flops, bandwidth"):
         Cluster.read(file)
+    for text, line in {
+        "{gpus: 6}": "GPUs '6': expected a number and a kind, for example 8xH100",
+        "{gpus: 8xH100, memory: much}": "cluster.yaml: memory: 'much'; expected a number above 0, in GB",
+        "{gpus: 8xH100, node: 0}": "cluster.yaml: node: 0; expected a number above 0 of GPUs in a machine",
+        "{gpus: 8xH100, bandwidth: null}": "cluster.yaml: bandwidth: None; expected a number above 0, in TB/s",
+        "{gpus: 8xH100, 7: 7}": "cluster.yaml: 7; expected gpus: 16xH100, and node",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(PlanError, match=line):
+            Cluster.read(file)
 
 
 def own_placement(config: RunConfig) -> Placement:
