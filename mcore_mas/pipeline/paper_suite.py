@@ -91,7 +91,7 @@ def inputs(suite: Suite) -> dict[str, list[str]]:
     needed: dict[str, list[str]] = {}
     for run in suite.runs if suite.scale == "paper" else ():
         published = [] if suite.indexes(run) else [suite.index(run)]
-        for path in (*suite.data_files(run), *suite.models(run), *filter(None, published)):
+        for path in (*suite.data_files(run), *suite.data_folders(run), *suite.models(run), *filter(None, published)):
             needed.setdefault(path.removesuffix("/config.json"), []).append(run)
     return needed
 
@@ -112,12 +112,15 @@ def check_there(suite: Suite) -> None:
         for path, runs in missing.items()
     }
     target = f"{ACQUIRE}_{suite.name.removeprefix('table_')}" if suite.name != ALL_TABLES else ACQUIRE
-    size = f"{sum(known_sources()[path].gb or 0 for path in acquirable(missing)[0]):.1f} GB where known"
+    fetched, by_hand = acquirable(missing)
+    besides = ", but for what is to be put there by hand" if by_hand else ""
+    size = f"{sum(known_sources()[path].gb or 0 for path in fetched):.1f} GB where known"
     lines = [
         f"{len(missing)} of {len(needed)} inputs are not on this machine:",
         *listed(missing, behind),
         *(f"  {line}" for line in problems(suite, files=False)),
-        f"`snakemake {target}` fetches them ({size}; docs/tables.md), or try --config scale=tiny, which makes its own",
+        f"`snakemake {target}` fetches them{besides} ({size}; docs/tables.md), or try --config scale=tiny, which makes "
+        "its own",
     ]
     raise SuiteError("\n".join(lines))
 

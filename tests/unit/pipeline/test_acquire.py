@@ -148,11 +148,36 @@ def test_what_cannot_be_had_says_what_to_do(hub: FakeHub, monkeypatch: pytest.Mo
         acquire(DATA, Path("r.json"), client(hub))
     with pytest.raises(AcquireError, match="some/math: offline, and its files are not in data/raw/some--math"):
         acquire(DATA, Path("r.json"), client(hub, offline=True))
-    with pytest.raises(AcquireError, match=r"127.0.0.1:9: cannot fetch some/math .* HF_ENDPOINT names another"):
+    with pytest.raises(AcquireError, match=r"127.0.0.1:9: cannot fetch some/math .* name another hub in HF_ENDPOINT"):
         acquire(DATA, Path("r.json"), Hub(endpoint="http://127.0.0.1:9"))
     named(monkeypatch, repository=None, by_hand="train.json of github.com/x")
     with pytest.raises(AcquireError, match=r"it is on no hub; put .* there by hand, from train.json of github.com/x"):
         acquire(DATA, Path("r.json"), client(hub))
+
+
+def test_a_file_of_github_is_fetched_by_its_commit_and_digest(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    where, digest = f"data/{'a' * 40}.jsonl", hashlib.sha256(LINES).hexdigest()
+    keys = {"host": "github", "files": (where,), "revision": COMMIT, "licence": "mit", "rows": 6}
+    source = named(monkeypatch, **keys, sha256={where: digest})
+    assert source.described == "some/math of GitHub, 6 rows, licence mit"
+    there = Hub(endpoint="http://127.0.0.1:9", github=hub.url)
+    with pytest.raises(
+        AcquireError, match=rf"{hub.url}/some/math: .*; (see HF_TOKEN|try again, or put its file there)"
+    ):
+        acquire(DATA, Path("r.json"), there)
+    hub.raw[f"some/math/{COMMIT}/{where}"] = LINES
+    partial = Path("data/raw/some--math", where).with_name(f".{'a' * 40}.jsonl.partial")
+    partial.write_bytes(LINES[:9])  # of an earlier try: a part of a file whose size nobody says
+    acquire(DATA, Path("r.json"), there)
+    found = json.loads(Path("r.json").read_text())
+    assert (found["revision"], found["files"][where]["sha256"], found["kept"]) == (COMMIT, digest, 3)
+    assert hub.tokens_elsewhere == set()  # the hub's token is the hub's alone
+    Path(DATA).unlink()
+    Path("data/sources.lock").unlink()
+    named(monkeypatch, **keys, sha256={where: "0" * 64})
+    with pytest.raises(AcquireError, match=r"sha256 is \w{64}, but sources.yaml says 0+; removed"):
+        acquire(DATA, Path("r.json"), there)
 
 
 def test_rows_and_columns_are_those_that_are_expected(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,4 +283,6 @@ def test_every_published_input_has_a_source() -> None:
         readers = {(file.format or data.format).removesuffix("_shown"): known[str(file.path)].format for file in files}
         assert all(asked == has for asked, has in readers.items()), name
     assert all(len(source.revision or "f" * 40) == 40 for source in known.values())
+    pinned = [source for source in known.values() if source.host == "github"]
+    assert all(source.revision and set(source.files) == set(source.sha256) for source in pinned)
     assert all(len(digest) == 64 for source in known.values() for digest in source.sha256.values())
