@@ -15,7 +15,7 @@ from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.bundle import verify_bundle
 from mcore_mas.pipeline.paper_suite import asked_tables, asks_inputs, paper_suite
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.pipeline.suite_file import SuiteError
+from mcore_mas.pipeline.suite_file import SuiteError, check_command
 from mcore_mas.rollout.tasks.tiny_files import write_tiny_file
 from tests.support.hub import COMMIT, FakeHub, running
 
@@ -74,6 +74,12 @@ def test_a_target_behind_configfile_and_a_suite_that_is_not_there_are_a_line(tmp
         f"error: --configfile took tabel_drmas_1 for a suite; name targets before it: "
         f"snakemake tabel_drmas_1 --configfile {tiny}",
     )
+
+
+def test_a_target_behind_config_is_a_line() -> None:
+    with pytest.raises(SystemExit, match=r"^error: --config took table_drmas_1 for a setting; name targets before it"):
+        check_command(["-n", "--config", "scale=tiny", "table_drmas_1"])
+    check_command(["table_drmas_1", "--config", "scale=tiny", "-n", "table_drmas_2"])
 
 
 def test_a_table_that_searches_needs_its_index_and_encoder(tmp_path: Path) -> None:
