@@ -27,6 +27,7 @@ class Source(Section):
     licence: str | None = None
     gated: bool = False
     where: dict[str, str] = Field(default_factory=dict)
+    drawn: tuple[int, int] | None = None
     format: str | None = None
     by_hand: str | None = None
     needs: tuple[str, ...] = ()

@@ -158,26 +158,40 @@ def test_what_cannot_be_had_says_what_to_do(hub: FakeHub, monkeypatch: pytest.Mo
 def test_a_file_of_github_is_fetched_by_its_commit_and_digest(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     where, digest = f"data/{'a' * 40}.jsonl", hashlib.sha256(LINES).hexdigest()
-    keys = {"host": "github", "files": (where,), "revision": COMMIT, "licence": "mit", "rows": 6}
+    item = "data/math/math_500.json"
+    keys = {"item": item, "host": "github", "files": (where,), "revision": COMMIT, "licence": "mit", "rows": 6}
     source = named(monkeypatch, **keys, sha256={where: digest})
     assert source.described == "some/math of GitHub, 6 rows, licence mit"
     there = Hub(endpoint="http://127.0.0.1:9", github=hub.url)
     with pytest.raises(
         AcquireError, match=rf"{hub.url}/some/math: .*; (see HF_TOKEN|try again, or put its file there)"
     ):
-        acquire(DATA, Path("r.json"), there)
+        acquire(item, Path("r.json"), there)
     hub.raw[f"some/math/{COMMIT}/{where}"] = LINES
     partial = Path("data/raw/some--math", where).with_name(f".{'a' * 40}.jsonl.partial")
     partial.write_bytes(LINES[:9])  # of an earlier try: a part of a file whose size nobody says
-    acquire(DATA, Path("r.json"), there)
+    acquire(item, Path("r.json"), there)
     found = json.loads(Path("r.json").read_text())
     assert (found["revision"], found["files"][where]["sha256"], found["kept"]) == (COMMIT, digest, 3)
     assert hub.tokens_elsewhere == set()  # the hub's token is the hub's alone
-    Path(DATA).unlink()
+    assert json.loads(Path(item).read_text()) == [ROWS[0], ROWS[2], ROWS[5]]  # of the format that its name says
+    acquire(item, Path("again.json"), there)
+    assert json.loads(Path("again.json").read_text())["kept"] == 3  # checked, as it is there
+    Path(item).unlink()
     Path("data/sources.lock").unlink()
     named(monkeypatch, **keys, sha256={where: "0" * 64})
     with pytest.raises(AcquireError, match=r"sha256 is \w{64}, but sources.yaml says 0+; removed"):
-        acquire(DATA, Path("r.json"), there)
+        acquire(item, Path("r.json"), there)
+
+
+def test_rows_are_those_that_the_authors_draw(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy's RandomState(42).choice(6, 2, replace=False) is 0 and 1; of these rows the second repeats the first."""
+    named(monkeypatch, rows=6, drawn=(2, 42))
+    acquire(DATA, Path("r.json"), client(hub))
+    found = json.loads(Path("r.json").read_text())
+    assert (found["kept"], found["duplicates"], found["dropped"]) == (1, 1, {"is not drawn": 4})
+    acquire(DATA, Path("r.json"), client(hub))  # what is there was drawn already
+    assert json.loads(Path("r.json").read_text())["kept"] == 1
 
 
 def test_rows_and_columns_are_those_that_are_expected(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
