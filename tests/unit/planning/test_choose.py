@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from docs.writers.plan import PLAN, paper_hardware, plan_row
+from mcore_mas.cli.main import app
 from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite, load_suite
@@ -219,6 +221,16 @@ def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(PlanError, match=line):
             Cluster.read(file)
+
+
+def test_a_plan_is_of_the_gpus_that_a_suite_names(tmp_path: Path) -> None:
+    suite = tmp_path / "s.yaml"
+    one, other = "experiment=drmas_t1_4b_single_grpo", "experiment=drmas_t1_8b_single_grpo"
+    suite.write_text(f"suite: s\nexperiments: {{a: [{one}, cluster.gpus=2xH200], b: [{other}]}}\n")
+    done = CliRunner().invoke(app, ["plan", str(suite)])
+    assert re.findall(r"^(?:no: )?(\w) on (\w+)", done.stdout, re.MULTILINE) == [("a", "2xH200"), ("b", "8xH100")]
+    done = CliRunner().invoke(app, ["plan", str(suite), "--gpus", "4xH100"])
+    assert re.findall(r"^(?:no: )?(\w) on (\w+)", done.stdout, re.MULTILINE) == [("a", "4xH100"), ("b", "4xH100")]
 
 
 def own_placement(config: RunConfig) -> Placement:
