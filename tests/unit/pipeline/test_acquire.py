@@ -297,6 +297,11 @@ def test_every_published_input_has_a_source() -> None:
         readers = {(file.format or data.format).removesuffix("_shown"): known[str(file.path)].format for file in files}
         assert all(asked == has for asked, has in readers.items()), name
     assert all(len(source.revision or "f" * 40) == 40 for source in known.values())
+    free = [path for path, source in known.items() if source.repository and not source.revision]
+    assert free == [
+        *(f"data/math/{name}.parquet" for name in ("amc_23", "minerva", "olympiad_bench", "dapo_filter")),
+        *(f"models/{name}" for name in ("DeepScaleR-1.5B-Preview", *(f"AReaL-boba-2-{size}B" for size in (8, 14, 32)))),
+    ]  # of which no public code that was read says one revision
     pinned = [source for source in known.values() if source.host == "github"]
     assert all(source.revision and set(source.files) == set(source.sha256) for source in pinned)
     assert all(len(digest) == 64 for source in known.values() for digest in source.sha256.values())
