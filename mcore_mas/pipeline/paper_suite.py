@@ -1,5 +1,6 @@
 """Suites of papers' tables: the runs behind `snakemake table_drmas_1`, and the rule that makes the table."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -159,6 +160,13 @@ def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[
     return found
 
 
+def _commits(evaluated: Sequence[Path]) -> list[str]:
+    """The commits that runs were trained and evaluated with; of this checkout where none is recorded."""
+    made = [*evaluated, *{path.parent.parent / "train" / "done.json" for path in evaluated}]
+    found = {json.loads(path.read_text(encoding="utf-8")).get("commit") for path in made if path.is_file()}
+    return sorted(filter(None, found)) or [code_commit()]
+
+
 def write_paper_table(name: str, evaluations: Mapping[str, Sequence[str]], out: Path, *, scale: str) -> None:
     """Write a table as `out`, Markdown, beside it as CSV, and as JSON what both were made from.
 
@@ -175,7 +183,7 @@ def write_paper_table(name: str, evaluations: Mapping[str, Sequence[str]], out: 
     made = MadeFrom(
         scale=scale,
         seeds=sorted({read_yaml(run / "config.yaml")["seed"] for run in played}),
-        commit=code_commit(),
+        commit=", ".join(_commits(evaluated)),
         costs=[run_costs(run, state) for run, state in played.items()],
         deviations=known_deviations(table),
     )

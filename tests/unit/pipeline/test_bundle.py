@@ -37,7 +37,16 @@ def bundle(tmp_path: Path) -> Path:
     for run, scores in (("marti_single_ttrl", [0.0, 0.0]), ("marti_debate_ttrl", [1.0, 0.0])):
         metrics = {"avg@2": sum(scores) / 2, "pass@2": max(scores)}
         tasks = [{"task_id": "a/0", "source": "aime_2024", "scores": scores, "metrics": metrics}]
-        content = {"run": run, "state": "trained", "k": 2, "replies": 2, "overlong": 0, "cut": 0, "failed": {}}
+        content = {
+            "run": run,
+            "state": "trained",
+            "k": 2,
+            "commit": run[6:12],
+            "replies": 2,
+            "overlong": 0,
+            "cut": 0,
+            "failed": {},
+        }
         path = results / run / "evaluation" / "trained.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({**content, "rows": [], "tasks": tasks}))
@@ -95,7 +104,7 @@ def test_it_says_what_the_table_was_made_of(bundle: Path) -> None:
     assert inputs["vectors.index"]["sha256"] == hashlib.sha256(b"vectors").hexdigest()
     names = ["aime.jsonl", "config.json", "encoder.safetensors", "model.safetensors", "vectors.index"]
     assert (inputs["aime.jsonl"]["bytes"], sorted(inputs)) == (4, names)
-    assert b"seeds 1, 42; commit" in contents["table.md"]  # those that the runs were drawn with
+    assert b"seeds 1, 42; commit debate, single." in contents["table.md"]  # those that the runs were drawn with
     assert "ours agrees" in json.loads(contents["made.json"])["tolerance"]
     graph = {entity["@id"]: entity for entity in json.loads(contents[METADATA])["@graph"]}
     assert graph[METADATA]["conformsTo"] == {"@id": "https://w3id.org/ro/crate/1.1"}
