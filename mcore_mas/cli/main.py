@@ -145,8 +145,14 @@ def check_runs(suite: _Suite, overrides: _Overrides = None, config_dir: _Configs
 @app.command("plan", rich_help_panel=_PANEL)
 def plan_suite(
     suite: _Suite,
-    gpus: Annotated[str, typer.Option(help="Number and kind; more than 8 are several machines.")] = "8xH100",
-    cluster: Annotated[Path | None, typer.Option(help="YAML instead: gpus, node, memory, flops, bandwidth.")] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Number and kind, by default the run's cluster.gpus or 8xH100; over 8 are several machines."),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="YAML instead: gpus, node, memory (GB), flops (TFLOP/s), bandwidth (TB/s)."),
+    ] = None,
     config_dir: _Configs = None,
 ) -> None:
     """Say where each run's parts would lie, what they take and how long; exit status 1 if one does not fit."""
@@ -154,9 +160,10 @@ def plan_suite(
     from mcore_mas.planning.choose import Cluster, PlanError, choose_placement
     from mcore_mas.planning.page import plan_lines
 
-    there = Cluster.read(cluster) if cluster is not None else Cluster.parse(gpus)
+    named = Cluster.read(cluster) if cluster is not None else Cluster.parse(gpus) if gpus else None
     refused, loaded = 0, load_suite(suite, config_dir=config_dir)
     for config in map(loaded.checked, loaded.runs):
+        there = named or Cluster.parse(config.cluster.gpus or "8xH100")
         try:
             print("\n".join(plan_lines(config, there, *choose_placement(config, there))))
         except PlanError as error:

@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -134,7 +135,7 @@ def convert(raw: Sequence[Path], source: Source, out: Path) -> Rows:
 def _check_data(path: Path, source: Source) -> Rows:
     found = Rows()
     try:
-        for _ in _taken([path], source, found):
+        for _ in _taken([path], source.model_copy(update={"drawn": None}), found):
             pass
     except RecordError as error:
         raise AcquireError(f"{error}; remove it to have it fetched") from error
@@ -152,13 +153,16 @@ def _judge(where: str, source: Source, found: Rows) -> None:
 
 def _taken(files: Sequence[Path], source: Source, found: Rows) -> Iterator[Mapping[str, Any]]:
     """The rows that a team can be asked, each once; `found` learns what became of all."""
-    reader = FORMATS[str(source.format)]
+    reader, drawn = FORMATS[str(source.format)], _drawn(source)
     known: dict[str, int] = {}  # id -> hash of what it asks and accepts
     texts: set[str] = set()
     for row in (row for file in files for row in read_rows(file)):
         if any(str(row.get(column)) != value for column, value in source.where.items()):
             continue
         found.rows += 1
+        if drawn is not None and found.rows - 1 not in drawn:
+            found.drop("is not drawn")
+            continue
         try:
             problem = reader.problem(row)
         except BadRow as error:
@@ -181,7 +185,18 @@ def _taken(files: Sequence[Path], source: Source, found: Rows) -> Iterator[Mappi
             yield row
 
 
+def _drawn(source: Source) -> set[int] | None:
+    """Places of the rows that the authors take, who draw them with numpy's older generator; None: all."""
+    if source.drawn is None:
+        return None
+    number, seed = source.drawn
+    return set(np.random.RandomState(seed).choice(source.rows, number, replace=False).tolist())
+
+
 def _write(path: Path, suffix: str, rows: Iterator[Mapping[str, Any]], schema: pa.Schema | None) -> None:
+    if suffix == ".json":
+        write_json(path, list(rows))
+        return
     if suffix == ".jsonl":
         with path.open("w", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(row, ensure_ascii=False, default=str)}\n" for row in rows)

@@ -155,12 +155,14 @@ def _crate(table: PaperTable, contents: Mapping[str, bytes]) -> bytes:
 
 
 def _inputs(runs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Digest and size of the data, models, tasks and indexes that the runs began with."""
+    """Digest and size of the data, models, encoders, tasks and indexes that the runs began with."""
     paths: dict[Path, None] = {}
     for run in runs:
         config = read_yaml(run / "config.yaml")
         folders = [policy["model"] for policy in config["policies"].values() if policy["model"]]
-        passages = (config.get("retriever") or {}).get("passages")
+        retriever = config.get("retriever") or {}
+        folders += filter(None, (retriever.get(key) for key in ("folder", "encoder_folder")))
+        passages = retriever.get("passages")
         data = [*DataConfig.model_validate(config["data"]).paths, *([Path(passages)] if passages else [])]
         paths |= dict.fromkeys(data)
         for folder in (*map(Path, folders), run / "tasks", run / "index"):

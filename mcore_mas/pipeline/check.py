@@ -88,7 +88,9 @@ def _beside(folder: Path | None, path: str) -> str:
 def _from(path: str) -> str:
     """Where a model or file that is not there can be had."""
     if path in known_sources():
-        return f"it is {known_sources()[path].described}, and the target `acquire` fetches it (docs/tables.md)"
+        source = known_sources()[path]
+        fetched = "" if source.by_hand else ", and the target `acquire` fetches it"
+        return f"it is {source.described}{fetched} (docs/tables.md)"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return f"nor is it in the hub's cache on this machine: `hf download {path}`, or name a folder"
     return "name a Hugging Face folder, or the hub's id of a model that was downloaded"
@@ -100,6 +102,7 @@ def _files(suite: Suite, run: str) -> Iterator[str]:
         return
     retriever = suite.checked(run).retriever
     own = [("data", file) for file in suite.data_files(run)]
+    own += [("data.options.folder", folder) for folder in suite.data_folders(run)]
     if retriever and retriever.folder:
         own.append(("retriever.folder", f"{retriever.folder}/index.json"))
     for key in ("encoder_folder", "golden", "python"):

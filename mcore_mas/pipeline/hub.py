@@ -1,4 +1,4 @@
-"""Files of a hub (Hugging Face's routes): fetched by revision, resumed, verified, and recorded in a lock file."""
+"""Files of a hub (Hugging Face's routes) or of GitHub: fetched by revision, verified, and recorded in a lock file."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,6 @@ import httpx2
 import huggingface_hub
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.file_download import http_get
-from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -33,6 +32,7 @@ class Hub:
     """Where files come from, and what has been recorded of those that came."""
 
     endpoint: str = field(default_factory=lambda: huggingface_hub.constants.ENDPOINT)  # of HF_ENDPOINT
+    github: str = "https://raw.githubusercontent.com"
     offline: bool = field(default_factory=huggingface_hub.is_offline_mode)
     lock: Path = LOCK
 
@@ -68,14 +68,16 @@ def fetch(source: Source, folder: Path, hub: Hub, *, model: bool = False) -> dic
     if source.revision and known.get("revision", source.revision) != source.revision:
         known = {}  # of another revision
     with waited_for(folder):
-        fetched = _kept(source, folder, known, model)
-        if fetched:
-            return fetched
+        if kept := _kept(source, folder, known, model):
+            return kept
         if hub.offline:
             raise AcquireError(f"{repository}: offline, and its files are not in {folder}; put them there by hand")
-        with _explained(source, hub, f"{hub.endpoint}/{'' if model else 'datasets/'}{repository}"):
-            fetched = _download(source, folder, hub, known, model)
-    return fetched
+        if source.host == "github":
+            with _explained(source, hub.github, f"{hub.github}/{repository}", "put its file there by hand"):
+                return _download_pinned(source, folder, hub)
+        page = f"{hub.endpoint}/{'' if model else 'datasets/'}{repository}"
+        with _explained(source, hub.endpoint, page, "name another hub in HF_ENDPOINT"):
+            return _download(source, folder, hub, known, model)
 
 
 def _kept(source: Source, folder: Path, known: Mapping[str, Any], model: bool) -> dict[str, Digest]:
@@ -84,6 +86,17 @@ def _kept(source: Source, folder: Path, known: Mapping[str, Any], model: bool) -
     expected = {name: known["files"][name] for name in names}
     same = all((folder / name).is_file() and sha256(folder / name) == own["sha256"] for name, own in expected.items())
     return expected if same else {}
+
+
+def _download_pinned(source: Source, folder: Path, hub: Hub) -> dict[str, Digest]:
+    """Files of GitHub, where nobody lists digests: the source has them, and the commit."""
+    root, repository, revision = hub.github, str(source.repository), str(source.revision)
+    fetched = {}
+    for name in source.files:
+        digests = {SOURCES_FILE.name: source.sha256[name]}
+        fetched[name] = _fetch_file(f"{root}/{repository}/{revision}/{name}", folder / name, None, digests, headers={})
+    hub.record(repository, revision, fetched)
+    return fetched
 
 
 def _download(source: Source, folder: Path, hub: Hub, known: Mapping[str, Any], model: bool) -> dict[str, Digest]:
@@ -108,7 +121,8 @@ def _download(source: Source, folder: Path, hub: Hub, known: Mapping[str, Any], 
             f"{hub.lock}": known.get("files", {}).get(name, {}).get("sha256"),
             f"{hub.endpoint}": large.sha256 if large else None,
         }
-        fetched[name] = _fetch_file(url, folder / name, there[name], digests)
+        size = large.size if large else there[name].size
+        fetched[name] = _fetch_file(url, folder / name, size, digests, headers=build_hf_headers())
     hub.record(repository, str(info.sha), fetched)  # once all are there
     return fetched
 
@@ -120,18 +134,22 @@ def _matching(source: Source, names: list[str], model: bool) -> list[str]:
     return sorted(next(filter(None, found), []))
 
 
-def _fetch_file(url: str, path: Path, listed: RepoSibling, digests: Mapping[str, str | None]) -> Digest:
-    """Bring one file, or find it there; `digests` are the expected ones by who says so."""
+def _fetch_file(
+    url: str, path: Path, size: int | None, digests: Mapping[str, str | None], *, headers: dict[str, str]
+) -> Digest:
+    """Bring one file, or find it there; `digests` are the expected ones by who says so.
+
+    Of a file whose `size` is not known nothing is kept: a whole one could not be told from a part.
+    """
     partial = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file():
         path.replace(partial)  # fetched before its digest was recorded, or to be checked against another one
-    size = listed.size if listed.lfs is None else listed.lfs.size
-    if size is not None and partial.exists() and partial.stat().st_size > size:
+    if partial.exists() and (size is None or partial.stat().st_size > size):
         partial.unlink()
     disable_progress_bars()
     with partial.open("ab") as file:
-        http_get(url, file, resume_size=file.tell(), headers=build_hf_headers(), expected_size=size)
+        http_get(url, file, resume_size=file.tell(), headers=headers, expected_size=size)
     found = sha256(partial)
     for whose, expected in digests.items():
         if expected not in (None, found):
@@ -143,12 +161,12 @@ def _fetch_file(url: str, path: Path, listed: RepoSibling, digests: Mapping[str,
 
 
 @contextmanager
-def _explained(source: Source, hub: Hub, page: str) -> Iterator[None]:
-    """Failures of the hub as one line that says what to do."""
+def _explained(source: Source, host: str, page: str, else_do: str) -> Iterator[None]:
+    """Failures of a host as one line that says what to do."""
     try:
         yield
     except RevisionNotFoundError:
-        raise AcquireError(f"{source.repository}: no revision {source.revision} at {hub.endpoint}") from None
+        raise AcquireError(f"{source.repository}: no revision {source.revision} at {host}") from None
     except (HfHubHTTPError, httpx2.HTTPStatusError) as error:
         status = error.response.status_code
         if isinstance(error, GatedRepoError) or (source.gated and status in _DENIED) or status == 403:
@@ -159,10 +177,9 @@ def _explained(source: Source, hub: Hub, page: str) -> Iterator[None]:
             ) from None
         if isinstance(error, RepositoryNotFoundError) or status in _DENIED:
             raise AcquireError(f"{page}: no such repository, or it is not public ({status}); see HF_TOKEN") from None
-        raise AcquireError(f"{page}: answered {status}; try again, or name another hub in HF_ENDPOINT") from None
+        raise AcquireError(f"{page}: answered {status}; try again, or {else_do}") from None
     except (httpx2.TransportError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AcquireError(
-            f"{hub.endpoint}: cannot fetch {source.repository} ({reason}); start it again, what came is kept; "
-            "HF_ENDPOINT names another hub"
+            f"{host}: cannot fetch {source.repository} ({reason}); start it again, what came is kept, or {else_do}"
         ) from None

@@ -1,5 +1,6 @@
 """Suites of papers' tables: the runs behind `snakemake table_drmas_1`, and the rule that makes the table."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from mcore_mas.pipeline.sources import acquirable, known_sources, listed
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
-from mcore_mas.rollout.base.files import write_json
+from mcore_mas.rollout.base.files import read_yaml, write_json
 from mcore_mas.rollout.records.trajectory import grouped
 
 ALL_TABLES = "tables"  # the target of every table
@@ -91,7 +92,7 @@ def inputs(suite: Suite) -> dict[str, list[str]]:
     needed: dict[str, list[str]] = {}
     for run in suite.runs if suite.scale == "paper" else ():
         published = [] if suite.indexes(run) else [suite.index(run)]
-        for path in (*suite.data_files(run), *suite.models(run), *filter(None, published)):
+        for path in (*suite.data_files(run), *suite.data_folders(run), *suite.models(run), *filter(None, published)):
             needed.setdefault(path.removesuffix("/config.json"), []).append(run)
     return needed
 
@@ -112,18 +113,21 @@ def check_there(suite: Suite) -> None:
         for path, runs in missing.items()
     }
     target = f"{ACQUIRE}_{suite.name.removeprefix('table_')}" if suite.name != ALL_TABLES else ACQUIRE
-    size = f"{sum(known_sources()[path].gb or 0 for path in acquirable(missing)[0]):.1f} GB where known"
+    fetched, by_hand = acquirable(missing)
+    besides = ", but for what is to be put there by hand" if by_hand else ""
+    size = f"{sum(known_sources()[path].gb or 0 for path in fetched):.1f} GB where known"
     lines = [
         f"{len(missing)} of {len(needed)} inputs are not on this machine:",
         *listed(missing, behind),
         *(f"  {line}" for line in problems(suite, files=False)),
-        f"`snakemake {target}` fetches them ({size}; docs/tables.md), or try --config scale=tiny, which makes its own",
+        f"`snakemake {target}` fetches them{besides} ({size}; docs/tables.md), or try --config scale=tiny, which makes "
+        "its own",
     ]
     raise SuiteError("\n".join(lines))
 
 
 def seeds_of(config: Mapping[str, Any]) -> list[int]:
-    """The seeds 1 to `seeds`; without it, the experiment's own seed alone.
+    """1 to `seeds`, a run of each experiment by number: the first has the experiment's own seed, another its number.
 
     Raises:
         SuiteError: it is no number above 0.
@@ -156,9 +160,14 @@ def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[
     return found
 
 
-def write_paper_table(
-    name: str, evaluations: Mapping[str, Sequence[str]], out: Path, *, scale: str, seeds: Sequence[int]
-) -> None:
+def _commits(evaluated: Sequence[Path]) -> list[str]:
+    """The commits that runs were trained and evaluated with; of this checkout where none is recorded."""
+    made = [*evaluated, *{path.parent.parent / "train" / "done.json" for path in evaluated}]
+    found = {json.loads(path.read_text(encoding="utf-8")).get("commit") for path in made if path.is_file()}
+    return sorted(filter(None, found)) or [code_commit()]
+
+
+def write_paper_table(name: str, evaluations: Mapping[str, Sequence[str]], out: Path, *, scale: str) -> None:
     """Write a table as `out`, Markdown, beside it as CSV, and as JSON what both were made from.
 
     `evaluations` are a file of each seed by `experiment/state`.
@@ -173,8 +182,8 @@ def write_paper_table(
     played = {path.parent.parent: path.stem for path in evaluated}
     made = MadeFrom(
         scale=scale,
-        seeds=seeds,
-        commit=code_commit(),
+        seeds=sorted({read_yaml(run / "config.yaml")["seed"] for run in played}),
+        commit=", ".join(_commits(evaluated)),
         costs=[run_costs(run, state) for run, state in played.items()],
         deviations=known_deviations(table),
     )

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -16,6 +17,7 @@ SOURCES_FILE = SHIPPED / "workflow" / "sources.yaml"
 class Source(Section):
     """Where one data file or model folder is from: an entry of workflow/sources.yaml, which says what its keys are."""
 
+    host: Literal["hub", "github"] = "hub"
     repository: str | None = None
     revision: str | None = None
     files: tuple[str, ...] = ()
@@ -25,6 +27,7 @@ class Source(Section):
     licence: str | None = None
     gated: bool = False
     where: dict[str, str] = Field(default_factory=dict)
+    drawn: tuple[int, int] | None = None
     format: str | None = None
     by_hand: str | None = None
     needs: tuple[str, ...] = ()
@@ -33,8 +36,10 @@ class Source(Section):
     @property
     def described(self) -> str:
         """Repository or place, size and licence, as a person asks for them."""
-        what = self.by_hand or (f"{self.repository} of the hub" if self.repository else f"made of {self.needs[0]}")
-        size = f", {self.gb:g} GB" if self.gb else ""
+        host = "GitHub" if self.host == "github" else "the hub"
+        what = self.by_hand or (f"{self.repository} of {host}" if self.repository else f"made of {self.needs[0]}")
+        gb = self.gb or sum(known_sources()[path].gb or 0 for path in self.needs)
+        size = f", {gb:g} GB" if gb else f", {self.rows} rows" if self.rows else ""
         return f"{what}{size}{f', licence {self.licence}' if self.licence else ''}{', gated' if self.gated else ''}"
 
 
@@ -50,12 +55,11 @@ def acquirable(paths: Iterable[str]) -> tuple[list[str], list[str]]:
     fetched, by_hand = dict[str, None](), dict[str, None]()
     for path in paths:
         source = known.get(path)
-        if Path(path).exists() and source is None:
+        if Path(path).exists() and (source is None or source.by_hand):
             continue  # of a user's own
         for needed in (*(source.needs if source else ()), path):
             own = known.get(needed)
-            ours = own is not None and (own.by_hand is None or Path(needed).exists())
-            (fetched if ours else by_hand)[needed] = None
+            (fetched if own and not own.by_hand else by_hand)[needed] = None
     return list(fetched), list(by_hand)
 
 

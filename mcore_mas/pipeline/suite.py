@@ -166,6 +166,12 @@ class Suite:
         passages = (self.runs[run].get("retriever") or {}).get("passages")
         return [*map(str, self.checked(run).data.paths), *([passages] if passages else [])]
 
+    def data_folders(self, run: str) -> list[str]:
+        """The folder that a shipped generator of `run` reads, such as DSBench's."""
+        data = self.checked(run).data
+        folder = data.options.get("folder") if data.generator and ":" not in data.generator else None
+        return [folder] if isinstance(folder, str) else []
+
     def models(self, run: str) -> list[str]:
         """The folders that the policies of `run` start from and no rule trains, and its encoder, by config.json."""
         encoder = (self.runs[run].get("retriever") or {}).get("encoder_folder")

@@ -47,12 +47,16 @@ def check_command(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: with the error in one line; also for a file that would fill memory.
     """
-    files, taken = [], False
+    files, option = [], ""
     for word in arguments:
         if word.startswith("-"):
-            taken = word in ("--configfile", "--configfiles")
-        elif taken:
+            option = word
+        elif option in ("--configfile", "--configfiles"):
             files.append(word)
+        elif option in ("--config", "-C") and "=" not in word:
+            raise SystemExit(
+                f"error: --config took {word} for a setting; name targets before it, settings as KEY=VALUE"
+            )
     try:
         check_suite_files(files)
     except SuiteError as error:

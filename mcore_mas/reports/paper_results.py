@@ -47,21 +47,26 @@ class Evaluations:
             key: pd.concat([read_evaluation(path) for path in paths], ignore_index=True) for key, paths in files.items()
         }
 
-    def scores(self, experiment: str, state: str, dataset: str, kind: str) -> list[pd.Series]:
+    def scores(self, experiment: str, state: str, dataset: str, kind: str) -> dict[str, pd.Series]:
         """Scores by task of a data source, of `all` tasks, or for an `average` of each source by itself."""
         if state == GAIN:
-            pairs = zip(*(self.scores(experiment, own, dataset, kind) for own in ("trained", "base")), strict=True)
-            return [(trained - base).dropna() for trained, base in pairs]
+            return _paired(*(self.scores(experiment, own, dataset, kind) for own in ("trained", "base")))
         found = self._scores[f"{experiment}/{state}"]
         found = found[found["metric"].str.startswith(f"{kind}@")]
         if dataset not in ("all", "average"):
             found = found[found["source"] == dataset]
-        parts = [part for _, part in found.groupby("source", sort=True)] if dataset == "average" else [found]
-        return [part.groupby("task", sort=True)["value"].mean() for part in parts if len(part)]
+        parts = found.groupby("source", sort=True) if dataset == "average" else [(dataset, found)]
+        return {str(name): part.groupby("task", sort=True)["value"].mean() for name, part in parts if len(part)}
 
     def answers(self, experiment: str, state: str) -> int:
         """k of avg@k."""
         return int(self._scores[f"{experiment}/{'trained' if state == GAIN else state}"]["k"].iloc[0])
+
+
+def _paired(ours: Mapping[str, pd.Series], theirs: Mapping[str, pd.Series]) -> dict[str, pd.Series]:
+    """Differences by task of what both have scored: all trajectories of a task or a source may have failed."""
+    both = {name: (ours[name] - theirs[name]).dropna() for name in ours if name in theirs}
+    return {name: own for name, own in both.items() if len(own)}
 
 
 def make_paper_table(
@@ -77,7 +82,8 @@ def make_paper_table(
     evaluations = Evaluations(files)
     lines = [line | _agreement(table, line) for line in _lines(table, evaluations)]
     differences = [line | _agreement(table, line) for line in _differences(table, evaluations)]
-    frame = pd.DataFrame([*lines, *differences]).assign(scale=made.scale, commit=made.commit, seeds=len(made.seeds))
+    repeats = len(next(iter(files.values())))
+    frame = pd.DataFrame([*lines, *differences]).assign(scale=made.scale, commit=made.commit, seeds=repeats)
     write_text(csv, str(frame.to_csv(index=False, float_format="%.6f", lineterminator="\n")))
     page = render_page(
         "paper_table.md.jinja",
@@ -118,10 +124,11 @@ def _agreement(table: PaperTable, line: Mapping[str, Any]) -> dict[str, Any]:
     return said | {"tolerance": tolerance + _ROUNDING, "within": abs(off) <= tolerance + _ROUNDING}
 
 
-def _measured(groups: Sequence[pd.Series], name: str) -> dict[str, Any]:
+def _measured(scores: Mapping[str, pd.Series], name: str) -> dict[str, Any]:
     """Mean of the groups' means with its 95 % interval over tasks; nothing where no task was scored."""
-    if not groups:
+    if not scores:
         return {"value": None, "ci_low": None, "ci_high": None, "n": 0}
+    groups = list(scores.values())
     means = [fmean(group) for group in groups]
     intervals = [mean_interval(group.tolist(), name) for group in groups]
     # of G independent means with intervals [l, u]: M - √Σ(m - l)²/G and M + √Σ(u - m)²/G   Zou & Donner 2008, eq. 5
@@ -142,9 +149,8 @@ def _differences(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[s
             if name != method:
                 continue
             other = cells[block, baseline, dataset, metric]
-            both = [evaluations.scores(own.experiment, own.state, own.dataset, own.kind) for own in (cell, other)]
-            paired = ((ours - theirs).dropna() for ours, theirs in zip(*both, strict=False))
-            scores = [differences for differences in paired if len(differences)]
+            both = (evaluations.scores(own.experiment, own.state, own.dataset, own.kind) for own in (cell, other))
+            scores = _paired(*both)
             published = (cell.published, other.published)
             known = [value for value in published if isinstance(value, float)]
             paper = (known[0] - known[1]) / (1 if table.config.fraction else 100) if len(known) == 2 else None

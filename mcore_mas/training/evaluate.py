@@ -20,6 +20,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
+from mcore_mas import code_commit
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.planning.machine import on_its_devices
@@ -67,7 +68,7 @@ def evaluate(run: RunConfig | Path, state: str, out_path: Path, seats: Mapping[s
     config = seated(run if isinstance(run, RunConfig) else RunConfig.load(run), state, seats)
     torch.set_num_threads(config.cluster.threads_per_process or 1)
     board = Scoreboard(prepared_tasks(config.folder / "tasks", "test"), config.evaluation.samples)
-    folder = writable(out_path.with_suffix(""))
+    folder, commit = writable(out_path.with_suffix("")), code_commit()
     with owned(folder), noted(config.folder / "logs" / f"evaluate_{out_path.stem}.log"):
         _play(config, folder, board)
         epoch = epoch_of(folder)
@@ -79,7 +80,7 @@ def evaluate(run: RunConfig | Path, state: str, out_path: Path, seats: Mapping[s
         )
     tasks = board.tasks()
     head = {"run": config.run, "state": state, "k": board.k, "overlong_prompts": config.engine.overlong_prompts}
-    scores = {**head, **board.counts(), "epoch": epoch, "rows": score_rows(tasks), "tasks": tasks}
+    scores = {**head, **board.counts(), "commit": commit, "epoch": epoch, "rows": score_rows(tasks), "tasks": tasks}
     write_json(out_path, sealed(scores))
     return scores
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_mas import code_commit
 from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layout
 from mcore_mas.config.run import ConfigError, RunConfig
@@ -69,7 +70,7 @@ def train(
     if adopt:
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume": "changed"})})
     address = address or config.cluster.address
-    folder = writable(config.folder / "train")
+    folder, commit = writable(config.folder / "train"), code_commit()
     if address.startswith("ray://"):
         if after_step is not None:
             raise ConfigError("cluster.address: ray:// trains in a process of its own; name host:port of Ray's head")
@@ -104,7 +105,7 @@ def train(
         crew = stack.enter_context(closing(Crew(config, room, joined=address != "local")))
         stop = StopSignal(signals=after_step is None)
         run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, recent, after_step, stop)
-        done = asyncio.run(run.train(found, warnings))
+        done = asyncio.run(run.train(found, warnings)) | {"commit": commit}
         write_json(folder / "done.json", done | {"devices": crew.room.told, "epoch": epoch_of(folder)})
 
 

@@ -24,6 +24,7 @@ class FakeHub:
     swapped: set[str] = field(default_factory=set)  # files whose last byte is another than the listing's digest says
     asked: list[tuple[str, str | None]] = field(default_factory=list)  # (path, Range) of every request
     tokens_elsewhere: set[str] = field(default_factory=set)  # that were sent to the host of large files
+    raw: dict[str, bytes] = field(default_factory=dict)  # files of GitHub by owner/name/revision/path
     url: str = ""
 
 
@@ -55,6 +56,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(*path.removeprefix("cdn/").split("@"))
             return
         hub.asked.append((path, self.headers.get("Range")))
+        if path in hub.raw:
+            hub.tokens_elsewhere |= {value for key, value in self.headers.items() if key == "Authorization"}
+            self._answer(200, hub.raw[path], {})
+            return
         listing = path.startswith("api/")
         name = path.removeprefix("api/").removeprefix("models/")
         tree = listing and "/tree/" in name  # of which huggingface_hub's own client asks

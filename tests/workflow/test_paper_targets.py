@@ -15,7 +15,7 @@ from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.bundle import verify_bundle
 from mcore_mas.pipeline.paper_suite import asked_tables, asks_inputs, paper_suite
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.pipeline.suite_file import SuiteError
+from mcore_mas.pipeline.suite_file import SuiteError, check_command
 from mcore_mas.rollout.tasks.tiny_files import write_tiny_file
 from tests.support.hub import COMMIT, FakeHub, running
 
@@ -53,7 +53,7 @@ def test_what_is_missing_is_said_in_lines(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert lines == [
         "error: 2 of 2 inputs are not on this machine:",
-        "  data/math/aime_2024.parquet: HuggingFaceH4/aime_2024 of the hub (for marti_single_ttrl and 1 more)",
+        "  data/math/aime_2024.parquet: HuggingFaceH4/aime_2024 of the hub, 30 rows (for marti_single_ttrl and 1 more)",
         "  models/DeepScaleR-1.5B-Preview: agentica-org/DeepScaleR-1.5B-Preview of the hub, 7.1 GB, licence mit "
         "(for marti_single_ttrl and 1 more)",
         "  run 'marti_single_ttrl' and 1 more: engine.python: .venv-sglang/bin/python: no such interpreter "
@@ -76,12 +76,26 @@ def test_a_target_behind_configfile_and_a_suite_that_is_not_there_are_a_line(tmp
     )
 
 
+def test_a_target_behind_config_is_a_line() -> None:
+    with pytest.raises(SystemExit, match=r"^error: --config took table_drmas_1 for a setting; name targets before it"):
+        check_command(["-n", "--config", "scale=tiny", "table_drmas_1"])
+    check_command(["table_drmas_1", "--config", "scale=tiny", "-n", "table_drmas_2"])
+
+
 def test_a_table_that_searches_needs_its_index_and_encoder(tmp_path: Path) -> None:
     done = snakemake(tmp_path, "table_unitymas_3", "-n")
-    assert "  data/wiki-18/index.json: made of data/wiki-18/e5_Flat.index (for unitymas_" in done.stderr
+    assert "  data/wiki-18/index.json: made of data/wiki-18/e5_Flat.index, 70.1 GB (for unitymas_" in done.stderr
     assert "  models/e5-base-v2: intfloat/e5-base-v2 of the hub, 0.4 GB, licence mit (for unitymas_" in done.stderr
     done = snakemake(tmp_path, "acquire_unitymas_3", "-n", "--quiet", "rules")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_of_tasks_that_is_not_there_is_said(tmp_path: Path) -> None:
+    done = snakemake(tmp_path, "table_mappa_2", "-n")
+    assert "error: 2 of 2 inputs are not on this machine:" in done.stderr
+    place = "data_modeling of github.com/LiqiangJing/DSBench, with data.zip unpacked in it"
+    assert f"  data/dsbench/data_modeling: {place} (for mappa_dsbench)" in done.stderr
+    assert "`snakemake acquire_mappa_2` fetches them, but for what is to be put there by hand (8.1 GB" in done.stderr
 
 
 def test_acquire_makes_a_table_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

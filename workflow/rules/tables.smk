@@ -29,7 +29,6 @@ rule make_paper_table:
     params:
         evaluations=lambda wildcards: TABLE_INPUTS[wildcards.table],
         scale=SUITE.scale,
-        seeds=SEEDS if TABLES else [],
     message:
         "table {wildcards.table}, ours beside the paper's"
     script:

@@ -10,13 +10,7 @@ with logged(snakemake.log[0]):
     from mcore_mas.training.publish import publish_in_time
 
     table, out = snakemake.wildcards.table, Path(snakemake.output.markdown)
-    write_paper_table(
-        table,
-        dict(snakemake.params.evaluations),
-        out,
-        scale=snakemake.params.scale,
-        seeds=list(snakemake.params.seeds),
-    )
+    write_paper_table(table, dict(snakemake.params.evaluations), out, scale=snakemake.params.scale)
     runs = {Path(path).parents[1].name: path for paths in snakemake.params.evaluations.values() for path in paths}
     steps = {run: out.parents[1] / run / "train" / "metrics.jsonl" for run in runs}
     write_charts({run: path for run, path in steps.items() if path.is_file()}, Path(snakemake.output.charts))

@@ -148,11 +148,50 @@ def test_what_cannot_be_had_says_what_to_do(hub: FakeHub, monkeypatch: pytest.Mo
         acquire(DATA, Path("r.json"), client(hub))
     with pytest.raises(AcquireError, match="some/math: offline, and its files are not in data/raw/some--math"):
         acquire(DATA, Path("r.json"), client(hub, offline=True))
-    with pytest.raises(AcquireError, match=r"127.0.0.1:9: cannot fetch some/math .* HF_ENDPOINT names another"):
+    with pytest.raises(AcquireError, match=r"127.0.0.1:9: cannot fetch some/math .* name another hub in HF_ENDPOINT"):
         acquire(DATA, Path("r.json"), Hub(endpoint="http://127.0.0.1:9"))
     named(monkeypatch, repository=None, by_hand="train.json of github.com/x")
     with pytest.raises(AcquireError, match=r"it is on no hub; put .* there by hand, from train.json of github.com/x"):
         acquire(DATA, Path("r.json"), client(hub))
+
+
+def test_a_file_of_github_is_fetched_by_its_commit_and_digest(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    where, digest = f"data/{'a' * 40}.jsonl", hashlib.sha256(LINES).hexdigest()
+    item = "data/math/math_500.json"
+    keys = {"item": item, "host": "github", "files": (where,), "revision": COMMIT, "licence": "mit", "rows": 6}
+    source = named(monkeypatch, **keys, sha256={where: digest})
+    assert source.described == "some/math of GitHub, 6 rows, licence mit"
+    there = Hub(endpoint="http://127.0.0.1:9", github=hub.url)
+    with pytest.raises(
+        AcquireError, match=rf"{hub.url}/some/math: .*; (see HF_TOKEN|try again, or put its file there)"
+    ):
+        acquire(item, Path("r.json"), there)
+    hub.raw[f"some/math/{COMMIT}/{where}"] = LINES
+    partial = Path("data/raw/some--math", where).with_name(f".{'a' * 40}.jsonl.partial")
+    partial.write_bytes(LINES[:9])  # of an earlier try: a part of a file whose size nobody says
+    acquire(item, Path("r.json"), there)
+    found = json.loads(Path("r.json").read_text())
+    assert (found["revision"], found["files"][where]["sha256"], found["kept"]) == (COMMIT, digest, 3)
+    assert hub.tokens_elsewhere == set()  # the hub's token is the hub's alone
+    assert json.loads(Path(item).read_text()) == [ROWS[0], ROWS[2], ROWS[5]]  # of the format that its name says
+    acquire(item, Path("again.json"), there)
+    assert json.loads(Path("again.json").read_text())["kept"] == 3  # checked, as it is there
+    Path(item).unlink()
+    Path("data/sources.lock").unlink()
+    named(monkeypatch, **keys, sha256={where: "0" * 64})
+    with pytest.raises(AcquireError, match=r"sha256 is \w{64}, but sources.yaml says 0+; removed"):
+        acquire(item, Path("r.json"), there)
+
+
+def test_rows_are_those_that_the_authors_draw(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy's RandomState(42).choice(6, 2, replace=False) is 0 and 1; of these rows the second repeats the first."""
+    named(monkeypatch, rows=6, drawn=(2, 42))
+    acquire(DATA, Path("r.json"), client(hub))
+    found = json.loads(Path("r.json").read_text())
+    assert (found["kept"], found["duplicates"], found["dropped"]) == (1, 1, {"is not drawn": 4})
+    acquire(DATA, Path("r.json"), client(hub))  # what is there was drawn already
+    assert json.loads(Path("r.json").read_text())["kept"] == 1
 
 
 def test_rows_and_columns_are_those_that_are_expected(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,4 +297,11 @@ def test_every_published_input_has_a_source() -> None:
         readers = {(file.format or data.format).removesuffix("_shown"): known[str(file.path)].format for file in files}
         assert all(asked == has for asked, has in readers.items()), name
     assert all(len(source.revision or "f" * 40) == 40 for source in known.values())
+    free = [path for path, source in known.items() if source.repository and not source.revision]
+    assert free == [
+        *(f"data/math/{name}.parquet" for name in ("amc_23", "minerva", "olympiad_bench", "dapo_filter")),
+        *(f"models/{name}" for name in ("DeepScaleR-1.5B-Preview", *(f"AReaL-boba-2-{size}B" for size in (8, 14, 32)))),
+    ]  # of which no public code that was read says one revision
+    pinned = [source for source in known.values() if source.host == "github"]
+    assert all(source.revision and set(source.files) == set(source.sha256) for source in pinned)
     assert all(len(digest) == 64 for source in known.values() for digest in source.sha256.values())

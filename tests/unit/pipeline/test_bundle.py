@@ -16,8 +16,10 @@ from mcore_mas.pipeline.bundle import METADATA, BundleError, make_bundle, verify
 from mcore_mas.pipeline.paper_suite import write_paper_table
 
 CONFIG = """\
+seed: {seed}
 policies: {{one: {{model: {model}}}}}
 data: {{train: [{file}], validation: [{file}], test: [{file}], format: math}}
+retriever: {{folder: {index}, encoder_folder: {encoder}}}
 """
 
 
@@ -26,20 +28,35 @@ def bundle(tmp_path: Path) -> Path:
     """Of MARTI's test-time RL: one task, solved by the debate in one of two answers and by the single agent in none."""
     results = tmp_path / "results"
     model, file = results / "models" / "m", results / "data" / "aime.jsonl"
-    for path, text in ((model / "config.json", "{}"), (model / "model.safetensors", "weights"), (file, "rows")):
+    index, encoder = results / "wiki" / "vectors.index", results / "models" / "e5" / "encoder.safetensors"
+    made = {model / "config.json": "{}", model / "model.safetensors": "weights", file: "rows"}
+    for path, text in {**made, index: "vectors", encoder: "encoder"}.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     evaluations = {}
     for run, scores in (("marti_single_ttrl", [0.0, 0.0]), ("marti_debate_ttrl", [1.0, 0.0])):
         metrics = {"avg@2": sum(scores) / 2, "pass@2": max(scores)}
         tasks = [{"task_id": "a/0", "source": "aime_2024", "scores": scores, "metrics": metrics}]
-        content = {"run": run, "state": "trained", "k": 2, "replies": 2, "overlong": 0, "cut": 0, "failed": {}}
+        content = {
+            "run": run,
+            "state": "trained",
+            "k": 2,
+            "commit": run[6:12],
+            "replies": 2,
+            "overlong": 0,
+            "cut": 0,
+            "failed": {},
+        }
         path = results / run / "evaluation" / "trained.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({**content, "rows": [], "tasks": tasks}))
-        (results / run / "config.yaml").write_text(CONFIG.format(model=model, file=file))
+        (results / run / "config.yaml").write_text(
+            CONFIG.format(
+                seed=42 if "single" in run else 1, model=model, file=file, index=index.parent, encoder=encoder.parent
+            )
+        )
         evaluations[f"{run}/trained"] = [str(path)]
-    write_paper_table("marti_ttrl", evaluations, results / "tables" / "marti_ttrl.md", scale="tiny", seeds=[1])
+    write_paper_table("marti_ttrl", evaluations, results / "tables" / "marti_ttrl.md", scale="tiny")
     out = results / "tables" / "marti_ttrl.bundle.zip"
     make_bundle(out.with_name("marti_ttrl.json"), out)
     return out
@@ -84,7 +101,10 @@ def test_it_says_what_the_table_was_made_of(bundle: Path) -> None:
     ]
     inputs = {Path(file["path"]).name: file for file in json.loads(contents["inputs.json"])["files"]}
     assert inputs["model.safetensors"]["sha256"] == hashlib.sha256(b"weights").hexdigest()
-    assert (inputs["aime.jsonl"]["bytes"], sorted(inputs)) == (4, ["aime.jsonl", "config.json", "model.safetensors"])
+    assert inputs["vectors.index"]["sha256"] == hashlib.sha256(b"vectors").hexdigest()
+    names = ["aime.jsonl", "config.json", "encoder.safetensors", "model.safetensors", "vectors.index"]
+    assert (inputs["aime.jsonl"]["bytes"], sorted(inputs)) == (4, names)
+    assert b"seeds 1, 42; commit debate, single." in contents["table.md"]  # those that the runs were drawn with
     assert "ours agrees" in json.loads(contents["made.json"])["tolerance"]
     graph = {entity["@id"]: entity for entity in json.loads(contents[METADATA])["@graph"]}
     assert graph[METADATA]["conformsTo"] == {"@id": "https://w3id.org/ro/crate/1.1"}

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from docs.writers.plan import PLAN, paper_hardware, plan_row
+from mcore_mas.cli.main import app
 from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite, load_suite
@@ -207,8 +209,28 @@ def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
         max(layout.tp for layout in choose_placement(config("drmas_t1_8b_single_grpo"), found)[0].layouts.values()) <= 4
     )
     file.write_text("{gpus: 8xH100, memroy: 94}")
-    with pytest.raises(PlanError, match="memroy; expected gpus: 16xH100, and node, "):
+    with pytest.raises(PlanError, match="memroy; expected gpus: 16xH100, and node, memory, flops, bandwidth"):
         Cluster.read(file)
+    for text, line in {
+        "{gpus: 6}": "GPUs '6': expected a number and a kind, for example 8xH100",
+        "{gpus: 8xH100, memory: much}": "cluster.yaml: memory: 'much'; expected a number above 0, in GB",
+        "{gpus: 8xH100, node: 0}": "cluster.yaml: node: 0; expected a number above 0 of GPUs in a machine",
+        "{gpus: 8xH100, bandwidth: null}": "cluster.yaml: bandwidth: None; expected a number above 0, in TB/s",
+        "{gpus: 8xH100, 7: 7}": "cluster.yaml: 7; expected gpus: 16xH100, and node",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(PlanError, match=line):
+            Cluster.read(file)
+
+
+def test_a_plan_is_of_the_gpus_that_a_suite_names(tmp_path: Path) -> None:
+    suite = tmp_path / "s.yaml"
+    one, other = "experiment=drmas_t1_4b_single_grpo", "experiment=drmas_t1_8b_single_grpo"
+    suite.write_text(f"suite: s\nexperiments: {{a: [{one}, cluster.gpus=2xH200], b: [{other}]}}\n")
+    done = CliRunner().invoke(app, ["plan", str(suite)])
+    assert re.findall(r"^(?:no: )?(\w) on (\w+)", done.stdout, re.MULTILINE) == [("a", "2xH200"), ("b", "8xH100")]
+    done = CliRunner().invoke(app, ["plan", str(suite), "--gpus", "4xH100"])
+    assert re.findall(r"^(?:no: )?(\w) on (\w+)", done.stdout, re.MULTILINE) == [("a", "4xH100"), ("b", "4xH100")]
 
 
 def own_placement(config: RunConfig) -> Placement:

@@ -68,6 +68,25 @@ def test_marti_by_hand(tmp_path: Path) -> None:
     assert (sure["within"], float(sure["tolerance"])) == ("False", 0.0005)
 
 
+def test_a_source_of_which_one_team_has_no_score_is_left_out_of_differences(tmp_path: Path) -> None:
+    table = PaperTable.load("marti_llama")
+    whole = {"aime_2024": [0.0], "amc": [0.0], "math_500": [0.0, 1.0]}
+    without = {"amc": [1.0], "math_500": [1.0, 1.0]}  # all trajectories of AIME failed
+    files = {
+        f"{experiment}/{state}": [
+            evaluation(tmp_path / f"{experiment}_{state}.json", state, without if "debate" in experiment else whole)
+        ]
+        for experiment, state in table.evaluations
+    }
+    made = MadeFrom(scale="tiny", seeds=[1], commit="abc", costs=[], deviations=[])
+    make_paper_table(table, files, made, tmp_path / "t.csv", tmp_path / "t.md")
+    with (tmp_path / "t.csv").open() as lines:
+        rows = {(row["row"], row["column"]): row for row in csv.DictReader(lines)}
+    gain = [rows["MAD 2 x 2 + RL - Pass@1 + RL", column] for column in table.config.columns]
+    assert [row["value"] for row in gain] == ["", "1.000000", "0.500000", "0.750000"]  # (1 + 0.5) / 2
+    assert [row["n"] for row in gain] == ["0", "1", "2", "3"]
+
+
 def test_what_is_known_to_differ_is_said_once() -> None:
     told = known_deviations(PaperTable.load("marti_llama"))
     assert told[0].startswith("`marti_single_llama`: as of the debates below; prompts ours")

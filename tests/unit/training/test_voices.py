@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mcore_mas import code_commit
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.rollout.records.files import read_trajectories
@@ -42,6 +43,7 @@ def test_a_remote_policy_plays_in_an_evaluation(tmp_path: Path) -> None:
         out.parent.mkdir()
         evaluate(with_remote(run, server.url), "base", out)
         assert asked(server) >= 1
+    assert json.loads(out.read_text())["commit"] == code_commit()
     turns = [turn for t in read_trajectories(out.with_suffix("")) for turn in t.turns]
     remote = [turn for turn in turns if turn.policy == "verifier"]
     assert remote
@@ -59,7 +61,8 @@ def test_a_remote_policy_plays_in_a_training(tmp_path: Path, monkeypatch: pytest
     rows = metrics_of(run)
     assert [row["step"] for row in rows] == [-1, 0, 1]
     assert sum(row.get("policy/verifier/calls", 0) for row in rows) >= 1
-    assert list(json.loads((run / "train" / "done.json").read_text())["policies"]) == ["solver"]
+    done = json.loads((run / "train" / "done.json").read_text())
+    assert (list(done["policies"]), done["commit"]) == (["solver"], code_commit())
 
 
 @pytest.mark.parametrize(
