@@ -17,6 +17,8 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 ROOT = Path(__file__).resolve().parents[2]
 # Snakemake shows what a job asks for where its rule has no message
 WITHOUT_MESSAGES = f"include: {str(ROOT / 'Snakefile')!r}\nfor own in workflow.rules:\n    own.message = None\n"
+# and what sbatch would read
+WITHOUT_MESSAGES += "import os, sys\nprint('sbatch', sorted(v for v in os.environ.items() if 'SBATCH' in v[0]))\n"
 
 
 def dry_run(folder: Path, runs: dict[str, list[str]], *words: str) -> subprocess.CompletedProcess[str]:
@@ -77,9 +79,15 @@ def test_each_job_would_ask_for_what_its_plan_says(tmp_path: Path, on_gpus: list
     for job, least in (("train gpus", 16_000 + 5 * 6_000 + 1000), ("train wide", (16_000 + 12 * 6_000 + 1000) // 2)):
         assert least < memory[job] < least + 100  # with the weights of a small model on their way
     assert (memory["make_base_model cpus"], jobs["make_base_model cpus"]["runtime"]) == (2000, "30")
-    warned = {job for job, own in jobs.items() if own["slurm_extra"].startswith("--signal=URG@300 ")}
-    assert warned == shown.keys()  # all of them save what they have
-    assert all(own["slurm_extra"].endswith("--open-mode=append") for own in jobs.values())
+
+
+def test_jobs_are_told_to_save_whatever_resources_a_command_line_sets(tmp_path: Path) -> None:
+    words = ["--set-resources", "train:runtime=600", "train:constraint=h100"]
+    done = dry_run(tmp_path, {"one": []}, *words, "--default-resources", "node_gpus=4", "slurm_partition=main")
+    assert done.returncode == 0, done.stdout[-3000:]
+    train = asked(done.stdout)["train one"]
+    assert [train[name] for name in ("runtime", "constraint", "slurm_partition")] == ["600", "h100", "main"]
+    assert "sbatch [('SBATCH_OPEN_MODE', 'append'), ('SBATCH_SIGNAL', 'URG@300')]" in done.stdout.splitlines()
 
 
 def test_an_evaluation_that_no_machine_has_the_gpus_for_is_refused_before_anything(
