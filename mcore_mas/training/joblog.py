@@ -121,8 +121,9 @@ def failure_message(logs: Iterable[str], since: float, workflow_logs: Iterable[P
 
 def _slurm_says(event: str) -> str | None:
     """Why Slurm has not taken a job, or ended it, by what Snakemake's log says of the job's failure."""
-    if refused := re.search(r"SLURM sbatch failed\. The error message was '(.*?)'\.$", event, re.MULTILINE | re.DOTALL):
-        return f"{CAUSE}Slurm does not take the job: {' '.join(refused[1].split())}"
+    why = r"SLURM sbatch failed\. The error message was '(.*?)'\.$|submission failed with exception: (.*?)For further"
+    if refused := re.search(why, event, re.MULTILINE | re.DOTALL):
+        return f"{CAUSE}Slurm does not take the job: {' '.join((refused[1] or refused[2]).split())}"
     ended = re.search(r"SLURM-job '(\w+)' failed, SLURM status is: '(\w+)'", event)
     if ended is None:
         return None
@@ -136,8 +137,12 @@ def _slurm_says(event: str) -> str | None:
     return f"{CAUSE}Slurm job {number}: {why}{f'; see {own[0]}' if own and seen else ''}"
 
 
-def hear_of_cancelled_jobs() -> None:
-    """Have Snakemake's executor for Slurm (2.8.0) know sacct's `CANCELLED by 1000`, for which it waits for ever."""
+def tell_of_failed_jobs() -> None:
+    """Have Snakemake (9.27.1) and its executor for Slurm (2.8.0) tell of jobs that fail where they would be silent.
+
+    Snakemake leaves out why a group of jobs failed. The executor waits for ever for a group that it cannot submit, and
+    for a job of which sacct says `CANCELLED by 1000`.
+    """
     executor: Any = sys.modules.get("snakemake_executor_plugin_slurm")
     ask: Any = getattr(executor, "query_job_status", None)
 
@@ -145,8 +150,15 @@ def hear_of_cancelled_jobs() -> None:
         states, seconds = await ask(command, logger)
         return states and {job: state.partition(" ")[0] for job, state in states.items()}, seconds
 
+    def log_error(group: Any, msg: str | None = None, **how: Any) -> None:
+        for job in group.jobs:
+            job.log_error(msg, **how)
+
     if ask is not None:
         executor.query_job_status = states_of
+        group_job: Any = sys.modules["snakemake.jobs"].GroupJob
+        group_job.log_error = log_error
+        group_job.rule = property(lambda group: next(iter(group.jobs)).rule)
 
 
 def _why(log: Path, lines: int, told: str | None, *, written: bool) -> str:
