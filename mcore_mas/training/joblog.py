@@ -360,7 +360,7 @@ def ray_over(nodes: int, cpus: int, log: Path) -> Iterator[str | None]:
     except OSError as error:
         raise TrainingError(f"Ray's token cannot be made in ~/.ray: {error}") from error
 
-    here = ray.util.get_node_ip_address()
+    here = _address_here() or ray.util.get_node_ip_address()
     address = f"{here}:{free_port(here)}"
     start = [*ray_command, "start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}"]
     head = [*start, "--head", f"--node-ip-address={here}", f"--port={address.rpartition(':')[2]}"]
@@ -372,6 +372,20 @@ def ray_over(nodes: int, cpus: int, log: Path) -> Iterator[str | None]:
             stack.callback(stop_group, child)
             _wait_for_machines(child, address, joined, log)
         yield address
+
+
+def _address_here() -> str | None:
+    """This machine's address in the network in which Slurm has the last machine of this job, None if it has none there.
+
+    Ray's choice is the network of the default route, and loopback where there is no such route.
+    """
+    asked = ["scontrol", "--oneliner", "show", "node", machines_here()]
+    with suppress(OSError, IndexError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:  # nothing is sent
+        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+        there.connect((re.findall(r" NodeAddr=(\S+)", said)[-1], 9))
+        here: str = there.getsockname()[0]
+        return None if here.startswith("127.") else here
+    return None
 
 
 def _wait_for_machines(child: subprocess.Popen[bytes], address: str, nodes: int, log: Path) -> None:
