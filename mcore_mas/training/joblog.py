@@ -267,6 +267,7 @@ class StopSignal:
 
 
 _CANCELLED = ["COMPLETING", "None"]  # squeue of a job that somebody ends: it is not running, and Slurm has no reason
+_WARNED_S = 360  # left to a job that hears of its limit: 300 by the profile, and Slurm may be 60 early
 _PATIENCE_S = 600.0  # longer than what Slurm gives a job between a signal and its end
 _JOIN_S = 300.0  # in which all machines of a job join its Ray
 
@@ -314,7 +315,7 @@ def queued_again(folder: Path, saved: str = "step_*") -> Iterator[None]:
         used, left, *state = said.split() or ["", "UNLIMITED"]
         if state == _CANCELLED:
             raise
-        ahead = left == "UNLIMITED" or _seconds(used) < _seconds(left)
+        ahead = left == "UNLIMITED" or max(_seconds(used), _WARNED_S) < _seconds(left)
         if not ahead and not set(folder.glob(saved)) - before:
             raise Stopped(f"{stopped}; not queued again, as this job's time (runtime) did not suffice") from stopped
         command = ["scontrol", "requeue", job]

@@ -41,6 +41,9 @@ def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     [
         ("2:03 57:57 RUNNING None", False, True),  # while models are loaded, or before the end of the first step
         ("1-02:00:00 UNLIMITED RUNNING None", False, True),
+        ("0:30 9:30 RUNNING None", False, True),  # of ten minutes, by a preemption
+        ("0:01 4:59 RUNNING None", False, False),  # of five: its limit's signal comes at its start, each time
+        ("2:10 5:50 RUNNING None", False, False),
         ("55:03 4:57 RUNNING None", False, False),
         ("1-00:00:00 23:59:59 RUNNING None", False, False),
         ("2:00:10 INVALID RUNNING None", False, False),  # Slurm lets some jobs exceed their limit
