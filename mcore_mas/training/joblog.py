@@ -108,12 +108,17 @@ def failure_message(logs: Iterable[str], since: float, workflow_logs: Iterable[P
     """
     said_by = [Path(log) for log in workflow_logs]
     events = [event for log in said_by for event in re.split(r"^ *\[.*\]", _text(log), flags=re.MULTILINE)]
-    by_cause: dict[str, list[str]] = {}
+    found: list[tuple[str, str, str | None]] = []
     for log in dict.fromkeys(logs):
         written = Path(log).is_file() and Path(log).stat().st_mtime >= since
         told = next((said for event in reversed(events) if log in event and (said := _slurm_says(event))), None)
         if written or told:
-            by_cause.setdefault(_why(Path(log), lines, told, written=written), []).append(log)
+            found.append((log, _why(Path(log), lines, told, written=written), told))
+    explained = {told for _, why, told in found if told != why}  # of a group, the log of one stage says why
+    by_cause: dict[str, list[str]] = {}
+    for log, why, told in found:
+        if told != why or told not in explained:
+            by_cause.setdefault(why, []).append(log)
     if not by_cause:
         return f"\n{CAUSE}no job wrote a log; see {', '.join(map(str, said_by))}"
     return "\n".join(f"\n{why}\n  logs: {', '.join(own)}" for why, own in by_cause.items())

@@ -140,6 +140,10 @@ def test_a_job_that_died_without_a_word_has_what_slurm_says(tmp_path: Path) -> N
         "error: Slurm does not take the job: The given account x appears to be invalid. Available accounts: lab\n"
         in text
     )
+    workflow.write_text(
+        event("15", "FAILED", silent, kept) + event("15", "FAILED", said, kept)
+    )  # a group of two stages
+    assert failure_message(map(str, (silent, said)), 2.0, [workflow]).count("error: ") == 1
     kept.write_text("slurmstepd-n0: error: StepId=15.0 exceeded memory limit (9 > 8), being killed\nsrun: error\n")
     workflow.write_text(event("15", "FAILED", silent, kept))
     text = failure_message([str(silent)], 2.0, [workflow])
