@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, JsonValue, PositiveFloat, field_validator, model_validator
 from pydantic_core import to_json
@@ -333,16 +334,19 @@ class TrackingConfig(Section):
     experiment: str
     traces: int = Field(2, ge=0)  # trajectories of each step with a validation that go there as traces
     zeros: bool = False  # send metrics that never leave zero, too
-    tags: dict[str, str] = Field(default_factory=dict)  # of MLflow's runs; a suite adds its name, and a paper's tables
+    # of MLflow's runs, by names that it takes; a suite adds its name, and a paper's tables
+    tags: dict[Annotated[str, Field(pattern=r"^[\w.\-:/ ]+$", max_length=250)], str] = Field(default_factory=dict)
     also: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # further trackers of a training's metrics
 
     @field_validator("uri")
     @classmethod
     def _without_password(cls, uri: str) -> str:
         parts = urlsplit(uri)
-        if parts.password or "password=" in parts.query or (parts.username and parts.scheme.startswith("http")):
+        http = parts.scheme.startswith("http")
+        given = re.search("(?i)(password|passwd|pwd|token|secret|api_?key)=", unquote(parts.query))
+        if given or parts.password or (parts.username and http):
             raise ValueError("may hold no password, which config.yaml and MLflow would show; see docs/mlflow.md")
-        if not uri or parts.scheme.partition("+")[0] not in _STORES:
+        if not uri or parts.scheme.partition("+")[0] not in _STORES or (http and not parts.hostname):
             raise ValueError(f"'{uri}' is no store of MLflow; expected http(s)://HOST:PORT, sqlite:///FILE or a folder")
         return uri
 

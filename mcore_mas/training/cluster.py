@@ -35,7 +35,8 @@ KEEP_PAGES = {
 _MOST_CORES = 8
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container, by the kernel's cgroup v2
 _LOOK_S = 1.0  # between two looks at which nodes are alive
-_DOOR_S = 10.0  # that the head's machine may take to accept a connection
+_DOOR_S = 10.0  # that the head may take to accept a connection, and to say its first word
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # RFC 9113, 3.4; Ray speaks gRPC
 _ANSWER_S = 120.0  # that a node may take to start a process and look at a file
 
 
@@ -166,7 +167,11 @@ def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
     try:
         place = address if client else canonicalize_bootstrap_address(address) or ""
         host, _, port = place.removeprefix("ray://").rpartition(":")
-        socket.create_connection((host, int(port)), timeout=_DOOR_S).close()  # `ray.init` would try for minutes
+        with socket.create_connection((host, int(port)), timeout=_DOOR_S) as door:  # `ray.init` would try for minutes
+            if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+                door.sendall(_HELLO)
+                if door.recv(4)[3:] != b"\4":  # a frame of settings
+                    raise ConnectionError("something else than Ray answers")
         ray.init(address=place, namespace="mcore-mas", **({} if client else joining))
     except Exception as error:  # Ray raises what its parts raise
         why = " ".join(str(error).split())[:200] or type(error).__name__

@@ -108,12 +108,17 @@ def failure_message(logs: Iterable[str], since: float, workflow_logs: Iterable[P
     """
     said_by = [Path(log) for log in workflow_logs]
     events = [event for log in said_by for event in re.split(r"^ *\[.*\]", _text(log), flags=re.MULTILINE)]
-    by_cause: dict[str, list[str]] = {}
+    found: list[tuple[str, str, str | None]] = []
     for log in dict.fromkeys(logs):
         written = Path(log).is_file() and Path(log).stat().st_mtime >= since
         told = next((said for event in reversed(events) if log in event and (said := _slurm_says(event))), None)
         if written or told:
-            by_cause.setdefault(_why(Path(log), lines, told, written=written), []).append(log)
+            found.append((log, _why(Path(log), lines, told, written=written), told))
+    explained = {told for _, why, told in found if told != why}  # of a group, the log of one stage says why
+    by_cause: dict[str, list[str]] = {}
+    for log, why, told in found:
+        if told != why or told not in explained:
+            by_cause.setdefault(why, []).append(log)
     if not by_cause:
         return f"\n{CAUSE}no job wrote a log; see {', '.join(map(str, said_by))}"
     return "\n".join(f"\n{why}\n  logs: {', '.join(own)}" for why, own in by_cause.items())
@@ -121,8 +126,9 @@ def failure_message(logs: Iterable[str], since: float, workflow_logs: Iterable[P
 
 def _slurm_says(event: str) -> str | None:
     """Why Slurm has not taken a job, or ended it, by what Snakemake's log says of the job's failure."""
-    if refused := re.search(r"SLURM sbatch failed\. The error message was '(.*?)'\.$", event, re.MULTILINE | re.DOTALL):
-        return f"{CAUSE}Slurm does not take the job: {' '.join(refused[1].split())}"
+    why = r"SLURM sbatch failed\. The error message was '(.*?)'\.$|submission failed with exception: (.*?)For further"
+    if refused := re.search(why, event, re.MULTILINE | re.DOTALL):
+        return f"{CAUSE}Slurm does not take the job: {' '.join((refused[1] or refused[2]).split())}"
     ended = re.search(r"SLURM-job '(\w+)' failed, SLURM status is: '(\w+)'", event)
     if ended is None:
         return None
@@ -136,8 +142,12 @@ def _slurm_says(event: str) -> str | None:
     return f"{CAUSE}Slurm job {number}: {why}{f'; see {own[0]}' if own and seen else ''}"
 
 
-def hear_of_cancelled_jobs() -> None:
-    """Have Snakemake's executor for Slurm (2.8.0) know sacct's `CANCELLED by 1000`, for which it waits for ever."""
+def tell_of_failed_jobs() -> None:
+    """Have Snakemake (9.27.1) and its executor for Slurm (2.8.0) tell of jobs that fail where they would be silent.
+
+    Snakemake leaves out why a group of jobs failed. The executor waits for ever for a group that it cannot submit, and
+    for a job of which sacct says `CANCELLED by 1000`.
+    """
     executor: Any = sys.modules.get("snakemake_executor_plugin_slurm")
     ask: Any = getattr(executor, "query_job_status", None)
 
@@ -145,8 +155,15 @@ def hear_of_cancelled_jobs() -> None:
         states, seconds = await ask(command, logger)
         return states and {job: state.partition(" ")[0] for job, state in states.items()}, seconds
 
+    def log_error(group: Any, msg: str | None = None, **how: Any) -> None:
+        for job in group.jobs:
+            job.log_error(msg, **how)
+
     if ask is not None:
         executor.query_job_status = states_of
+        group_job: Any = sys.modules["snakemake.jobs"].GroupJob
+        group_job.log_error = log_error
+        group_job.rule = property(lambda group: next(iter(group.jobs)).rule)
 
 
 def _why(log: Path, lines: int, told: str | None, *, written: bool) -> str:
@@ -255,6 +272,7 @@ class StopSignal:
 
 
 _CANCELLED = ["COMPLETING", "None"]  # squeue of a job that somebody ends: it is not running, and Slurm has no reason
+_WARNED_S = 360  # left to a job that hears of its limit: 300 by the profile, and Slurm may be 60 early
 _PATIENCE_S = 600.0  # longer than what Slurm gives a job between a signal and its end
 _JOIN_S = 300.0  # in which all machines of a job join its Ray
 
@@ -302,7 +320,7 @@ def queued_again(folder: Path, saved: str = "step_*") -> Iterator[None]:
         used, left, *state = said.split() or ["", "UNLIMITED"]
         if state == _CANCELLED:
             raise
-        ahead = left == "UNLIMITED" or _seconds(used) < _seconds(left)
+        ahead = left == "UNLIMITED" or max(_seconds(used), _WARNED_S) < _seconds(left)
         if not ahead and not set(folder.glob(saved)) - before:
             raise Stopped(f"{stopped}; not queued again, as this job's time (runtime) did not suffice") from stopped
         command = ["scontrol", "requeue", job]
@@ -348,7 +366,7 @@ def ray_over(nodes: int, cpus: int, log: Path) -> Iterator[str | None]:
     except OSError as error:
         raise TrainingError(f"Ray's token cannot be made in ~/.ray: {error}") from error
 
-    here = ray.util.get_node_ip_address()
+    here = _address_here() or ray.util.get_node_ip_address()
     address = f"{here}:{free_port(here)}"
     start = [*ray_command, "start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}"]
     head = [*start, "--head", f"--node-ip-address={here}", f"--port={address.rpartition(':')[2]}"]
@@ -360,6 +378,20 @@ def ray_over(nodes: int, cpus: int, log: Path) -> Iterator[str | None]:
             stack.callback(stop_group, child)
             _wait_for_machines(child, address, joined, log)
         yield address
+
+
+def _address_here() -> str | None:
+    """This machine's address in the network in which Slurm has the last machine of this job, None if it has none there.
+
+    Ray's choice is the network of the default route, and loopback where there is no such route.
+    """
+    asked = ["scontrol", "--oneliner", "show", "node", machines_here()]
+    with suppress(OSError, IndexError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:  # nothing is sent
+        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+        there.connect((re.findall(r" NodeAddr=(\S+)", said)[-1], 9))
+        here: str = there.getsockname()[0]
+        return None if here.startswith("127.") else here
+    return None
 
 
 def _wait_for_machines(child: subprocess.Popen[bytes], address: str, nodes: int, log: Path) -> None:

@@ -205,7 +205,11 @@ class Tracker(Feed):
                 self.store.client.log_batch(run_id, params=rows[first : first + _PARAMS_PER_CALL])
 
     def _log_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send what MLflow lacks of these steps, in as few calls as it allows."""
+        """Send what MLflow lacks of these steps, in as few calls as it allows; after a fault step by step.
+
+        A slow server may have no time for more in one call, which would be made again for ever.
+        """
+        most = 0 if self._faults else _METRICS_TOGETHER
         waiting: list[MetricRow] = []
         # of a version that wrote no times; two processes have to send the same one
         written = self._journal.stat().st_mtime if rows else 0.0
@@ -219,7 +223,7 @@ class Tracker(Feed):
             ]
             released = metrics if self._run.zeros else self._released(metrics, history)
             waiting += [metric for metric in released if row["step"] > self._sent]
-            if row["step"] > self._sent and (len(waiting) > _METRICS_TOGETHER or number + 1 == len(rows)):
+            if row["step"] > self._sent and (len(waiting) > most or number + 1 == len(rows)):
                 self.store.metrics(self.run_id or "", waiting)
                 self._sent, waiting = row["step"], []
                 self._save()

@@ -161,8 +161,9 @@ def metric_name(name: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What a store said, short."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    """What a store said, short: libraries say at its start what was asked, and at its end what was wrong."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 320 else f"{text[:160]} ... {text[-160:]}"
 
 
 def _sqlite(uri: str) -> Path | None:

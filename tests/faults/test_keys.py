@@ -98,7 +98,8 @@ def test_no_key_of_a_training_is_seen_anywhere(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "uri",
     ["http://me:tiger-1234@store:5000", "https://tiger-1234@store", "postgresql://me:tiger-1234@store/runs",
-     "postgresql:///runs?user=me&password=tiger-1234"],
+     "postgresql:///runs?user=me&password=tiger-1234", "https://store/?token=tiger-1234",
+     "mssql+pyodbc:///?odbc_connect=SERVER%3Dstore%3BPWD%3Dtiger-1234"],
 )  # fmt: skip
 def test_a_store_with_a_password_in_its_address_is_refused_without_showing_it(tmp_path: Path, uri: str) -> None:
     values = resolve(["experiment=demo_math"])
@@ -110,7 +111,12 @@ def test_a_store_with_a_password_in_its_address_is_refused_without_showing_it(tm
 
 def test_a_store_without_a_password_in_its_address_is_not_refused(tmp_path: Path) -> None:
     values = resolve(["experiment=demo_math"])
-    for uri in ("postgresql://me@store/runs", "sqlite:///a/b.db", "http://store:5000", "databricks"):
+    for uri in (
+        "postgresql://me@store/runs?sslkey=/home/me/key",
+        "sqlite:///a/b.db",
+        "http://store:5000",
+        "databricks",
+    ):
         assert RunConfig.check({**values, "tracking": {**values["tracking"], "uri": uri}}, "here").tracking.uri == uri
 
 

@@ -121,7 +121,7 @@ def test_failing_runs_take_none_down_and_jobs_ask_for_what_their_plan_says(clust
     once, again = "billing=6,cpu=6,mem=3956M,node=1", "billing=6,cpu=6,mem=7912M,node=1"
     assert {("good", once), ("bad", once), ("bad", again)} <= asked, asked  # once more, with twice the memory
     assert any(run == "gpus" and "gres/gpu=8" in what and "node=2" in what for run, what in asked), asked
-    assert [job["State"] for job in jobs if "small" in job["Comment"]] == ["COMPLETED"]
+    assert {job["State"] for job in jobs if "small" in job["Comment"]} == {"COMPLETED"}
 
 
 def test_a_training_whose_time_is_up_is_queued_again_and_comes_to_the_same_bits(

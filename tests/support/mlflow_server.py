@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ class Server:
 
     def __init__(self, port: int) -> None:
         self.uri, self._port = f"http://127.0.0.1:{port}", port
-        self.fail = ""  # or "500": refuse, "late": do what is asked and then say 500, "hang": do it and say nothing
+        # or "500": refuse, "late": do it and then say 500, "hang": do it and say nothing, "slow": 2 kB a second
+        self.fail = ""
         self.asked = 0
         self.go = threading.Event()
         self._server: BaseWSGIServer | None = None
@@ -46,8 +48,10 @@ class Server:
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         fail = self.fail if environ["REQUEST_METHOD"] == "POST" else ""
         self.asked += 1
+        if fail == "slow":
+            time.sleep(int(environ["CONTENT_LENGTH"]) / 2000)
         if fail != "500":
-            if not fail:
+            if fail in ("", "slow"):
                 answer: Iterable[bytes] = app(environ, start_response)
                 return answer
             list(app(environ, lambda *_: lambda _: None))

@@ -131,6 +131,19 @@ def test_a_job_that_died_without_a_word_has_what_slurm_says(tmp_path: Path) -> N
     assert f"error: a.parquet: no such file\n  logs: {said}" in text  # its own word comes first
     assert f"error: Slurm job 15: TIMEOUT; see {kept}\n  logs: {silent}" in text
     assert "error: Slurm does not take the job: sbatch: error: Requested node configuration is not available\n" in text
+    account = "Job submission failed with exception: The given account x appears to be invalid. Available accounts:\n"
+    account += "labFor further error details see the cluster/cloud log"  # as they are joined there
+    event_of_one = "[Sun Nov 22 15:54:44 2026]\nError in rule train:\n    message: {}\n    log: {} (check)"
+    workflow.write_text(event_of_one.format(account, refused))
+    text = failure_message([str(refused)], 2.0, [workflow])
+    assert (
+        "error: Slurm does not take the job: The given account x appears to be invalid. Available accounts: lab\n"
+        in text
+    )
+    workflow.write_text(
+        event("15", "FAILED", silent, kept) + event("15", "FAILED", said, kept)
+    )  # a group of two stages
+    assert failure_message(map(str, (silent, said)), 2.0, [workflow]).count("error: ") == 1
     kept.write_text("slurmstepd-n0: error: StepId=15.0 exceeded memory limit (9 > 8), being killed\nsrun: error\n")
     workflow.write_text(event("15", "FAILED", silent, kept))
     text = failure_message([str(silent)], 2.0, [workflow])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 ROOT = Path(__file__).resolve().parents[2]
 # Snakemake shows what a job asks for where its rule has no message
 WITHOUT_MESSAGES = f"include: {str(ROOT / 'Snakefile')!r}\nfor own in workflow.rules:\n    own.message = None\n"
+# and what sbatch would read
+WITHOUT_MESSAGES += "import os, sys\nprint('sbatch', sorted(v for v in os.environ.items() if 'SBATCH' in v[0]))\n"
 
 
 def dry_run(folder: Path, runs: dict[str, list[str]], *words: str) -> subprocess.CompletedProcess[str]:
@@ -77,9 +80,15 @@ def test_each_job_would_ask_for_what_its_plan_says(tmp_path: Path, on_gpus: list
     for job, least in (("train gpus", 16_000 + 5 * 6_000 + 1000), ("train wide", (16_000 + 12 * 6_000 + 1000) // 2)):
         assert least < memory[job] < least + 100  # with the weights of a small model on their way
     assert (memory["make_base_model cpus"], jobs["make_base_model cpus"]["runtime"]) == (2000, "30")
-    warned = {job for job, own in jobs.items() if own["slurm_extra"].startswith("--signal=URG@300 ")}
-    assert warned == shown.keys()  # all of them save what they have
-    assert all(own["slurm_extra"].endswith("--open-mode=append") for own in jobs.values())
+
+
+def test_jobs_are_told_to_save_whatever_resources_a_command_line_sets(tmp_path: Path) -> None:
+    words = ["--set-resources", "train:runtime=600", "train:constraint=h100"]
+    done = dry_run(tmp_path, {"one": []}, *words, "--default-resources", "node_gpus=4", "slurm_partition=main")
+    assert done.returncode == 0, done.stdout[-3000:]
+    train = asked(done.stdout)["train one"]
+    assert [train[name] for name in ("runtime", "constraint", "slurm_partition")] == ["600", "h100", "main"]
+    assert "sbatch [('SBATCH_OPEN_MODE', 'append'), ('SBATCH_SIGNAL', 'URG@300')]" in done.stdout.splitlines()
 
 
 def test_an_evaluation_that_no_machine_has_the_gpus_for_is_refused_before_anything(
@@ -95,3 +104,53 @@ def test_an_evaluation_that_no_machine_has_the_gpus_for_is_refused_before_anythi
     assert done.returncode == 1
     assert line in (done.stdout + done.stderr).splitlines()
     assert dry_run(tmp_path, runs, "--default-resources", "node_gpus=2", "mem_mb=1").returncode == 0  # it shares
+
+
+# Commands of a Slurm that runs each job at once, here; a job's number is that of sbatch's process
+STAND_INS = {
+    "sbatch": """for word; do case $word in --wrap=*) wrap=${word#*=};; esac; done
+bash -c "$wrap" > "$JOBS.$$" 2>&1 && state=COMPLETED || state=FAILED
+echo "$$|$state" >> "$JOBS"; echo $$""",
+    "squeue": 'cat "$JOBS"',
+    "srun": 'while [[ $1 == -* ]]; do shift; done; exec "$@"',
+    "scontrol": "echo MinJobAge = 300 sec",
+    "sinfo": "",
+    "sacct": "",
+    "sacctmgr": "echo lab",
+}
+SHORT_STAGES = """
+from mcore_mas.training import joblog
+joblog.tell_of_failed_jobs()
+rule all:
+    input: expand("{run}/model", run=["bad", "good", "refused"])
+    localrule: True
+rule prepare_tasks:
+    output: "{run}/tasks"
+    resources: slurm_account=lambda wildcards: "other" if wildcards.run == "refused" else "lab"
+    shell: "[ {wildcards.run} = good ] && touch {output}"
+rule make_base_model:
+    input: "{run}/tasks"
+    output: "{run}/model"
+    shell: "touch {output}"
+"""
+
+
+@pytest.mark.slow
+def test_short_stages_of_a_run_are_one_job_which_takes_no_other_runs_down(tmp_path: Path) -> None:
+    for name, script in STAND_INS.items():
+        command = tmp_path / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(f"#!/bin/bash\n{script}\n")
+        command.chmod(0o755)
+    (tmp_path / "Snakefile").write_text(SHORT_STAGES)
+    words = ["--workflow-profile", str(ROOT / "workflow/profiles/slurm"), "--retries", "0", "--latency-wait", "1"]
+    words += ["--slurm-init-seconds-before-status-checks", "1"]
+    env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "JOBS": str(tmp_path / "jobs")}
+    command = [sys.executable, "-m", "snakemake", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 1
+    states = [line.partition("|")[2] for line in (tmp_path / "jobs").read_text().splitlines()]
+    assert sorted(states) == ["COMPLETED", "FAILED"], done.stderr[-3000:]
+    assert [path.parent.name for path in tmp_path.glob("*/model")] == ["good"]
+    for why in ("SLURM status is: 'FAILED'", "The given account other appears to be invalid. Available accounts:\nlab"):
+        assert why in done.stderr

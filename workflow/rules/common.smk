@@ -38,7 +38,7 @@ config.pop("overrides", None)
 if SUITE.configs:
     config["config_dir"] = str(SUITE.configs)  # the report's suite file is elsewhere
 
-joblog.hear_of_cancelled_jobs()
+joblog.tell_of_failed_jobs()
 STARTED = time.time()
 TASKS = {split: f"<results>/{{run}}/tasks/{split}.parquet" for split in ("train", "validation", "test")}
 ENVIRONMENT = "../envs/environment.yml"  # entered only with `--software-deployment-method conda`

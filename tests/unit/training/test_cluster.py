@@ -2,9 +2,11 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -12,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.rollout.base.processes import free_port
+from mcore_mas.training import cluster
 from mcore_mas.training.cluster import KEEP_PAGES, ClusterError, joined_ray
 from mcore_mas.training.ray_cleanup import tidy
 
 _SCRIPT = """
 import json, os, resource
 import numpy as np, ray
+from mcore_mas.training import cluster
 from mcore_mas.training.cluster import KEEP_PAGES, running_ray
 
 @ray.remote
@@ -127,6 +131,27 @@ def test_an_address_where_no_ray_answers_is_told_at_once(tmp_path: Path) -> None
         assert why in str(caught.value)
         assert "\n" not in str(caught.value)
         assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("said", "why"), [(b"", "timed out"), (b"HTTP/1.1 400 Bad Request", "something else than Ray")]
+)
+def test_an_address_where_something_else_listens_is_told_at_once(
+    said: bytes, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_DOOR_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            connection.sendall(said)
+            connection.recv(100)
+            time.sleep(1)  # it stays open
+
+        threading.Thread(target=answer, daemon=True).start()
+        address = f"ray://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=rf"cannot join a Ray there \({why}"), joined_ray(address, tmp_path):
+            pass
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,9 @@ def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     [
         ("2:03 57:57 RUNNING None", False, True),  # while models are loaded, or before the end of the first step
         ("1-02:00:00 UNLIMITED RUNNING None", False, True),
+        ("0:30 9:30 RUNNING None", False, True),  # of ten minutes, by a preemption
+        ("0:01 4:59 RUNNING None", False, False),  # of five: its limit's signal comes at its start, each time
+        ("2:10 5:50 RUNNING None", False, False),
         ("55:03 4:57 RUNNING None", False, False),
         ("1-00:00:00 23:59:59 RUNNING None", False, False),
         ("2:00:10 INVALID RUNNING None", False, False),  # Slurm lets some jobs exceed their limit
@@ -108,6 +112,26 @@ def test_a_ray_over_machines_makes_the_token_that_lets_them_join(stand: Stand, t
     token = tmp_path / ".ray" / "auth_token"
     assert (token.stat().st_mode & 0o777, len(token.read_text())) == (0o600, 64)
     assert token.read_text() not in (tmp_path / "ray.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("shown", "route", "found"),
+    [
+        ("NodeName=n0 NodeAddr=10.0.0.1 Port=1\\nNodeName=n1 NodeAddr=10.0.0.2 Port=1", "10.0.0.1", "10.0.0.1"),
+        ("NodeName=n0 NodeAddr=localhost Port=1\\nNodeName=n1 NodeAddr=10.0.0.2 Port=1", "127.0.0.1", None),
+        ("Node n0 not found", "10.0.0.1", None),
+    ],
+)
+def test_machines_of_a_job_meet_in_the_network_of_their_addresses_in_slurm(
+    shown: str, route: str, found: str | None, stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand("scontrol", f'[ "$*" = "--oneliner show node n[0-1]" ] && printf "{shown}\\n"')
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[0-1]")
+    asked: list[object] = []
+    monkeypatch.setattr(socket.socket, "connect", lambda _, place: asked.append(place))
+    monkeypatch.setattr(socket.socket, "getsockname", lambda _: (route, 4))
+    assert joblog._address_here() == found
+    assert asked == ([] if "not found" in shown else [("10.0.0.2", 9)])
 
 
 RACE = """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
 import pytest
 
+from mcore_mas.training.tracking import CLOCK
 from tests.support.mlflow_server import STEPS, WANTED, Server, everything, idle, tracked, write
 
 
@@ -37,13 +39,29 @@ def test_what_a_failing_server_did_not_confirm_is_there_once(tmp_path: Path, mlf
     assert everything(mlflow_server.uri, tracker.run_id) == WANTED
 
 
+def test_a_server_too_slow_for_all_steps_in_one_call_gets_them_one_by_one(
+    tmp_path: Path, mlflow_server: Server
+) -> None:
+    said: list[str] = []
+    mlflow_server.start()
+    mlflow_server.fail = "slow"
+    more = {f"agent/{number}": 1.0 for number in range(20)}  # of a step 0.8 s, of all seven twice the client's patience
+    lines = [json.dumps({"step": step, "x": float(step), **more, CLOCK: 1e9 + step}) for step in STEPS]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    tracker = tracked(tmp_path, mlflow_server.uri, said)
+    idle(tracker)
+    assert tracker.finish("FINISHED"), said
+    assert len(said) == 2 and "timed out" in said[0] and "works again" in said[1]
+    assert everything(mlflow_server.uri, tracker.run_id) == WANTED
+
+
 def test_a_server_that_refuses_and_comes_up_in_mid_run_gets_all(tmp_path: Path, mlflow_server: Server) -> None:
     said: list[str] = []
     tracker = tracked(tmp_path, mlflow_server.uri, said)  # refused
     write(tmp_path / "metrics.jsonl", STEPS[:3])
     tracker.log()
     idle(tracker)
-    assert tracker.run_id is None and "Connection" in said[0]
+    assert tracker.run_id is None and "Connection refused" in said[0]
     mlflow_server.start()
     tracker._again = 0.0
     tracker.log()
