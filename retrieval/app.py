@@ -48,7 +48,7 @@ def load_app(args: argparse.Namespace, token: str | None) -> Starlette:
     if encoder:
         check_canary(index, encoder)
     searcher = Searcher(index, encoder, args.ranking)
-    limits = {name: getattr(args, name) for name in ("max_batch", "max_queue", "cache_size", "deadline_s")}
+    limits = {name: getattr(args, name) for name in ("max_batch", "max_queue", "cache_mb", "deadline_s")}
     batcher = Batcher(searcher.encode, searcher.search, max_wait_s=args.max_wait_ms / 1000, **limits)
     return build_app(searcher, batcher, token)
 
@@ -66,7 +66,7 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
         where = wire.check_where(wanted.where)
         if where:  # what is wrong with a filter fails no others of its batch
             await asyncio.to_thread(index.rows_with, where)
-        found = batcher.submit(wanted.asked, wire.check_topk(wanted.topk), where=where)
+        found = batcher.submit(wanted.asked, wanted.most, where=where)
         results = await while_connected(request, found)
         return JSONResponse(wire.render_response(results, wanted.return_scores))
 

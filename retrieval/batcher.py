@@ -1,6 +1,7 @@
 """Dynamic batching: many concurrent requests become few searches, while the next queries are encoded."""
 
 import asyncio
+import sys
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -71,12 +72,13 @@ class Batcher:
     max_batch: int = 64
     max_wait_s: float = 0.002
     max_queue: int = 4096
-    cache_size: int = 16384
+    cache_mb: float = 256.0
     deadline_s: float = 30.0
 
     def __post_init__(self) -> None:
         self.counts = Counts()
         self._cache: OrderedDict[QueryKey, list[Passage]] = OrderedDict()
+        self._cached_bytes = 0
         self.latency_s = Histogram(LATENCIES_S)  # of requests that were answered
         self.batches = Histogram(BATCHES)  # pairs in each search
         self._pending: dict[QueryKey, asyncio.Future[list[Passage]]] = {}  # queued or being searched
@@ -192,10 +194,18 @@ class Batcher:
             return
         passages = dict(zip(rows, found, strict=True))
         for key in keys:
-            self._cache[key] = passages[key[0]][: key[1]]
-            self._pending.pop(key).set_result(self._cache[key])
-        while len(self._cache) > self.cache_size:
-            self._cache.popitem(last=False)
+            answer = passages[key[0]][: key[1]]
+            self._pending.pop(key).set_result(answer)
+            if key not in self._cache:
+                self._cache[key] = answer
+                self._cached_bytes += _size(answer)
+        while self._cached_bytes > self.cache_mb * 1e6:
+            self._cached_bytes -= _size(self._cache.popitem(last=False)[1])
+
+
+def _size(answer: list[Passage]) -> int:
+    """Bytes that an answer takes, with its query, about."""
+    return 1000 + sum(sys.getsizeof(passage.contents) + 400 for passage in answer)
 
 
 def _taken(queue: deque[Entry], most: int) -> list[Entry]:

@@ -276,7 +276,7 @@ class Searcher:
             rankings = self._ranked([asked[place][0] for place in places], vectors[places], k, where)
             for place, (ids, scores) in zip(places, rankings, strict=True):
                 best = zip(ids[:k].tolist(), scores[:k].tolist(), strict=True)
-                found[place] = [replace(self.index.corpus[id], score=score) for id, score in best]
+                found[place] = [replace(self.index.corpus[id], score=score, about={}) for id, score in best]
         return found
 
     def _ranked(

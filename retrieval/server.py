@@ -70,7 +70,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("faiss", "torch"), default="faiss", help="what scans a flat index")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the encoder and the scan")
     parser.add_argument("--verify", action="store_true", help="read all files again, also those seen unchanged")
-    parser.add_argument("--cache-size", type=int, default=16384, help="answers remembered")
+    parser.add_argument("--cache-mb", type=float, default=256.0, help="of answers that are remembered")
     parser.add_argument(
         "--die-with-parent", type=int, nargs="?", const=0, metavar="PID", help="end when the parent (of this pid) does"
     )

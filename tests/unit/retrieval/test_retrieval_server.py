@@ -84,6 +84,7 @@ def test_no_queries_give_no_rows(server_url: str) -> None:
         ({"query": ""}, "query: String should have at least 1 character"),
         ({"queries": ["x" * 2001]}, "should have at most 2000 characters"),
         ({"queries": ["a"] * 4097}, "queries: List should have at most 4096 items"),
+        ({"queries": ["a"] * 410, "topk": 100}, "queries times topk is 41000, at most 40960"),
         ({"queries": ["a"], "topk": 101}, "topk: Input should be less than or equal to 100"),
         ({"queries": ["a"], "topk": -1}, "topk: Input should be greater than or equal to 0"),
         ({"queries": ["a"], "topk": 100_000_000}, "topk: "),
