@@ -20,7 +20,6 @@ FilteredQuery = tuple[str, Where]  # a query, of some passages or, with (), of a
 SearchFunction = Callable[[list[FilteredQuery], np.ndarray, int], list[list[Passage]]]  # with vectors and k
 QueryKey = tuple[FilteredQuery, int]  # with k
 Made = TypeVar("Made")
-Entry = TypeVar("Entry")
 
 
 class Overloaded(Exception):
@@ -62,7 +61,8 @@ class Batcher:
     """Two queues with a thread each, and a least-recently-used cache; `run` must be running for `submit` to finish.
 
     One thread encodes a few queries at a time, the other searches for all that are encoded by then: as long as
-    queries come, it is never idle. `search` must give a query the same passages whatever it is batched with, and a
+    queries come, it is never idle. Requests take turns, a pair each, so that a long one holds up no short one.
+    `search` must give a query the same passages whatever it is batched with, and a
     smaller k a prefix of a larger one's answer: requests of different k share a batch.
     """
 
@@ -83,14 +83,15 @@ class Batcher:
         self.batches = Histogram(BATCHES)  # pairs in each search
         self._pending: dict[QueryKey, asyncio.Future[list[Passage]]] = {}  # queued or being searched
         self._wanted: Counter[QueryKey] = Counter()  # requests that wait for a pair
-        self._queue: deque[QueryKey] = deque()
+        self._queue: deque[deque[QueryKey]] = deque()  # of each request what is not encoded yet
         self._encoded: deque[tuple[QueryKey, np.ndarray]] = deque()
-        self._wake, self._wake_search = asyncio.Event(), asyncio.Event()
+        self._wake, self._wake_search, self._room = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._room.set()
 
     @property
     def queued(self) -> int:
         """Pairs that wait for a search."""
-        return len(self._queue) + len(self._encoded)
+        return sum(map(len, self._queue)) + len(self._encoded)
 
     async def submit(
         self, queries: list[str], k: int, *, where: Where = (), use_cache: bool = True
@@ -109,9 +110,9 @@ class Batcher:
         if self.queued + len(new) > self.max_queue:
             self.counts.rejected += 1
             raise Overloaded(f"{self.queued} queries are waiting, at most {self.max_queue} may")
-        for key in new:
-            self._pending[key] = asyncio.get_running_loop().create_future()
-            self._queue.append(key)
+        if new:
+            self._pending |= {key: asyncio.get_running_loop().create_future() for key in new}
+            self._queue.append(deque(new))
             self._wake.set()
         futures = {key: self._pending[key] for key in missing}
         self._wanted.update(missing)
@@ -142,9 +143,10 @@ class Batcher:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as thread:
             while True:
                 await self._wake.wait()
-                if len(self._queue) < some:
+                await self._room.wait()
+                if self.queued < some:
                     await asyncio.sleep(self.max_wait_s)
-                keys = [key for key in _taken(self._queue, some) if self._is_wanted(key)]
+                keys = [key for key in self._next(some) if self._is_wanted(key)]
                 if not self._queue:
                     self._wake.clear()
                 queries = list(dict.fromkeys(query for (query, _), _ in keys))
@@ -153,16 +155,30 @@ class Batcher:
                     rows = dict(zip(queries, vectors, strict=True))
                     self._encoded.extend((key, rows[key[0][0]]) for key in keys)
                     self._wake_search.set()
+                    if len(self._encoded) > self.max_batch:  # who comes next need not wait for more than these
+                        self._room.clear()
 
     async def _search_all(self) -> None:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="search") as thread:
             while True:
                 await self._wake_search.wait()
-                taken = [one for one in _taken(self._encoded, self.max_batch) if self._is_wanted(one[0])]
+                some = [self._encoded.popleft() for _ in range(min(self.max_batch, len(self._encoded)))]
+                taken = [one for one in some if self._is_wanted(one[0])]
+                self._room.set()
                 if not self._encoded:
                     self._wake_search.clear()
                 if taken:
                     await self._answer(taken, thread)
+
+    def _next(self, most: int) -> list[QueryKey]:
+        """Pairs to encode, of each request in turn."""
+        taken: list[QueryKey] = []
+        while self._queue and len(taken) < most:
+            own = self._queue.popleft()
+            taken.append(own.popleft())
+            if own:
+                self._queue.append(own)
+        return taken
 
     def _is_wanted(self, key: QueryKey) -> bool:
         """Whether somebody waits for the pair still; else it is dropped."""
@@ -206,10 +222,6 @@ class Batcher:
 def _size(answer: list[Passage]) -> int:
     """Bytes that an answer takes, with its query, about."""
     return 1000 + sum(sys.getsizeof(passage.contents) + 400 for passage in answer)
-
-
-def _taken(queue: deque[Entry], most: int) -> list[Entry]:
-    return [queue.popleft() for _ in range(min(most, len(queue)))]
 
 
 def prometheus(batcher: Batcher) -> str:

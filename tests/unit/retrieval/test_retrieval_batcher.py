@@ -216,8 +216,30 @@ def test_what_nobody_waits_for_any_more_is_not_searched() -> None:
         assert ids(await batcher.submit(["b"], 1)) == [["b/0"]]
 
     run(batcher, body)
-    assert [queries for queries, _ in search.calls] == [["a"], ["c"], ["d"], ["b"]]
+    assert [queries for queries, _ in search.calls] == [["a"], ["d"], ["c"], ["b"]]  # requests take turns
     assert batcher.counts.dropped == 1
+
+
+def test_a_long_request_holds_up_no_short_one() -> None:
+    search = Search()
+    search.gate.clear()
+    batcher = Batcher(search.encode, search.search, max_batch=8, max_wait_s=0)
+
+    async def body() -> None:
+        long = asyncio.create_task(batcher.submit([f"q{n}" for n in range(400)], 1))
+        while not batcher.counts.searches:
+            await asyncio.sleep(0.001)
+        for _ in range(100):  # of the long one no more is encoded than the next searches take
+            await asyncio.sleep(0.001)
+        assert len(search.encoded) <= 2 + 8 + 2
+        short = asyncio.create_task(batcher.submit(["s0", "s1"], 1))
+        await asyncio.sleep(0)
+        search.gate.set()
+        assert ids(await short) == [["s0/0"], ["s1/0"]]
+        assert batcher.counts.searched < 40 and not long.done()
+        assert len(await long) == 400
+
+    run(batcher, body)
 
 
 def test_histograms_count_as_prometheus_does() -> None:
