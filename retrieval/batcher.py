@@ -134,41 +134,44 @@ class Batcher:
 
     async def run(self) -> None:
         """Searches for what is queued, until cancelled."""
-        async with asyncio.TaskGroup() as stages:
-            stages.create_task(self._encode_all())
-            stages.create_task(self._search_all())
+        encoding, searching = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("encode", "search"))
+        try:
+            async with asyncio.TaskGroup() as stages:
+                stages.create_task(self._encode_all(encoding))
+                stages.create_task(self._search_all(searching))
+        finally:  # what is under way ends by itself
+            encoding.shutdown(wait=False)
+            searching.shutdown(wait=False)
 
-    async def _encode_all(self) -> None:
+    async def _encode_all(self, thread: ThreadPoolExecutor) -> None:
         some = max(1, self.max_batch // 4)  # the search need not wait for all
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as thread:
-            while True:
-                await self._wake.wait()
-                await self._room.wait()
-                if self.queued < some:
-                    await asyncio.sleep(self.max_wait_s)
-                keys = [key for key in self._next(some) if self._is_wanted(key)]
-                if not self._queue:
-                    self._wake.clear()
-                queries = list(dict.fromkeys(query for (query, _), _ in keys))
-                vectors = await self._made(keys, thread, self.encode, queries)
-                if vectors is not None:
-                    rows = dict(zip(queries, vectors, strict=True))
-                    self._encoded.extend((key, rows[key[0][0]]) for key in keys)
-                    self._wake_search.set()
-                    if len(self._encoded) > self.max_batch:  # who comes next need not wait for more than these
-                        self._room.clear()
+        while True:
+            await self._wake.wait()
+            await self._room.wait()
+            if self.queued < some:
+                await asyncio.sleep(self.max_wait_s)
+            keys = [key for key in self._next(some) if self._is_wanted(key)]
+            if not self._queue:
+                self._wake.clear()
+            queries = list(dict.fromkeys(query for (query, _), _ in keys))
+            vectors = await self._made(keys, thread, self.encode, queries)
+            if vectors is not None:
+                rows = dict(zip(queries, vectors, strict=True))
+                self._encoded.extend((key, rows[key[0][0]]) for key in keys)
+                self._wake_search.set()
+                if len(self._encoded) > self.max_batch:  # who comes next need not wait for more than these
+                    self._room.clear()
 
-    async def _search_all(self) -> None:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="search") as thread:
-            while True:
-                await self._wake_search.wait()
-                some = [self._encoded.popleft() for _ in range(min(self.max_batch, len(self._encoded)))]
-                taken = [one for one in some if self._is_wanted(one[0])]
-                self._room.set()
-                if not self._encoded:
-                    self._wake_search.clear()
-                if taken:
-                    await self._answer(taken, thread)
+    async def _search_all(self, thread: ThreadPoolExecutor) -> None:
+        while True:
+            await self._wake_search.wait()
+            some = [self._encoded.popleft() for _ in range(min(self.max_batch, len(self._encoded)))]
+            taken = [one for one in some if self._is_wanted(one[0])]
+            self._room.set()
+            if not self._encoded:
+                self._wake_search.clear()
+            if taken:
+                await self._answer(taken, thread)
 
     def _next(self, most: int) -> list[QueryKey]:
         """Pairs to encode, of each request in turn."""

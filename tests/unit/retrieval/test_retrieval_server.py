@@ -305,6 +305,41 @@ def test_sigterm_drains_and_exits_0(index_dir: Path, tmp_path: Path) -> None:
         child.wait()
 
 
+SLOW = """
+import sys, time
+from mcore_mas.retrieval import index, server
+find = index.Searcher.search
+index.Searcher.search = lambda self, asked, *rest: time.sleep(60 * ("slow" in asked[0])) or find(self, asked, *rest)
+server.DRAIN_S = 1
+server.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_long_search_does_not_hold_up_the_end(index_dir: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    command = [sys.executable, "-c", SLOW, "--index", str(index_dir), "--ready-file", str(ready), "--die-with-parent"]
+    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 120
+        while not ready.exists() and child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        url = httpx.URL(json.loads(ready.read_text())["url"])
+        with socket.create_connection((url.host, url.port or 0)) as connection:
+            body = b'{"queries": ["slow"]}'
+            head = "POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            while "retriever_searches_total 1" not in httpx.get(f"{url}/metrics", trust_env=False).text:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(20) == 0
+        assert not ready.exists()
+    finally:
+        child.kill()
+        child.wait()
+
+
 @pytest.mark.slow
 def test_the_server_dies_with_its_parent(index_dir: Path) -> None:
     code = (
