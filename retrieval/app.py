@@ -58,6 +58,7 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
     index = searcher.index
     canary = index.corpus[0].title
     expected = searcher([canary], DEFAULT_TOPK)
+    one_at_a_time = asyncio.Lock()  # several would leave the event loop no time
 
     async def retrieve_route(request: HttpRequest) -> Response:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -68,7 +69,14 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
             await asyncio.to_thread(index.rows_with, where)
         found = batcher.submit(wanted.asked, wanted.most, where=where)
         results = await while_connected(request, found)
-        return JSONResponse(wire.render_response(results, wanted.return_scores))
+
+        def answer() -> Response:
+            return JSONResponse(wire.render_response(results, wanted.return_scores))
+
+        if len(results) * wanted.most <= wire.LARGE_ANSWER:
+            return answer()
+        async with one_at_a_time:
+            return await asyncio.to_thread(answer)
 
     async def passages_route(request: HttpRequest) -> Response:
         wanted = wire.parse_request(wire.PassagesRequest, await read_body(request, wire.MAX_BODY_BYTES))

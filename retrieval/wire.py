@@ -21,6 +21,7 @@ DEFAULT_TOPK = 3
 MAX_TOPK = 100
 MAX_REQUEST_QUERIES = 4096  # Search-R1's trainer sends all of a step in one request
 MAX_REQUEST_PASSAGES = 40_960  # that one request may be answered with: queries times topk
+LARGE_ANSWER = 1000  # passages, whose JSON takes so long to write that others would wait for it
 MAX_QUERY_CHARS = 2000
 MAX_IDS = 256
 MAX_NAMES, MAX_VALUES = 8, 64  # of a filter

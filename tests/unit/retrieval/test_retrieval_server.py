@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from http.client import HTTPConnection
 from pathlib import Path
@@ -18,10 +19,13 @@ import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_mas.retrieval import wire
+from mcore_mas.retrieval.app import build_app
+from mcore_mas.retrieval.batcher import Batcher
 from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.corpus import Passage, RetrievalError
 from mcore_mas.retrieval.encoder import Encoder, minilm_folder
-from mcore_mas.retrieval.index import Index, check_canary
+from mcore_mas.retrieval.index import Index, Searcher, check_canary
 from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from mcore_mas.rollout.base import http_server as serving_module
 from mcore_mas.rollout.base.files import unsealed
@@ -151,6 +155,34 @@ def test_metrics_count_what_was_asked(server_url: str) -> None:
     assert (made["retriever_searched_total"], made["retriever_cached_total"]) == (2, 2)
     assert made["retriever_latency_seconds_count"] == made['retriever_latency_seconds_bucket{le="+Inf"}'] == 2
     assert (made["retriever_batch_size_sum"], after["retriever_queued"]) == (2, 0)
+
+
+def test_a_large_answer_is_written_beside_the_event_loop(
+    index_dir: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here one of more than two passages is large."""
+    monkeypatch.setattr(wire, "LARGE_ANSWER", 2)
+    render, on_loop = wire.render_response, list[bool]()
+
+    def rendered(*args: Any) -> dict[str, Any]:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return render(*args)
+
+    monkeypatch.setattr(wire, "render_response", rendered)
+    searcher = Searcher(Index.open(index_dir), encoder)
+    batcher = Batcher(searcher.encode, searcher.search)
+    transport = httpx.ASGITransport(build_app(searcher, batcher, None))
+
+    async def main() -> None:
+        searching = asyncio.create_task(batcher.run())
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            for k in (2, 3):
+                reply = await client.post("/retrieve", json={"queries": ["a"], "topk": k})
+                assert len(reply.json()["result"][0]) == k
+        searching.cancel()
+
+    asyncio.run(main())
+    assert on_loop == [True, False]
 
 
 JSON = st.recursive(
