@@ -252,6 +252,10 @@ def test_a_filter_that_leaves_too_much_is_refused(index_dir: Path, monkeypatch: 
     monkeypatch.setattr("mcore_mas.retrieval.lexical.MOST_ROWS", 1)
     with pytest.raises(BadRequest, match="where: 2 passages are so, at most 1 may be; say more of them"):
         Index.open(index_dir).rows_with(check_where({"title": ["Iron Bridge", "Hugo Brandt"]}))
+    monkeypatch.setattr("mcore_mas.retrieval.lexical.MOST_COUNTED", 1)
+    monkeypatch.setattr("mcore_mas.retrieval.lexical.np.unique", None)  # nothing is put in order to be counted
+    with pytest.raises(BadRequest, match="where: over 1 passages are so, at most 1 may be; say more of them"):
+        Index.open(index_dir).rows_with(check_where({"title": ["Iron Bridge", "Hugo Brandt"]}))
 
 
 def test_words_need_no_vectors(tmp_path: Path, passages: list[Passage]) -> None:
