@@ -217,7 +217,8 @@ class Index:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The candidates that were found (-1 is none), of the whole index if those are fewer than `depth`."""
         if (ids >= 0).sum() < depth:
-            whole, settings = self._stored, None
+            whole: Any = self._stored
+            settings: Any = None
             if isinstance(whole, faiss.IndexIVF):
                 settings = _FAISS.SearchParametersIVF(nprobe=whole.nlist)
             elif isinstance(whole, faiss.IndexHNSW):  # no breadth leads to a passage that the graph does not reach
