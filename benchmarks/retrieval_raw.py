@@ -153,7 +153,7 @@ def set_blas(threads: int) -> None:
 
 def flat_memory(folder: Path, requests: int) -> tuple[float, float]:
     """Resident MB of a server after a tenth of the requests, and after all; a tenth of the queries are new."""
-    with RetrieverSidecar(folder, extra_args=("--cache-size", "1000")) as url:
+    with RetrieverSidecar(folder, extra_args=("--cache-mb", "5")) as url:
         pid = pid_of(url)
         sizes = []
         for part in range(10):
@@ -212,7 +212,7 @@ def compare(folder: Path, encoder: Encoder, rounds: int, count: int) -> None:
         with (
             RetrieverSidecar(folder) as plain,
             RetrieverSidecar(folder, extra_args=("--backend", "torch")) as half,
-            RetrieverSidecar(folder, extra_args=("--max-batch", "1", "--cache-size", "0")) as single,
+            RetrieverSidecar(folder, extra_args=("--max-batch", "1", "--cache-mb", "0")) as single,
         ):
             urls = {"faiss": plain, "torch": half}
             pids = {url: pid_of(url) for url in (*urls.values(), single)}

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from mcore_mas.retrieval import wire
 from mcore_mas.retrieval.batcher import Batcher, Overloaded, prometheus
+from mcore_mas.retrieval.corpus import Passage
 from mcore_mas.retrieval.encoder import open_encoder
 from mcore_mas.retrieval.index import Index, Searcher, check_canary, read_manifest
 from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest
@@ -48,7 +49,7 @@ def load_app(args: argparse.Namespace, token: str | None) -> Starlette:
     if encoder:
         check_canary(index, encoder)
     searcher = Searcher(index, encoder, args.ranking)
-    limits = {name: getattr(args, name) for name in ("max_batch", "max_queue", "cache_size", "deadline_s")}
+    limits = {name: getattr(args, name) for name in ("max_batch", "max_queue", "cache_mb", "deadline_s")}
     batcher = Batcher(searcher.encode, searcher.search, max_wait_s=args.max_wait_ms / 1000, **limits)
     return build_app(searcher, batcher, token)
 
@@ -58,6 +59,7 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
     index = searcher.index
     canary = index.corpus[0].title
     expected = searcher([canary], DEFAULT_TOPK)
+    one_at_a_time = asyncio.Lock()  # several would leave the event loop no time
 
     async def retrieve_route(request: HttpRequest) -> Response:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -66,9 +68,8 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
         where = wire.check_where(wanted.where)
         if where:  # what is wrong with a filter fails no others of its batch
             await asyncio.to_thread(index.rows_with, where)
-        found = batcher.submit(wanted.asked, wire.check_topk(wanted.topk), where=where)
-        results = await while_connected(request, found)
-        return JSONResponse(wire.render_response(results, wanted.return_scores))
+        found = batcher.submit(wanted.asked, wanted.most, where=where)
+        return await _written(await while_connected(request, found), wanted.return_scores, one_at_a_time)
 
     async def passages_route(request: HttpRequest) -> Response:
         wanted = wire.parse_request(wire.PassagesRequest, await read_body(request, wire.MAX_BODY_BYTES))
@@ -111,6 +112,18 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
             Route("/metrics", _guarded(metrics, token)),
         ],
     )
+
+
+async def _written(results: list[list[Passage]], return_scores: bool, one_at_a_time: asyncio.Lock) -> Response:
+    """The answer; a large one is written beside the event loop."""
+
+    def written() -> Response:
+        return JSONResponse(wire.render_response(results, return_scores))
+
+    if sum(map(len, results)) <= wire.LARGE_ANSWER:
+        return written()
+    async with one_at_a_time:
+        return await asyncio.to_thread(written)
 
 
 async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:

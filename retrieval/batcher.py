@@ -1,6 +1,7 @@
 """Dynamic batching: many concurrent requests become few searches, while the next queries are encoded."""
 
 import asyncio
+import sys
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ FilteredQuery = tuple[str, Where]  # a query, of some passages or, with (), of a
 SearchFunction = Callable[[list[FilteredQuery], np.ndarray, int], list[list[Passage]]]  # with vectors and k
 QueryKey = tuple[FilteredQuery, int]  # with k
 Made = TypeVar("Made")
-Entry = TypeVar("Entry")
 
 
 class Overloaded(Exception):
@@ -61,7 +61,8 @@ class Batcher:
     """Two queues with a thread each, and a least-recently-used cache; `run` must be running for `submit` to finish.
 
     One thread encodes a few queries at a time, the other searches for all that are encoded by then: as long as
-    queries come, it is never idle. `search` must give a query the same passages whatever it is batched with, and a
+    queries come, it is never idle. Requests take turns, a pair each, so that a long one holds up no short one.
+    `search` must give a query the same passages whatever it is batched with, and a
     smaller k a prefix of a larger one's answer: requests of different k share a batch.
     """
 
@@ -71,24 +72,26 @@ class Batcher:
     max_batch: int = 64
     max_wait_s: float = 0.002
     max_queue: int = 4096
-    cache_size: int = 16384
+    cache_mb: float = 256.0
     deadline_s: float = 30.0
 
     def __post_init__(self) -> None:
         self.counts = Counts()
         self._cache: OrderedDict[QueryKey, list[Passage]] = OrderedDict()
+        self._cached_bytes = 0
         self.latency_s = Histogram(LATENCIES_S)  # of requests that were answered
         self.batches = Histogram(BATCHES)  # pairs in each search
         self._pending: dict[QueryKey, asyncio.Future[list[Passage]]] = {}  # queued or being searched
         self._wanted: Counter[QueryKey] = Counter()  # requests that wait for a pair
-        self._queue: deque[QueryKey] = deque()
+        self._queue: deque[deque[QueryKey]] = deque()  # of each request what is not encoded yet
         self._encoded: deque[tuple[QueryKey, np.ndarray]] = deque()
-        self._wake, self._wake_search = asyncio.Event(), asyncio.Event()
+        self._wake, self._wake_search, self._room = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._room.set()
 
     @property
     def queued(self) -> int:
         """Pairs that wait for a search."""
-        return len(self._queue) + len(self._encoded)
+        return sum(map(len, self._queue)) + len(self._encoded)
 
     async def submit(
         self, queries: list[str], k: int, *, where: Where = (), use_cache: bool = True
@@ -107,9 +110,9 @@ class Batcher:
         if self.queued + len(new) > self.max_queue:
             self.counts.rejected += 1
             raise Overloaded(f"{self.queued} queries are waiting, at most {self.max_queue} may")
-        for key in new:
-            self._pending[key] = asyncio.get_running_loop().create_future()
-            self._queue.append(key)
+        if new:
+            self._pending |= {key: asyncio.get_running_loop().create_future() for key in new}
+            self._queue.append(deque(new))
             self._wake.set()
         futures = {key: self._pending[key] for key in missing}
         self._wanted.update(missing)
@@ -131,36 +134,54 @@ class Batcher:
 
     async def run(self) -> None:
         """Searches for what is queued, until cancelled."""
-        async with asyncio.TaskGroup() as stages:
-            stages.create_task(self._encode_all())
-            stages.create_task(self._search_all())
+        encoding, searching = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("encode", "search"))
+        try:
+            async with asyncio.TaskGroup() as stages:
+                stages.create_task(self._encode_all(encoding))
+                stages.create_task(self._search_all(searching))
+        finally:  # what is under way ends by itself
+            encoding.shutdown(wait=False)
+            searching.shutdown(wait=False)
 
-    async def _encode_all(self) -> None:
+    async def _encode_all(self, thread: ThreadPoolExecutor) -> None:
         some = max(1, self.max_batch // 4)  # the search need not wait for all
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as thread:
-            while True:
-                await self._wake.wait()
-                if len(self._queue) < some:
-                    await asyncio.sleep(self.max_wait_s)
-                keys = [key for key in _taken(self._queue, some) if self._is_wanted(key)]
-                if not self._queue:
-                    self._wake.clear()
-                queries = list(dict.fromkeys(query for (query, _), _ in keys))
-                vectors = await self._made(keys, thread, self.encode, queries)
-                if vectors is not None:
-                    rows = dict(zip(queries, vectors, strict=True))
-                    self._encoded.extend((key, rows[key[0][0]]) for key in keys)
-                    self._wake_search.set()
+        while True:
+            await self._wake.wait()
+            await self._room.wait()
+            if self.queued < some:
+                await asyncio.sleep(self.max_wait_s)
+            keys = [key for key in self._next(some) if self._is_wanted(key)]
+            if not self._queue:
+                self._wake.clear()
+            queries = list(dict.fromkeys(query for (query, _), _ in keys))
+            vectors = await self._made(keys, thread, self.encode, queries)
+            if vectors is not None:
+                rows = dict(zip(queries, vectors, strict=True))
+                self._encoded.extend((key, rows[key[0][0]]) for key in keys)
+                self._wake_search.set()
+                if len(self._encoded) > self.max_batch:  # who comes next need not wait for more than these
+                    self._room.clear()
 
-    async def _search_all(self) -> None:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="search") as thread:
-            while True:
-                await self._wake_search.wait()
-                taken = [one for one in _taken(self._encoded, self.max_batch) if self._is_wanted(one[0])]
-                if not self._encoded:
-                    self._wake_search.clear()
-                if taken:
-                    await self._answer(taken, thread)
+    async def _search_all(self, thread: ThreadPoolExecutor) -> None:
+        while True:
+            await self._wake_search.wait()
+            some = [self._encoded.popleft() for _ in range(min(self.max_batch, len(self._encoded)))]
+            taken = [one for one in some if self._is_wanted(one[0])]
+            self._room.set()
+            if not self._encoded:
+                self._wake_search.clear()
+            if taken:
+                await self._answer(taken, thread)
+
+    def _next(self, most: int) -> list[QueryKey]:
+        """Pairs to encode, of each request in turn."""
+        taken: list[QueryKey] = []
+        while self._queue and len(taken) < most:
+            own = self._queue.popleft()
+            taken.append(own.popleft())
+            if own:
+                self._queue.append(own)
+        return taken
 
     def _is_wanted(self, key: QueryKey) -> bool:
         """Whether somebody waits for the pair still; else it is dropped."""
@@ -192,14 +213,18 @@ class Batcher:
             return
         passages = dict(zip(rows, found, strict=True))
         for key in keys:
-            self._cache[key] = passages[key[0]][: key[1]]
-            self._pending.pop(key).set_result(self._cache[key])
-        while len(self._cache) > self.cache_size:
-            self._cache.popitem(last=False)
+            answer = passages[key[0]][: key[1]]
+            self._pending.pop(key).set_result(answer)
+            if key not in self._cache:
+                self._cache[key] = answer
+                self._cached_bytes += _size(answer)
+        while self._cached_bytes > self.cache_mb * 1e6:
+            self._cached_bytes -= _size(self._cache.popitem(last=False)[1])
 
 
-def _taken(queue: deque[Entry], most: int) -> list[Entry]:
-    return [queue.popleft() for _ in range(min(most, len(queue)))]
+def _size(answer: list[Passage]) -> int:
+    """Bytes that an answer takes, with its query, about."""
+    return 1000 + sum(sys.getsizeof(passage.contents) + 400 for passage in answer)
 
 
 def prometheus(batcher: Batcher) -> str:

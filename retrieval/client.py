@@ -175,7 +175,10 @@ class RetrievalClient:
                 async with asyncio.timeout(self._timeout_s):
                     return await retried(ask_each, retries=self._retries, note=self._count)
             except Refused as refusal:
-                raise RetrievalError(f"{self._pool}: {path} refused the request, {refusal}") from None
+                # what is wrong with a filter only a server of ours can see, and it is whoever asked that is wrong
+                filtered = isinstance(body, dict) and "where" in body and str(refusal).startswith("status 422")
+                kind = BadRequest if filtered else RetrievalError
+                raise kind(f"{self._pool}: {path} refused the request, {refusal}") from None
             except TimeoutError:
                 trouble = f"deadline of {self._timeout_s:g} s passed, last trouble: {trouble}"
             except Unanswered:

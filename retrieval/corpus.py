@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import threading
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +80,8 @@ class Corpus:
             raise RetrievalError(f"corpus {path} is missing or empty; write it first (one JSON object a line)")
         with path.open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._rows: dict[str, int] | None = None  # by id
+        self._by_id: tuple[Any, Any] | None = None  # hashes of ids in order, and their rows
+        self._finding_ids = threading.Lock()
         self._starts = _row_starts(path.resolve(), self._bytes)
 
     def __len__(self) -> int:
@@ -92,7 +95,10 @@ class Corpus:
         if end - first > MOST_LINE:
             raise RetrievalError(f"{where}: a line of {end - first} bytes; expected at most {MOST_LINE}")
         try:
-            said = json.loads(self._bytes[first:end])
+            line = self._bytes[first:end]
+            said = json.loads(line)
+            if b"\\u" in line:  # may say half of a surrogate pair, which no answer can
+                json.dumps(said, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise RetrievalError(f"{where}: not a JSON line ({error}); each line is one object") from None
         return parse_row(said, where)
@@ -102,10 +108,20 @@ class Corpus:
         number = int(id) if id.isdecimal() and len(id) < 19 else -1
         if 0 <= number < len(self) and self[number].id == id:
             return number
-        if self._rows is None:
-            numbered = self[0].id == "0" and self[len(self) - 1].id == str(len(self) - 1)
-            self._rows = {} if numbered else {passage.id: row for row, passage in enumerate(self)}
-        return self._rows.get(id)
+        with self._finding_ids:
+            self._by_id = self._by_id or self._hashed_ids()
+        hashes, rows = self._by_id
+        first, last = (int(hashes.searchsorted(hash(id), side)) for side in ("left", "right"))
+        return next((row for row in rows[first:last].tolist() if self[row].id == id), None)
+
+    def _hashed_ids(self) -> tuple[Any, Any]:
+        """`[rows]` int64 each, 16 bytes a passage; of none where ids are row numbers."""
+        import numpy as np  # which those who read a corpus on its own need not have
+
+        numbered = self[0].id == "0" and self[len(self) - 1].id == str(len(self) - 1)
+        hashes = np.fromiter((hash(passage.id) for passage in (() if numbered else self)), np.int64)
+        order = hashes.argsort(kind="stable")
+        return hashes[order], order
 
     def around(self, id: str, most: int) -> list[Passage]:
         """The passage, and up to `most` before and after it that have its title; [] if there is none."""
@@ -129,15 +145,15 @@ def _row_starts(path: Path, content: mmap.mmap) -> Sequence[int]:
     of, kept = file_stamp(path), path.with_name(f".{path.name}.rows")
     with contextlib.suppress(OSError, ValueError, TypeError), kept.open("rb") as file:
         known = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).cast("q")
-        if known[: len(of)].tolist() == of and known[-1] == len(content):
-            return known[len(of) :]
+        if known[: len(of) + 1].tolist() == [*of, zlib.crc32(known[len(of) + 1 :])]:
+            return known[len(of) + 1 :]
     starts = array("q", [0])
     while starts[-1] < len(content):
         newline = content.find(b"\n", starts[-1])
         starts.append(newline + 1 if newline >= 0 else len(content))
     if len(content) >= KEPT_FROM:
         with contextlib.suppress(OSError), atomic_path(kept) as temporary:  # a folder that is read only
-            temporary.write_bytes(array("q", of).tobytes() + starts.tobytes())
+            temporary.write_bytes(array("q", [*of, zlib.crc32(starts)]).tobytes() + starts.tobytes())
     return starts
 
 

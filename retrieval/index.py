@@ -17,7 +17,7 @@ from mcore_mas.retrieval.encoder import Encoder, EncoderIdentity
 from mcore_mas.retrieval.lexical import DEPTH, FACETS, Facets, Lexical, fused, lexical_digest
 from mcore_mas.retrieval.lexical import FOLDER as LEXICAL
 from mcore_mas.retrieval.scan import Scan, open_scan
-from mcore_mas.retrieval.wire import BadRequest, Ranking, Where
+from mcore_mas.retrieval.wire import MAX_TOPK, BadRequest, Ranking, Where
 from mcore_mas.rollout.base.files import known_sha256, read_json, unsealed
 
 _FAISS: Any = faiss  # whose stubs lack parameters of a search
@@ -175,7 +175,7 @@ class Index:
         With `among`, rows `[n]` in order, all of these are scored, and no others.
 
         Scores are inner products in float64, rounded to SCORE_DECIMALS; equal scores go by id. A query's answer does
-        not depend on the other queries, and of an exact index a smaller k gives a prefix of a larger one's. Raises
+        not depend on the other queries, and up to MAX_TOPK a smaller k gives a prefix of a larger one's. Raises
         RetrievalError.
         """
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
@@ -192,12 +192,17 @@ class Index:
             for row, vector in enumerate(vectors):
                 ids[row], scores[row] = self._best(vector, k, among)
         elif len(vectors) and k:
-            rough_scores, rough_ids = self._rough(vectors, k + (SPARE if self.scan is None else SPARE_HALF))
+            # an index that is not exact gives the same candidates whatever k is: its ties have no end to look for
+            depth = k if self._exact else min(max(k, MAX_TOPK), self.manifest.ntotal)
+            rough_scores, rough_ids = self._rough(vectors, depth + (SPARE if self.scan is None else SPARE_HALF))
             for row, vector in enumerate(vectors):
-                ids[row], scores[row] = self._rank(
-                    vector, k, *self._enough(vector, k, rough_ids[row], rough_scores[row])
-                )
+                found = self._enough(vector, depth, rough_ids[row], rough_scores[row])
+                ids[row], scores[row] = self._rank(vector, k, *found)
         return ids, scores
+
+    @property
+    def _exact(self) -> bool:
+        return not isinstance(self._vectors, faiss.IndexIVF | faiss.IndexHNSW)
 
     def _rough(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Scores and rows of about the k best, from the scan where it can."""
@@ -207,18 +212,19 @@ class Index:
         scores, ids = self._stored.search(vectors, k)
         return np.asarray(scores), np.asarray(ids)
 
-    def _enough(self, vector: np.ndarray, k: int, ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The candidates that were found (-1 is none), of the whole index if those are fewer than k."""
-        if (ids >= 0).sum() < k:
-            whole = None
-            if isinstance(self._vectors, faiss.IndexIVF):
-                whole = _FAISS.SearchParametersIVF(nprobe=self._vectors.nlist)
-            elif isinstance(self._vectors, faiss.IndexHNSW):
-                whole = _FAISS.SearchParametersHNSW(efSearch=self.manifest.ntotal)
-            (scores,), (ids,) = self._stored.search(vector[None], min(k + SPARE, self.manifest.ntotal), params=whole)
+    def _enough(
+        self, vector: np.ndarray, depth: int, ids: np.ndarray, scores: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The candidates that were found (-1 is none), of the whole index if those are fewer than `depth`."""
+        if (ids >= 0).sum() < depth:
+            whole: Any = self._stored
+            settings: Any = None
+            if isinstance(whole, faiss.IndexIVF):
+                settings = _FAISS.SearchParametersIVF(nprobe=whole.nlist)
+            elif isinstance(whole, faiss.IndexHNSW):  # no breadth leads to a passage that the graph does not reach
+                whole = whole.storage
+            (scores,), (ids,) = whole.search(vector[None], min(depth + SPARE, self.manifest.ntotal), params=settings)
         found = ids >= 0
-        if found.sum() < k:
-            raise RetrievalError(f"the index reaches {found.sum()} of {k} passages for a query; ask for fewer")
         return ids[found], scores[found]
 
     def _rank(
@@ -228,8 +234,9 @@ class Index:
         margin = 2 * 10.0**-SCORE_DECIMALS * max(1.0, float(np.abs(rough_scores[0])))
         if self.scan is not None:  # whose score of a row outside may be too low, and that of the k-th too high
             margin += 2 * self.scan.error * float(np.linalg.norm(vector))
-        exact_scan = not isinstance(self._vectors, faiss.IndexIVF | faiss.IndexHNSW)
-        while exact_scan and len(rough_ids) < self.manifest.ntotal and rough_scores[k - 1] - rough_scores[-1] <= margin:
+        while (
+            self._exact and len(rough_ids) < self.manifest.ntotal and rough_scores[k - 1] - rough_scores[-1] <= margin
+        ):
             (rough_scores,), (rough_ids,) = self._rough(vector[None], 4 * len(rough_ids))
         return self._best(vector, k, np.sort(rough_ids))
 
@@ -270,7 +277,7 @@ class Searcher:
             rankings = self._ranked([asked[place][0] for place in places], vectors[places], k, where)
             for place, (ids, scores) in zip(places, rankings, strict=True):
                 best = zip(ids[:k].tolist(), scores[:k].tolist(), strict=True)
-                found[place] = [replace(self.index.corpus[id], score=score) for id, score in best]
+                found[place] = [replace(self.index.corpus[id], score=score, about={}) for id, score in best]
         return found
 
     def _ranked(

@@ -81,6 +81,7 @@ def lexical_digest(out_dir: Path, *, again: bool = False) -> str:
 
 FACETS = "facets.npy"  # beside the manifest
 MOST_ROWS = 1_000_000  # that a filter may leave: all of them are scored
+MOST_COUNTED = 4_000_000  # that may be as the rarest of its names says: they are put in order
 
 
 class Facets:
@@ -108,19 +109,28 @@ class Facets:
 
     def _found(self, where: Where) -> np.ndarray:
         """The rows `[n]` int64, in order, that have one of the values of every name, unless they are too many."""
-        found: np.ndarray | None = None
-        for name, values in where:
-            own = np.unique(np.concatenate([self._with(name, value) for value in values]))
-            found = own if found is None else np.intersect1d(found, own, assume_unique=True)
-        rows = np.empty(0, np.int64) if found is None else found.astype(np.int64)
-        if len(rows) > MOST_ROWS:
-            raise BadRequest(f"where: {len(rows)} passages are so, at most {MOST_ROWS} may be; say more of them")
+        named = [[self._with(name, value) for value in values] for name, values in where]
+        named.sort(key=lambda parts: sum(map(len, parts)))  # that with the fewest first, and no other is copied
+        rows = np.unique(np.concatenate(named[0])) if sum(map(len, named[0])) <= MOST_COUNTED else None
+        for parts in named[1:]:
+            rows = None if rows is None else rows[np.any([_in(rows, part) for part in parts], axis=0)]
+        if rows is None or len(rows) > MOST_ROWS:
+            many = f"over {MOST_COUNTED}" if rows is None else len(rows)
+            raise BadRequest(f"where: {many} passages are so, at most {MOST_ROWS} may be; say more of them")
         return rows
 
     def _with(self, name: str, value: str) -> np.ndarray:
         wanted = np.uint64(_hash(name, value))
         first, last = (int(np.searchsorted(self._hashes, wanted, side)) for side in ("left", "right"))
-        return np.asarray(self._rows[first:last])
+        return np.asarray(self._rows[first:last]).view(np.int64)
+
+
+def _in(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Which of `rows` are among the others, both in order."""
+    places = np.searchsorted(others, rows)
+    found = places < len(others)
+    found[found] = others[places[found]] == rows[found]
+    return found
 
 
 def _hash(name: str, value: str) -> int:

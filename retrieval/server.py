@@ -45,6 +45,14 @@ class ReadyServer(uvicorn.Server):
                 self._announce()
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, and end the process there: it would wait for a search under way, however long that takes."""
+        await super().shutdown(sockets=sockets)
+        if self._ready_file:
+            with contextlib.suppress(OSError):
+                self._ready_file.unlink()
+        os._exit(0)
+
     def _announce(self) -> None:
         if self._ready_file:
             # its file system may be away for a while: no reason to end
@@ -70,7 +78,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=("faiss", "torch"), default="faiss", help="what scans a flat index")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the encoder and the scan")
     parser.add_argument("--verify", action="store_true", help="read all files again, also those seen unchanged")
-    parser.add_argument("--cache-size", type=int, default=16384, help="answers remembered")
+    parser.add_argument("--cache-mb", type=float, default=256.0, help="of answers that are remembered")
     parser.add_argument(
         "--die-with-parent", type=int, nargs="?", const=0, metavar="PID", help="end when the parent (of this pid) does"
     )
@@ -95,11 +103,7 @@ def run_server(args: argparse.Namespace) -> None:
     app = load_app(args, token)
     said = {"url": _url(listener), "host": socket.getfqdn(), "pid": os.getpid(), "token": token}
     config = server_config(app, drain_s=DRAIN_S, lifespan=True)
-    try:
-        ReadyServer(config, args.ready_file, said).run(sockets=[listener])
-    finally:
-        if args.ready_file:
-            args.ready_file.unlink(missing_ok=True)
+    ReadyServer(config, args.ready_file, said).run(sockets=[listener])
 
 
 def _url(listener: socket.socket) -> str:

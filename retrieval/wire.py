@@ -20,6 +20,8 @@ Ranking = Literal["dense", "bm25", "hybrid"]  # by vectors, by words, or both fu
 DEFAULT_TOPK = 3
 MAX_TOPK = 100
 MAX_REQUEST_QUERIES = 4096  # Search-R1's trainer sends all of a step in one request
+MAX_REQUEST_PASSAGES = 40_960  # that one request may be answered with: queries times topk
+LARGE_ANSWER = 1000  # passages, whose JSON takes so long to write that others would wait for it
 MAX_QUERY_CHARS = 2000
 MAX_IDS = 256
 MAX_NAMES, MAX_VALUES = 8, 64  # of a filter
@@ -60,12 +62,19 @@ class SearchRequest(BaseModel):
     def _asks(self) -> SearchRequest:
         if ("query" in self.model_fields_set) == ("queries" in self.model_fields_set):
             raise ValueError('expected either queries, such as {"queries": ["..."], "topk": 3}, or one query')
+        if (most := len(self.asked) * self.most) > MAX_REQUEST_PASSAGES:
+            raise ValueError(f"queries times topk is {most}, at most {MAX_REQUEST_PASSAGES}; ask in several requests")
         return self
 
     @property
     def asked(self) -> list[str]:
         """All queries."""
         return [self.query] if self.query else self.queries
+
+    @property
+    def most(self) -> int:
+        """Passages for each."""
+        return self.topk or DEFAULT_TOPK
 
 
 class PassagesRequest(BaseModel):

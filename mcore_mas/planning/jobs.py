@@ -9,7 +9,9 @@ from mcore_mas.config.run import RunConfig, engine_holder, for_policy
 from mcore_mas.planning.choose import placement_of, shapes_of
 from mcore_mas.planning.estimate import host_bytes, workloads
 from mcore_mas.planning.memory import engine_weights
+from mcore_mas.planning.page import PASSAGE_BYTES, index_needs
 from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.base.files import read_json
 from mcore_mas.rollout.config.sections import RetrieverConfig
 
 Pool = Literal["shared", "split"]
@@ -109,6 +111,10 @@ _DRIVER_MB: Mapping[Kind, int] = MappingProxyType({"CPU": 700, "GPU": 16_000})
 _PROGRAMS_MB = 2_000  # what models wrote, in sandboxes, many at a time
 _WITH_PROGRAMS = ("code", "data_science", "repository")
 _SERVED_MB = 900  # a retriever with an index of its own: encoder and passages of a generator
+_SMALL_BYTES = 50_000_000  # of a corpus whose index is within that
+_DIMENSIONS = {"minilm": 384, "e5": 768, "bge": 768}  # where the encoder is not here yet
+# of BM25's index of a passage of 100 words, served and while it is built (20,000 passages: 400 and 3,100)
+_WORDS_BYTES, _TOKENS_BYTES = 600, 4_000
 _PUBLISHED_MB = 80_000  # one whose index is not here yet: wiki-18, 21 M vectors of 768 float32, and its passages
 
 
@@ -131,10 +137,11 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     engines = [for_policy(config, policy).engine for policy in config.models]
     on_gpus = any(e.name == "sglang" or e.device == "cuda" for e in engines)
     kind: Kind = "GPU" if config.cluster.device == "cuda" or (on_gpus and config.cluster.device == "auto") else "CPU"
-    searched = _retriever_mb(config.retriever) if config.retriever and not config.retriever.elsewhere else 0
+    beside = config.retriever if config.retriever and not config.retriever.elsewhere else None
+    searched, searching = (_retriever_mb(beside, stage), beside.threads) if beside else (0, 0)
     on_gpu = config.retriever.gpus if config.retriever else 0
     if stage == "retriever":
-        return JobNeeds(nodes=1, gpus=on_gpu, cpus=1, memory_mb=1_000 + searched)
+        return JobNeeds(nodes=1, gpus=on_gpu, cpus=searching or 1, memory_mb=1_000 + searched)
     tenants = tenants_of(config, kind)
     if stage == "evaluate":  # no trainers, and as many engines of each policy as the GPUs of training allow
         one = sum(server_gpus(config).values()) if kind == "GPU" else 0
@@ -156,7 +163,9 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     return JobNeeds(
         nodes=nodes,
         gpus=min(devices + on_gpu, node_gpus) if nodes == 1 else node_gpus,
-        cpus=-(-processes * (config.cluster.threads_per_process or 1) // nodes) + (1 if kind == "CPU" else 2 + devices),
+        cpus=-(-processes * (config.cluster.threads_per_process or 1) // nodes)
+        + (1 if kind == "CPU" else 2 + devices)
+        + max(0, searching - 1),
         memory_mb=-(-memory // nodes),
     )
 
@@ -178,12 +187,24 @@ def object_store_mb(config: RunConfig) -> int:
     return max(_LEAST_STORE_MB, int(2 * _TOKEN_BYTES * tokens / 2**20))
 
 
-def _retriever_mb(retriever: RetrieverConfig) -> int:
-    """The memory of a server with this index."""
+def _retriever_mb(retriever: RetrieverConfig, stage: Stage) -> int:
+    """The memory of a server with this index; in the stage `retriever` also of who builds it."""
     if retriever.folder is None:
-        return _SERVED_MB
+        passages = retriever.passages
+        size = passages.stat().st_size if passages and passages.is_file() else 0
+        return _SERVED_MB + (_own_mb(retriever, size // PASSAGE_BYTES, stage) if size > _SMALL_BYTES else 0)
     files = list(retriever.folder.glob("*"))
     return sum(file.stat().st_size for file in files) // 10**6 * 5 // 4 + _SERVED_MB if files else _PUBLISHED_MB
+
+
+def _own_mb(retriever: RetrieverConfig, passages: int, stage: Stage) -> int:
+    """The memory of an index over so many passages: its vectors, its words, or both."""
+    config = retriever.encoder_folder / "config.json" if retriever.encoder_folder else None
+    dim = int(read_json(config)["hidden_size"]) if config and config.is_file() else _DIMENSIONS[retriever.encoder]
+    vectors = index_needs(retriever.index, passages, dim, rate=1.0)["memory_gb"] if retriever.ranking != "bm25" else 0
+    of_words = _TOKENS_BYTES if stage == "retriever" else _WORDS_BYTES
+    words = passages * of_words / 1e9 if retriever.ranking != "dense" else 0
+    return int((vectors + words) * 1000 * 5 / 4)
 
 
 def _host_mb(config: RunConfig) -> int:

@@ -238,9 +238,13 @@ async def search_tools(*, env: Env, filters: bool = False) -> AsyncIterator[list
         filters: with `search_where` too, a search of passages with some title or other property.
     """
 
+    def untagged(query: str) -> str:
+        """A query that ends no tag of the environment's, and answers nothing."""
+        return query.replace("<", " ")
+
     async def search(*, query: str) -> str:
         """Search the corpus for passages about a query."""
-        return (await env.step(f"<search> {query} </search>")).observation
+        return (await env.step(f"<search> {untagged(query)} </search>")).observation
 
     async def search_where(*, query: str, where: dict[str, str]) -> str:
         """Search only those passages of the corpus that have some properties.
@@ -250,7 +254,7 @@ async def search_tools(*, env: Env, filters: bool = False) -> AsyncIterator[list
             where: the value of each property, such as {"title": "Amber Falls"}
         """
         conditions = json.dumps(where).replace("<", "\\u003c")  # no tag of the environment's
-        return (await env.step(f"<where> {conditions} </where> <search> {query} </search>")).observation
+        return (await env.step(f"<where> {conditions} </where> <search> {untagged(query)} </search>")).observation
 
     functions: list[Callable[..., Awaitable[str]]] = [search, search_where] if filters else [search]
     yield [tool_of(function, noted=True, parallel=True) for function in functions]

@@ -48,10 +48,12 @@ def scripted(*replies: tuple[int, bytes], headers: dict[str, str] | None = None)
         thread.join()
 
 
-def search(url: str, query: str = "q", k: int = 1, **options: Any) -> tuple[list[Passage], RetrievalClient]:
+def search(
+    url: str, query: str = "q", k: int = 1, where: dict[str, str | list[str]] | None = None, **options: Any
+) -> tuple[list[Passage], RetrievalClient]:
     async def body() -> tuple[list[Passage], RetrievalClient]:
         async with RetrievalClient(url, **options) as client:
-            return await client.search(query, k), client
+            return await client.search(query, k, where), client
 
     return asyncio.run(body())
 

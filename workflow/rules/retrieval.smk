@@ -42,8 +42,8 @@ rule build_index:
     conda:
         ENVIRONMENT
     resources:
-        mem_mb=2000,
-        runtime=60,
+        **needs_of("retriever"),
+        runtime=720,
     params:
         **settings_of("tasks"),
     message:
@@ -73,7 +73,7 @@ rule probe_retriever:
         ENVIRONMENT
     resources:
         **needs_of("retriever"),
-        runtime=10,
+        runtime=60,
     params:
         **settings_of("tasks"),
     message:

@@ -100,3 +100,19 @@ def test_a_published_index_is_counted_as_it_lies_there(tmp_path: Path) -> None:
     with (folder / "vectors").open("wb") as file:
         file.truncate(8_000_000_000)
     assert job_needs(there, "retriever", 8).memory_mb == 1_000 + 8_000 * 5 // 4 + 900
+
+
+def test_an_index_of_the_runs_own_is_counted_by_its_corpus(tmp_path: Path) -> None:
+    with (tmp_path / "c.jsonl").open("wb") as file:
+        file.truncate(660 * 1_000_000)  # a million passages as long as wiki-18's
+    own = config("demo_search", f"retriever.passages={tmp_path / 'c.jsonl'}")
+    assert job_needs(own, "retriever", 8).memory_mb == 1_000 + 900 + 1_536 * 5 // 4  # of 384 float32
+    more = config("demo_search", f"retriever.passages={tmp_path / 'c.jsonl'}", "retriever.threads=4")
+    assert job_needs(more, "retriever", 8).cpus == 4
+    assert job_needs(more, "train", 8).cpus == job_needs(own, "train", 8).cpus + 3
+    words = config("demo_search", f"retriever.passages={tmp_path / 'c.jsonl'}", "retriever.ranking=bm25")
+    assert job_needs(words, "retriever", 8).memory_mb == 1_000 + 900 + 4_000 * 5 // 4
+    small = config("demo_search")
+    assert job_needs(small, "retriever", 8).memory_mb == 1_000 + 900
+    more_mb = [job_needs(run, "train", 8).memory_mb - job_needs(small, "train", 8).memory_mb for run in (own, words)]
+    assert more_mb == [1_536 * 5 // 4, 600 * 5 // 4]

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
+from mcore_mas.retrieval import batcher as batcher_module
 from mcore_mas.retrieval.batcher import Batcher, Overloaded, prometheus
 from mcore_mas.retrieval.corpus import Passage
 from mcore_mas.retrieval.wire import Where
@@ -68,7 +69,7 @@ def test_concurrent_requests_of_different_k_share_one_search() -> None:
 
 def test_answers_are_cached_by_query_and_k_and_the_oldest_go() -> None:
     search = Search()
-    batcher = Batcher(search.encode, search.search, cache_size=2)
+    batcher = Batcher(search.encode, search.search, cache_mb=0.004)  # an answer of one passage is 1.45 kB
 
     async def body() -> None:
         await batcher.submit(["a"], 1)
@@ -83,6 +84,20 @@ def test_answers_are_cached_by_query_and_k_and_the_oldest_go() -> None:
     run(batcher, body)
     assert search.calls == [(["a"], 1), (["b"], 1), (["c"], 1), (["b"], 1), (["b"], 2), (["b"], 2)]
     assert batcher.counts.cached == 2
+
+
+def test_the_cache_is_bounded_by_bytes_however_long_answers_are() -> None:
+    search = Search()
+    batcher = Batcher(search.encode, search.search, cache_mb=1.0)  # 100 passages are 46 kB
+
+    async def body() -> None:
+        for n in range(50):
+            await batcher.submit([f"q{n}"], 100)
+        await batcher.submit(["q49"], 100, use_cache=False)
+        assert batcher._cached_bytes == sum(map(batcher_module._size, batcher._cache.values()))
+
+    run(batcher, body)
+    assert len(batcher._cache) == 21  # 1,000,000 / (1000 + 100 * 450)
 
 
 def test_batches_are_bounded_and_each_stage_has_a_thread() -> None:
@@ -201,8 +216,30 @@ def test_what_nobody_waits_for_any_more_is_not_searched() -> None:
         assert ids(await batcher.submit(["b"], 1)) == [["b/0"]]
 
     run(batcher, body)
-    assert [queries for queries, _ in search.calls] == [["a"], ["c"], ["d"], ["b"]]
+    assert [queries for queries, _ in search.calls] == [["a"], ["d"], ["c"], ["b"]]  # requests take turns
     assert batcher.counts.dropped == 1
+
+
+def test_a_long_request_holds_up_no_short_one() -> None:
+    search = Search()
+    search.gate.clear()
+    batcher = Batcher(search.encode, search.search, max_batch=8, max_wait_s=0)
+
+    async def body() -> None:
+        long = asyncio.create_task(batcher.submit([f"q{n}" for n in range(400)], 1))
+        while not batcher.counts.searches:
+            await asyncio.sleep(0.001)
+        for _ in range(100):  # of the long one no more is encoded than the next searches take
+            await asyncio.sleep(0.001)
+        assert len(search.encoded) <= 2 + 8 + 2
+        short = asyncio.create_task(batcher.submit(["s0", "s1"], 1))
+        await asyncio.sleep(0)
+        search.gate.set()
+        assert ids(await short) == [["s0/0"], ["s1/0"]]
+        assert batcher.counts.searched < 40 and not long.done()
+        assert len(await long) == 400
+
+    run(batcher, body)
 
 
 def test_histograms_count_as_prometheus_does() -> None:

@@ -123,6 +123,18 @@ def test_a_refusal_is_not_retried() -> None:
     assert not isinstance(caught.value, RetrievalUnavailable)
 
 
+def test_a_filter_that_a_server_refuses_is_whoever_asked_wrong() -> None:
+    """It fails no trajectory: what the filter leaves is known to the server alone."""
+    with (
+        scripted((422, b'{"error": "where: 2000000 passages are so"}')) as url,
+        pytest.raises(BadRequest, match="2000000 passages are so"),
+    ):
+        search(url, where={"language": "en"})
+    with scripted((422, b"no such protocol")) as url, pytest.raises(RetrievalError) as caught:
+        search(url)
+    assert not isinstance(caught.value, BadRequest)
+
+
 def test_a_silent_server_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "HEALTH_S", 0.2)
     with (

@@ -1,6 +1,7 @@
 """Corpora: the format, and errors that name file and line."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,16 @@ def test_a_last_line_without_newline_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "[]", '{"id": 1, "contents": "x"}', '{"id": "1"}', '{"id": "1", "contents": ""}', "", "[" * 100_000],
+    [
+        "{",
+        "[]",
+        '{"id": 1, "contents": "x"}',
+        '{"id": "1"}',
+        '{"id": "1", "contents": ""}',
+        "",
+        "[" * 100_000,
+        '{"id": "1", "contents": "\\ud800"}',
+    ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "c.jsonl"
@@ -95,6 +105,17 @@ def test_neighbours_are_of_the_same_document(tmp_path: Path) -> None:
     assert corpus.row_of("1") is None
 
 
+def test_ids_are_found_once_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_corpus(tmp_path / "c.jsonl", (Passage(id=f"x{n % 40}", contents=f"row {n}") for n in range(50)))
+    corpus, read = Corpus(tmp_path / "c.jsonl"), list[int]()
+    get = Corpus.__getitem__
+    monkeypatch.setattr(Corpus, "__getitem__", lambda self, row: read.append(row) or get(self, row))
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(corpus.row_of, [f"x{n}" for n in range(41)])) == [*range(40), None]
+    assert len(read) == 51 + 40  # each row once, and a first look; then one for each id that is there
+    assert corpus._by_id is not None and sum(part.nbytes for part in corpus._by_id) == 16 * 50
+
+
 def test_what_else_a_line_says_is_kept_and_can_be_filtered_by(tmp_path: Path) -> None:
     row = {"id": "a", "contents": '"Amber"\ntext', "year": 1984, "tags": ["x", "y"], "open": True, "none": None}
     (tmp_path / "made.jsonl").write_text(json.dumps(row) + "\n")
@@ -111,12 +132,14 @@ def test_rows_of_a_large_corpus_are_found_once(tmp_path: Path, monkeypatch: pyte
     path, kept = tmp_path / "c.jsonl", tmp_path / ".c.jsonl.rows"
     write_corpus(path, (Passage(id=str(n), contents=f"row {n} {'x' * n}") for n in range(50)))
     first = list(Corpus(path))
-    assert np.fromfile(kept, np.int64)[4] == 0
+    assert np.fromfile(kept, np.int64)[5] == 0
     assert np.fromfile(kept, np.int64)[-1] == path.stat().st_size
     with monkeypatch.context() as patch:
         patch.setattr(corpus_module, "array", None)  # what finds them
         assert list(Corpus(path)) == first
-    for damage in (b"", b"\0" * 8, kept.read_bytes()[:-8], kept.read_bytes()[:-3]):
+    flipped = bytearray(kept.read_bytes())
+    flipped[-17] ^= 1  # where a row in the middle begins
+    for damage in (b"", b"\0" * 8, kept.read_bytes()[:-8], kept.read_bytes()[:-3], bytes(flipped)):
         kept.write_bytes(damage)
         assert list(Corpus(path)) == first
     path.write_bytes(path.read_bytes()[:-30])  # cut: the last line is none

@@ -91,6 +91,39 @@ def test_torch_scans_in_half_precision_and_answers_the_same(
         open_scan(index._vectors, "faiss", "cuda")
 
 
+@pytest.mark.parametrize(("factory", "type_name"), [("IVF64,Flat", "ivf"), ("HNSW32", "hnsw")])
+def test_a_smaller_k_gives_a_prefix_also_of_an_index_that_is_not_exact(
+    factory: str, type_name: str, tmp_path: Path, index_dir: Path
+) -> None:
+    """Forty rows are the same vector: which of them a query gets does not depend on what shares its search."""
+    made = np.random.default_rng(0).standard_normal((2560, 8)).astype(np.float32)
+    made[::64] = made[0]
+    flat = by_hand(tmp_path, index_dir, (made / np.linalg.norm(made, axis=1, keepdims=True)).tolist())
+    vectors = faiss.index_factory(8, factory, faiss.METRIC_INNER_PRODUCT)
+    vectors.train(flat._vectors.reconstruct_n(0, 2560))
+    vectors.add(flat._vectors.reconstruct_n(0, 2560))
+    if type_name == "ivf":
+        vectors.make_direct_map()
+    index = Index(flat.manifest, vectors, flat.corpus)
+    most = index.search(made[:20], 100)
+    for k in (1, 3, 10):
+        for few, many in zip(index.search(made[:20], k), most, strict=True):
+            assert (few == many[:, :k]).all()
+    assert index.search(made[:1], 3)[0].tolist() == [[0, 64, 128]]
+
+
+def test_passages_that_a_graph_does_not_reach_are_found(tmp_path: Path, index_dir: Path) -> None:
+    made = np.eye(8, dtype=np.float32)
+    flat = by_hand(tmp_path, index_dir, made.tolist())
+    graph = faiss.IndexHNSWFlat(8, 4, faiss.METRIC_INNER_PRODUCT)
+    graph.add(made)
+    nowhere = faiss.vector_to_array(graph.hnsw.neighbors) * 0 - 1
+    faiss.copy_array_to_vector(nowhere, graph.hnsw.neighbors)
+    assert (graph.search(made[7:], 8)[1] >= 0).sum() == 1
+    ids, scores = Index(flat.manifest, graph, flat.corpus).search(made[7:], 3)
+    assert (ids.tolist(), scores.tolist()) == ([[7, 0, 1]], [[1.0, 0.0, 0.0]])
+
+
 class ClonerOptions:
     """As in FAISS for GPUs."""
 
@@ -218,6 +251,10 @@ def test_filters_leave_the_passages_that_are_so(kind: str, tmp_path: Path, encod
 def test_a_filter_that_leaves_too_much_is_refused(index_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_mas.retrieval.lexical.MOST_ROWS", 1)
     with pytest.raises(BadRequest, match="where: 2 passages are so, at most 1 may be; say more of them"):
+        Index.open(index_dir).rows_with(check_where({"title": ["Iron Bridge", "Hugo Brandt"]}))
+    monkeypatch.setattr("mcore_mas.retrieval.lexical.MOST_COUNTED", 1)
+    monkeypatch.setattr("mcore_mas.retrieval.lexical.np.unique", None)  # nothing is put in order to be counted
+    with pytest.raises(BadRequest, match="where: over 1 passages are so, at most 1 may be; say more of them"):
         Index.open(index_dir).rows_with(check_where({"title": ["Iron Bridge", "Hugo Brandt"]}))
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from http.client import HTTPConnection
 from pathlib import Path
@@ -18,10 +19,13 @@ import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_mas.retrieval import wire
+from mcore_mas.retrieval.app import build_app
+from mcore_mas.retrieval.batcher import Batcher
 from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.corpus import Passage, RetrievalError
 from mcore_mas.retrieval.encoder import Encoder, minilm_folder
-from mcore_mas.retrieval.index import Index, check_canary
+from mcore_mas.retrieval.index import Index, Searcher, check_canary
 from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from mcore_mas.rollout.base import http_server as serving_module
 from mcore_mas.rollout.base.files import unsealed
@@ -84,6 +88,7 @@ def test_no_queries_give_no_rows(server_url: str) -> None:
         ({"query": ""}, "query: String should have at least 1 character"),
         ({"queries": ["x" * 2001]}, "should have at most 2000 characters"),
         ({"queries": ["a"] * 4097}, "queries: List should have at most 4096 items"),
+        ({"queries": ["a"] * 410, "topk": 100}, "queries times topk is 41000, at most 40960"),
         ({"queries": ["a"], "topk": 101}, "topk: Input should be less than or equal to 100"),
         ({"queries": ["a"], "topk": -1}, "topk: Input should be greater than or equal to 0"),
         ({"queries": ["a"], "topk": 100_000_000}, "topk: "),
@@ -150,6 +155,34 @@ def test_metrics_count_what_was_asked(server_url: str) -> None:
     assert (made["retriever_searched_total"], made["retriever_cached_total"]) == (2, 2)
     assert made["retriever_latency_seconds_count"] == made['retriever_latency_seconds_bucket{le="+Inf"}'] == 2
     assert (made["retriever_batch_size_sum"], after["retriever_queued"]) == (2, 0)
+
+
+def test_a_large_answer_is_written_beside_the_event_loop(
+    index_dir: Path, encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here one of more than two passages is large."""
+    monkeypatch.setattr(wire, "LARGE_ANSWER", 2)
+    render, on_loop = wire.render_response, list[bool]()
+
+    def rendered(*args: Any) -> dict[str, Any]:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return render(*args)
+
+    monkeypatch.setattr(wire, "render_response", rendered)
+    searcher = Searcher(Index.open(index_dir), encoder)
+    batcher = Batcher(searcher.encode, searcher.search)
+    transport = httpx.ASGITransport(build_app(searcher, batcher, None))
+
+    async def main() -> None:
+        searching = asyncio.create_task(batcher.run())
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            for k in (2, 3):
+                reply = await client.post("/retrieve", json={"queries": ["a"], "topk": k})
+                assert len(reply.json()["result"][0]) == k
+        searching.cancel()
+
+    asyncio.run(main())
+    assert on_loop == [True, False]
 
 
 JSON = st.recursive(
@@ -298,6 +331,41 @@ def test_sigterm_drains_and_exits_0(index_dir: Path, tmp_path: Path) -> None:
             assert connection.recv(12) == b"HTTP/1.1 200"
         assert child.wait(20) == 0
         assert child.stderr is not None and child.stderr.read() == b""
+        assert not ready.exists()
+    finally:
+        child.kill()
+        child.wait()
+
+
+SLOW = """
+import sys, time
+from mcore_mas.retrieval import index, server
+find = index.Searcher.search
+index.Searcher.search = lambda self, asked, *rest: time.sleep(60 * ("slow" in asked[0])) or find(self, asked, *rest)
+server.DRAIN_S = 1
+server.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_long_search_does_not_hold_up_the_end(index_dir: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    command = [sys.executable, "-c", SLOW, "--index", str(index_dir), "--ready-file", str(ready), "--die-with-parent"]
+    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 120
+        while not ready.exists() and child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        url = httpx.URL(json.loads(ready.read_text())["url"])
+        with socket.create_connection((url.host, url.port or 0)) as connection:
+            body = b'{"queries": ["slow"]}'
+            head = "POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            while "retriever_searches_total 1" not in httpx.get(f"{url}/metrics", trust_env=False).text:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(20) == 0
         assert not ready.exists()
     finally:
         child.kill()
