@@ -89,6 +89,12 @@ class ChatReply:
         texts = [Block("text", self.text)] if self.text or (self.finish and not self.calls) else []
         return [*thoughts, *texts, *(Block("call", call.arguments, call) for call in self.calls)]
 
+    def begins(self, reasoning: str, text: str) -> bool:
+        """Whether a reply with these thoughts and words goes on from this one."""
+        return text.startswith(self.text) and (
+            reasoning == self.reasoning if self.text else reasoning.startswith(self.reasoning)
+        )
+
     @property
     def message(self) -> Message:
         """As a program will repeat it."""

@@ -76,7 +76,7 @@ class GatewayCall:
     def hear(self, raw: str, stops: Sequence[str]) -> bool:
         """Take the reply so far, which has been sampled up to `raw`; whether to go on."""
         reasoning, text = settled(raw, stops)
-        if len(text) > len(self.head.text) or len(reasoning) > len(self.head.reasoning):
+        if (reasoning, text) != (self.head.reasoning, self.head.text) and self.head.begins(reasoning, text):
             self.head = replace(self.head, reasoning=reasoning, text=text)
             self._tell()
         self.ended |= not self.wanted
@@ -286,12 +286,15 @@ class GatewaySession:
         text = "\n".join([after_thought(message.content), *(c.arguments for c in message.calls if not c.name)]).strip()
         ends = [(end, stop) for stop in asked.stop if (end := text.find(stop)) >= 0]
         end, stop = min(ends, default=(len(text), None))
+        said, reasoning = text[:end], message.reasoning
+        if not head.begins(reasoning, said):  # what was streamed as text proved to be a thought
+            said, reasoning = f"{head.text}</think>\n\n{said}", head.reasoning
         calls = tuple(replace(call, id=f"call_{call.id.replace('.', '_')}") for call in message.calls if call.name)
         finish: Finish = "length" if turn.finish_reason == "length" else "tool_calls" if calls else "stop"
         given = replace(
             head,
-            text=text[:end],
-            reasoning=message.reasoning,
+            text=said,
+            reasoning=reasoning,
             calls=calls,
             finish="stop_sequence" if stop and not calls else finish,
             stop=stop,
