@@ -241,10 +241,11 @@ def arguments_of(given: str | dict[str, Any]) -> str:
 def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages with those of the system at the beginning as one, which is all that most chat templates know."""
     systems = next((n for n, message in enumerate(messages) if message.role != "system"), len(messages))
-    if systems == len(messages) or messages[-1].role == "assistant":
-        raise GatewayError(400, "expected messages that end with one of the user or a tool")
     opening = "\n\n".join(message.content for message in messages[:systems])
-    return (*([Message(role="system", content=opening)] if opening else ()), *messages[systems:])
+    said = (*([Message(role="system", content=opening)] if opening else ()), *messages[systems:])
+    if not said or said[-1].role == "assistant":
+        raise GatewayError(400, "expected messages that end with one of the user, a tool or the system")
+    return said
 
 
 def openai_error(error: GatewayError) -> dict[str, Any]:

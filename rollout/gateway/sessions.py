@@ -315,12 +315,18 @@ async def _maybe_far(function: Callable[[str, ChatRequest], _T], agent: str, ask
     return function(agent, asked)
 
 
+def _number(written: str) -> float:
+    """A number of JSON; 1.0 is 1, as JavaScript writes it."""
+    number = float(written)
+    return int(number) if number.is_integer() else number
+
+
 def _digests(agent: str, asked: ChatRequest) -> list[bytes]:
     """Of an agent's conversation up to each of its messages, by what they say, however it is written."""
     tools = json.dumps([tool.function for tool in asked.tools], sort_keys=True)
     so_far, found = hashlib.blake2b(json.dumps([agent, tools]).encode(), digest_size=16), []
     for message in asked.messages:
-        calls = [(call.name, json.loads(call.arguments)) for call in message.calls]
+        calls = [(call.name, json.loads(call.arguments, parse_float=_number)) for call in message.calls]
         content = after_thought(message.content) if message.role == "assistant" else message.content
         so_far.update(json.dumps([message.role, content, calls], sort_keys=True).encode())
         found.append(so_far.digest())
