@@ -152,6 +152,24 @@ def test_a_template_that_drops_thoughts_makes_a_root_that_is_counted(tmp_path: P
     assert trajectory.turns[2].messages[2].reasoning == "hm"
 
 
+def test_a_chat_says_one_thing_at_a_time(qwen: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the ids of one reply would stand for another's in what comes after."""
+    generate = ScriptedEngine.generate
+
+    async def busy(*asked: Any) -> Any:
+        await asyncio.sleep(0)
+        return await generate(*asked)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", busy)
+
+    async def two_at_once(task: Any, team: Any, env: Any) -> None:
+        chat = team.chat("a")
+        await asyncio.gather(chat.say("one?"), chat.say("two?"))
+
+    trajectory, _ = play(qwen, two_at_once, "1", "2")
+    assert trajectory.error.endswith("chat a/0 is at a reply already; wait for that, or open another chat")
+
+
 def test_broken_calls_are_told_of_and_counted(qwen: Renderer) -> None:
     trajectory, _ = play(
         qwen,
