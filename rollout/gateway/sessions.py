@@ -310,7 +310,7 @@ async def _elsewhere(**arguments: object) -> str:
 
 async def _maybe_far(function: Callable[[str, ChatRequest], _T], agent: str, asked: ChatRequest) -> _T:
     """What a function gives that looks at a whole conversation; of a long one on another thread."""
-    if sum(len(message.content) for message in asked.messages) > _OFF_LOOP_CHARS:
+    if sum(message.size for message in asked.messages) > _OFF_LOOP_CHARS:
         return await asyncio.to_thread(function, agent, asked)
     return function(agent, asked)
 

@@ -320,6 +320,28 @@ def test_long_chats_are_rendered_off_the_event_loop_side_by_side(qwen: Renderer)
         assert len(turn.prompt_ids) > 30_000
 
 
+def test_a_chat_with_many_tools_is_rendered_off_the_event_loop_too(qwen: Renderer) -> None:
+    threads: list[bool] = []
+    go_on = qwen.go_on
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return go_on(*arguments)
+
+    qwen.go_on = noted  # type: ignore[method-assign]
+
+    async def orchestra(task: Any, team: Any, env: Any) -> None:
+        (tool,) = team.tools["a"]
+        for count in (1, 9):
+            tools = [replace(tool, schema=replace(tool.schema, name=f"t{n}")) for n in range(count)]
+            await team.chat("a", tools=tools).say("short")
+        await env.step("1")
+
+    trajectory, _ = play(qwen, orchestra, "ok", "ok")
+    assert trajectory.error == ""
+    assert threads == [True, False]
+
+
 def test_a_chat_grows_as_a_tree_whose_branches_have_tools_of_their_own(qwen: Renderer) -> None:
     async def orchestra(task: Any, team: Any, env: Any) -> None:
         await answer(team.chat("a"), env, "one?")
