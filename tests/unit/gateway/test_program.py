@@ -52,7 +52,7 @@ def one(*args: Any, **options: Any) -> Trajectory:
     return play(*args, **options).trajectories[0]
 
 
-def test_a_function_plays_and_every_allocator_can_reward_its_turns(tmp_path: Path) -> None:
+def test_a_function_plays_and_its_turns_are_rewarded(tmp_path: Path) -> None:
     group = play(tmp_path, call=f"{PROGRAMS}:two_numbers", models={"gpt-4o": "a"}, group_size=2)
     for trajectory in group.trajectories:
         assert (trajectory.error, trajectory.outcome) == ("", 7.0)
