@@ -95,6 +95,8 @@ class ServedTeam:
     async def _play(self, asked: ChatRequest, head: ChatReply) -> ChatReply:
         if asked.tools:
             raise GatewayError(400, f"'{self.config.run}' is a whole team, which takes no tools; its agents do")
+        if asked.previous:
+            raise GatewayError(404, f"no response '{asked.previous[:80]}': each call of a whole team stands by itself")
         texts = [message.text for message in asked.messages]
         if not any(texts):
             raise GatewayError(400, f"'{self.config.run}' is a whole team, which needs a problem; there is no text")

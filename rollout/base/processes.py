@@ -22,6 +22,7 @@ from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.rollout.base.text import shown_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_HELD_S = 1.0  # for which a pipe is read that a process outside the command's group holds open when it has ended
 
 
 def die_with_parent(number: int = signal.SIGTERM, parent: int = 0) -> None:
@@ -114,7 +115,9 @@ async def run_command(
             await reading  # it has closed its outputs, or printed too much
         await exited
         _kill(child)  # what it has left behind, and with that their ends of its outputs
-        await reading
+        await asyncio.wait([reading], timeout=_HELD_S)
+        if reading.done():
+            reading.result()
         return subprocess.CompletedProcess(command, child.wait(), bytes(output), bytes(errors))
 
 

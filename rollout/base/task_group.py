@@ -123,11 +123,11 @@ class LateTool(Late, EnvError):
     """An environment was still at work when its time was up."""
 
 
-async def within(seconds: float | None, work: Awaitable[_T], late: type[Late] = Late) -> _T:
+async def within(seconds: float | None, work: Awaitable[_T], late: Callable[[str], Late] = Late) -> _T:
     """What `work` gives; it is cancelled when it takes longer than `seconds`, and left behind if it goes on still.
 
     Raises:
-        Late: it did; of the kind `late`.
+        Late: it did; what `late` makes of it.
     """
     if seconds is None:
         return await work

@@ -160,7 +160,8 @@ def problem_of(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int, m
     return ""
 
 
-_OFF_LOOP_CHARS = 4_000  # of a chat's messages, from which on another thread renders them
+_OFF_LOOP_CHARS = 4_000  # of a chat's messages and tools, from which on another thread renders them
+_TOOL_CHARS = 500  # that a tool counts as, whose schema nobody has written down yet
 _renderings = ThreadPoolExecutor(1, "renderings")  # one: the event loop then waits for no more than one of them
 
 
@@ -262,7 +263,8 @@ class EngineClient:
     ) -> tuple[tuple[int, ...], bool]:
         """A chat's prompt [P], and whether its tokens begin anew. Long ones are made off the event loop."""
         prompt = partial(self.renderer.go_on, chat.before, messages, chat.tools)
-        far = sum(len(message.text) for message in messages) > _OFF_LOOP_CHARS
+        size = sum(message.size for message in messages) + _TOOL_CHARS * len(chat.tools)
+        far = size > _OFF_LOOP_CHARS
         ids, root = await asyncio.get_running_loop().run_in_executor(_renderings, prompt) if far else prompt()
         if room is not None and len(ids) > room:
             raise PromptTooLong(f"chat {chat.id}: prompt of {len(ids)} tokens, and there is room for {room}")

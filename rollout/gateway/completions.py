@@ -47,6 +47,8 @@ class _Completions(Body):
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] | None = None
     n: Literal[1] | None = None
+    logprobs: Literal[False] | None = None
+    functions: None = None  # what tools were called before
     response_format: TextFormat | None = None
     stream_options: _StreamOptions | None = None
 

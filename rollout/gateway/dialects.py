@@ -89,6 +89,12 @@ class ChatReply:
         texts = [Block("text", self.text)] if self.text or (self.finish and not self.calls) else []
         return [*thoughts, *texts, *(Block("call", call.arguments, call) for call in self.calls)]
 
+    def begins(self, reasoning: str, text: str) -> bool:
+        """Whether a reply with these thoughts and words goes on from this one."""
+        return text.startswith(self.text) and (
+            reasoning == self.reasoning if self.text else reasoning.startswith(self.reasoning)
+        )
+
     @property
     def message(self) -> Message:
         """As a program will repeat it."""
@@ -235,10 +241,11 @@ def arguments_of(given: str | dict[str, Any]) -> str:
 def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages with those of the system at the beginning as one, which is all that most chat templates know."""
     systems = next((n for n, message in enumerate(messages) if message.role != "system"), len(messages))
-    if systems == len(messages) or messages[-1].role == "assistant":
-        raise GatewayError(400, "expected messages that end with one of the user or a tool")
     opening = "\n\n".join(message.content for message in messages[:systems])
-    return (*([Message(role="system", content=opening)] if opening else ()), *messages[systems:])
+    said = (*([Message(role="system", content=opening)] if opening else ()), *messages[systems:])
+    if not said or said[-1].role == "assistant":
+        raise GatewayError(400, "expected messages that end with one of the user, a tool or the system")
+    return said
 
 
 def openai_error(error: GatewayError) -> dict[str, Any]:

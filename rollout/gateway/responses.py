@@ -50,13 +50,15 @@ class _ResponsesBody(dialects.Body):
     text: _Text | None = None
     background: Literal[False] | None = None
     conversation: None = None  # which servers of OpenAI's would keep
+    prompt: None = None  # likewise
+    top_logprobs: Literal[0] | None = None
     store: bool | None = None
 
 
 def _messages(items: list[_Item]) -> list[Message]:
     """The items as messages: what an assistant thought, said and called in a row is one."""
     messages: list[Message] = []
-    thought, words, calls = "", "", list[ToolUse]()
+    thought, words, calls = "", list[str](), list[ToolUse]()  # of one assistant; of words one text, which may be empty
     for item in [*items, _Item(type="end")]:
         if item.type == "reasoning":
             parts = item.content or item.summary
@@ -64,15 +66,16 @@ def _messages(items: list[_Item]) -> list[Message]:
         elif item.type == "function_call":
             calls.append(ToolUse(id=item.call_id, name=item.name, arguments=dialects.arguments_of(item.arguments)))
         elif item.type == "message" and item.role == "assistant" and not calls and not words:
-            words = dialects.text_of(item.content)
+            words = [dialects.text_of(item.content)]
         else:
             if words or calls:
-                messages.append(Message(role="assistant", content=words, reasoning=thought, calls=tuple(calls)))
-            thought, words, calls = "", "", []
+                said = "".join(words)
+                messages.append(Message(role="assistant", content=said, reasoning=thought, calls=tuple(calls)))
+            thought, words, calls = "", [], []
             if item.type == "function_call_output":
                 messages.append(Message(role="tool", content=dialects.text_of(item.output), answers=item.call_id))
             elif item.type == "message" and item.role == "assistant":
-                words = dialects.text_of(item.content)
+                words = [dialects.text_of(item.content)]
             elif item.type == "message":
                 messages.append(Message(role=_ROLES.get(item.role, item.role), content=dialects.text_of(item.content)))
             elif item.type != "end":

@@ -76,7 +76,7 @@ class GatewayCall:
     def hear(self, raw: str, stops: Sequence[str]) -> bool:
         """Take the reply so far, which has been sampled up to `raw`; whether to go on."""
         reasoning, text = settled(raw, stops)
-        if len(text) > len(self.head.text) or len(reasoning) > len(self.head.reasoning):
+        if (reasoning, text) != (self.head.reasoning, self.head.text) and self.head.begins(reasoning, text):
             self.head = replace(self.head, reasoning=reasoning, text=text)
             self._tell()
         self.ended |= not self.wanted
@@ -286,12 +286,15 @@ class GatewaySession:
         text = "\n".join([after_thought(message.content), *(c.arguments for c in message.calls if not c.name)]).strip()
         ends = [(end, stop) for stop in asked.stop if (end := text.find(stop)) >= 0]
         end, stop = min(ends, default=(len(text), None))
+        said, reasoning = text[:end], message.reasoning
+        if not head.begins(reasoning, said):  # what was streamed as text proved to be a thought
+            said, reasoning = f"{head.text}</think>\n\n{said}", head.reasoning
         calls = tuple(replace(call, id=f"call_{call.id.replace('.', '_')}") for call in message.calls if call.name)
         finish: Finish = "length" if turn.finish_reason == "length" else "tool_calls" if calls else "stop"
         given = replace(
             head,
-            text=text[:end],
-            reasoning=message.reasoning,
+            text=said,
+            reasoning=reasoning,
             calls=calls,
             finish="stop_sequence" if stop and not calls else finish,
             stop=stop,
@@ -307,9 +310,15 @@ async def _elsewhere(**arguments: object) -> str:
 
 async def _maybe_far(function: Callable[[str, ChatRequest], _T], agent: str, asked: ChatRequest) -> _T:
     """What a function gives that looks at a whole conversation; of a long one on another thread."""
-    if sum(len(message.content) for message in asked.messages) > _OFF_LOOP_CHARS:
+    if sum(message.size for message in asked.messages) > _OFF_LOOP_CHARS:
         return await asyncio.to_thread(function, agent, asked)
     return function(agent, asked)
+
+
+def _number(written: str) -> float:
+    """A number of JSON; 1.0 is 1, as JavaScript writes it."""
+    number = float(written)
+    return int(number) if number.is_integer() else number
 
 
 def _digests(agent: str, asked: ChatRequest) -> list[bytes]:
@@ -317,7 +326,7 @@ def _digests(agent: str, asked: ChatRequest) -> list[bytes]:
     tools = json.dumps([tool.function for tool in asked.tools], sort_keys=True)
     so_far, found = hashlib.blake2b(json.dumps([agent, tools]).encode(), digest_size=16), []
     for message in asked.messages:
-        calls = [(call.name, json.loads(call.arguments)) for call in message.calls]
+        calls = [(call.name, json.loads(call.arguments, parse_float=_number)) for call in message.calls]
         content = after_thought(message.content) if message.role == "assistant" else message.content
         so_far.update(json.dumps([message.role, content, calls], sort_keys=True).encode())
         found.append(so_far.digest())

@@ -122,9 +122,10 @@ class Renderer:
         read = len(before.messages)
         if tuple(messages[:read]) != before.messages or len(messages) == read or messages[read].role != "assistant":
             return None
-        words = messages[read].text
-        stub = f"{_MARKS[0]}\n</think>\n\n{_MARKS[1]}" if "</think>" in words else _MARKS[1]
-        stub = f"<think>\n{stub}" if words.lstrip().startswith("<think>") and "</think>" in words else stub
+        thought, ended, _ = messages[read].text.lstrip().rpartition("</think>")
+        own = thought.removeprefix("<think>")
+        begin = "" if own == thought else "<think>\n"
+        stub = f"{begin}{_MARKS[0] if own.strip() else ''}\n</think>\n\n{_MARKS[1]}" if ended else _MARKS[1]
         head = self._text(before.messages, tools)
         marked = self._text((*messages[:read], Message(role="assistant", content=stub), *messages[read + 1 :]), tools)
         reply, found, rest = marked[len(head) :].partition(_MARKS[1])

@@ -16,7 +16,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from mcore_mas.rollout.base.options import check_call, lookup
 from mcore_mas.rollout.base.processes import run_command
-from mcore_mas.rollout.base.task_group import LateTool, cancel_tasks, of_loop
+from mcore_mas.rollout.base.task_group import LateTool, cancel_tasks, of_loop, within
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task, valid_text
 from mcore_mas.rollout.sandbox.guest.filters import can_confine, confine_program
@@ -152,7 +152,8 @@ async def program(
             if command is not None:
                 work: Awaitable[str] = _run(tuple(command), job, sandbox, rules)
             else:
-                work = _within(rules.deadline_s, lookup("agent program", str(call), _NO_PROGRAMS)(job))
+                playing = _played(lookup("agent program", str(call), _NO_PROGRAMS)(job))
+                work = within(rules.deadline_s, playing, _late)
             try:
                 answer = await _unless_failed(work, session.failure)
             except ProgramFailed as failed:
@@ -175,14 +176,15 @@ async def _unless_failed(work: Awaitable[str], failure: asyncio.Future[Exception
         await cancel_tasks([playing])
 
 
-async def _within(seconds: float, work: Awaitable[str]) -> str:
-    """What an async function answers; whatever it raises is its failure."""
+def _late(why: str) -> LateTool:
+    return LateTool(f"program: {why}", "tool/program")
+
+
+async def _played(work: Awaitable[str]) -> str:
+    """What an async function answers; whatever it raises, or that it exits or cancels itself, is its failure."""
     try:
-        async with asyncio.timeout(seconds) as limit:
-            answer = await work
-    except Exception as error:
-        if limit.expired():
-            raise LateTool(f"program: no answer within {seconds:g} s", "tool/program") from None
+        answer = await work
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # of our own cancelling nobody reads it
         raise ProgramFailed(f"{type(error).__name__}: {error}"[:_SHOWN_CHARS]) from error
     if not isinstance(answer, str):
         raise ProgramFailed(f"it returned {type(answer).__name__}; expected a text")
@@ -200,10 +202,7 @@ async def _run(command: Sequence[str], job: Job, sandbox: Sequence[str] | None, 
                 if sandbox is not None:
                     environment |= {"HOME": own, "TMPDIR": own}
                     run = partial(run, confine=_confinement(sandbox, own, job.openai_url))
-                async with asyncio.timeout(rules.deadline_s):
-                    ended = await run(env=environment)
-    except TimeoutError:
-        raise LateTool(f"program: no answer within {rules.deadline_s:g} s", "tool/program") from None
+                ended = await within(rules.deadline_s, run(env=environment), _late)
     except (OSError, ValueError, SubprocessError) as error:
         raise ProgramFailed(f"'{command[0]}': {error}") from error
     if ended.returncode:

@@ -103,6 +103,11 @@ class Message:
         """All that was said."""
         return self.raw or self.content
 
+    @property
+    def size(self) -> int:
+        """Characters of what was said and of its calls."""
+        return len(self.text) + sum(len(call.arguments) for call in self.calls)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:

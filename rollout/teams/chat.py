@@ -65,6 +65,7 @@ class Chat:
         self._tools = {tool.schema.name: tool for tool in tools}
         self._state = ChatState(id=id, tools=tuple(tool.schema for tool in tools))
         self._open: tuple[ToolUse, ...] = ()  # calls without a result
+        self._replying = False
         self._changes: dict[str, float] = {}  # made for room, to be written down with the next turn
 
     async def say(self, text: str) -> AgentReply:
@@ -141,6 +142,15 @@ class Chat:
     async def _reply(self) -> AgentReply:
         if self.full and self.latest is not None:
             return self.latest
+        if self._replying:
+            raise RuntimeError(f"chat {self.id} is at a reply already; wait for that, or open another chat")
+        self._replying = True
+        try:
+            return await self._said()
+        finally:
+            self._replying = False
+
+    async def _said(self) -> AgentReply:
         while True:
             try:
                 state = replace(self._state, hear=self.hear)

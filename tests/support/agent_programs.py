@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -53,6 +55,25 @@ async def broken(job: Job) -> str:
 async def asleep(job: Job) -> str:
     """Never ends."""
     await asyncio.sleep(3600)
+    return ""
+
+
+async def exits(job: Job) -> str:
+    """Ends the process, as command-line code does."""
+    sys.exit(3)
+
+
+async def gives_up(job: Job) -> str:
+    """Cancels itself."""
+    raise asyncio.CancelledError
+
+
+async def stubborn(job: Job) -> str:
+    """Goes on for two seconds, whatever it is told."""
+    ends = time.monotonic() + 2
+    while time.monotonic() < ends:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.1)
     return ""
 
 

@@ -71,6 +71,14 @@ def test_an_empty_thought_of_the_prompt_that_history_leaves_out_is_a_rewrite(tmp
     assert renderer.extend(before, (SYSTEM, ASKED, reply, ASKED), TOOLS) is None
 
 
+def test_an_empty_thought_of_the_reply_that_history_leaves_out_is_a_rewrite(tmp_path: Path) -> None:
+    renderer = renderer_of("qwen3", tmp_path)
+    before, reply = first(renderer, f"<think>\n\n</think>\n\n{CALL}", SYSTEM, ASKED)
+    then = (SYSTEM, ASKED, reply, result("2"))
+    assert "think" not in spoken(renderer, renderer.render(then, TOOLS))
+    assert renderer.extend(before, then, TOOLS) is None
+
+
 def test_a_thought_that_the_prompt_opens_is_the_same_thought(tmp_path: Path) -> None:
     renderer_of("qwen3", tmp_path)
     template = (tmp_path / "chat_template.jinja").read_text()

@@ -28,7 +28,7 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1.0}}</tool_call>'
 
 
 def client(url: str, key: str, **settings: Any) -> AsyncOpenAI:
@@ -176,6 +176,9 @@ def test_stops_cut_what_the_program_gets_and_not_what_is_written_down(tmp_path: 
         ({"messages": [{"role": "assistant", "content": "x"}]}, openai.BadRequestError, "end with one of the user"),
         ({"messages": [{"role": "king", "content": "x"}]}, openai.BadRequestError, "messages.0.role"),
         ({"n": 2}, openai.BadRequestError, "n: "),
+        ({"logprobs": True}, openai.BadRequestError, "logprobs: "),
+        ({"functions": [{"name": "f", "parameters": {}}]}, openai.BadRequestError, "functions: "),
+        ({"messages": [{"role": "system", "content": ""}]}, openai.BadRequestError, "end with one of the user"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
         ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format.type"),
         (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,10 @@ async def messages(_: Any, api: anthropic.AsyncAnthropic, stream: bool) -> list[
 PROGRAMS: dict[str, Program] = {"completions": completions, "responses": responses, "messages": messages}
 
 
-def play(folder: Path, program: Program, stream: bool) -> tuple[list[Any], tuple[Turn, ...]]:
-    team, _ = scripted(folder, lambda prompt, n: SAID[n])
+def play(
+    folder: Path, program: Program, stream: bool, said: Sequence[str] = SAID
+) -> tuple[list[Any], tuple[Turn, ...]]:
+    team, _ = scripted(folder, lambda prompt, n: said[n])
 
     async def run() -> Any:
         async with (
@@ -113,6 +116,40 @@ def test_the_dialects_are_one_conversation(tmp_path: Path, stream: bool) -> None
         assert [m.role for m in turns[2].messages] == ["system", "user", "assistant", "tool", "assistant", "user"]
         ids.add((turns[2].prompt_ids, turns[2].completion_ids))
     assert len(ids) == 1  # what was sampled and what it was sampled from
+
+
+def test_an_empty_reply_is_gone_on_from_in_every_dialect(tmp_path: Path) -> None:
+    """And a conversation may be the system's alone."""
+
+    async def completions(one: openai.AsyncOpenAI, _: Any) -> None:
+        chat: list[Any] = [{"role": "system", "content": "q"}]
+        reply = (await one.chat.completions.create(model="a", messages=chat)).choices[0].message
+        chat += [reply.model_dump(exclude_none=True), {"role": "user", "content": "r"}]
+        await one.chat.completions.create(model="a", messages=chat)
+
+    async def responses(one: openai.AsyncOpenAI, _: Any) -> None:
+        items: list[Any] = [{"role": "system", "content": "q"}]
+        reply = await one.responses.create(model="a", input=items)
+        items += [*(item.model_dump(exclude_none=True) for item in reply.output), {"role": "user", "content": "r"}]
+        await one.responses.create(model="a", input=items)
+
+    async def messages(_: Any, other: anthropic.AsyncAnthropic) -> None:
+        ask: Any = partial(other.messages.create, model="a", max_tokens=900)
+        chat: list[Any] = [{"role": "system", "content": "q"}]
+        reply = await ask(messages=chat)
+        said = [block.model_dump(exclude_none=True) for block in reply.content]
+        await ask(messages=[*chat, {"role": "assistant", "content": said}, {"role": "user", "content": "r"}])
+
+    for number, program in enumerate((completions, responses, messages)):
+
+        async def both(one: Any, other: Any, _: bool, program: Any = program) -> list[Any]:
+            await program(one, other)
+            return []
+
+        _, (first, second) = play(tmp_path / str(number), both, False, ["", "ok"])
+        sampled = first.prompt_ids + first.completion_ids
+        assert second.prompt_ids[: len(sampled)] == sampled
+        assert [turn.chat for turn in (first, second)] == ["a/0", "a/0"]
 
 
 def test_tools_that_anthropic_defines_and_the_client_runs_need_no_schema(tmp_path: Path) -> None:

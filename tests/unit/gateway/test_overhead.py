@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import chat_tokenising, gateway_overhead
 from benchmarks.support.gateway import Paced, clients
 from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.gateway.dialects import ChatRequest
+from mcore_mas.rollout.gateway.sessions import _maybe_far
 from mcore_mas.rollout.models import chat_template
 from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.records.trajectory import Message
+from mcore_mas.rollout.records.trajectory import Message, ToolUse
 from tests.support.gateway import opened, team_of
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import renderer_of
@@ -75,3 +80,13 @@ def test_a_prompt_that_was_just_tokenised_is_not_tokenised_again(tmp_path: Path,
     first, second = ([Message(role="user", content=text)] for text in ("What is 2 + 3?", "What is 7 + 9?"))
     assert renderer.render(first) == renderer.render(first) != renderer.render(second)
     assert len(tokenised) == 2
+
+
+def test_a_conversation_of_long_calls_is_compared_off_the_event_loop() -> None:
+    def on_loop(*_: Any) -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    for size, near in ((10, True), (30_000, False)):
+        written = ToolUse(id="1", name="write", arguments=json.dumps({"text": "x" * size}))
+        asked = ChatRequest(model="a", messages=(Message(role="assistant", content="", calls=(written,)),))
+        assert asyncio.run(_maybe_far(on_loop, "a", asked)) is near

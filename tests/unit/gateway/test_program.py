@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from mcore_mas.config.compose import resolve
+from mcore_mas.rollout.base import task_group
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http_server import SERVER
 from mcore_mas.rollout.base.processes import restart_metrics
@@ -51,7 +52,7 @@ def one(*args: Any, **options: Any) -> Trajectory:
     return play(*args, **options).trajectories[0]
 
 
-def test_a_function_plays_and_every_allocator_can_reward_its_turns(tmp_path: Path) -> None:
+def test_a_function_plays_and_its_turns_are_rewarded(tmp_path: Path) -> None:
     group = play(tmp_path, call=f"{PROGRAMS}:two_numbers", models={"gpt-4o": "a"}, group_size=2)
     for trajectory in group.trajectories:
         assert (trajectory.error, trajectory.outcome) == ("", 7.0)
@@ -117,8 +118,10 @@ def test_a_gateway_that_dies_too_often_fails_who_plays_and_who_comes(tmp_path: P
         ({"command": ["/nowhere/at/all"]}, "failed", "No such file"),
         ({"command": ["/bin/sh", "-c", "yes"]}, "failed", "it printed more than 1048576 bytes"),
         ({"command": ["/bin/sh", "-c", "kill -9 $$"]}, "failed", "ended with status -9: it said nothing"),
-        ({"call": f"{PROGRAMS}:asleep", "rules": HASTY}, "late", "program: no answer within 0.2 s"),
-        ({"command": ["/bin/sleep", "77"], "rules": HASTY}, "late", "program: no answer within 0.2 s"),
+        ({"call": f"{PROGRAMS}:exits"}, "failed", "ProgramFailed: SystemExit: 3"),
+        ({"call": f"{PROGRAMS}:gives_up"}, "failed", "ProgramFailed: CancelledError: "),
+        ({"call": f"{PROGRAMS}:asleep", "rules": HASTY}, "late", "program: nothing came within 0.2 s$"),
+        ({"command": ["/bin/sleep", "77"], "rules": HASTY}, "late", "program: nothing came within 0.2 s$"),
     ],
 )
 def test_a_broken_program_fails_its_trajectory_alone(
@@ -130,6 +133,15 @@ def test_a_broken_program_fails_its_trajectory_alone(
     assert re.search(error, trajectory.error)
     assert len(list((tmp_path / "quarantine").glob("*"))) == (status == "failed")
     assert time.monotonic() - began < 20
+
+
+def test_the_deadline_holds_for_a_function_that_goes_on_when_it_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_group, "PATIENCE_S", 0.2)
+    trajectory = one(tmp_path, call=f"{PROGRAMS}:stubborn", rules=HASTY)
+    assert trajectory.status is Status.LATE
+    assert trajectory.error.endswith("nothing came within 0.2 s; it goes on though cancelled, and was left behind")
 
 
 async def misspelt(job: Job) -> str:
@@ -229,6 +241,8 @@ def test_what_a_command_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
     trajectory = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & echo 3"], rules=ProgramRules(deadline_s=20))
     assert (trajectory.error, trajectory.outcome) == ("", 3.0)
     assert not alive(marker)
+    held = one(tmp_path, command=["/bin/sh", "-c", "setsid sleep 30 & echo 4"], rules=ProgramRules(deadline_s=20))
+    assert (held.error, held.outcome) == ("", 4.0)  # nobody waits for one that has left the group
     late = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & sleep {marker}"], rules=HASTY)
     assert late.status is Status.LATE
     assert not alive(marker)

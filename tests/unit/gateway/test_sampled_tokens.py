@@ -43,5 +43,5 @@ def test_whatever_programs_do_every_sampled_token_is_accounted_for(tmp_path: Pat
     assert report.unaccounted == []
     assert max(report.statuses) < 500 and {200, 400, 401, 404} <= set(report.statuses)
     assert min(report.moves.values()) > 25
-    assert {"root", "unread"} <= {name for turn in report.turns for name in turn.scores}
+    assert "root" in {name for turn in report.turns for name in turn.scores}
     assert worst_logprob(model, report.turns[::7]) < 1e-6

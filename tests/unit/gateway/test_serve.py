@@ -79,6 +79,8 @@ async def speak(url: str) -> None:
         tool: Any = {"type": "function", "function": {"name": "f"}}
         with pytest.raises(openai.BadRequestError, match="is a whole team, which takes no tools"):
             await api.chat.completions.create(model="demo_math", messages=hi, tools=[tool])
+        with pytest.raises(openai.NotFoundError, match="no response '1': each call of a whole team stands by itself"):
+            await api.responses.create(model="demo_math", input="and 4?", previous_response_id="resp_1")
         for words, error in (("", "a whole team, which needs a problem"), ("7 " * 5000, "there is room for")):
             with pytest.raises(openai.BadRequestError, match=error):
                 await api.chat.completions.create(model="demo_math", messages=[{"role": "user", "content": words}])

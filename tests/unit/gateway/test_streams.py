@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import openai
 import pytest
 
 from mcore_mas.rollout.gateway.sessions import settled
-from mcore_mas.rollout.records.trajectory import Turn
-from tests.support.gateway import opened, sampling_team
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, Turn
+from tests.support.gateway import opened, sampling_team, team_of
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.templates import renderer_of
 
 QUESTION: Any = [{"role": "user", "content": "q"}]
 Deltas = AsyncIterator[str]
@@ -101,6 +104,42 @@ def test_who_leaves_a_stream_ends_its_sampling(tmp_path: Path, dialect: str) -> 
     _, (turn,), sampled = play(tmp_path, leaves, 3000)
     assert (turn.finish_reason, turn.masked, turn.scores["unread"], turn.valid) == ("abort", True, 1.0, False)
     assert 0 < len(turn.completion_ids) == len(turn.logprobs) == sampled < 3000
+
+
+class Spelling(ScriptedEngine):
+    """Tells every token by itself."""
+
+    resumes = False
+
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Any) -> Completion:
+        whole = await self.generate(prompt_ids, sampling)
+        for place in range(len(whole.token_ids)):
+            hear(place, replace(whole, token_ids=whole.token_ids[place : place + 1], logprobs=(0.0,)))
+            await asyncio.sleep(0)
+        return whole
+
+
+@pytest.mark.parametrize("dialect", STREAMS)
+def test_text_that_proves_to_be_a_thought_stays_in_its_stream(tmp_path: Path, dialect: str) -> None:
+    """A model may end a thought that it has not begun, after its words have gone; the chat goes on all the same."""
+    renderer = renderer_of("qwen2.5", tmp_path)
+    team = team_of(Spelling(lambda prompt, n: (*renderer.encode("so</think>yes"), renderer.stop[0])), renderer)
+
+    async def run() -> tuple[str, Any]:
+        async with (
+            opened(team) as (url, key, seat, _),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as one,
+            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as other,
+        ):
+            text = "".join([delta async for delta in STREAMS[dialect]((one, other))])
+            chat: Any = [*QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": "?"}]
+            await one.chat.completions.create(model="a", messages=chat)
+            return text, seat.turns
+
+    text, (first, second) = asyncio.run(run())
+    assert text == "so</think>\n\nyes"
+    sampled = first.prompt_ids + first.completion_ids
+    assert second.prompt_ids[: len(sampled)] == sampled and not second.scores.get("root")
 
 
 def test_text_is_told_as_far_as_it_will_stay() -> None:

@@ -152,6 +152,24 @@ def test_a_template_that_drops_thoughts_makes_a_root_that_is_counted(tmp_path: P
     assert trajectory.turns[2].messages[2].reasoning == "hm"
 
 
+def test_a_chat_says_one_thing_at_a_time(qwen: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the ids of one reply would stand for another's in what comes after."""
+    generate = ScriptedEngine.generate
+
+    async def busy(*asked: Any) -> Any:
+        await asyncio.sleep(0)
+        return await generate(*asked)
+
+    monkeypatch.setattr(ScriptedEngine, "generate", busy)
+
+    async def two_at_once(task: Any, team: Any, env: Any) -> None:
+        chat = team.chat("a")
+        await asyncio.gather(chat.say("one?"), chat.say("two?"))
+
+    trajectory, _ = play(qwen, two_at_once, "1", "2")
+    assert trajectory.error.endswith("chat a/0 is at a reply already; wait for that, or open another chat")
+
+
 def test_broken_calls_are_told_of_and_counted(qwen: Renderer) -> None:
     trajectory, _ = play(
         qwen,
@@ -300,6 +318,28 @@ def test_long_chats_are_rendered_off_the_event_loop_side_by_side(qwen: Renderer)
         first = trajectory.turns[turn.index - 8]
         assert turn.prompt_ids[: len(first.prompt_ids) + 3] == first.prompt_ids + first.completion_ids
         assert len(turn.prompt_ids) > 30_000
+
+
+def test_a_chat_with_many_tools_is_rendered_off_the_event_loop_too(qwen: Renderer) -> None:
+    threads: list[bool] = []
+    go_on = qwen.go_on
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return go_on(*arguments)
+
+    qwen.go_on = noted  # type: ignore[method-assign]
+
+    async def orchestra(task: Any, team: Any, env: Any) -> None:
+        (tool,) = team.tools["a"]
+        for count in (1, 9):
+            tools = [replace(tool, schema=replace(tool.schema, name=f"t{n}")) for n in range(count)]
+            await team.chat("a", tools=tools).say("short")
+        await env.step("1")
+
+    trajectory, _ = play(qwen, orchestra, "ok", "ok")
+    assert trajectory.error == ""
+    assert threads == [True, False]
 
 
 def test_a_chat_grows_as_a_tree_whose_branches_have_tools_of_their_own(qwen: Renderer) -> None:
