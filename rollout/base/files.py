@@ -166,6 +166,20 @@ def unsealed(value: Any) -> Any:
     return {name: own for name, own in value.items() if name != "sha256"}
 
 
+def read_record(path: Path, *names: str) -> dict[str, Any]:
+    """An object that a stage has written, sealed or not; FolderError if it is damaged or has not these names."""
+    try:
+        value = read_json(path)
+        found = dict(unsealed(value) if isinstance(value.get("sha256"), str) else value)
+        if missing := [name for name in names if name not in found]:
+            raise ValueError(f"it has no {missing[0]}")
+    except (OSError, ValueError, AttributeError) as error:
+        raise FolderError(
+            f"{path}: damaged ({' '.join(str(error).split())}); remove it and have it made again"
+        ) from error
+    return found
+
+
 def json_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
     """The JSON objects in a file's lines from byte `start` on, and where the last whole line ends.
 
