@@ -55,6 +55,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
         check_owner(path)
         temporary.replace(path)
         failpoint(f"file.there:{path.name}")
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk does not say of what file
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
