@@ -105,6 +105,8 @@ def _download(source: Source, folder: Path, hub: Hub, known: Mapping[str, Any], 
     api = huggingface_hub.HfApi(endpoint=hub.endpoint)
     info = (api.model_info if model else api.dataset_info)(repository, revision=asked, files_metadata=True)
     there = {file.rfilename: file for file in info.siblings or ()}
+    if outside := [name for name in there if name[:1] == "/" or ".." in name.split("/")]:
+        raise AcquireError(f"{repository}: {hub.endpoint} lists {outside[0]!r}, which leads out of its folder")
     names = _matching(source, list(there), model)
     if not names:
         raise AcquireError(

@@ -6,7 +6,7 @@ import pandas as pd
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mcore_mas.rollout.base.files import json_lines, read_json
+from mcore_mas.rollout.base.files import json_lines, read_record
 from mcore_mas.rollout.base.parquet import bounded_table
 
 _OF_TURNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
@@ -15,7 +15,7 @@ _OF_TURNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
 def run_costs(run: Path, state: str) -> dict[str, str]:
     """A line of a table on the run in the folder `run` and its evaluation in `state`; without what was not recorded."""
     found, costs, answer = {"experiment": run.name}, training_costs(run), answer_costs(run / "evaluation" / state)
-    devices = read_json(run / "train" / "done.json").get("devices") if costs else None
+    devices = read_record(run / "train" / "done.json").get("devices") if costs else None
     if devices:
         found["trained on"] = f"{devices['count']} x {devices['name']}"
         kind = devices["kind"]
@@ -49,7 +49,7 @@ def training_costs(run: Path) -> dict[str, float]:
     taken = [line for line in json_lines(steps)[0] if line["step"] >= 0]
     seconds = sum(line["time/collect_s"] + line["time/update_s"] for line in taken)
     found = {"tokens": float(sum(line.get("rollout/tokens", 0.0) for line in taken))}
-    devices = read_json(done).get("devices")
+    devices = read_record(done).get("devices")
     return found | ({f"{devices['kind'].lower()}_hours": devices["count"] * seconds / 3600} if devices else {})
 
 

@@ -1,6 +1,5 @@
 """Runs of a results folder: where each stands, how two differ, who waits for whom in a step, and a suite's page."""
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from markupsafe import Markup
 
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import drawing, framed, render_page, trajectory_page
-from mcore_mas.rollout.base.files import json_lines, read_yaml, write_text
+from mcore_mas.rollout.base.files import json_lines, read_record, read_yaml, write_text
 from mcore_mas.rollout.base.options import leaves
 from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.records.files import read_tasks, read_trajectories
@@ -69,7 +68,7 @@ def _state(run: Path) -> RunState:
     scores = {
         file.stem: row["value"]
         for file in sorted((run / "evaluation").glob("*.json"))
-        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]
+        for row in read_record(file, "rows")["rows"]
         if row["metric"].startswith("avg@")  # of several data sources the last, `all`
     }
     return RunState(
@@ -134,10 +133,7 @@ def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
 
 
 def _by_task(evaluation: Path) -> dict[str, dict[str, float]]:
-    values = json.loads(evaluation.read_text(encoding="utf-8"))
-    if "tasks" not in values:
-        raise FolderError(f"{evaluation}: it lacks the scores by task; remove it and evaluate again")
-    return {task["task_id"]: task["metrics"] for task in values["tasks"]}
+    return {task["task_id"]: task["metrics"] for task in read_record(evaluation, "tasks")["tasks"]}
 
 
 _STAGES = ("prepare_tasks", "make_base_model", "bootstrap", "evaluate_base", "train", "evaluate_trained")

@@ -1,6 +1,5 @@
 """Training curves: values over the steps of a run, and the study of estimators over a suite's seeds."""
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ import pandas as pd
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.tables import markdown_table
-from mcore_mas.rollout.base.files import json_lines, write_text
+from mcore_mas.rollout.base.files import json_lines, read_record, write_text
 from mcore_mas.rollout.records.files import read_trajectories
 from mcore_mas.rollout.records.trajectory import Status, Trajectory, grouped, groups_of
 
@@ -128,7 +127,7 @@ def _arm(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _accuracy(path: Path) -> float:
     if not path.is_file():
         raise MetricsError(f"{path}: no such file; evaluate the run first")
-    tasks = json.loads(path.read_text(encoding="utf-8"))["tasks"]
+    tasks = read_record(path, "tasks")["tasks"]
     return fmean(value for task in tasks for name, value in task["metrics"].items() if name.startswith("avg@"))
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from mcore_mas.rollout.base.failpoints import failpoint
 from mcore_mas.rollout.base.files import Digest, read_json, sealed, sha256, sync_folder, unsealed, write_json
-from mcore_mas.rollout.base.ownership import epoch_of
+from mcore_mas.rollout.base.ownership import epoch_of, remove_path
 from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.full_disk import ROOM_S, until_room
@@ -62,10 +61,7 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         for partial in folder.glob(".*.partial"):
-            if partial.is_dir():
-                shutil.rmtree(partial)
-            else:
-                partial.unlink()
+            remove_path(partial)
 
     async def save(self, step: int, state: dict[str, Any], write: Write, metric: float | None = None) -> None:
         """Save `state`, and what `write` puts into a folder, as the state after `step` steps.
@@ -164,7 +160,7 @@ class Checkpoints:
         """Make `saved` the only checkpoint, of this run's recipe and inputs and with `state`; `kept` has the others."""
         for older in _steps(self._folder):
             if older != saved.folder:
-                shutil.rmtree(older)
+                remove_path(older)
         own = {"epoch": epoch_of(self._folder), "recipe": self.identity.recipe, "inputs": self.identity.inputs}
         own |= {"forked_from": kept, "state": state, "metric": None}
         write_json(saved.folder / _MANIFEST, sealed(_read_manifest(saved.folder) | own))
@@ -211,7 +207,7 @@ class Checkpoints:
                 gone = old.with_name(f".{old.name}.partial")  # if killed before it is all gone, it is swept at start
                 old.rename(gone)
                 failpoint("checkpoint.retired")
-                shutil.rmtree(gone)
+                remove_path(gone)
 
     def _by_metric(self) -> list[Saved]:
         """Those that have a metric, best first; of equals, the newest first."""
@@ -263,7 +259,9 @@ def _fault(folder: Path, identity: Identity) -> str:
         manifest = _read_manifest(folder)
     except _BadManifest as fault:
         return str(fault)
-    return _foreign(manifest, identity) or _damage(folder, manifest["files"])
+    if folder.name != _name(manifest["step"]):
+        return f"{_MANIFEST}: of step {manifest['step']}, under another's name"
+    return _foreign(manifest, identity) or _damage(folder, manifest)
 
 
 class _BadManifest(ValueError):
@@ -346,8 +344,11 @@ def _unwritten(partial: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{partial}: checkpoint could not be written ({why}); make room or rights, then run again")
 
 
-def _damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str:
+def _damage(folder: Path, manifest: Mapping[str, Any]) -> str:
     """What is wrong with a checkpoint's files, "" if nothing is."""
+    files: Mapping[str, Mapping[str, Any]] = manifest["files"]
+    if bare := set(manifest["models"]) - {name.partition("/")[0] for name in files}:
+        return f"{_MANIFEST}: no files of policy '{min(bare)}'"
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():

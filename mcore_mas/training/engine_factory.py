@@ -1,7 +1,6 @@
 """Engine factory: an engine for each policy of a run, and the environments with the retriever that they ask."""
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +12,7 @@ from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.base.files import read_record
 from mcore_mas.rollout.config.sections import RetrieverConfig, build_env, build_player
 from mcore_mas.rollout.engines import TRANSPORTS, EngineConfig, PolicyClient, engine_class
 from mcore_mas.rollout.engines.adapters import adapter_engines
@@ -101,7 +101,7 @@ def make_engines(
 def _step_of(model: str | Path) -> int:
     """The steps that the weights in a folder were trained for; 0 where no training wrote it."""
     done = Path(model).parent.parent / "done.json"
-    told = json.loads(done.read_text()) if done.is_file() else {}
+    told = read_record(done) if done.is_file() else {}
     return int(told.get("policies_of_step", 0)) if str(model) in told.get("policies", {}).values() else 0
 
 

@@ -24,7 +24,7 @@ from mcore_mas import code_commit
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.planning.machine import on_its_devices
-from mcore_mas.rollout.base.files import check_tree, sealed, writable, write_json
+from mcore_mas.rollout.base.files import check_tree, read_record, sealed, writable, write_json
 from mcore_mas.rollout.base.ownership import FolderError, check_owner, epoch_of, owned
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.base.text import nearest
@@ -245,7 +245,7 @@ def _trained(config: RunConfig, policy: str) -> PolicyConfig:
     done = config.folder / "train" / "done.json"
     if not done.is_file():
         raise FolderError(f"{done}: no such file; train first (`mcore-mas train {config.folder}`)")
-    written, own = json.loads(done.read_text()), config.policies[policy]
+    written, own = read_record(done, "policies"), config.policies[policy]
     if (folder := written["policies"].get(policy)) is None:
         return own
     check_tree(Path(folder), written.get("sha256", {}).get(policy, {}))

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.machine import on_its_devices
-from mcore_mas.rollout.base.files import check_tree, write_json, write_text
+from mcore_mas.rollout.base.files import check_tree, read_record, write_json, write_text
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.engines.embedded.batching import LocalEngine
 from mcore_mas.rollout.models.architecture import read_architecture, read_config
@@ -55,7 +55,7 @@ def export(run: Path, policy: str, to: Path, note: Callable[[str], None], *, ada
         raise ExportError(f"{to}: something is there already; name a folder that is empty or not there")
     finished = run / "train" / "models" / policy
     if (done := run / "train" / "done.json").is_file():
-        check_tree(finished, json.loads(done.read_text()).get("sha256", {}).get(policy, {}))
+        check_tree(finished, read_record(done).get("sha256", {}).get(policy, {}))
         source = finished / "adapter" if adapter else finished
         note(f"{policy} from {source}")
         shutil.copytree(source, to, dirs_exist_ok=True)

@@ -5,6 +5,7 @@ they are for the training alone, which is queued again and has a Ray over the jo
 """
 
 import asyncio
+import errno
 import os
 import re
 import signal
@@ -82,6 +83,8 @@ def cause(error: BaseException) -> str:
     while type(error).__module__ == "ray.exceptions" and isinstance(there := getattr(error, "cause", None), Exception):
         error = there
     message = shown_line(" ".join(str(error).split()))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        message += "; make room, and run it again"
     own = type(error).__module__.partition(".")[0] == "mcore_mas"
     return message if own and message else f"{type(error).__name__}: {message}".rstrip(": ")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from mcore_mas.equations.statistics import majority_score, mean_interval, pass_at
-from mcore_mas.rollout.base.files import write_json
+from mcore_mas.rollout.base.files import read_json, write_json
 from mcore_mas.rollout.base.task_group import together
 from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
@@ -198,7 +197,11 @@ class Shards:
     def __init__(self, folder: Path, identity: str) -> None:
         """Go on with the files in `folder` if they are of the same `identity`; else remove them."""
         self._folder, said = folder, folder / "identity.json"
-        if not said.is_file() or json.loads(said.read_text()) != {"identity": identity}:
+        try:
+            same = read_json(said) == {"identity": identity}
+        except (OSError, ValueError):  # there is none, or it is damaged
+            same = False
+        if not same:
             for file in folder.glob("part_*.parquet"):
                 file.unlink()
             write_json(said, {"identity": identity})

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.costs import answer_costs, training_costs
-from mcore_mas.rollout.base.files import read_json, sha256
+from mcore_mas.rollout.base.files import read_json, read_record, sha256
 from mcore_mas.rollout.tasks.splits import SPLITS
 from mcore_mas.training.tracking import Sink, inputs_of, open_tracker, store_of, tags_of
 from mcore_mas.training.tracking_store import Store, key_of, one_line
@@ -101,7 +101,7 @@ def _training(store: Store, config: RunConfig, path: Path, warn: Callable[[str],
     done = config.folder / "train" / "done.json"
     if not done.is_file():
         return None, []
-    written: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+    written = read_record(done, "policies")
     tracker = open_tracker(config, path, config.trainer.steps, written.get("mlflow_run"), warn, ended=True)
     if not tracker.finish("FINISHED") or tracker.run_id is None:
         raise RuntimeError(f"the steps of {config.run} are not all there")  # it has said why
@@ -117,7 +117,7 @@ def _evaluation(
     store: Store, config: RunConfig, path: Path, file: Path, parent: str, models: Sequence[str]
 ) -> dict[str, float]:
     """Have an evaluation's scores and costs sent, if they are not; the scores, by state, metric and data source."""
-    found = json.loads(file.read_text(encoding="utf-8"))
+    found = read_record(file, "rows")
     scores = {f"{row['metric']}/{row['dataset']}": row["value"] for row in found["rows"]}
     inputs = inputs_of(config, "test")
     tags = tags_of(config, path, inputs) | {"stage": "evaluate", "state": file.stem, "k": str(found["k"])}

@@ -55,6 +55,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
         check_owner(path)
         temporary.replace(path)
         failpoint(f"file.there:{path.name}")
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk does not say of what file
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -164,6 +168,20 @@ def unsealed(value: Any) -> Any:
     if sealed(value) != value:
         raise ValueError("it is not what was written")
     return {name: own for name, own in value.items() if name != "sha256"}
+
+
+def read_record(path: Path, *names: str) -> dict[str, Any]:
+    """An object that a stage has written, sealed or not; FolderError if it is damaged or has not these names."""
+    try:
+        value = read_json(path)
+        found = dict(unsealed(value) if isinstance(value.get("sha256"), str) else value)
+        if missing := [name for name in names if name not in found]:
+            raise ValueError(f"it has no {missing[0]}")
+    except (OSError, ValueError, AttributeError) as error:
+        raise FolderError(
+            f"{path}: damaged ({' '.join(str(error).split())}); remove it and have it made again"
+        ) from error
+    return found
 
 
 def json_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:

@@ -73,7 +73,7 @@ def owned(folder: Path) -> Iterator[None]:
         FolderError: somebody else owns it, or its file system has no locks.
     """
     path = folder / "lock.json"
-    with path.open("a+", encoding="utf-8", errors="replace") as file:
+    with path.open("ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -87,10 +87,13 @@ def owned(folder: Path) -> Iterator[None]:
         _refuse_living(path)
         # later than that of an owner whose record is gone, too
         epoch = max(_record(path).get("epoch", 0) + 1, time.time_ns() // 1_000_000)
-        file.truncate(0)
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": now, "epoch": epoch}, file)
-        file.flush()
+        record = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "epoch": epoch}
+        try:
+            file.truncate(0)
+            file.write(json.dumps(record).encode())
+        except OSError as error:
+            raise FolderError(f"{path}: cannot be written ({error.strerror}); make room, and run it again") from error
         for partial in folder.rglob(".*.partial"):
             around = next((own for own in partial.parents if (own / "lock.json").exists()), folder)
             if around == folder:  # else a folder in this one has its own owner, who may be writing
@@ -107,8 +110,9 @@ def owned(folder: Path) -> Iterator[None]:
             del _owned[folder.absolute()]
             _read.pop(folder.absolute(), None)
             if _record(path).get("epoch") == epoch:
-                file.truncate(0)
-                json.dump({"epoch": epoch}, file)
+                with contextlib.suppress(OSError):  # of a full disk: the next owner's epoch is the clock's
+                    file.truncate(0)
+                    file.write(json.dumps({"epoch": epoch}).encode())
 
 
 def _refuse_living(path: Path) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from secrets import token_hex
 from typing import Any, Literal
 
 from pydantic import PositiveInt
@@ -24,10 +25,33 @@ from mcore_mas.rollout.sandbox.records import RunLimits, Verdict
 
 _FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["patch"]
 _HERE = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
-_PYTEST = f"""{_HERE}import pytest
-raise SystemExit(pytest.main(['-q', '-rA', '-p', 'no:cacheprovider', *sys.stdin.read().split()]))
+_PYTEST = """
+import os, sys
+sys.path[:] = [path for path in sys.path if path != os.getcwd()]
+import pytest  # not one that a patch brings
+sys.path.insert(0, os.getcwd())
+
+
+def main():
+    mark, *modules = sys.stdin.read().split()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # else the mark could be read again
+    passed = []
+
+    class Passed:
+        def pytest_runtest_logreport(self, report):
+            if report.when == "call" and report.passed and not hasattr(report, "wasxfail"):
+                passed.append(report.nodeid)
+
+    options = ["-q", "--tb=no", "--show-capture=no", "--rootdir=.", "-p", "no:cacheprovider"]
+    pytest.main([*options, *modules], plugins=[Passed()])
+    print("", *(f"{mark} {name}" for name in passed), sep="\\n", flush=True)
+    os._exit(0)  # what the tested code has put off to its end could print, too
+
+
+main()
 """
-_PASSED = re.compile(r"^PASSED (\S+)", re.MULTILINE)
+# what pytest is configured by: a patch's changes of these do not count
+_CONFIGURES = ("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml")
 _SKIPPED = (".git", "__pycache__", ".tox", "node_modules")
 _MAX_FILE = 1 << 20  # bytes of a checkout's files that are read
 
@@ -87,8 +111,10 @@ class RepositoryEnv:
 
     Every step is a patch of the files as they were. It ends when the patch resolves the issue, or with the
     `max_turns`th; before that, an observation says whether it applies and nothing about the tests. A patch that does
-    not apply, or a text without one, passes no test. Metrics: `solved`, 1 when every test passes, as SWE-bench counts;
-    `fail_to_pass` and `pass_to_pass`, shares that pass; `applied`; `malformed_patches` so far.
+    not apply, or a text without one, passes no test. Of a checkout, what a patch changes of pytest's configuration
+    (conftest.py, pyproject.toml and the like) does not count, nor does what the tested code prints. Metrics: `solved`,
+    1 when every test passes, as SWE-bench counts; `fail_to_pass` and `pass_to_pass`, shares that pass; `applied`;
+    `malformed_patches` so far.
 
     Args:
         tier: how tests are isolated on this machine.
@@ -156,7 +182,9 @@ class RepositoryEnv:
         wall_s = 3.0 * self.cpu_s
         limits = RunLimits(cpu_s=self.cpu_s, wall_s=wall_s, memory_mb=self.memory_mb, disk_mb=512, files=50_000)
         if instance.test_patch:
+            own = {path: content for path, content in instance.sources.items() if _configures(path)}
             try:
+                files = {path: content for path, content in files.items() if not _configures(path)} | own
                 files = apply_patch(files, parse_patch(instance.test_patch))
             except BadPatch:  # the agent has changed what the tests change
                 return {}
@@ -165,14 +193,19 @@ class RepositoryEnv:
         modules = " ".join(sorted({name.split(":", 1)[0] for name in names}))
         try:
             if instance.test_patch:
-                result = await sandbox.run(_PYTEST, stdin=modules, limits=limits, files=folder)
-                return dict.fromkeys(_PASSED.findall(result.stdout), True)
+                mark = token_hex()  # unknown to what the tested code prints
+                result = await sandbox.run(_PYTEST, stdin=f"{mark} {modules}", limits=limits, files=folder)
+                return dict.fromkeys(re.findall(rf"^{mark} (\S+)", result.stdout, re.MULTILINE), True)
             judged = await together(
                 judge(sandbox, *_as_call(check), limits=limits, files=folder) for check in instance.checks
             )
         except (OSError, ValueError) as error:  # a file where a folder is, or a name that is none
             raise BadPatch("The patched files cannot be written.") from error
         return {c.name: j.verdict is Verdict.OK for c, j in zip(instance.checks, judged, strict=True)}
+
+
+def _configures(path: str) -> bool:
+    return PurePosixPath(path).name in _CONFIGURES
 
 
 def _as_call(check: CheckCall) -> tuple[str, CallTest]:

@@ -50,6 +50,10 @@ class Jail:
         """Send the job what Ctrl-C sends."""
         self._tell({"do": "interrupt"})
 
+    def rest(self, rests: bool) -> None:
+        """Stop the job with all that it has started, or let it go on."""
+        self._tell({"do": "rest", "rests": rests})
+
     def kill(self) -> None:
         """End the job; the box stays."""
         self._tell({"do": "kill"})

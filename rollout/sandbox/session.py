@@ -21,6 +21,7 @@ _INTERRUPT_S = 1.0  # for a cell to give in to an interrupt before its process i
 class Session:
     """Cells in one jail, one at a time; made by `Sandbox.session`.
 
+    Between cells all that they have started rests: threads and processes go on with the next one.
     A cell that runs out of time is interrupted and leaves what it had reached. If its process has to be killed, or
     ends by itself, variables are gone and files stay; the next cell starts a new process, and its result is `fresh`.
     """
@@ -84,6 +85,8 @@ class Session:
         late = False
         ended: dict[str, Any] = {}
         try:
+            if not fresh:
+                self._jail.rest(False)
             wire.send(cells, {}, handles)
             error = await _answer(cells, wall_s)
             if error is None:
@@ -93,6 +96,7 @@ class Session:
             if error is None:
                 self._jail.kill()
                 raise EOFError
+            self._jail.rest(True)
         except (EOFError, OSError):  # it has ended, or closed or filled its channel: the program holds it, so it may
             cells.close()
             self._cells = None

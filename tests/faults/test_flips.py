@@ -22,7 +22,7 @@ from mcore_mas.retrieval.build import build_index
 from mcore_mas.retrieval.corpus import RetrievalError, write_corpus
 from mcore_mas.retrieval.encoder import Encoder
 from mcore_mas.retrieval.index import Index
-from mcore_mas.rollout.base.files import Digest, sealed, tree_sha256, write_chunks, write_json
+from mcore_mas.rollout.base.files import Digest, read_record, sealed, tree_sha256, write_chunks, write_json
 from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajectories, write_tasks, write_trajectories
 from mcore_mas.rollout.records.trajectory import Message, Trajectory, Turn, VersionSpan
@@ -160,6 +160,8 @@ def test_an_evaluation(tmp_path: Path) -> None:
         return read_evaluation(tmp_path / "trained.json").to_dict()
 
     assert refused_or_the_same(tmp_path / "trained.json", read, TableError) > FLIPS * 0.8
+    compared = lambda: read_record(tmp_path / "trained.json", "tasks")["tasks"]  # noqa: E731
+    assert refused_or_the_same(tmp_path / "trained.json", compared, FolderError) > FLIPS * 0.8
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])

@@ -90,7 +90,8 @@ def _open_below(rules: int, path: str, rights: int) -> None:
 
 
 # asm/unistd_64.h. What Python, its standard library and numerical packages need; no sockets but pairs, no tracing,
-# mounting, keys, BPF, io_uring, shared memory segments, priorities, affinity or clocks to set.
+# mounting, keys, BPF, io_uring, shared memory segments, priorities, affinity or clocks to set, nor timers that send a
+# signal of the program's choice, by which one that is stopped could wake.
 with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "system_calls.txt"), encoding="ascii") as _table:
     _ALLOWED = _table.read()
 # Landlock does not see these, so without a root of its own a program could lock its user out of his files.

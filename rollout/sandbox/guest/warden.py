@@ -204,6 +204,11 @@ class Warden(_BoxDesk):
         if self._job:
             os.kill(self._job, signal.SIGINT)
 
+    def _do_rest(self, files: list[int], rests: bool) -> None:
+        """Stop all processes of the job between its cells, or let them go on; who is stopped cannot wake another."""
+        if self._job:
+            self._signal_tree(signal.SIGSTOP if rests else signal.SIGCONT)
+
     def _do_kill(self, files: list[int]) -> None:
         if self._job:
             self._killed = "asked"
@@ -229,13 +234,7 @@ class Warden(_BoxDesk):
         status = 0
         if not self._job:
             return status
-        with suppress(ProcessLookupError):
-            if self._tier == "namespaces":
-                os.kill(-1, signal.SIGKILL)  # all that this process namespace holds, but its first process: us
-            elif self._tier == "landlock":
-                os.kill(self._job, signal.SIGKILL)  # one process by construction
-            else:
-                os.killpg(self._job, signal.SIGKILL)
+        self._signal_tree(signal.SIGKILL)
         with suppress(ChildProcessError):
             while True:
                 child, its_status = os.wait()
@@ -243,6 +242,13 @@ class Warden(_BoxDesk):
         os.close(self._ended)
         self._job = 0
         return status
+
+    def _signal_tree(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            if self._tier == "unisolated":
+                os.killpg(self._job, number)
+            else:  # all that this process namespace holds, but its first process: us; or one process by construction
+                os.kill(-1 if self._tier == "namespaces" else self._job, number)
 
 
 def _cpu_s(used: resource.struct_rusage) -> float:

@@ -265,3 +265,29 @@ def test_an_owner_removes_what_a_killed_one_was_writing_and_nothing_of_a_folder_
             assert (left.exists(), live.exists()) == (False, True)
     with owned(inner):
         assert not live.exists()
+
+
+WITHOUT_ROOM = """
+import resource, sys
+from pathlib import Path
+from mcore_mas.rollout.base.files import write_text
+from mcore_mas.rollout.base.ownership import owned
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+folder = Path(sys.argv[1])
+for work in (lambda: owned(folder).__enter__(), lambda: write_text(folder / "file", "text")):
+    try:
+        work()
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_what_cannot_be_written_for_want_of_room_is_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ROOM, tmp_path], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines() == [
+        f"{tmp_path}/lock.json: cannot be written (File too large); make room, and run it again",
+        f"[Errno 27] File too large: '{tmp_path}/file'",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock.json"]

@@ -213,18 +213,29 @@ def test_a_run_that_was_not_trained_has_nothing_to_show(
         assert f"error: {named}: no trajectories here; a run that was not trained has none" in capsys.readouterr().err
 
 
-def test_evaluations_without_tasks_cannot_be_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"rows": []}', "it has no tasks"),
+        ("null", "'NoneType' object has no attribute 'get'"),
+        ("[" * 200_000, "too many brackets in each other"),
+        ("", "Expecting value"),
+        ('{"tasks": [], "sha256": "0"}', "it is not what was written"),
+    ],
+)
+def test_a_damaged_evaluation_is_named(
+    content: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     for run in ("a", "b"):
         file = tmp_path / run / "evaluation" / "trained.json"
         file.parent.mkdir(parents=True)
-        file.write_text('{"rows": []}')
+        file.write_text(content)
         (tmp_path / run / "config.yaml").write_text(f"run: {run}")
     monkeypatch.chdir(tmp_path)
-    assert called(monkeypatch, "compare", "a", "b") == 1
-    said = "error: a/evaluation/trained.json: it lacks the scores by task; remove it and evaluate again"
-    assert said in capsys.readouterr().err
+    for command in (["compare", "a", "b"], *([["ls", "."]] if "rows" not in content else [])):
+        assert called(monkeypatch, *command) == 1
+        said = capsys.readouterr().err
+        assert f"error: a/evaluation/trained.json: damaged ({why}" in said and "; remove it and have it made" in said
 
 
 def test_a_run_stands_for_the_trajectories_of_its_newest_step(

@@ -186,6 +186,9 @@ ROW = {
 }
 
 
+TESTS = "from pkg.m import double, half\n\n\ndef test_half():\n    assert half(4) == 2\n"
+
+
 def swe_task() -> Task:
     problem = FORMATS["swe_bench"].problem(ROW)
     assert problem is not None and problem.name == "o__r-1"
@@ -197,7 +200,7 @@ def test_a_row_of_swe_bench_is_tested_in_its_checkout_by_pytest(box: Sandbox, tm
     files = {
         "pkg/__init__.py": "",
         "pkg/m.py": SOURCE,
-        "tests/test_m.py": "from pkg.m import double, half\n\n\ndef test_half():\n    assert half(4) == 2\n",
+        "tests/test_m.py": TESTS,
         ".git/config": "secret",
     }
     for name, text in files.items():
@@ -221,6 +224,42 @@ def test_a_row_of_swe_bench_is_tested_in_its_checkout_by_pytest(box: Sandbox, tm
     assert meddled.metrics["pass_to_pass"] == 0.0  # the hidden tests' own patch does not fit any more
     with pytest.raises(EnvError, match=r"no such checkout; set env.options.checkouts"):
         steps(box, task=swe_task(), checkouts=str(tmp_path / "elsewhere"))
+
+
+NAME = "    import atexit, os\n    name = os.environ['PYTEST_CURRENT_TEST'].split()[0]\n"
+TO_ALL = "    for file in range(3, 20):\n        try:\n            os.write(file, f'\\nPASSED {name}\\n'.encode())\n"
+TO_ALL += "        except OSError:\n            pass"
+MARKED = "    try:\n        mark = os.pread(0, 64, 0).decode()\n    except OSError:\n        mark = ''\n"
+MARKED += "    os.write(1, f'\\n{mark} {name}\\n'.encode())"
+SPOOFS = {  # what a patch has `double` do, which stays wrong
+    "prints that a test has passed": "    print('\\nPASSED', name)",
+    "prints it at its end": "    atexit.register(print, '\\nPASSED', name)",
+    "writes it to every file that is open": TO_ALL,
+    "looks for the mark of results": MARKED,
+}
+FILES = {
+    "has a conftest.py": ("conftest.py", "def pytest_runtest_logreport(report):\n    report.outcome = 'passed'\n"),
+    "has a pytest of its own": (
+        "pytest.py",
+        "def main(*_, **others):\n    print('PASSED tests/test_m.py::test_double')\n",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoof", [*SPOOFS, *FILES])
+def test_a_patch_does_not_say_which_tests_pass(spoof: str, box: Sandbox, tmp_path: Path) -> None:
+    for name, text in {"pkg/__init__.py": "", "pkg/m.py": SOURCE, "tests/test_m.py": TESTS}.items():
+        (tmp_path / "o__r-1" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "o__r-1" / name).write_text(text)
+    if spoof in FILES:
+        name, content = FILES[spoof]
+        patch = f"{name}\n<<<<<<< SEARCH\n=======\n{content}>>>>>>> REPLACE"
+    else:
+        patch = block("    return n + 2", f"{NAME}{SPOOFS[spoof]}\n    return n")
+    _, [done] = steps(box, patch, task=swe_task(), checkouts=str(tmp_path))
+    assert (done.metrics["applied"], done.metrics["fail_to_pass"]) == (1.0, 0.0)
+    assert done.metrics["pass_to_pass"] == 1.0
 
 
 def test_rows_that_are_no_instances_are_refused() -> None:

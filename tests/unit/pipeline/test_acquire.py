@@ -122,6 +122,17 @@ def test_wrong_bytes_are_one_line_and_gone(hub: FakeHub, monkeypatch: pytest.Mon
     assert not any(Path("data/raw/some--math").iterdir())
 
 
+@pytest.mark.parametrize("name", ["../test.jsonl", "/tmp/test.jsonl", "a/../../test.jsonl"])
+def test_a_hub_that_lists_a_file_outside_is_refused(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    named(monkeypatch, files=("*test.jsonl",))
+    hub.repositories["datasets/some/math"] = {name: LINES}
+    with pytest.raises(AcquireError, match=f"some/math: {hub.url} lists '{name}', which leads out of its folder"):
+        acquire(DATA, Path("r.json"), client(hub))
+    assert not [*tmp_path.rglob("*test.jsonl")]
+
+
 def test_what_cannot_be_had_says_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.gated.add("datasets/some/math")
     named(monkeypatch, licence="llama3.2", gated=True)

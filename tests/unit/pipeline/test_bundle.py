@@ -180,6 +180,56 @@ def test_a_member_that_would_fill_the_memory_is_refused_before_it_is_unpacked(tm
         verify_bundle(bomb)
 
 
+DEEP = b"[" * 200_000
+MADE = b'{"evaluations": {"a": ["e.json"]}}'
+
+
+@pytest.mark.parametrize("described", [b'{"@graph": ["x"]}', b'{"@graph": null}', b"[1]", b"5", DEEP, b"\xff"])
+def test_a_description_that_is_none_is_refused_in_one_line(described: bytes, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr(METADATA, described)
+    with pytest.raises(BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+Error: [^\n]+\)$"):
+        verify_bundle(tmp_path / "b.zip")
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"a": b"", "a/b": b""},  # a file where a folder is
+        {"a" * 300: b""},
+        {".": b""},
+        {"made.json": b'{"evaluations": []}'},
+        {"made.json": DEEP},
+        {"made.json": MADE, "e.json": b'{"k": 1, "tasks": [{"scores": ["x"]}]}'},
+    ],
+)
+def test_members_that_somebody_made_on_purpose_are_refused_in_one_line(
+    members: dict[str, bytes], tmp_path: Path
+) -> None:
+    files = [
+        {"@id": n, "@type": "File", "sha256": hashlib.sha256(own).hexdigest(), "contentSize": str(len(own))}
+        for n, own in members.items()
+    ]
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr(METADATA, json.dumps({"@graph": files}))
+        for name, content in members.items():
+            archive.writestr(zipfile.ZipInfo(name), content)
+    with pytest.raises(BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+Error: [^\n]+\)$"):
+        verify_bundle(tmp_path / "b.zip")
+
+
+@pytest.mark.parametrize(("at", "value"), [(8, 1), (10, 99), (10, 14), (10, 12)])  # encrypted; unknown; lzma; bz2
+def test_a_member_that_cannot_be_unpacked_is_refused_in_one_line(at: int, value: int, tmp_path: Path) -> None:
+    path = tmp_path / "b.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(METADATA, "{}")
+    content = bytearray(path.read_bytes())
+    content[content.rfind(b"PK\x01\x02") + at] = content[at - 2] = value  # in the directory and in front of the member
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+: [^\n]+\)$"):
+        verify_bundle(path)
+
+
 def test_a_member_more_or_less_and_no_bundle_are_refused(bundle: Path) -> None:
     with zipfile.ZipFile(bundle, "a") as archive:
         archive.writestr("more.txt", "")

@@ -47,6 +47,33 @@ def test_an_exception_keeps_the_state(box: Sandbox) -> None:
     use(box, cells)
 
 
+SPIN = """
+import ctypes, threading, time
+class Event(ctypes.Structure):
+    _fields_ = [("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("rest", ctypes.c_int * 13)]
+timer, libc = ctypes.c_int(), ctypes.CDLL(None, use_errno=True)
+made = libc.syscall(222, 0, ctypes.byref(Event(signal=18)), ctypes.byref(timer))  # that wakes who is stopped
+def spin():
+    while True:
+        pass
+threading.Thread(target=spin, daemon=True).start()
+spent = time.process_time()
+made
+"""
+
+
+def test_what_a_cell_has_started_rests_until_the_next_one(box: Sandbox) -> None:
+    """A thread that never ends would take a processor from all others as long as its trajectory plays."""
+
+    async def cells(session: Session) -> None:
+        assert (await session.run(SPIN)).stdout == "-1\n"
+        await asyncio.sleep(2)
+        assert (await session.run("time.process_time() - spent < 0.5")).stdout == "True\n"
+        assert (await session.run("threading.active_count()")).stdout == "2\n"  # it is not ended
+
+    use(box, cells)
+
+
 def test_a_cell_out_of_time_is_interrupted(box: Sandbox) -> None:
     async def cells(session: Session) -> None:
         late = await session.run("n = 0\nwhile True: n += 1", wall_s=0.5)

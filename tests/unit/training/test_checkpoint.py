@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,8 @@ def bad_manifests() -> dict[str, Callable[[dict[str, Any]], str | bytes]]:
         "sealed: files without digests": resealed(files={"policy/weights": {"bytes": 17}}),
         "sealed: a model that is none": resealed(models={"policy": 1}),
         "sealed: a step of letters": resealed(step="2"),
+        "sealed: another step": resealed(step=99),
+        "sealed: no files": resealed(files={}),
         "sealed: a state that is none": resealed(state=[]),
         "sealed: a metric of letters": resealed(metric="0.75"),
     }
@@ -189,13 +192,37 @@ def test_with_a_fault_in_a_manifest_the_older_checkpoint_is_used(tmp_path: Path,
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     (tmp_path / ".x.partial").touch()
     again = open_(tmp_path, keep=2, best=1)
-    best = again.best(silent)
-    assert best is not None and best.step == 1
     told: list[str] = []
+    best = again.best(told.append)  # of a manifest that cannot be read no metric is known
+    assert best is not None and best.step == 1 and len(told) == (kind in ("sealed: another step", "sealed: no files"))
+    told.clear()
     found = again.newest(told.append)
     assert found is not None and found.step == 1
     assert len(told) == 1 and "manifest.json" in told[0] and "step_000001 is used" in told[0]
     assert names(tmp_path) == ["refused_step_000002", "step_000001"]
+
+
+def test_a_checkpoint_by_another_steps_name_does_not_take_its_place(tmp_path: Path) -> None:
+    """A copy of step 1 as step 9 would be the newest for good, and each start would begin at step 1 again."""
+    save(open_(tmp_path), 1, 2)
+    shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000009")
+    told: list[str] = []
+    found = open_(tmp_path).newest(told.append)
+    assert found is not None and found.step == 2
+    assert "step_000009: manifest.json: of step 1, under another's name; kept as refused_step_000009" in told[0]
+
+
+def test_a_checkpoint_that_is_a_link_or_no_folder_is_removed_when_it_is_due(tmp_path: Path) -> None:
+    """Step 1 was moved to another disk; what is there stays."""
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    save(open_(folder), 1)
+    (folder / "step_000001").rename(elsewhere)
+    (folder / "step_000001").symlink_to(elsewhere)
+    (folder / "step_000000").touch()
+    (folder / ".step_000007.1.partial").symlink_to(elsewhere)
+    save(open_(folder), 2, 3)
+    assert names(folder) == ["step_000002", "step_000003"]
+    assert (elsewhere / "manifest.json").is_file()
 
 
 def header(length: int, end: int) -> bytes:

@@ -114,11 +114,18 @@ def test_what_a_trained_team_says_has_the_step_of_its_weights(tmp_path: Path) ->
 
 
 def test_what_another_model_said_is_not_taken_for_this_ones(tmp_path: Path) -> None:
-    first = Shards(tmp_path, "one model")
-    for sample in range(2):
-        first._waiting.append(trajectory("t", sample, 1.0, "4"))
-    first.flush()
-    assert len(list(Shards(tmp_path, "one model").read())) == 2
+    def one_model_plays() -> None:
+        first = Shards(tmp_path, "one model")
+        for sample in range(2):
+            first._waiting.append(trajectory("t", sample, 1.0, "4"))
+        first.flush()
+
+    for damaged in (b"", b"[" * 200_000, b"\xff"):  # whose the trajectories are is then not known
+        one_model_plays()
+        assert len(list(Shards(tmp_path, "one model").read())) == 2
+        (tmp_path / "identity.json").write_bytes(damaged)
+        assert list(Shards(tmp_path, "one model").read()) == []
+    one_model_plays()
     assert list(Shards(tmp_path, "another").read()) == []
     assert list(tmp_path.glob("*.parquet")) == []
 
