@@ -190,7 +190,7 @@ def _drawn(source: Source) -> set[int] | None:
     if source.drawn is None:
         return None
     number, seed = source.drawn
-    return set(np.random.RandomState(seed).choice(source.rows, number, replace=False).tolist())
+    return set(np.random.RandomState(seed).choice(source.rows or 0, number, replace=False).tolist())
 
 
 def _write(path: Path, suffix: str, rows: Iterator[Mapping[str, Any]], schema: pa.Schema | None) -> None:
