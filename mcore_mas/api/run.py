@@ -46,9 +46,9 @@ class Run:
         agents: who can act; or the name of a team that ships, with its orchestra, environment and reward
             (docs/catalogue.md).
         orchestra: who speaks when: an async function `(task, team, env)`, or the name of one that ships.
-        tasks: tasks, (prompt, answer) pairs or rows with a prompt and an answer, also those of a data set; a mapping
-            of splits to them; or the `data` section of a config, such as a generator. Of train a tenth is held out for
-            each of validation and test that is not given.
+        tasks: tasks, (prompt, answer) pairs or rows with a prompt and an answer, also those of a data set; a file or
+            hub's id, as `load_tasks` takes it; a mapping of splits to them; or the `data` section of a config, such as
+            a generator. Of train a tenth is held out for each of validation and test that is not given.
         policies: a model for all policies, or a model or section for each: a folder, or the hub's id of a model that
             was downloaded.
         env: the environment: a function or class that takes a task, or the name of one that ships. By default the
@@ -238,6 +238,8 @@ def _team(run: str, agents: Any, orchestra: Any, env: Any, reward: Any) -> dict[
     """Sections that these arguments of `Run` stand for; a team that ships has what is None."""
     sections: dict[str, Any] = {}
     if not isinstance(agents, str):
+        if not isinstance(agents, Sequence) or not agents or not all(isinstance(agent, AgentSpec) for agent in agents):
+            raise TaskError(f"agents: {agents!r:.80}; expected a list of AgentSpec, or the name of a team that ships")
         for name, times in Counter(agent.name for agent in agents).items():
             if times > 1:
                 raise TaskError(f"agents: '{name}' is there twice; expected different names")

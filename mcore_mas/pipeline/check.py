@@ -131,7 +131,8 @@ def _tasks(suite: Suite, config: RunConfig) -> Iterator[str]:
             tasks = make_tasks(data if own else data.model_copy(update=dict.fromkeys(SPLITS, 1)), config.seed)
             train = len(tasks["train"]) if own else train
             check_envs(task for split in tasks.values() for task in split)
-            config.env.check_made(tasks["train"][0])
+            for task in tasks["train"][:1]:
+                config.env.check_made(task)
         except (RecordError, UnknownName, ValueError) as error:
             if own or not isinstance(error, RecordError):  # a file of theirs may be made later
                 yield f"data: {error}"

@@ -396,6 +396,9 @@ def test_tasks_that_are_too_few_or_of_an_environment_that_is_not_there(own_world
     assert lines("~data", "+" + sizes.format(5, "own_world:Letters"), "trainer.tasks_per_step=6") == [
         ".train: 5 tasks are fewer than trainer.tasks_per_step 6; add tasks, or lower it"
     ]
+    assert lines("~data", "+" + sizes.format(0, "own_world:Letters"), "trainer.tasks_per_step=6") == [
+        ".train: 0 tasks are fewer than trainer.tasks_per_step 6; add tasks, or lower it"
+    ]
     made = "env 'own_world:makes': its method step must take (action) as an async function"
     assert lines("~data", "+" + sizes.format(40, "own_world:Letters"), "env.name='own_world:makes'") == [f": {made}"]
     (line,) = lines("~data", "+" + sizes.format(40, "own_world:Leters"))
