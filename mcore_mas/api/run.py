@@ -181,7 +181,7 @@ class Run:
 
         Raises:
             TaskError: no such step was taken.
-            CreditError, ValueError: the estimator is unknown, lacks what it needs, or has no such option.
+            CreditError: the estimator is unknown, lacks what it needs, or has no such option.
         """
         from mcore_mas.reports.terminal import print_credit
 

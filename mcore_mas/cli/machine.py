@@ -220,7 +220,7 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
 
     console = Console(highlight=False)
     heads = (Column(shown_line(run.name), overflow="fold") for run in (first, second))
-    settings = Table("setting", *heads, show_edge=False)
+    settings = Table(Column("setting", overflow="fold"), *heads, show_edge=False)
     for key, values in config_differences(first, second).items():
         settings.add_row(Text(shown_line(key)), *(Text("not set" if v is None else shown_line(str(v))) for v in values))
     console.print(settings if settings.rows else "no setting differs")

@@ -161,7 +161,7 @@ def test_tasks_are_read_from_files_of_a_split_each(tmp_path: Path) -> None:
     train.write_text("".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in TASKS))
     test.write_text(json.dumps({"prompt": "1+1", "answer": 2}) + "\n")
     assert [len(tasks) for tasks in split_tasks(str(train)).values()] == [16, 2, 2]
-    given = split_tasks({"train": train, "test": str(test)})  # the test is as it is given, also where train has its task
+    given = split_tasks({"train": train, "test": str(test)})  # of a test that is given, train may have tasks
     assert [[task.prompt for task in given[split]] for split in ("validation", "test")] == [["18+1", "19+1"], ["1+1"]]
 
 

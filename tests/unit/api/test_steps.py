@@ -18,7 +18,7 @@ from mcore_mas.api.objects import TaskError
 from mcore_mas.rollout.records.trajectory import Trajectory
 from mcore_mas.training import evaluate as evaluating
 from mcore_mas.training import train as training
-from mcore_mas.training.joblog import StopSignal, Stopped
+from mcore_mas.training.joblog import Stopped, StopSignal
 from tests.support.played import trajectory
 
 PROGRAM = """
