@@ -40,7 +40,7 @@ class UiError(RuntimeError):
 @machine_commands.command("ui", rich_help_panel=_PANEL)
 def open_pages(
     store: Annotated[str, typer.Option(help="MLflow tracking store.")] = "sqlite:///results/mlflow.db",
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.", min=1, max=65535)] = 5000,
 ) -> None:
     """Serve MLflow's pages on the runs of this machine until interrupted."""
     from mcore_mas.rollout.base.http_server import bind
