@@ -175,6 +175,10 @@ def test_programs_and_keys_that_this_machine_lacks_are_named(monkeypatch: pytest
     assert "orchestra.options.command: 'nowhere' is no program on this machine; install it, or name its path" in line
     (line,) = said("env={name: mcp, options: {servers: {a: {command: nowhere}}}}")
     assert "env.options.servers.a.command: 'nowhere' is no program" in line
+    monkeypatch.setattr("mcore_mas.training.trackers.find_spec", lambda name: None)
+    assert said("tracking=wandb") == [
+        "run 'demo_math': tracking.also: wandb is not installed; pip install wandb, or take it out"
+    ]
 
 
 @pytest.mark.parametrize(
