@@ -90,7 +90,7 @@ def reward_section(reward: Callable[..., Any] | str, label: str) -> dict[str, An
     if isinstance(reward, str):
         return {"name": reward}
     try:
-        check_call(f"reward {label}", reward, ("group",), given=())
+        check_call(f"reward {label}", reward, ("trajectory",), given=())
     except OptionsError as error:
         raise TaskError(f"{error}; expected a function of a trajectory or a group, or an allocator's name") from error
     if allocator_of(reward) is reward:

@@ -116,7 +116,7 @@ def test_a_team_that_ships_brings_all_but_what_is_given(tmp_path: Path) -> None:
         ({"tasks": "no.jsonl"}, TaskError, "no.jsonl: not here"),
         ({"tasks": [("1+1", 2)] * 9}, TaskError, "'1\\+1' comes twice, and would be in train and test; take it out"),
         ({"agents": [AGENTS[0], AGENTS[0]]}, TaskError, "agents: 'writer' is there twice; expected different names"),
-        ({"reward": 3}, TaskError, r"reward own.reward must take \(group\); it is of type int; expected a"),
+        ({"reward": 3}, TaskError, r"reward own.reward must take \(trajectory\); it is of type int; expected a"),
         (
             {"tasks_per_step": 17},
             TaskError,
@@ -126,8 +126,12 @@ def test_a_team_that_ships_brings_all_but_what_is_given(tmp_path: Path) -> None:
         ({"env": waits}, TaskError, r"env '.*:waits': its method step must take \(action\); its signature can"),
         ({"env": breaks}, TaskError, r"env '.*:breaks' cannot be made of task '.*' \(ValueError: invalid literal"),
         ({"engine": {"max_length": 8192}, "microbatch_tokens": 8192}, TaskError, "8192 .*4096 positions"),
-        ({"reward": lambda: 3}, TaskError, r"reward own.reward must take \(group\), not \(\); expected a function"),
-        ({"reward": lambda one, other: 3}, TaskError, r"must take \(group\), not \(one, other\); expected a func"),
+        (
+            {"reward": lambda: 3},
+            TaskError,
+            r"reward own.reward must take \(trajectory\), not \(\); expected a function",
+        ),
+        ({"reward": lambda one, other: 3}, TaskError, r"must take \(trajectory\), not \(one, other\); expected a func"),
         ({"policies": "models/none"}, TaskError, r"policies.shared: models/none: no model here \(config.json is miss"),
     ],
 )
@@ -236,6 +240,8 @@ def test_the_public_names_stay() -> None:
     assert {thing: " ".join(inspect.signature(thing).parameters) for thing in taken} == taken
     with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
         mm.Trainr  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'AgentSpce'; see docs/api.md; nearest: AgentSpec$"):
+        mm.AgentSpce  # noqa: B018
 
 
 def test_the_page_of_the_api_is_current() -> None:
