@@ -39,10 +39,10 @@ def __getattr__(name: str) -> Any:
     """The public names are those of `mcore_mas.api`, which is imported when the first of them is used."""
     if name == "__version__":
         return version("mcore-mas")
-    api = None if name.startswith("_") else import_module("mcore_mas.api")
-    if api is None or name not in api.__all__:
-        raise AttributeError(f"module 'mcore_mas' has no attribute '{name}'; see docs/api.md")
-    return getattr(api, name)
+    if name.startswith("_"):
+        raise AttributeError(f"module 'mcore_mas' has no attribute '{name}'")
+    api = import_module("mcore_mas.api")
+    return getattr(api, name) if name in api.__all__ else api.__getattr__(name)  # which says what is there
 
 
 def __dir__() -> list[str]:

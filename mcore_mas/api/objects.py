@@ -90,7 +90,7 @@ def reward_section(reward: Callable[..., Any] | str, label: str) -> dict[str, An
     if isinstance(reward, str):
         return {"name": reward}
     try:
-        check_call(f"reward {label}", reward, ("group",), given=())
+        check_call(f"reward {label}", reward, ("trajectory",), given=())
     except OptionsError as error:
         raise TaskError(f"{error}; expected a function of a trajectory or a group, or an allocator's name") from error
     if allocator_of(reward) is reward:
@@ -115,11 +115,18 @@ def allocator_of(reward: Callable[..., Any]) -> Callable[[Group], Group]:
         if trajectory.status is not Status.COMPLETED:
             return trajectory
         said = reward(trajectory)
-        turns = tuple(
-            replace(turn, reward=float(said[turn.agent] if isinstance(said, Mapping) else said))
-            for turn in trajectory.turns
-        )
+        turns = tuple(replace(turn, reward=number(said, turn.agent)) for turn in trajectory.turns)
         return replace(trajectory, turns=turns)
+
+    def number(said: Any, agent: str) -> float:
+        try:
+            return float(said[agent] if isinstance(said, Mapping) else said)
+        except (KeyError, TypeError, ValueError) as error:
+            name = getattr(reward, "__name__", repr(reward))
+            raise TaskError(
+                f"reward {name} gave {said!r:.80} for a turn of agent '{agent}'; expected a number, or a number for "
+                "each agent"
+            ) from error
 
     return allocate
 
@@ -128,24 +135,36 @@ def split_tasks(given: Any) -> dict[str, list[Task]]:
     """Tasks by split. Of train a tenth is held out for the test, and a tenth for validation, where these are not given.
 
     Args:
-        given: tasks, (prompt, answer) pairs or rows with a prompt and an answer, also those of a data set; or a mapping
-            of splits to them. Those that name no environment have "".
+        given: tasks, (prompt, answer) pairs or rows with a prompt and an answer, also those of a data set; what
+            `load_tasks` takes by name; or a mapping of splits to them. Those that name no environment have "".
 
     Raises:
-        TaskError: something is no task, or there are fewer than three.
+        TaskError: something is no task, there are fewer than three, or one is in train and in what is held out of it.
     """
     parts = dict(given) if isinstance(given, Mapping) else {"train": given}
     if "train" not in parts or not parts.keys() <= {*SPLITS}:
         raise TaskError(f"tasks has keys {', '.join(map(str, parts))}; expected {', '.join(SPLITS)}")
+    for split, part in parts.items():
+        if isinstance(part, str | Path):
+            parts[split] = load_tasks(part, split=split)
+        elif not isinstance(part, Iterable):
+            raise TaskError(f"tasks.{split} is {part!r:.80}; expected tasks, (prompt, answer) pairs, rows, or a file")
     train = list(parts["train"])
     if len(train) < 3 and len(parts) < 3:
         raise TaskError(f"{len(train)} tasks; expected 3 or more: a tenth is for validation, a tenth for the test")
-    held = max(1, len(train) // 10)
-    for split in SPLITS[:0:-1]:
-        if split not in parts:
-            parts[split], train = train[-held:], train[:-held]
+    held, cut = max(1, len(train) // 10), [split for split in SPLITS[:0:-1] if split not in parts]
+    for split in cut:
+        parts[split], train = train[-held:], train[:-held]
     parts["train"] = train
-    return {split: [_task(item, split, n) for n, item in enumerate(parts[split])] for split in SPLITS}
+    tasks = {split: [_task(item, split, n) for n, item in enumerate(parts[split])] for split in SPLITS}
+    trained = {(task.prompt, task.answers) for task in tasks["train"]}
+    for task in (task for split in cut for task in tasks[split]):
+        if (task.prompt, task.answers) in trained:
+            raise TaskError(
+                f"tasks: {task.prompt!r:.80} comes twice, and would be in train and {task.split}; take it out once, or "
+                f'give the split: tasks={{"train": ..., "{task.split}": ...}}'
+            )
+    return tasks
 
 
 def load_tasks(

@@ -7,8 +7,9 @@ import json
 import queue
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -28,7 +29,7 @@ from mcore_mas.rollout.base.options import merged
 from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.records.files import read_trajectories, write_tasks
-from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.records.trajectory import Task, Trajectory
 
 StepRow = dict[str, float]  # a step's metrics by name, with the number of the step
 _T = TypeVar("_T")
@@ -46,9 +47,9 @@ class Run:
         agents: who can act; or the name of a team that ships, with its orchestra, environment and reward
             (docs/catalogue.md).
         orchestra: who speaks when: an async function `(task, team, env)`, or the name of one that ships.
-        tasks: tasks, (prompt, answer) pairs or rows with a prompt and an answer, also those of a data set; a mapping
-            of splits to them; or the `data` section of a config, such as a generator. Of train a tenth is held out for
-            each of validation and test that is not given.
+        tasks: tasks, (prompt, answer) pairs or rows with a prompt and an answer, also those of a data set; a file or
+            hub's id, as `load_tasks` takes it; a mapping of splits to them; or the `data` section of a config, such as
+            a generator. Of train a tenth is held out for each of validation and test that is not given.
         policies: a model for all policies, or a model or section for each: a folder, or the hub's id of a model that
             was downloaded.
         env: the environment: a function or class that takes a task, or the name of one that ships. By default the
@@ -91,6 +92,7 @@ class Run:
         world = self._values["env"]["name"]
         self._tasks = {split: [replace(t, env=t.env or world) for t in tasks] for split, tasks in given.items()}
         self.config = _checked(self._values, f"run '{name}'", self._tasks)
+        self._steps: _Steps | None = None  # of the newest loop
 
     def _given(self, split: str) -> Path:
         return self.folder / "given" / f"{split}.parquet"
@@ -118,7 +120,7 @@ class Run:
 
     def __iter__(self) -> Iterator[StepRow]:
         """Each step's metrics as it is taken. Who leaves the loop stops the training, with a checkpoint."""
-        steps = _Steps(self._prepared())
+        steps = self._begin()
         try:
             while (row := steps.next()) is not None:
                 yield row
@@ -126,13 +128,20 @@ class Run:
             steps.close()
 
     async def __aiter__(self) -> AsyncIterator[StepRow]:
-        """As `__iter__`, inside a running event loop."""
-        steps = await asyncio.to_thread(lambda: _Steps(self._prepared()))
+        """As `__iter__`, inside a running event loop; the checkpoint is saved behind a `break`."""
+        steps = await asyncio.to_thread(self._begin)
         try:
             while (row := await asyncio.to_thread(steps.next)) is not None:
                 yield row
         finally:
             await asyncio.to_thread(steps.close)
+
+    def _begin(self) -> _Steps:
+        """The training from its newest checkpoint on, once that of an earlier loop has ended and saved."""
+        if self._steps is not None:  # `break` does not wait where the loop is an `async for`
+            self._steps.close()
+        self._steps = _Steps(self._prepared())
+        return self._steps
 
     @property
     def metrics(self) -> list[StepRow]:
@@ -172,7 +181,7 @@ class Run:
 
         Raises:
             TaskError: no such step was taken.
-            CreditError, ValueError: the estimator is unknown, lacks what it needs, or has no such option.
+            CreditError: the estimator is unknown, lacks what it needs, or has no such option.
         """
         from mcore_mas.reports.terminal import print_credit
 
@@ -183,17 +192,21 @@ class Run:
     def evaluate(self, k: int = 4, state: str = "trained") -> dict[str, float]:
         """Scores on the test tasks: avg@k, pass@k and maj@k, of the `trained` team or the `base` one.
 
+        Ctrl-C ends it; the same call goes on from what was played.
+
         Raises:
             FolderError: the training has not finished.
             EvaluationError: too much failed for a score.
         """
         from mcore_mas.training.evaluate import evaluate
+        from mcore_mas.training.joblog import StopSignal
 
         self._prepared()
         section = self.config.evaluation.model_copy(update={"samples": k})
         config = self.config.model_copy(update={"evaluation": section})
         out = self.folder / "evaluation" / f"{state}.json"
-        rows = _apart(lambda: evaluate(config, state, out))["rows"]
+        stop = StopSignal(signals=False)
+        rows = _apart(lambda: evaluate(config, state, out, stop=stop), stop.interrupt)["rows"]
         return {row["metric"]: row["value"] for row in rows if row["dataset"] == rows[-1]["dataset"]}
 
     def export(self, to: str | Path, policy: str | None = None) -> Path:
@@ -208,20 +221,11 @@ class Run:
         return Path(to)
 
     def chat(self, *prompts: str, state: str = "trained") -> list[Conversation]:
-        """Have the team play what you ask of it; without prompts it asks for them, until an empty line."""
+        """Have the team play what you ask of it; without prompts it asks for them, until an empty line or Ctrl-D."""
         from mcore_mas.training.evaluate import converse
 
-        asked = prompts or iter(lambda: input("you: "), "")
-
-        def play() -> list[Conversation]:
-            found = []
-            for trajectory in converse(self.config, state, asked):
-                found.append(Conversation.of(trajectory, {}))
-                if not prompts:
-                    found[-1].show()
-            return found
-
-        return _apart(play)
+        told: queue.Queue[str] = queue.Queue()
+        return _talk(converse(self.config, state, iter(told.get, None)), told, prompts)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, {len(self.metrics)} rows of metrics)"
@@ -238,6 +242,8 @@ def _team(run: str, agents: Any, orchestra: Any, env: Any, reward: Any) -> dict[
     """Sections that these arguments of `Run` stand for; a team that ships has what is None."""
     sections: dict[str, Any] = {}
     if not isinstance(agents, str):
+        if not isinstance(agents, Sequence) or not agents or not all(isinstance(agent, AgentSpec) for agent in agents):
+            raise TaskError(f"agents: {agents!r:.80}; expected a list of AgentSpec, or the name of a team that ships")
         for name, times in Counter(agent.name for agent in agents).items():
             if times > 1:
                 raise TaskError(f"agents: '{name}' is there twice; expected different names")
@@ -314,10 +320,32 @@ def _places(key: str) -> list[str]:
     return [text for text, name in zip(said, having, strict=True) if name not in _ARGUMENTS]
 
 
-def _apart(work: Callable[[], _T]) -> _T:
-    """What `work` returns, done in a thread where no event loop runs."""
+def _apart(work: Callable[[], _T], interrupt: Callable[[], None] = lambda: None) -> _T:
+    """What `work` returns, done in a thread where no event loop runs; Ctrl-C is passed on to it by `interrupt`."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
+        done = pool.submit(work)
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            interrupt()
+            raise
+
+
+def _talk(
+    played: Generator[Trajectory, None, None], told: queue.Queue[str], prompts: Sequence[str]
+) -> list[Conversation]:
+    """What a team, in a thread of its own, plays of each prompt that it is told; without prompts a person is asked."""
+    found: list[Conversation] = []
+    with ThreadPoolExecutor(1) as pool, suppress(EOFError):
+        try:  # a person is asked in the caller's thread, where Ctrl-C is heard
+            for prompt in prompts or iter(lambda: input("you: "), ""):
+                told.put(prompt)
+                found.append(Conversation.of(pool.submit(next, played).result(), {}))
+                if not prompts:
+                    found[-1].show()
+        finally:
+            pool.submit(played.close).result()
+    return found
 
 
 class _Steps:

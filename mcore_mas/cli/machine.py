@@ -40,7 +40,7 @@ class UiError(RuntimeError):
 @machine_commands.command("ui", rich_help_panel=_PANEL)
 def open_pages(
     store: Annotated[str, typer.Option(help="MLflow tracking store.")] = "sqlite:///results/mlflow.db",
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.", min=1, max=65535)] = 5000,
 ) -> None:
     """Serve MLflow's pages on the runs of this machine until interrupted."""
     from mcore_mas.rollout.base.http_server import bind
@@ -220,7 +220,7 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
 
     console = Console(highlight=False)
     heads = (Column(shown_line(run.name), overflow="fold") for run in (first, second))
-    settings = Table("setting", *heads, show_edge=False)
+    settings = Table(Column("setting", overflow="fold"), *heads, show_edge=False)
     for key, values in config_differences(first, second).items():
         settings.add_row(Text(shown_line(key)), *(Text("not set" if v is None else shown_line(str(v))) for v in values))
     console.print(settings if settings.rows else "no setting differs")

@@ -29,6 +29,7 @@ app = typer.Typer(
 _PANEL = "Train and evaluate"
 _Suite = Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")]
 _Host = Annotated[str, typer.Option(help="Address to listen on.")]
+_Port = Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)]
 _TokenFile = Annotated[Path | None, typer.Option(help="Bearer token; required for a host that is not loopback.")]
 _Configs = Annotated[Path | None, typer.Option(help="Folder of your own configs, if it is another.")]
 _Overrides = Annotated[list[str] | None, typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3.")]
@@ -224,7 +225,7 @@ def serve_run(
     run: RunFolder,
     state: Annotated[str, typer.Option(help="base or trained.")] = "trained",
     host: _Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any free port.")] = 8000,
+    port: _Port = 8000,
     token_file: _TokenFile = None,
     most_calls: Annotated[int, typer.Option(help="Answered at a time; further ones get status 429.", min=1)] = 256,
 ) -> None:
@@ -242,7 +243,7 @@ def serve_run(
 def studio(
     results: Annotated[Path, typer.Argument(help="Folder of the runs.")] = Path("results"),
     host: _Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any free port.")] = 8001,
+    port: _Port = 8001,
     token_file: _TokenFile = None,
 ) -> None:
     """Look at runs in a browser, live: curves by agent and policy, conversations, credit, two runs side by side."""

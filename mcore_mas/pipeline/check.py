@@ -22,6 +22,7 @@ from mcore_mas.rollout.models.chat_template import has_chat_template
 from mcore_mas.rollout.records.files import RecordError
 from mcore_mas.rollout.tasks.files import dataset_files, not_downloaded
 from mcore_mas.rollout.tasks.splits import SPLITS
+from mcore_mas.training.trackers import not_installed
 
 
 def problems(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
@@ -134,7 +135,8 @@ def _tasks(suite: Suite, config: RunConfig) -> Iterator[str]:
             tasks = make_tasks(data if own else data.model_copy(update=dict.fromkeys(SPLITS, 1)), config.seed)
             train = len(tasks["train"]) if own else train
             check_envs(task for split in tasks.values() for task in split)
-            config.env.check_made(tasks["train"][0])
+            for task in tasks["train"][:1]:
+                config.env.check_made(task)
         except (RecordError, UnknownName, ValueError) as error:
             if own or not isinstance(error, RecordError):  # a file of theirs may be made later
                 yield f"data: {error}"
@@ -202,6 +204,7 @@ def machine_problems(config: RunConfig) -> Iterator[str]:
             yield f"{where}.device: cuda, and there is no GPU here; set it to cpu"
         if engine.name == "sglang" and engine.python and not submits and not engine.python.is_file():
             yield f"{where}.python: {engine.python}: no such interpreter (docs/engines.md makes one)"
+    yield from () if submits else not_installed(config)
     with_keys: dict[str, Any] = {**engines, "retriever": config.retriever, "coach": config.coach}
     with_keys |= {f"policies.{name}.remote": remote for name, remote in config.remotes.items()}
     for where, section in with_keys.items():

@@ -229,7 +229,7 @@ def open_studio(results: Path, *, host: str, port: int, token_file: Path | None)
         token_file: has a bearer token; needed for a host that is not loopback.
 
     Raises:
-        ValueError: the token cannot be used, or nobody may listen there.
+        ListenError: the token cannot be used, or nobody may listen there.
         FolderError: there is no such folder.
     """
     runs_in(results)

@@ -158,13 +158,13 @@ def print_credit(
 
     Raises:
         RecordError: the file is no file of trajectories.
-        CreditError: a turn has no reward or the estimator lacks what it needs, or no turn is of `task`.
-        ValueError: the estimator is unknown, or has no such option.
+        CreditError: the estimator is unknown, has no such option, or lacks what it needs; a turn has no reward; or no
+            turn is of `task`.
     """
     try:
         rule = AdvantageConfig(name=name, options=dict(options))
     except ValidationError as error:
-        raise ValueError(invalid(error, AdvantageConfig)) from error
+        raise CreditError(invalid(error, AdvantageConfig).removeprefix("name: ")) from error
     samples = to_samples(groups_of(read_trajectories(file)))
     samples = estimate(samples, {sample.agent: rule for sample in samples})
     tasks = list(dict.fromkeys(sample.task for sample in samples))

@@ -9,7 +9,7 @@ import itertools
 import json
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,13 @@ class EvaluationError(RuntimeError):
     """Too much of an evaluation failed for a score: one line that says how much, why, and what to do."""
 
 
-def evaluate(run: RunConfig | Path, state: str, out_path: Path, seats: Mapping[str, Any] = NO_SEATS) -> dict[str, Any]:
+def evaluate(
+    run: RunConfig | Path,
+    state: str,
+    out_path: Path,
+    seats: Mapping[str, Any] = NO_SEATS,
+    stop: StopSignal | None = None,
+) -> dict[str, Any]:
     """Measure the team of a run, or of the one with this config, on its test tasks; gives what is written.
 
     Writes scores, means and 95 % intervals to `out_path`, and the trajectories as they come to the folder of its name
@@ -58,6 +64,7 @@ def evaluate(run: RunConfig | Path, state: str, out_path: Path, seats: Mapping[s
     Args:
         state: `base` (the policies' first models), `trained`, or the name of a cell with `seats`.
         seats: which model plays an agent, see `seated`.
+        stop: tells it to stop; by default signals do, in a main thread.
 
     Raises:
         FolderError: a run whose trained policies play has not finished its training, or another process evaluates.
@@ -70,7 +77,7 @@ def evaluate(run: RunConfig | Path, state: str, out_path: Path, seats: Mapping[s
     board = Scoreboard(prepared_tasks(config.folder / "tasks", "test"), config.evaluation.samples)
     folder, commit = writable(out_path.with_suffix("")), code_commit()
     with owned(folder), noted(config.folder / "logs" / f"evaluate_{out_path.stem}.log"):
-        _play(config, folder, board)
+        _play(config, folder, board, stop or StopSignal(signals=threading.current_thread() is threading.main_thread()))
         epoch = epoch_of(folder)
         check_owner(folder / "scores")  # that nobody else evaluates here by now
     if len(board.lost) > config.evaluation.max_failed * board.replies:
@@ -85,13 +92,16 @@ def evaluate(run: RunConfig | Path, state: str, out_path: Path, seats: Mapping[s
     return scores
 
 
-def converse(run: RunConfig, state: str, prompts: Iterable[str]) -> Iterator[Trajectory]:
+def converse(run: RunConfig, state: str, prompts: Iterable[str]) -> Generator[Trajectory, None, None]:
     """Have the run's team, `base` or `trained`, play what a person asks of it, one task after the other.
 
     Raises:
         FolderError: the training has not finished.
     """
-    config = seated(run, state, NO_SEATS)
+    return _conversation(seated(run, state, NO_SEATS), prompts)  # which refuses before anything is asked
+
+
+def _conversation(config: RunConfig, prompts: Iterable[str]) -> Generator[Trajectory, None, None]:
     with playing(config, f"{config.folder}/chat-") as (collector, runner):
         for number, prompt in enumerate(prompts):
             # an answer that no reply gives: environments of questions want one
@@ -128,7 +138,7 @@ def playing(config: RunConfig, place: str, step: int = _CHAT) -> Iterator[tuple[
         yield Collector(team=team, make_env=make_env, orchestra=orchestra, seed=config.seed, step=step), runner
 
 
-def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:
+def _play(config: RunConfig, folder: Path, board: Scoreboard, stop: StopSignal) -> None:
     """Have the board filled, from `folder` as far as that goes; servers log beside it."""
     shards = Shards(folder, identity_of_play(config))
     for trajectory in shards.read():
@@ -155,8 +165,6 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:
             if done % max(1, board.replies // 10) == 0:
                 reporter.step(min(done, board.replies), {})
             await shards.keep(trajectory)
-
-        stop = StopSignal(signals=threading.current_thread() is threading.main_thread())
 
         async def play() -> None:
             stop.listen()

@@ -230,6 +230,7 @@ class StopSignal:
         """Without `signals` only `tell` stops the run, and the process keeps its handlers."""
         self._told = asyncio.Event()
         self._signals = signals
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which it listens
         self.by = "its caller"  # who told it
 
     def tell(self, number: int | None = None) -> None:
@@ -243,12 +244,21 @@ class StopSignal:
                 say(told, stream)
         self._told.set()
 
+    def interrupt(self) -> None:
+        """Tell the run to stop, from another thread than that of its event loop."""
+        if self._loop is None:
+            self.tell()
+            return
+        with suppress(RuntimeError):  # the loop is closed: it has ended
+            self._loop.call_soon_threadsafe(self.tell)
+
     def listen(self) -> None:
         """Take all signals in the running event loop, also one that was held back until now."""
+        self._loop = asyncio.get_running_loop()
         if not self._signals:
             return
         for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self.tell, number)
+            self._loop.add_signal_handler(number, self.tell, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if _early:
             self.tell(_early.pop())

@@ -135,7 +135,7 @@ def serve(run: Path, *, state: str, host: str, port: int, token_file: Path | Non
 
     Raises:
         ConfigError: the run cannot be used.
-        ValueError: the token cannot be used, or nobody may listen there.
+        ListenError: the token cannot be used, or nobody may listen there.
         FolderError: the run has not finished its training, or is served already.
     """
     config = seated(RunConfig.load(run / "config.yaml"), state, NO_SEATS)

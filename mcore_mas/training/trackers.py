@@ -1,7 +1,7 @@
 """Trackers beside MLflow: TensorBoard, Weights & Biases (wandb) and Trackio, each in a thread of its own."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -95,13 +95,19 @@ class _Fed(Feed):
         self._writer = writer
 
 
+def not_installed(config: RunConfig) -> Iterator[str]:
+    """The trackers whose library is not here, a line each."""
+    for name in config.tracking.also:
+        if find_spec(name) is None:
+            yield f"tracking.also: {name} is not installed; pip install {name}, or take it out"
+
+
 def open_trackers(config: RunConfig, first: int, note: Callable[[str], None]) -> list[Feed]:
     """The trackers that a run names besides MLflow; it goes on at step `first`.
 
     Raises:
         ConfigError: the library of one is not installed.
     """
-    for name in config.tracking.also:
-        if find_spec(name) is None:
-            raise ConfigError(f"tracking.also: {name} is not installed; pip install {name}, or take it out")
+    for line in not_installed(config):
+        raise ConfigError(line)
     return [_Fed(name, config, first, note) for name in config.tracking.also]

@@ -1,6 +1,7 @@
 """HTTP server parts: a listener, deadlines for requests, bodies within bounds, and a server inside an event loop."""
 
 import asyncio
+import errno
 import hmac
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -32,6 +33,10 @@ _LOGGING = {
 
 class BodyTooLarge(Exception):
     """A request's body has more bytes than it may; the message says how many that is."""
+
+
+class ListenError(ValueError):
+    """Nobody can listen at an address: says at which, why, and what to do."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -98,13 +103,16 @@ def listen(host: str, port: int, token_file: Path | None) -> tuple[socket.socket
     """A listening socket, and the token that its server asks for.
 
     Raises:
-        ValueError: the token cannot be used, or nobody may listen there.
+        ListenError: the token cannot be used, or nobody may listen there.
     """
     try:
         token = token_of(host, token_file)
         return bind(host, port), token
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot serve on {host}:{port}: {error}") from None
+        said = str(error)
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            said = f"{error.strerror}; choose another --port, 0 for a free one"
+        raise ListenError(f"cannot serve on {host}:{port}: {said}") from None
 
 
 def bears(request: Request, token: str) -> bool:

@@ -175,6 +175,10 @@ def test_programs_and_keys_that_this_machine_lacks_are_named(monkeypatch: pytest
     assert "orchestra.options.command: 'nowhere' is no program on this machine; install it, or name its path" in line
     (line,) = said("env={name: mcp, options: {servers: {a: {command: nowhere}}}}")
     assert "env.options.servers.a.command: 'nowhere' is no program" in line
+    monkeypatch.setattr("mcore_mas.training.trackers.find_spec", lambda name: None)
+    assert said("tracking=wandb") == [
+        "run 'demo_math': tracking.also: wandb is not installed; pip install wandb, or take it out"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -395,6 +399,9 @@ def test_tasks_that_are_too_few_or_of_an_environment_that_is_not_there(own_world
     assert lines("~data", "+" + sizes.format(40, "own_world:Letters")) == []
     assert lines("~data", "+" + sizes.format(5, "own_world:Letters"), "trainer.tasks_per_step=6") == [
         ".train: 5 tasks are fewer than trainer.tasks_per_step 6; add tasks, or lower it"
+    ]
+    assert lines("~data", "+" + sizes.format(0, "own_world:Letters"), "trainer.tasks_per_step=6") == [
+        ".train: 0 tasks are fewer than trainer.tasks_per_step 6; add tasks, or lower it"
     ]
     made = "env 'own_world:makes': its method step must take (action) as an async function"
     assert lines("~data", "+" + sizes.format(40, "own_world:Letters"), "env.name='own_world:makes'") == [f": {made}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -108,8 +109,14 @@ def test_a_team_that_ships_brings_all_but_what_is_given(tmp_path: Path) -> None:
         ({"tasks": {"train": TASKS, "tset": TASKS}}, TaskError, "tasks has keys train, tset; expected train, valid"),
         ({"tasks": {"test": TASKS}}, TaskError, "tasks has keys test; expected train, validation, test"),
         ({"folder": "results/a b"}, ConfigError, "run"),
+        ({"agents": AGENTS[0]}, TaskError, r"agents: AgentSpec\(name='writer'.*; expected a list of AgentSpec, or"),
+        ({"agents": ["writer"]}, TaskError, r"agents: \['writer'\]; expected a list of AgentSpec, or the name of a"),
+        ({"agents": []}, TaskError, r"agents: \[\]; expected a list of AgentSpec"),
+        ({"tasks": 5}, TaskError, r"tasks.train is 5; expected tasks, \(prompt, answer\) pairs, rows, or a file"),
+        ({"tasks": "no.jsonl"}, TaskError, "no.jsonl: not here"),
+        ({"tasks": [("1+1", 2)] * 9}, TaskError, "'1\\+1' comes twice, and would be in train and test; take it out"),
         ({"agents": [AGENTS[0], AGENTS[0]]}, TaskError, "agents: 'writer' is there twice; expected different names"),
-        ({"reward": 3}, TaskError, r"reward own.reward must take \(group\); it is of type int; expected a"),
+        ({"reward": 3}, TaskError, r"reward own.reward must take \(trajectory\); it is of type int; expected a"),
         (
             {"tasks_per_step": 17},
             TaskError,
@@ -119,8 +126,12 @@ def test_a_team_that_ships_brings_all_but_what_is_given(tmp_path: Path) -> None:
         ({"env": waits}, TaskError, r"env '.*:waits': its method step must take \(action\); its signature can"),
         ({"env": breaks}, TaskError, r"env '.*:breaks' cannot be made of task '.*' \(ValueError: invalid literal"),
         ({"engine": {"max_length": 8192}, "microbatch_tokens": 8192}, TaskError, "8192 .*4096 positions"),
-        ({"reward": lambda: 3}, TaskError, r"reward own.reward must take \(group\), not \(\); expected a function"),
-        ({"reward": lambda one, other: 3}, TaskError, r"must take \(group\), not \(one, other\); expected a func"),
+        (
+            {"reward": lambda: 3},
+            TaskError,
+            r"reward own.reward must take \(trajectory\), not \(\); expected a function",
+        ),
+        ({"reward": lambda one, other: 3}, TaskError, r"must take \(trajectory\), not \(one, other\); expected a func"),
         ({"policies": "models/none"}, TaskError, r"policies.shared: models/none: no model here \(config.json is miss"),
     ],
 )
@@ -147,6 +158,25 @@ def test_tasks_come_in_the_forms_that_people_have_them_in() -> None:
     assert no_validation["validation"][1].prompt == "19+1"
     by_split = split_tasks({"train": TASKS, "validation": TASKS[:1], "test": TASKS[:2]})
     assert {split: len(tasks) for split, tasks in by_split.items()} == {"train": 20, "validation": 1, "test": 2}
+
+
+def test_tasks_are_read_from_files_of_a_split_each(tmp_path: Path) -> None:
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    train.write_text("".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in TASKS))
+    test.write_text(json.dumps({"prompt": "1+1", "answer": 2}) + "\n")
+    assert [len(tasks) for tasks in split_tasks(str(train)).values()] == [16, 2, 2]
+    given = split_tasks({"train": train, "test": str(test)})  # of a test that is given, train may have tasks
+    assert [[task.prompt for task in given[split]] for split in ("validation", "test")] == [["18+1", "19+1"], ["1+1"]]
+
+
+@pytest.mark.parametrize("said", [None, {"writer": 1.0}, "much"])
+def test_a_reward_that_is_no_number_is_one_line(said: object) -> None:
+    def worth(trajectory):
+        return said
+
+    played = group(trajectory(turn(0, "editor")))
+    with pytest.raises(TaskError, match=r"^reward worth gave .* for a turn of agent 'editor'; expected a number, or"):
+        allocator_of(worth)(played)
 
 
 def test_a_reward_of_a_trajectory_is_an_allocator() -> None:
@@ -210,6 +240,8 @@ def test_the_public_names_stay() -> None:
     assert {thing: " ".join(inspect.signature(thing).parameters) for thing in taken} == taken
     with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
         mm.Trainr  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'AgentSpce'; see docs/api.md; nearest: AgentSpec$"):
+        mm.AgentSpce  # noqa: B018
 
 
 def test_the_page_of_the_api_is_current() -> None:

@@ -8,6 +8,7 @@ import pytest
 from mcore_mas.cli.inspection import REGISTRIES
 from mcore_mas.cli.main import main, snakemake_command
 from mcore_mas.pipeline.base_model import new_project
+from mcore_mas.rollout.base.http_server import bind
 from mcore_mas.rollout.base.options import offered
 from mcore_mas.rollout.records.files import write_trajectories
 from tests.support.finished import finished
@@ -78,6 +79,8 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         ("run demo_math --configdir x", "unrecognized arguments: --configdir; "),
         ("list os:environ", "no registry 'os:environ'; there are: orchestras"),
+        ("studio --port {port}", ": Address already in use; choose another --port, 0 for a free one"),
+        ("studio --host 192.0.2.1", "host 192.0.2.1 is not loopback; bind 127.0.0.1, or give --token-file"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -91,7 +94,9 @@ def test_a_mistake_is_one_line(
     (tmp_path / "text").write_text("hello")
     monkeypatch.chdir(project)
     places = {"missing": tmp_path / "missing", "text": tmp_path / "text", "folder": tmp_path}
-    assert called(monkeypatch, *arguments.format(**places).split()) == 1
+    with bind("127.0.0.1", 0) as taken:
+        words_given = arguments.format(**places, port=taken.getsockname()[1]).split()
+        assert called(monkeypatch, *words_given) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
     assert words in said
@@ -104,6 +109,10 @@ def test_a_mistake_is_one_line(
         ("trian", "No such command 'trian'. Did you mean 'train', 'track'; `mcore-mas --help` says"),
         ("list", "Missing argument 'registry'; `mcore-mas list --help` says"),
         ("train --adpt", "No such option: --adpt"),
+        (
+            "studio --port 99999",
+            "Invalid value for '--port': Input should be less than or equal to 65535; `",
+        ),
         ("help nothing", "No such command 'nothing'; `mcore-mas --help` says"),
     ],
 )

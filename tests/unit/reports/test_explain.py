@@ -68,7 +68,9 @@ def test_what_cannot_be_explained_is_one_line(file: Path) -> None:
         print_credit(file, "drmas", {}, "x", 3, Console())
     with pytest.raises(CreditError, match="advantage 'gae' needs values"):
         print_credit(file, "gae", {}, None, 3, Console())
-    with pytest.raises(ValueError, match="advantage 'drmas' has no option 'epsilon'"):
+    with pytest.raises(CreditError, match=r"^unknown advantage 'drmass'; nearest: drmas; known: "):
+        print_credit(file, "drmass", {}, None, 3, Console())
+    with pytest.raises(CreditError, match="advantage 'drmas' has no option 'epsilon'"):
         print_credit(file, "drmas", {"epsilon": 1}, None, 3, Console())
 
 

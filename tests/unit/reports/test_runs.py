@@ -72,6 +72,9 @@ def test_names_of_runs_and_empty_sections_are_no_differences(tmp_path: Path) -> 
     assert config_differences(*runs) == {"reward.options.price": (0.1, None)}
     said = CliRunner().invoke(app, ["compare", *map(str, runs)], env={"COLUMNS": "100"}).stdout
     assert "reward.options.price │ 0.1 │ not set" in said
+    narrow = CliRunner().invoke(app, ["compare", *map(str, runs)], env={"COLUMNS": "30"}).stdout.split("┃")
+    setting = "".join(line.partition("│")[0].strip() for line in narrow[2].splitlines()[2:])
+    assert setting.startswith("reward.options.price")  # whole: keys of one section differ at their end
 
 
 def test_a_run_is_named_by_its_folder_or_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def page(tmp_path: Path) -> Iterator[Browser]:
     make_run(results / "b", {"t": 1.0, "u": 0.75}, seed=2)
     for run in "ab":
         with (results / run / "train/metrics.jsonl").open("a") as file:
+            file.write('{"step": 2, "validation/x/accuracy": 0.5, "validation/y/accuracy": 0.25}\n')
             for agent in ("solver", "verifier"):
                 file.write(json.dumps({"step": 2, f"agent/{agent}/reward_mean": 0.5}) + "\n")
     file = results / "a/train/trajectories/step_000002.parquet"
@@ -83,7 +84,7 @@ HUES = """Object.fromEntries([...document.querySelectorAll('figure')].map(figure
 
 
 def test_an_agent_has_one_colour_in_all_charts(page: Browser, tmp_path: Path) -> None:
-    """Also where metrics come in another order, and where an agent is alone."""
+    """Also where metrics come in another order, behind data sources, and where an agent is alone."""
     rows = [("verifier", "entropy"), ("solver", "entropy"), ("verifier", "kl")]
     with (tmp_path / "results/a/train/metrics.jsonl").open("a") as journal:
         journal.write(json.dumps({"step": 3} | {f"agent/{agent}/{name}": 0.5 for agent, name in rows}) + "\n")

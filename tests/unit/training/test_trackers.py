@@ -143,3 +143,9 @@ def test_a_library_that_is_not_installed_is_refused_before_anything_starts(
         open_trackers(config_of(tmp_path, "trackio"), 0, print)
     with pytest.raises(ConfigError, match=r"tracking.also.*'tensorbord'"):
         config_of(tmp_path, "tensorbord")
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_is_chosen_by_its_name_beside_mlflow(name: str) -> None:
+    chosen = resolve(["experiment=demo_math", f"tracking={name}"])["tracking"]
+    assert chosen == resolve(["experiment=demo_math"])["tracking"] | {"also": [name]}
