@@ -156,7 +156,9 @@ def split_tasks(given: Any) -> dict[str, list[Task]]:
     for split in cut:
         parts[split], train = train[-held:], train[:-held]
     parts["train"] = train
-    tasks = {split: [_task(item, split, n) for n, item in enumerate(parts[split])] for split in SPLITS}
+    tasks: dict[str, list[Task]] = {
+        split: [_task(item, split, n) for n, item in enumerate(parts[split])] for split in SPLITS
+    }
     trained = {(task.prompt, task.answers) for task in tasks["train"]}
     for task in (task for split in cut for task in tasks[split]):
         if (task.prompt, task.answers) in trained:

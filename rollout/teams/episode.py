@@ -164,9 +164,12 @@ class Episode:
             return await self._timed(tool, call, *arguments)
 
     async def _timed(self, tool: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:
-        try:
+        async def called() -> _T:
             with Blamed(tool):
-                return await within(self._tool_s, call(*arguments))
+                return await call(*arguments)
+
+        try:
+            return await within(self._tool_s, called())
         except Late as late:
             raise LateTool(f"{tool}: {late}", f"tool/{tool}") from None
 

@@ -24,7 +24,10 @@ TurnReply = tuple[Turn, AgentReply]  # what is written down, and what the orches
 
 @dataclass(slots=True)
 class Blamed:  # made of a generator it would take several times longer, three times a turn
-    """Anything but a failure that is expected is a Defect of `what`: it fails one trajectory, not the run."""
+    """Anything but a failure that is expected is a Defect of `what`: it fails one trajectory, not the run.
+
+    `sys.exit` too, which else ends the event loop of all.
+    """
 
     what: str
 
@@ -32,7 +35,9 @@ class Blamed:  # made of a generator it would take several times longer, three t
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (EngineError, EnvError, Late, Unusable)):
+        if isinstance(error, (Exception, SystemExit)) and not isinstance(
+            error, (EngineError, EnvError, Late, Unusable)
+        ):
             raise Defect(f"{self.what}: {type(error).__name__}: {error}") from error
 
 

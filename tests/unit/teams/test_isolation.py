@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import re
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -118,6 +119,7 @@ def test_who_is_cancelled_twice_tells_its_own_twice():
         ("open", "Defect: adder.open: KeyError: 'a bug of the environment'"),
         ("close", "Defect: adder.close: KeyError: 'a bug of the environment'"),
         ("slow close", "LateTool: adder.close: nothing came within 5 s"),
+        ("exit", "Defect: adder.step: SystemExit: 2"),
     ],
 )
 def test_a_bug_of_an_environment_fails_its_trajectory_alone(where, error):
@@ -139,6 +141,8 @@ def test_a_bug_of_an_environment_fails_its_trajectory_alone(where, error):
 
         async def step(self, action):
             self.breaks("step")
+            if (where, self.id) == ("exit", "1"):
+                sys.exit(2)
             return await super().step(action)
 
         async def close(self):
