@@ -6,7 +6,6 @@ import logging
 import os
 import posixpath
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -54,8 +53,7 @@ class Store:
             if path := _sqlite(self.uri):  # artifacts lie beside it, not where the process was started; they have chats
                 artifacts = path.absolute().parent / "mlflow-artifacts"
                 artifacts.mkdir(0o700, parents=True, exist_ok=True)
-                if not path.exists() or path.stat().st_size == 0:
-                    _make_tables(path)
+                path.touch(0o600)
                 place = str(artifacts / self.experiment)
             client = MlflowClient(tracking_uri=self.uri)
             found = client.get_experiment_by_name(self.experiment)
@@ -149,17 +147,6 @@ class Store:
     def alone(self) -> AbstractContextManager[None]:
         """Exclusive access, across processes: to a local sqlite store, or to what runs of these results make."""
         return waited_for(_sqlite(self.uri) or self._results / "mlflow")
-
-
-def _make_tables(path: Path) -> None:
-    """A new sqlite store, whole or not at all: one whose process ended among MLflow's migrations is never usable."""
-    from mlflow.tracking import MlflowClient
-
-    with tempfile.TemporaryDirectory(prefix=".mlflow-", dir=path.parent) as folder:  # which others may not enter
-        begun = Path(folder, path.name)
-        begun.touch(0o600)
-        MlflowClient(tracking_uri=f"sqlite:///{begun}").get_experiment_by_name("")
-        begun.replace(path)
 
 
 def key_of(*parts: Path | str) -> str:

@@ -39,23 +39,6 @@ def history(uri: str, run_id: str | None) -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in MlflowClient(tracking_uri=uri).get_metric_history(run_id or "", "x")]
 
 
-def test_a_process_that_ends_while_it_makes_a_store_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With half of MLflow's tables it could not be opened again by anybody."""
-    store = Store(f"sqlite:///{tmp_path / 'mlflow.db'}", "e", tmp_path)
-
-    def ended(*words: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as among, pytest.raises(KeyboardInterrupt):
-        among.setattr("alembic.command.upgrade", ended)
-        store.connect()
-    assert not (tmp_path / "mlflow.db").exists()
-    store.connect()
-    assert store.experiment_id == "1" and not [*tmp_path.glob(".mlflow-*")]
-
-
 def test_a_broken_store_stops_nothing_and_is_filled_when_it_works(tmp_path: Path) -> None:
     store = tmp_path / "mlflow.db"
     store.write_bytes(b"this is no database" * 1000)
