@@ -21,9 +21,13 @@ async def begin(checkpoints: Checkpoints, step: int, metric: float | None = None
     async def write(folder: Path) -> Written:
         async def written() -> dict[str, Digest]:
             await go.wait()
-            (folder / "policy").mkdir()
             text = f"weights of step {step}".encode()
-            return {"policy/weights": write_chunks(folder / "policy" / "weights", [text[:3], text[3:]])}
+            for policy in checkpoints.identity.models:
+                (folder / policy).mkdir()
+            return {
+                f"{policy}/weights": write_chunks(folder / policy / "weights", [text[:3], text[3:]])
+                for policy in checkpoints.identity.models
+            }
 
         return written
 

@@ -127,7 +127,7 @@ WRONG = [
     (MATH, "loss.kl.estimate", "k4", "expected one of k1, k2, k3, k1+, k3+ (got 'k4')"),
     (MATH, "advantage.options.eps", "small", "expected a number of at least 0 (got 'small')"),
     (MATH, "advantage.options.lone", "rwa", "expected one of zero, raw (got 'rwa')"),
-    (MATH, "filter", {"name": "lowest_mean", "options": {"ratio": 2}}, "expected a number from 0 to 1 (got 2)"),
+    (MATH, "filter", {"name": "lowest_mean", "options": {"ratio": 2}}, "expected a number of at least 0 and below 1"),
     (MATH, "filter", {"name": "mean_range", "options": {"low": 1.0}}, "expected a number above low, which is 1"),
     (GAME, "orchestra.options.max_turns", "5", "expected an integer above 0 (got '5')"),
     (GAME, "orchestra.options.max_turns", "five", "expected an integer above 0 (got 'five')"),

@@ -110,7 +110,7 @@ def test_from_the_hub_to_an_answer(published: tuple[dict, list], hub: Hub) -> No
     assert not Path(ITEMS[0]).exists()
     acquire_all(hub)
     receipt = json.loads(Path("data/acquired", f"{ITEMS[3]}.json").read_text())
-    assert (receipt["rows"], receipt["origin"]) == (40, f"made of {ITEMS[0]}")
+    assert (receipt["rows"], receipt["origin"]) == (40, f"made of {ITEMS[0]}, 70.1 GB")
     manifest = json.loads((FOLDER / "index.json").read_text())
     assert (manifest["vectors"], manifest["corpus"], manifest["dim"]) == ("e5_Flat.index", "wiki-18.jsonl", 16)
     assert {key: manifest["encoder"][key] for key in ("name", "pooling", "query_prefix", "passage_prefix")} == {
