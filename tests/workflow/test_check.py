@@ -164,6 +164,7 @@ def test_a_models_files_are_read_as_far_as_their_headers(
 
 def test_programs_and_keys_that_this_machine_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr("mcore_mas.rollout.engines.remote._taken", {})  # of earlier tests
     asked = ["coach=openai", "reward.name=coach"]
     assert said(*asked) == [
         "run 'demo_math': coach.key_variable: OPENAI_API_KEY is not set here; export it with the key, or name a "
