@@ -372,11 +372,8 @@ def _check_credit(config: RunConfig) -> None:
             raise ValueError(f"{what} plays a greedy trajectory, which reward 'tree_shaping' has no reward for")
         if need == "steps" and "trees" in config.contrasts:
             raise ValueError(f"{what} needs rewards of steps in one line of time, and trees have none; choose another")
-        if (
-            need == "steps"
-            and (chosen := config.filter)
-            and (chosen.name == "outliers" or "state" in chosen.options.values())
-        ):
+        chosen = config.filter
+        if need == "steps" and chosen and (chosen.name == "outliers" or chosen.options.get("by") == "state"):
             raise ValueError(
                 f"{what} adds up the rewards of a trajectory's steps, and filter '{chosen.name}' leaves out single "
                 "turns; choose a filter of whole tasks"

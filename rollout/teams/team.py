@@ -35,9 +35,8 @@ class Blamed:  # made of a generator it would take several times longer, three t
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (Exception, SystemExit)) and not isinstance(
-            error, (EngineError, EnvError, Late, Unusable)
-        ):
+        expected = isinstance(error, (EngineError, EnvError, Late, Unusable))
+        if isinstance(error, (Exception, SystemExit)) and not expected:
             raise Defect(f"{self.what}: {type(error).__name__}: {error}") from error
 
 
