@@ -199,7 +199,7 @@ class Shards:
         self._folder, said = folder, folder / "identity.json"
         try:
             same = read_json(said) == {"identity": identity}
-        except (OSError, ValueError):  # there is none, or it is damaged
+        except (FileNotFoundError, ValueError):  # damaged; what cannot be read at the moment removes nothing
             same = False
         if not same:
             for file in folder.glob("part_*.parquet"):
