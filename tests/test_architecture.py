@@ -66,7 +66,7 @@ ENVIRONMENT_READERS = {
     "mcore_mas/training/tracking_store.py": "MLflow's telemetry has no other switch",
     "mcore_mas/training/trainer_group.py": "gloo and NCCL take their network interface from nowhere else",
     "mcore_mas/training/cluster.py": "RAY_ADDRESS, whose cluster Ray would join",
-    "mcore_mas/training/joblog.py": "Slurm's number of a job and its machines",
+    "mcore_mas/training/slurm.py": "Slurm's number of a job and its machines",
     "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are its own box",
     "mcore_mas/cli/machine.py": "MLflow's server passes its settings to its workers in the environment",
     "rollout/engines/sglang/server.py": "a server of another environment does not inherit where this one's modules are",

@@ -21,7 +21,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.base.files import json_lines, read_json, sha256, write_json
 from mcore_mas.rollout.base.options import leaves
 from mcore_mas.rollout.records.files import read_tasks, tasks_digest
-from mcore_mas.training.joblog import machines_here, slurm_job
+from mcore_mas.training.slurm import machines_here, slurm_job
 from mcore_mas.training.tracking_store import PARENT, MetricRow, Store, key_of, metric_name, one_line
 
 CLOCK = "time/unix_s"  # in metrics.jsonl: when the step ended; no metric

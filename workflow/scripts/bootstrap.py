@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged, queued_again
+from mcore_mas.training.joblog import logged
+from mcore_mas.training.slurm import queued_again
 
 out = Path(snakemake.output.done).parent
 with logged(snakemake.log[0]), queued_again(out / "checkpoints", "*/step_*"):

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged, queued_again
+from mcore_mas.training.joblog import logged
+from mcore_mas.training.slurm import queued_again
 
 # a job that is preempted encodes on until Slurm kills it: one that ends before is a failed one, and not queued again
 with logged(snakemake.log[0]), queued_again(Path(snakemake.log[0]).parent):

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged, queued_again
+from mcore_mas.training.joblog import logged
+from mcore_mas.training.slurm import queued_again
 
 scores = Path(snakemake.output.scores)
 with logged(snakemake.log[0]), queued_again(scores.with_suffix(""), "part_*"):

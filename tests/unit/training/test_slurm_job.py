@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.training import joblog
-from mcore_mas.training.joblog import STOP_SIGNALS, Stopped, queued_again
+from mcore_mas.training import slurm
+from mcore_mas.training.joblog import STOP_SIGNALS, Stopped
+from mcore_mas.training.slurm import queued_again
 
 Stand = Callable[[str, str], None]
 
@@ -58,7 +59,7 @@ def test_a_job_is_queued_again_if_something_was_saved_or_most_of_its_time_is_lef
     stand("squeue", f'[ "$*" = "--noheader --jobs 12 --format %M %L %T %r" ] && echo {squeue}')
     stand("scontrol", f'echo "$@" >> {tmp_path}/asked')
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setattr(joblog, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(slurm, "_PATIENCE_S", 0.01)
     (tmp_path / "step_000001").mkdir()  # of before this start
     with pytest.raises(Stopped) as caught, queued_again(tmp_path):
         assert set(STOP_SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -86,7 +87,7 @@ def test_a_job_that_slurm_does_not_queue_again_says_why(
 OVER_TWO = """
 import sys
 from pathlib import Path
-from mcore_mas.training.joblog import ray_over
+from mcore_mas.training.slurm import ray_over
 with ray_over(2, 1, Path(sys.argv[1])) as address:
     import ray
     ray.init(address=address, log_to_driver=False)
@@ -130,7 +131,7 @@ def test_machines_of_a_job_meet_in_the_network_of_their_addresses_in_slurm(
     asked: list[object] = []
     monkeypatch.setattr(socket.socket, "connect", lambda _, place: asked.append(place))
     monkeypatch.setattr(socket.socket, "getsockname", lambda _: (route, 4))
-    assert joblog._address_here() == found
+    assert slurm._address_here() == found
     assert asked == ([] if "not found" in shown else [("10.0.0.2", 9)])
 
 
