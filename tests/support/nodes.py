@@ -167,10 +167,12 @@ class Nodes:
 
     def _environment(self) -> dict[str, str]:
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token), "RAY_USAGE_STATS_ENABLED": "0"}
-        quick = {"RAY_health_check_timeout_ms": "2000", "RAY_health_check_failure_threshold": "3"}
-        # of Ray's client, which by default gives up a machine that is busy
+        # a node that is cut off is given up after 20 s, and one whose machine is busy is not
+        health = {"RAY_health_check_timeout_ms": "6000", "RAY_health_check_failure_threshold": "3"}
+        # of Ray's clients, which by default give up a machine that is busy
         patient = {"RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120", "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "20"}
-        return {**os.environ, **own, **quick, **patient}
+        patient["RAY_raylet_client_num_connect_attempts"] = "60"  # a second each
+        return {**os.environ, **own, **health, **patient}
 
 
 @contextmanager
