@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -105,6 +106,32 @@ def test_a_ray_of_a_runs_own_asks_for_a_token_whatever_the_environment_says() ->
     assert found == [True, "token", "0o700", "0o600"]
     assert doors == ["gcs_server", "ray", "raylet"]  # no dashboard
     assert said.startswith("ConnectionError: Failed to connect to Ray cluster")
+
+
+_IN_A_SCRIPT = """
+import threading, time
+from mcore_mas.training.cluster import running_ray
+
+def train():
+    with running_ray(1, 100):
+        print("up", flush=True)
+        time.sleep(600)
+
+threading.Thread(target=train).start()
+"""
+
+
+def test_sigterm_to_a_script_that_trains_is_not_called_a_sigkill() -> None:
+    """A script hears no SIGTERM: it ends at once, and what cleans up behind it says so."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        command, pipe = [sys.executable, "-c", _IN_A_SCRIPT], subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as script:
+            assert script.stdout is not None and script.stdout.readline() == "up\n"
+            script.terminate()
+            said = script.communicate(timeout=120)[1].splitlines()
+    assert script.returncode == -signal.SIGTERM
+    assert said[-1] == "error: a signal ended the training (SIGTERM, or SIGKILL; was there memory left?)"
 
 
 SLOW = "no Ray starts on this machine in three tries of 30 s; end other work on it, and start this again"
