@@ -44,10 +44,13 @@ def open_pages(
 ) -> None:
     """Serve MLflow's pages on the runs of this machine until interrupted."""
     from mcore_mas.rollout.base.http_server import bind
+    from mcore_mas.training.tracking_store import unfinished
 
     scheme, _, path = store.partition(":///")
     if scheme == "sqlite" and not Path(path).is_file():
         raise UiError(f"{path}: no such file; no run has been tracked yet (run `make demo`, or name another --store)")
+    if line := unfinished(store):
+        raise UiError(line)
     try:
         bind(HOST, port).close()
     except OSError as error:

@@ -372,12 +372,6 @@ def _check_credit(config: RunConfig) -> None:
             raise ValueError(f"{what} plays a greedy trajectory, which reward 'tree_shaping' has no reward for")
         if need == "steps" and "trees" in config.contrasts:
             raise ValueError(f"{what} needs rewards of steps in one line of time, and trees have none; choose another")
-        chosen = config.filter
-        if need == "steps" and chosen and (chosen.name == "outliers" or chosen.options.get("by") == "state"):
-            raise ValueError(
-                f"{what} adds up the rewards of a trajectory's steps, and filter '{chosen.name}' leaves out single "
-                "turns; choose a filter of whole tasks"
-            )
         if agent.loss_weight and rule.options.get("lone") != "raw":  # whose lone votes have advantages too
             check_contrast(what, compared(rule.name, rule.options), config.contrasts)
     branching, own = config.trainer.branching, config.reward.options.get("alpha", 1.0)

@@ -14,6 +14,7 @@ from statistics import fmean
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mcore_mas.config.credit import AdvantageConfig, FilterConfig
 from mcore_mas.config.policy import TrainerConfig
@@ -177,18 +178,11 @@ def _named(samples: Sequence[Sample], name: str) -> Tensor | None:
 
 
 def _steps(samples: Sequence[Sample]) -> Tensor | None:
-    """[n] the reward of the step that followed, with the penalties of the turns before it; None when a turn has none.
-
-    Dr. MAS's GiGPO takes penalties from step rewards too.
-    """
-    steps = _named(samples, "team")
-    if steps is None:
+    """[n, K] rewards of the steps from each turn's round on, 0 beyond the last; None when no step followed a turn."""
+    rows = [sample.steps[sample.round :] for sample in samples]
+    if not all(rows):
         return None
-    rounds: dict[tuple[str, int], float] = {}
-    for sample in samples:
-        place = sample.trajectory, sample.round
-        rounds[place] = rounds.get(place, 0.0) + sample.scores.get("penalty", 0.0)
-    return steps + torch.tensor([rounds[s.trajectory, s.round] for s in samples], dtype=torch.float64)
+    return pad_sequence([torch.tensor(row, dtype=torch.float64) for row in rows], batch_first=True)
 
 
 def _by_token(rows: Sequence[tuple[float, ...] | None]) -> Tensor | None:

@@ -1,13 +1,14 @@
 """Training samples: one turn each, and what each of its tokens weighs in an update."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
 
 import torch
 
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName, token_weights
-from mcore_mas.rollout.records.trajectory import Group, Status, derive_seed, grouped
+from mcore_mas.rollout.records.trajectory import Group, Status, Turn, derive_seed, grouped
 
 TurnId = tuple[str, str, int]  # trajectory, node, turn: which turn of a step
 
@@ -36,6 +37,7 @@ class Sample:
     temperature: float = 1.0
     reward: float = 0.0
     scores: Mapping[str, float] = field(default_factory=dict)  # what was measured of the turn, by name
+    steps: tuple[float, ...] = ()  # reward of every step of its trajectory, by round; see `step_rewards`
     copies: int = 1  # how often the turn counts
     weight: float = 1.0  # of each token's loss, the denominator included once `weigh` has run
     kl_coef: float = 0.0  # factor of the KL term in the loss
@@ -83,6 +85,7 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
                 )
             if trajectory.status is not Status.COMPLETED:
                 continue
+            steps = step_rewards(trajectory.turns)
             for turn in trajectory.turns:
                 if turn.masked and turn.reward is None:
                     continue
@@ -107,10 +110,23 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
                         temperature=turn.temperature,
                         reward=turn.reward,
                         scores=turn.scores,
+                        steps=steps,
                         routing=turn.routing,
                     )
                 )
     return samples
+
+
+def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
+    """What the environment gave in each step, with the penalties of the turns before it, by round of a trajectory.
+
+    Dr. MAS's GiGPO takes penalties from step rewards too. The rounds end before the first that no step followed.
+    """
+    rewards = {turn.round: turn.scores["team"] for turn in turns if "team" in turn.scores}
+    for turn in turns:
+        if turn.round in rewards:
+            rewards[turn.round] += turn.scores.get("penalty", 0.0)
+    return tuple(rewards[number] for number in takewhile(rewards.__contains__, count()))
 
 
 def align(samples: Sequence[Sample], sizes: Mapping[str, int | None], *place: int | str) -> list[Sample]:

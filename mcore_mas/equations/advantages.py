@@ -159,20 +159,17 @@ def _anchored(turns: Turns, step: StepCredit) -> Turns:
 
 
 def discounted_returns(turns: Turns, gamma: float) -> Tensor:
-    """[n] R_t = Σ_{k≥t} γ^{k-t} r_k over the rounds k of a turn's trajectory from its own on, a round counted once.
+    """[n] R_t = r_t + γ R_{t+1} = Σ_{k≥t} γ^{k-t} r_k over the rounds k of a turn's trajectory from its own on.
 
     Raises:
         ValueError: the turns have no rewards of environment steps.
     """
     if turns.steps is None:
         raise ValueError("discounted returns need the rewards of environment steps, which are not there")
-    trajectory, rounds = turns.key("trajectory"), turns.keys["round"]
-    width = int(rounds.max()) + 2
-    distinct, row = torch.unique(trajectory * width + rounds + 1, return_inverse=True)  # ordered by trajectory, round
-    reward = torch.empty(len(distinct), dtype=torch.float64)
-    reward[row] = turns.steps
-    lengths = (distinct // width).bincount()
-    return reverse_scan(reward, gamma, lengths)[row]
+    returns = torch.zeros_like(turns.scores)
+    for rewards in reversed(turns.steps.unbind(1)):
+        returns = rewards + gamma * returns
+    return returns
 
 
 def remax(turns: Turns) -> Advantages:

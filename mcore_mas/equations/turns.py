@@ -24,7 +24,7 @@ class Turns:
     scores: Tensor  # [n] float64, each turn's reward, token penalties included
     keys: Mapping[str, Tensor]  # [n] int64 by column
     lengths: Tensor  # [n] int64 tokens that carry loss
-    steps: Tensor | None = None  # [n] float64 reward of the environment step that followed
+    steps: Tensor | None = None  # [n, K] float64 rewards of the environment's steps from the turn's round on, then 0
     greedy: Tensor | None = None  # [n] float64 outcome of the task's greedy trajectory
     penalties: Tensor | None = None  # [T] float64 taken from the reward token by token
     values: Tensor | None = None  # [T] float64 the critic's value before each token

@@ -203,8 +203,8 @@ class AsyncRollouts:
         return self._journals[step]
 
     def _options(self, **options: Any) -> CollectOptions:
-        limits = self.config.collection
-        return CollectOptions(limits=limits, watchdog=self.watchdog, quarantine=self._quarantine, **options)
+        limits, env = self.config.collection, self.config.env.name
+        return CollectOptions(limits=limits, watchdog=self.watchdog, quarantine=self._quarantine, env=env, **options)
 
     @property
     def _quarantine(self) -> Path:

@@ -41,7 +41,7 @@ _ANSWER_S = 120.0  # that a node may take to start a process and look at a file
 
 
 class ClusterError(RuntimeError):
-    """A Ray that runs already cannot be used: one line that says what, where, what to do."""
+    """A Ray that runs already cannot be used, or none starts here: one line that says what, where, what to do."""
 
 
 class NodeLost(ProcessLost):
@@ -81,6 +81,9 @@ def running_ray(
     Args:
         logs: folder that becomes what its processes have logged, unless all goes well.
         keep_pages: its processes keep the memory that they free, unless this process's environment says otherwise.
+
+    Raises:
+        ClusterError: it does not start.
     """
     if keep_pages:
         for name, value in KEEP_PAGES.items():
@@ -142,8 +145,12 @@ def _started(cpus: int, gpus: int, object_store_mb: int) -> Any:
             for session in sessions() - before:
                 sweep(session)
                 tidy(session, None, keep=False)
-            if last or "timed out during startup" not in str(error):
-                raise
+            slow = "timed out during startup" in str(error)
+            if slow and not last:
+                continue
+            tried = "in three tries of 30 s; end other work on it, and start this again"
+            why = tried if slow else f"({' '.join(str(error).split())[:300]})"
+            raise ClusterError(f"cluster.address: local: no Ray starts on this machine {why}") from error
     raise AssertionError
 
 

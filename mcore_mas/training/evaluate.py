@@ -156,6 +156,7 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard, stop: StopSignal) 
             sampling=config.evaluation.sampling,
             limits=config.collection.model_copy(update={"batch_s": None}),  # it takes as long as it takes
             watchdog=Watchdog(stall_s, reporter.note) if stall_s else None,
+            env=config.env.name,
         )
         collector = replace(collector, options=options)
         numbers = itertools.count(first + 1)
@@ -280,7 +281,7 @@ def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:
             orchestra=config.orchestra.call,
             seed=found.seed,
             step=found.step,
-            options=CollectOptions(tree=branching, quarantine=Path(again)),
+            options=CollectOptions(tree=branching, quarantine=Path(again), env=config.env.name),
         )
         played = asyncio.run(collector.play(found.task, found.sample))
         traces = [json.loads(path.read_text())["traceback"] for path in Path(again).glob("*.json")]

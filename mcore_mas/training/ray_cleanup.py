@@ -68,6 +68,6 @@ if __name__ == "__main__":
     own, *logged = (Path(argument).resolve() for argument in sys.argv[2:])
     sweep(own)
     if not ended:
-        print("error: the training process was killed (SIGKILL; was there memory left?)", file=sys.stderr)
+        print("error: a signal ended the training (SIGTERM, or SIGKILL; was there memory left?)", file=sys.stderr)
         clear_memory(int(sys.argv[1]))
     tidy(own, *logged or (None,), keep=ended != _WELL)

@@ -6,8 +6,9 @@ import logging
 import os
 import posixpath
 import re
+import sqlite3
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ _DIGEST = 36  # characters of a data set's digest that MLflow keeps
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow's words for a run it has not
 
 MetricRow = tuple[str, float, float, int]  # name, value, seconds since the epoch, step counted from 0
+
+
+class StoreError(RuntimeError):
+    """A store that cannot be opened: one line that says which, why and what to do."""
 
 
 class Store:
@@ -51,6 +56,8 @@ class Store:
         with self.alone():  # the first client of a new sqlite store writes its tables
             place = None
             if path := _sqlite(self.uri):  # artifacts lie beside it, not where the process was started; they have chats
+                if line := _unfinished(path):  # once MLflow has it open, no other file can take its place here
+                    raise StoreError(line)
                 artifacts = path.absolute().parent / "mlflow-artifacts"
                 artifacts.mkdir(0o700, parents=True, exist_ok=True)
                 path.touch(0o600)
@@ -164,6 +171,28 @@ def one_line(error: BaseException) -> str:
     """What a store said, short: libraries say at its start what was asked, and at its end what was wrong."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 320 else f"{text[:160]} ... {text[-160:]}"
+
+
+def unfinished(uri: str) -> str:
+    """What to do about a local sqlite store that was begun and never finished, in one line; "" of any other.
+
+    It waits for another process that is making it now.
+    """
+    path = _sqlite(uri)
+    if path is None or not _unfinished(path):
+        return ""
+    with waited_for(path):
+        return _unfinished(path)
+
+
+def _unfinished(path: Path) -> str:
+    """As `unfinished`. MLflow makes the table of experiments first and its first experiment last."""
+    try:  # "rw": what a killed process has not committed is rolled back, as whoever opens the file does
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as database:
+            whole = database.execute("SELECT 1 FROM experiments").fetchone()
+    except sqlite3.Error:  # it is not there, or MLflow says what is wrong with it
+        return ""
+    return "" if whole else f"{path}: MLflow was ended while it made this store, and nothing is in it; move it away"
 
 
 def _sqlite(uri: str) -> Path | None:

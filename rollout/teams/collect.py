@@ -44,6 +44,7 @@ class CollectOptions:
     watchdog: Watchdog | None = None  # sees what is being played
     journal: Recording | None = None  # what was played before a death; None: nothing is written down as it comes
     quarantine: Path | None = None  # folder of what is needed to play a quarantined trajectory again
+    env: str | None = None  # name of the environment that is played; None: that of the tasks
 
 
 _PLAIN = CollectOptions()
@@ -105,9 +106,10 @@ class Collector:
         place = (self.seed, self.step, task.id, sample)
         played: Episode | Tree
         if options.tree is None:
-            played = Episode(task, team.seat(*place), self._env(task), self.orchestra, tool_s=limits.tool_s)
+            seat, env = team.seat(*place), self._env(task)
+            played = Episode(task, seat, env, self.orchestra, tool_s=limits.tool_s, name=options.env)
         else:
-            played = Tree(options.tree, task, team, place, self._env, self.orchestra, limits.tool_s)
+            played = Tree(options.tree, task, team, place, self._env, self.orchestra, limits.tool_s, options.env)
         with options.watchdog.over(name, played.waits) if options.watchdog else nullcontext():
             ending = await _play(played, limits, ends, quota)
         trajectory = Trajectory(

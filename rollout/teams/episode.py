@@ -27,9 +27,16 @@ class Episode:
     """
 
     def __init__(
-        self, task: Task, seat: TeamSession, env: Env, orchestra: Orchestra, *, tool_s: float | None = None
+        self,
+        task: Task,
+        seat: TeamSession,
+        env: Env,
+        orchestra: Orchestra,
+        *,
+        tool_s: float | None = None,
+        name: str | None = None,
     ) -> None:
-        """`tool_s` is how long one call of the environment may take, in seconds."""
+        """One call of `env` may take `tool_s` seconds; errors have its `name`, by default that in the task."""
         self.seat = seat
         self.rewards: list[float] = []  # of every step
         self.answer: str | None = None  # as the latest step that reported one left it
@@ -38,7 +45,7 @@ class Episode:
         self.failure: EngineError | EnvError | None = None  # who is to blame, if anybody raised
         self._events: list[ToolEvent] = []
         self._task = task
-        self._env = env
+        self._env, self._name = env, name or task.env
         # what the state is, without history, from `reset` on: equal texts, equal states; None where it names none
         self._state: Callable[[], str] | None = getattr(env, "state", None)
         self._living = cast(Living, env) if hasattr(env, "open") and hasattr(env, "close") else None
@@ -64,7 +71,7 @@ class Episode:
             finally:
                 await self._let_go("tools", opened.aclose)
                 if self._living is not None:
-                    await self._let_go(f"{self._task.env}.close", self._living.close)
+                    await self._let_go(f"{self._name}.close", self._living.close)
 
     async def _open_tools(self, opened: AsyncExitStack) -> None:
         """Open every agent's tools, each with this episode as its environment where it takes one."""
@@ -96,7 +103,7 @@ class Episode:
                 self._fail(failure)
 
     def reset(self, task: Task) -> str:
-        with Blamed(f"{self._task.env}.reset"):
+        with Blamed(f"{self._name}.reset"):
             problem = self._env.reset(task)
         self._stand()
         return problem
@@ -105,7 +112,7 @@ class Episode:
         began = time.time()
         step = await self._use("step", self._env.step, action)
         if not math.isfinite(step.reward):
-            raise Defect(f"{self._task.env}.step: its reward is {step.reward}")
+            raise Defect(f"{self._name}.step: its reward is {step.reward}")
         self._stand()
         self.seat.credit(step.reward, step.metrics)
         self.rewards.append(step.reward)
@@ -118,7 +125,7 @@ class Episode:
     def _stand(self) -> None:
         """Tell the session in which state the coming turns are."""
         if self._state is not None:
-            with Blamed(f"{self._task.env}.state"):
+            with Blamed(f"{self._name}.state"):
                 self.seat.state = self._state()
 
     async def preview(self, action: str) -> Step:
@@ -160,7 +167,7 @@ class Episode:
         return await self._use(method.__name__, call, *arguments)
 
     async def _use(self, method: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:
-        with self.seat.waits(tool := f"{self._task.env}.{method}"):
+        with self.seat.waits(tool := f"{self._name}.{method}"):
             return await self._timed(tool, call, *arguments)
 
     async def _timed(self, tool: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:

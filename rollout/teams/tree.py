@@ -49,6 +49,7 @@ class Tree:
     make_env: Callable[[Task], Env]
     orchestra: Orchestra
     tool_s: float | None = None
+    env: str | None = None  # its name
 
     def __post_init__(self) -> None:
         self.error = ""  # why it failed
@@ -60,7 +61,8 @@ class Tree:
 
     def _sprout(self) -> Branch:
         seat = BranchSession(self.team, self.place)
-        return Branch(Episode(self.task, seat, self.make_env(self.task), self.orchestra, tool_s=self.tool_s), seat)
+        env = self.make_env(self.task)
+        return Branch(Episode(self.task, seat, env, self.orchestra, tool_s=self.tool_s, name=self.env), seat)
 
     async def play(self) -> None:
         """Grow the tree to its end. It fails when all branches of a round fail, or when it cannot branch."""

@@ -237,7 +237,8 @@ should show. Of its figures (means over seeds with 95 % t intervals):
 ## Engine and trainer
 
 After every update, checksums of the engine's tensors must be those of the trainer's. In every step, the differences
-between their log-probabilities are checked, by their distribution ([engines.md](engines.md#agreement)). How far they
-may be was measured with bfloat16 models of 2 to 32 layers
-([exactness.md](exactness.md#engine-and-trainer-in-bfloat16)).
+between their log-probabilities are checked, by their distribution ([engines.md](engines.md#agreement)). Of several
+mini-batches in a step only the first is judged: the update before a later one has left the engine's weights. With a
+correction all are, by log-probabilities from before the first update. How far they may be was measured with bfloat16
+models of 2 to 32 layers ([exactness.md](exactness.md#engine-and-trainer-in-bfloat16)).
 """

@@ -33,7 +33,10 @@ ROWS = {  # the options that make a row, written down a second time
 
 
 def ragged(rng: random.Random, *, tree: bool = False) -> list[Sample]:
-    """A batch of up to three tasks, with trajectories or trees of any size, agents of very different rewards."""
+    """A batch of up to three tasks, with trajectories or trees of any size, agents of very different rewards.
+
+    Every second round of the environment, and its last, has no turn here.
+    """
     scales = [(10.0 ** rng.randint(-2, 2), rng.gauss(0, 10)) for _ in range(3)]
     samples = []
     for task, trajectory in ((t, k) for t in range(rng.randint(1, 3)) for k in range(rng.choice([1, 2, 6]))):
@@ -48,13 +51,14 @@ def ragged(rng: random.Random, *, tree: bool = False) -> list[Sample]:
                     task=f"t{task}",
                     trajectory=f"t{task}-{trajectory}",
                     turn=node.count(".") if tree else turn,
-                    round=turn // 2,
+                    round=turn // 2 * 2,
                     node=node,
                     state=f"s{rng.randrange(3)}",
                     prompt_ids=(1,),
                     completion_ids=(2,) * tokens,
                     reward=factor * rng.choice([0, 1, 0.9, -0.1, rng.gauss(0, 1)]) + shift,
-                    scores={"team": ((7 * task + 3 * trajectory + turn // 2) % 5) / 3, "greedy": 0.25 + task},
+                    scores={"greedy": 0.25 + task},
+                    steps=tuple(((7 * task + 3 * trajectory + step) % 5) / 3 for step in range(6)),
                     values=tuple(rng.gauss(0, 1) for _ in range(tokens)),
                 )
             )
@@ -133,14 +137,7 @@ def relative(
 def gigpo(
     samples: Sequence[Sample], peers: str, vote: str, std: str, weight: float, gamma: float, **kw: Any
 ) -> list[float]:
-    returns = [0.0] * len(samples)
-    for own in _groups(samples, lambda s: s.trajectory).values():
-        rounds = {samples[i].round: samples[i].scores["team"] for i in own}
-        for i in own:
-            at = samples[i].round
-            returns[i] = sum(
-                gamma ** (sorted(rounds).index(k) - sorted(rounds).index(at)) * r for k, r in rounds.items() if k >= at
-            )
+    returns = [sum(gamma ** (k - s.round) * r for k, r in enumerate(s.steps) if k >= s.round) for s in samples]
     episode = relative(samples, _rewards(samples), PEERS[peers], vote, "mean", std, **kw)
     anchored: Key = lambda s: (PEERS[peers](s), s.state)  # noqa: E731
     step = relative(samples, returns, anchored, "turn", "mean", std, **kw | {"lone": "zero"})

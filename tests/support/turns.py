@@ -9,7 +9,7 @@ from mcore_mas.equations.turns import Turns
 COLUMNS = ("policy", "task", "trajectory", "agent", "state", "turn", "round")
 
 
-def make_turns(rows: Sequence[dict], **columns: list[float]) -> Turns:
+def make_turns(rows: Sequence[dict], **columns: list) -> Turns:
     """Turns from rows with a score each; what a row does not name is 0 (one token, one task, ...)."""
     keys = {}
     for column in COLUMNS:

@@ -126,7 +126,7 @@ def kill_in_training(run: Path) -> None:
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     _, said = process.communicate(timeout=120)
-    assert said.splitlines()[-1] == "error: the training process was killed (SIGKILL; was there memory left?)"
+    assert said.splitlines()[-1] == "error: a signal ended the training (SIGTERM, or SIGKILL; was there memory left?)"
     _, alive = psutil.wait_procs(children, timeout=30)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []  # no process
     wait_until(lambda: not list(kept.glob(f"{process.pid}-*")), 60)  # and nothing in memory

@@ -30,13 +30,6 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
         (*TREES, "advantage.name=gigpo"),
         "advantage 'gigpo' needs rewards of steps in one line of time",
     ),
-    *(
-        (
-            ("experiment=demo_path", "advantage.name=gigpo", f"filter={chosen}"),
-            "leaves out single turns",
-        )
-        for chosen in ("{name: outliers}", "{name: informative, options: {by: state}}")
-    ),
     ((*TREES, "advantage.name=gae"), "advantage 'gae' needs policies.shared.critic"),
     (("experiment=demo_math", "advantage=grpo", "+advantage.options.peers=state"), "environment that names its state"),
     (

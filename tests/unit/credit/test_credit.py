@@ -7,9 +7,10 @@ import torch
 
 from mcore_mas.config.credit import AdvantageConfig, FilterConfig
 from mcore_mas.credit.assign import columns, estimate, keep
-from mcore_mas.credit.samples import CreditError, Sample
-from mcore_mas.equations.advantages import whiten
+from mcore_mas.credit.samples import CreditError, Sample, step_rewards, to_samples
+from mcore_mas.equations.advantages import discounted_returns, whiten
 from mcore_mas.equations.turns import Turns
+from tests.support.played import group, trajectory, turn
 
 
 def sample(trajectory: str, turn: int, agent: str, reward: float, **fields: object) -> Sample:
@@ -139,8 +140,29 @@ def test_an_estimator_of_ones_own_may_give_values_alone() -> None:
 def test_d5_a_step_reward_carries_the_penalties_of_its_turns() -> None:
     """Two turns before one step that gave 1, one of them malformed for 0.1: its reward is 0.9 (Dr. MAS's GiGPO)."""
     scores = ({"team": 1.0}, {"team": 1.0, "penalty": -0.1}, {"team": 0.5})
-    samples = [sample("a", i, "s", 0.0, round=i // 2, scores=own) for i, own in enumerate(scores)]
-    assert columns(samples).steps.tolist() == pytest.approx([0.9, 0.9, 0.5])  # type: ignore[union-attr]
+    turns = [turn(i, "s", own, round=i // 2) for i, own in enumerate(scores)]
+    assert step_rewards(turns) == pytest.approx((0.9, 0.5))
+
+
+def line(*scores: dict[str, float], masked: int | None = None) -> list[Sample]:
+    """Samples of a trajectory with a turn in each round; the `masked` one has no reward."""
+    turns = (turn(i, "s", own, round=i, masked=i == masked) for i, own in enumerate(scores))
+    return to_samples([group(trajectory(*(t if t.masked else replace(t, reward=0.0) for t in turns)))])
+
+
+def test_a_return_counts_all_steps_of_a_trajectory_whoever_of_it_is_there() -> None:
+    """Steps that gave 1, 10 and 100: with γ of a half 1 + 5 + 25, though the second turn has no reward."""
+    samples = line({"team": 1.0}, {"team": 10.0}, {"team": 100.0}, masked=1)
+    assert [s.turn for s in samples] == [0, 2]
+    assert discounted_returns(columns(samples), 0.5).tolist() == [31.0, 100.0]
+    assert discounted_returns(columns(samples[:1]), 0.5).tolist() == [31.0]
+
+
+def test_a_turn_that_no_step_followed_has_no_return() -> None:
+    samples = line({"team": 1.0}, {})
+    assert columns(samples[:1]).steps is not None
+    with pytest.raises(CreditError, match="advantage 'gigpo' needs steps of every turn, and a turn has none"):
+        estimate(samples, {"s": AdvantageConfig(name="gigpo")})
 
 
 def test_d10_a_masked_turn_with_a_reward_counts_for_its_peers_alone() -> None:

@@ -19,8 +19,8 @@ from tests.support.turns import make_turns
 def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
     rows = [{"trajectory": i, "node": str(i), "score": s, "task": "t"} for i, s in enumerate((1.0, 3.0, 4.0))]
     other = [{"trajectory": 7 + i, "node": str(i), "score": s, "task": "u"} for i, s in enumerate((100.0, -100.0))]
-    alone = ESTIMATORS[name](make_turns(rows, steps=[1.0, 2.0, 3.0])).values
-    among = ESTIMATORS[name](make_turns(rows + other, steps=[1.0, 2.0, 3.0, 9.0, 9.0])).values
+    alone = ESTIMATORS[name](make_turns(rows, steps=[[1.0], [2.0], [3.0]])).values
+    among = ESTIMATORS[name](make_turns(rows + other, steps=[[1.0], [2.0], [3.0], [9.0], [9.0]])).values
     assert among[:3].tolist() == pytest.approx(alone.tolist())
 
 
@@ -29,7 +29,7 @@ def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
 def test_equal_scores_have_advantages_of_exactly_zero(name: str, score: float) -> None:
     for n in (2, 3, 7, 11):
         rows = [{"trajectory": i, "node": str(i), "score": score} for i in range(n)]
-        assert ESTIMATORS[name](make_turns(rows, steps=[score] * n)).values.tolist() == [0.0] * n
+        assert ESTIMATORS[name](make_turns(rows, steps=[[score, score]] * n)).values.tolist() == [0.0] * n
 
 
 ROWS = st.lists(
@@ -51,10 +51,10 @@ def played(rows: list[tuple[int, int, int, int]]) -> list[dict]:
     return out
 
 
-def needed(rows: list[dict]) -> dict[str, list[float]]:
+def needed(rows: list[dict]) -> dict[str, list]:
     tokens = sum(row["tokens"] for row in rows)
     return {
-        "steps": [float(row["score"]) for row in rows],
+        "steps": [[float(row["score"]), 1.0] for row in rows],
         "greedy": [1.0] * len(rows),
         "values": [0.1 * (i % 7) for i in range(tokens)],
     }

@@ -34,6 +34,7 @@ from mcore_mas.rollout.rewards.penalties import VALIDITY_RULES
 from mcore_mas.rollout.tasks import GENERATORS
 from mcore_mas.rollout.teams.journal import Quarantined
 from mcore_mas.rollout.teams.roles import ROLES
+from mcore_mas.rollout.teams.tree import Branching
 from tests.support import casts
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine
@@ -132,6 +133,15 @@ def test_an_environment_that_cannot_be_made_and_a_reward_that_is_no_number_are_q
         engine = ScriptedEngine(lambda *_: (*b"1", 0))
         run = collect([TASK], make_team(engine), make_env, one_step, group_size=1, seed=SEED, step=STEP)
         assert asyncio.run(run)[0].trajectories[0].error == error
+
+
+@pytest.mark.parametrize("tree", [None, Branching(width=2)])
+def test_what_breaks_is_called_by_the_name_of_the_environment_that_is_played(tree: Branching | None) -> None:
+    engine = ScriptedEngine(lambda *_: (*b"13", 0))
+    run = collect(
+        [TASK], make_team(engine), Breaks, one_step, group_size=1, seed=SEED, step=STEP, env="own:Breaks", tree=tree
+    )
+    assert asyncio.run(run)[0].trajectories[0].error == "Defect: own:Breaks.step: MemoryError: 13"
 
 
 PIECES = (

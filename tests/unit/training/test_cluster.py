@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -36,19 +37,19 @@ with running_ray(1, 100, keep_pages=True):
     print(json.dumps(ray.get(worker.remote())))
 """
 
-_FAILS_ONCE = """
-import os
+_FAILS = """
+import os, sys
 from pathlib import Path
 from unittest import mock
 import psutil, ray
 from ray._private import services
-from mcore_mas.training.cluster import running_ray
+from mcore_mas.training.cluster import ClusterError, running_ray
 
 found, tries = services.get_node, []
 
 def get_node(*arguments, **options):
     tries.append(None)
-    if len(tries) == 1:
+    if len(tries) <= int(sys.argv[1]):
         raise ValueError("The current node timed out during startup.")
     return found(*arguments, **options)
 
@@ -61,11 +62,15 @@ def command(process):
     except psutil.Error:  # it has just ended
         return ""
 
-with mock.patch.object(services, "get_node", get_node), running_ray(1, 100):
-    (own,) = sessions()
-    assert Path(ray._private.worker._global_node.get_session_dir_path()).resolve() == own.resolve()
-    commands = [command(process) for process in psutil.Process().children(recursive=True)]
-    assert sum("gcs_server" in command for command in commands) == 1, commands
+try:
+    with mock.patch.object(services, "get_node", get_node), running_ray(1, 100):
+        (own,) = sessions()
+        assert Path(ray._private.worker._global_node.get_session_dir_path()).resolve() == own.resolve()
+        commands = [command(process) for process in psutil.Process().children(recursive=True)]
+        assert sum("gcs_server" in command for command in commands) == 1, commands
+    print("well")
+except ClusterError as error:
+    print(error)
 print(len(tries), sessions())
 """
 
@@ -103,12 +108,42 @@ def test_a_ray_of_a_runs_own_asks_for_a_token_whatever_the_environment_says() ->
     assert said.startswith("ConnectionError: Failed to connect to Ray cluster")
 
 
-def test_a_ray_that_did_not_start_in_time_leaves_neither_folder_nor_process() -> None:
+_IN_A_SCRIPT = """
+import threading, time
+from mcore_mas.training.cluster import running_ray
+
+def train():
+    with running_ray(1, 100):
+        print("up", flush=True)
+        time.sleep(600)
+
+threading.Thread(target=train).start()
+"""
+
+
+def test_sigterm_to_a_script_that_trains_is_not_called_a_sigkill() -> None:
+    """A script hears no SIGTERM: it ends at once, and what cleans up behind it says so."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        command, pipe = [sys.executable, "-c", _IN_A_SCRIPT], subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as script:
+            assert script.stdout is not None and script.stdout.readline() == "up\n"
+            script.terminate()
+            said = script.communicate(timeout=120)[1].splitlines()
+    assert script.returncode == -signal.SIGTERM
+    assert said[-1] == "error: a signal ended the training (SIGTERM, or SIGKILL; was there memory left?)"
+
+
+SLOW = "no Ray starts on this machine in three tries of 30 s; end other work on it, and start this again"
+
+
+@pytest.mark.parametrize(("failing", "said"), [(1, ["well", "2 []"]), (3, [f"cluster.address: local: {SLOW}", "3 []"])])
+def test_a_ray_that_did_not_start_in_time_leaves_neither_folder_nor_process(failing: int, said: list[str]) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:  # a short path: Ray has sockets in it
         environment = os.environ | {"RAY_TMPDIR": folder}
-        command = [sys.executable, "-c", _FAILS_ONCE]
+        command = [sys.executable, "-c", _FAILS, str(failing)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1:] == ["2 []"], done.stdout + done.stderr
+    assert done.stdout.splitlines()[-2:] == said, done.stdout + done.stderr
 
 
 def test_workers_keep_the_memory_that_they_free_unless_the_environment_says_otherwise() -> None:

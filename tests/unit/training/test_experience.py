@@ -11,12 +11,20 @@ from mcore_mas.cli.main import main
 from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
 from mcore_mas.rollout.environments import math
 from mcore_mas.rollout.environments.math import last_boxed
+from mcore_mas.rollout.environments.protocol import Step
 from mcore_mas.rollout.records.files import read_trajectories
 from mcore_mas.rollout.records.trajectory import Group, Status
 from mcore_mas.rollout.rewards.allocation import allocate
 from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.metrics import rollout_metrics
 from tests.support.scripted_run import box, make_run, task_of
+
+
+class Breaking(math.MathEnv):
+    """Cannot take a step."""
+
+    async def step(self, action: str) -> Step:
+        raise KeyError("own")
 
 
 def only_odd_tasks_differ(prompt, call):
@@ -151,6 +159,14 @@ def test_more_quarantined_trajectories_than_allowed_end_the_step(
     monkeypatch.setattr(math, "last_boxed", breaks)
     run = make_run(tmp_path / "again", lambda prompt, call: box(13 if call < 2 else task_of(prompt)))
     with pytest.raises(TrainingError, match=r"step 0: 2 of 4 trajectories are quarantined, more than collection.max_q"):
+        asyncio.run(run.rollouts.collect_batch(0))
+
+
+def test_an_environment_of_ones_own_is_named_where_it_breaks(tmp_path: Path) -> None:
+    """Its tasks are of env math."""
+    name = "tests.unit.training.test_experience:Breaking"
+    run = make_run(tmp_path, lambda prompt, call: box(task_of(prompt)), f"env={{name: {name}}}")
+    with pytest.raises(TrainingError, match=rf"the first: Defect: {name}\.step: KeyError: 'own'; see to it"):
         asyncio.run(run.rollouts.collect_batch(0))
 
 

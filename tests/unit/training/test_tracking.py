@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from mcore_mas.reports.study import MetricsError, read_metrics
+from mcore_mas.rollout.base.files import waited_for
 from mcore_mas.training import tracking
 from mcore_mas.training.logbook import Journal
 from mcore_mas.training.tracking import CLOCK, Sink, TrackedRun, Tracker, noted
-from mcore_mas.training.tracking_store import Store
+from mcore_mas.training.tracking_store import Store, unfinished
 
 
 def opened(folder: Path, uri: str, warn: Callable[[str], None], **run: object) -> tuple[Journal, Tracker]:
@@ -63,6 +68,49 @@ def test_a_broken_store_stops_nothing_and_is_filled_when_it_works(tmp_path: Path
     assert history(uri, first_run) == [(0, -1.0), (1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]  # each once
     run = MlflowClient(tracking_uri=uri).get_run(str(first_run))
     assert (run.info.status, run.data.params) == ("FINISHED", {"a.b": "1"})
+
+
+KILLED_IN_ITS_FIRST_MIGRATION = """
+import os, sys
+from alembic.runtime.migration import HeadMaintainer
+from mlflow.tracking import MlflowClient
+HeadMaintainer.update_to_step = lambda *_: os._exit(9)
+MlflowClient(tracking_uri=sys.argv[1]).search_experiments()
+"""
+
+
+def test_a_store_that_was_never_finished_is_named_until_it_is_moved_away(tmp_path: Path) -> None:
+    """MLflow says 'duplicate column name: step' of it, in every process from then on."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert subprocess.run([sys.executable, "-c", KILLED_IN_ITS_FIRST_MIGRATION, uri], check=False).returncode == 9
+    line = f"{tmp_path}/mlflow.db: MLflow was ended while it made this store, and nothing is in it; move it away"
+    assert unfinished(uri) == line
+    said: list[str] = []
+    journal, tracker = opened(tmp_path, uri, said.append)
+    step(journal, tracker, 0)
+    named = threading.Event()
+    tracker.sink.put(named.set)
+    assert named.wait(60)
+    assert said == [f"MLflow does not take metrics (StoreError: {line}); {tmp_path}/metrics.jsonl has them for later"]
+    (tmp_path / "mlflow.db").rename(tmp_path / "away.db")
+    tracker.finish("FINISHED")
+    assert history(uri, tracker.run_id) == [(1, 0.0)]
+    assert unfinished(uri) == ""
+
+
+def test_a_store_that_is_being_made_is_waited_for(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("CREATE TABLE experiments (name TEXT)")
+        found: list[str] = []
+        asking = threading.Thread(target=lambda: found.append(unfinished(f"sqlite:///{tmp_path / 'mlflow.db'}")))
+        with waited_for(tmp_path / "mlflow.db"):
+            asking.start()
+            asking.join(0.5)
+            assert found == []
+            database.execute("INSERT INTO experiments VALUES ('Default')")
+            database.commit()
+        asking.join(60)
+    assert found == [""]
 
 
 def test_a_store_that_breaks_in_mid_run_is_sent_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
