@@ -1,10 +1,8 @@
 """Section of a config about the cluster: the nodes and devices that a run takes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -37,7 +35,7 @@ class ClusterConfig(Section):
     gpus: str | None = None  # such as 8xH100: a suite then gives the run the placement that makes the most of them
 
     @model_validator(mode="after")
-    def _reachable(self) -> ClusterConfig:
+    def _reachable(self) -> Self:
         if not re.fullmatch(r"local|auto|(ray://)?[^\s/]+:\d{1,5}", self.address):
             raise ValueError(f"address: {self.address!r}; expected local, auto, or [ray://]host:port of a running Ray")
         if self.address != "local" and self.cpus is not None:

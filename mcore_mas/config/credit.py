@@ -1,9 +1,7 @@
 """Credit sections of a config: advantage estimators, filters and losses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -49,7 +47,7 @@ class KLConfig(Section):
     horizon: float = Field(10_000.0, gt=0)  # samples, of the adaptive coefficient
 
     @model_validator(mode="after")
-    def _starts(self) -> KLConfig:
+    def _starts(self) -> Self:
         if self.target is not None and not self.coef:
             raise ValueError("an adaptive coefficient starts above 0; set coef, or leave target out")
         return self
@@ -75,7 +73,7 @@ class LossConfig(Choice):
     correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="after")
-    def _normed(self) -> LossConfig:
+    def _normed(self) -> Self:
         normed = AGGREGATIONS[self.aggregation].normed
         if normed != (self.norm is not None):
             what = "needs norm, a length in tokens" if normed else "divides by no constant; leave norm out"

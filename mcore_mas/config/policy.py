@@ -1,12 +1,10 @@
 """Sections of a config about training: policies, the trainer's steps, cold start, evaluation, tracking."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, JsonValue, PositiveFloat, field_validator, model_validator
@@ -29,7 +27,7 @@ class RateConfig(Section):
     decay_steps: int | None = Field(None, ge=1)  # as warmup_steps, until there, these included; None: the run's end
 
     @model_validator(mode="after")
-    def _falls(self) -> RateConfig:
+    def _falls(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}; a schedule falls")
         return self
@@ -94,7 +92,7 @@ class OwnConfig(Section):
     trainer: dict[str, JsonValue] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _of_a_policy(self) -> OwnConfig:
+    def _of_a_policy(self) -> Self:
         for section, allowed in OWN_SETTINGS.items():
             for key in getattr(self, section):
                 if key not in allowed:
@@ -159,7 +157,7 @@ class PolicyConfig(RateConfig):
         return self.tp * self.pp * self.cp * self.dp
 
     @model_validator(mode="after")
-    def _goes_together(self) -> PolicyConfig:
+    def _goes_together(self) -> Self:
         if bool(self.model) == (self.remote is not None):
             raise ValueError("a policy has either a model (a folder) or a remote (an API); set one of them")
         if self.remote is not None and self.max_in_flight is not None:
@@ -259,7 +257,7 @@ class TrainerConfig(Section):
     agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)  # bounds in place of the precision's
 
     @model_validator(mode="after")
-    def _goes_together(self) -> TrainerConfig:
+    def _goes_together(self) -> Self:
         if self.minibatch is not None and self.updates_per_step > 1:
             raise ValueError("minibatch and updates_per_step both cut a step's samples; leave one of them out")
         if self.final == "best" and not self.keep_best:
@@ -285,7 +283,7 @@ class BaseModelConfig(Section):
     tokens: Literal["words", "phrases"] = "words"  # the largest text that may become one token; digits never join
 
     @model_validator(mode="after")
-    def _divides(self) -> BaseModelConfig:
+    def _divides(self) -> Self:
         if self.hidden % self.heads or self.heads % self.kv_heads:
             raise ValueError(
                 f"hidden {self.hidden}, heads {self.heads}, kv_heads {self.kv_heads}: "

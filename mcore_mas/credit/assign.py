@@ -18,44 +18,30 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mcore_mas.config.credit import AdvantageConfig, FilterConfig
 from mcore_mas.config.policy import TrainerConfig
-from mcore_mas.credit.samples import CreditError, Sample
+from mcore_mas.credit.samples import CreditError, Sample, TurnId
 from mcore_mas.equations.advantages import ALONE, BY_TOKEN, NEEDS, compared
 from mcore_mas.equations.divergence import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
 from mcore_mas.rollout.records.trajectory import grouped
 
-# what an estimator's keys may name: columns of samples
 _IDS = ("policy", "task", "agent", "trajectory", "state")
-_NUMBERS = ("turn", "round")
 
 
-class _Keys(dict[str, Tensor]):
-    """Key columns of samples, each numbered when it is first asked for."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples = samples
-
-    def __missing__(self, column: str) -> Tensor:
-        self.update(self._make(column))
-        return self[column]
-
-    def _make(self, column: str) -> dict[str, Tensor]:
-        if column in _NUMBERS:
-            return {column: torch.tensor([getattr(sample, column) for sample in self._samples])}
-        numbers: dict[object, int] = {}
-        if column in _IDS:
-            named = (getattr(sample, column) for sample in self._samples)
-            return {column: torch.tensor([numbers.setdefault(name, len(numbers)) for name in named])}
-        if column not in ("node", "parent"):
-            raise KeyError(column)
-        nodes = [numbers.setdefault((s.trajectory, s.node), len(numbers)) for s in self._samples]
-        # a parent without a turn here, filtered or masked, has a number too: its children are nobody else's siblings
-        places = [(s.trajectory, s.node.rpartition(".")[0]) for s in self._samples]
-        for place in places:
-            if place[1]:
-                numbers.setdefault(place, len(numbers))
-        parents = [numbers.get(place, -1) if s.node else -1 for s, place in zip(self._samples, places, strict=True)]
-        return {"node": torch.tensor(nodes), "parent": torch.tensor(parents)}
+def _keys(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """The key columns of `Turns`: texts of samples are numbered, and so are nodes and their parents."""
+    keys = {"turn": torch.tensor([s.turn for s in samples]), "round": torch.tensor([s.round for s in samples])}
+    for column in _IDS:
+        known: dict[str, int] = {}
+        keys[column] = torch.tensor([known.setdefault(getattr(s, column), len(known)) for s in samples])
+    numbers: dict[tuple[str, str], int] = {}
+    nodes = [numbers.setdefault((s.trajectory, s.node), len(numbers)) for s in samples]
+    # a parent without a turn here, filtered or masked, has a number too: its children are nobody else's siblings
+    above = [(s.trajectory, s.node.rpartition(".")[0]) for s in samples]
+    for place in above:
+        if place[1]:
+            numbers.setdefault(place, len(numbers))
+    parents = [numbers.get(place, -1) if s.node else -1 for s, place in zip(samples, above, strict=True)]
+    return keys | {"node": torch.tensor(nodes), "parent": torch.tensor(parents)}
 
 
 def columns(samples: Sequence[Sample]) -> Turns:
@@ -64,7 +50,7 @@ def columns(samples: Sequence[Sample]) -> Turns:
     penalised = any(sample.penalties is not None for sample in samples)
     return Turns(
         scores=torch.tensor([sample.reward - sum(sample.penalties or ()) for sample in samples], dtype=torch.float64),
-        keys=_Keys(samples),
+        keys=_keys(samples),
         lengths=torch.tensor([sample.tokens for sample in samples]),
         # the rounds of a tree are not one line of time
         steps=None if trees else _steps(samples),
@@ -120,9 +106,9 @@ def assess(turns: Turns, rule: AdvantageConfig) -> Advantages:
     return made if isinstance(made, Advantages) else Advantages(made)
 
 
-def by_place(samples: Sequence[Sample]) -> dict[tuple[str, str, int], float]:
-    """The advantage of every turn, the mean over its tokens, by (trajectory, node, turn)."""
-    return {(s.trajectory, s.node, s.turn): fmean(s.advantages) for s in samples if s.advantages}
+def by_place(samples: Sequence[Sample]) -> dict[TurnId, float]:
+    """The advantage of every turn, the mean over its tokens."""
+    return {s.id: fmean(s.advantages) for s in samples if s.advantages}
 
 
 def penalise(sample: Sample, coef: float, kind: KLName) -> Sample:

@@ -153,9 +153,7 @@ def _anchored(turns: Turns, step: StepCredit) -> Turns:
         if turns.alike is None:
             raise ValueError("gigpo: step.similarity below 1 needs the texts of the states, which are not there")
         state = turns.alike(step.similarity)
-    keys = {column: turns.keys[column] for column in ("task", "agent", "trajectory", "node", "turn")}
-    scores = discounted_returns(turns, step.gamma)
-    return Turns(scores=scores, keys={**keys, "state": state}, lengths=turns.lengths)
+    return replace(turns, scores=discounted_returns(turns, step.gamma), keys={**turns.keys, "state": state})
 
 
 def discounted_returns(turns: Turns, gamma: float) -> Tensor:

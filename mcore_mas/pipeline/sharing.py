@@ -117,7 +117,6 @@ class ConfigCache:
         self._made_with = _digest(_stamps([*shipped, *packages, *own]))
         self._before = self._read()
         self._now: dict[str, Any] = {}
-        self._imports: tuple[int, list[str]] = (0, [])  # as of so many modules
 
     def get(self, settings: Mapping[str, Any], compose: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The config of `settings`, composed where it is not known."""
@@ -138,15 +137,11 @@ class ConfigCache:
             write_text(self._path, json.dumps(self._now))
 
     def _imported(self) -> list[str]:
-        """The user's modules that this process has imported, looked for again where it has imported any."""
-        if len(sys.modules) == self._imports[0]:
-            return self._imports[1]
+        """The user's modules that this process has imported."""
         others = (module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "mcore_mas")
         files = (str(getattr(module, "__file__", None) or "") for module in others)
         folders = tuple(f"{folder}{os.sep}" for folder in self._code)
-        found = [file for file in files if file.startswith(folders) and f"{os.sep}site-packages{os.sep}" not in file]
-        self._imports = len(sys.modules), found
-        return found
+        return [file for file in files if file.startswith(folders) and f"{os.sep}site-packages{os.sep}" not in file]
 
     def _read(self) -> dict[str, Any]:
         try:

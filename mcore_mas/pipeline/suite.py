@@ -1,7 +1,5 @@
 """Suite of runs: what one call of the pipeline makes, checked and resolved before any job starts."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -9,7 +7,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -52,7 +50,7 @@ class Suite:
     _checked: dict[str, RunConfig] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def load(cls, suite: Mapping[str, Any], folder: Path | None = None, cache: Path | None = None) -> Suite:
+    def load(cls, suite: Mapping[str, Any], folder: Path | None = None, cache: Path | None = None) -> Self:
         """Check the content of a suite file in `folder` and compose the config of each of its runs.
 
         From then on Python code in `folder`, and beside its configs, is imported here and in processes started here.

@@ -1,14 +1,12 @@
 """Choice of a placement: of all that fit a cluster and use all of its GPUs, the one with the shortest step."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -40,7 +38,7 @@ class Cluster:
     node: int = 8  # GPUs of a machine, at most
 
     @classmethod
-    def parse(cls, text: str) -> Cluster:
+    def parse(cls, text: str) -> Self:
         """From words such as 8xH100, in machines of eight.
 
         Raises:
@@ -54,7 +52,7 @@ class Cluster:
         return cls(gpus=int(found[1]), kind=found[2], gpu=GPUS[found[2]])
 
     @classmethod
-    def read(cls, path: Path) -> Cluster:
+    def read(cls, path: Path) -> Self:
         """From a YAML file: gpus (16xH100), and where they differ node (GPUs of a machine), memory, flops, bandwidth.
 
         Raises:

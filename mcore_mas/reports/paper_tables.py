@@ -1,11 +1,9 @@
 """Papers' tables: their numbers and layout (workflow/tables), and the same table of what was measured here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import Field, ValidationError
@@ -72,7 +70,7 @@ class PaperTable:
     config: PaperTableConfig
 
     @classmethod
-    def load(cls, name: str, folder: Path = TABLES) -> PaperTable:
+    def load(cls, name: str, folder: Path = TABLES) -> Self:
         """Read a table of the files in `folder`.
 
         Raises:

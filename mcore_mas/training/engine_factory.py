@@ -143,13 +143,10 @@ def make_renderers(config: RunConfig, models: Mapping[str, str | Path]) -> dict[
 
 
 def make_players(
-    config: RunConfig,
-    engines: Mapping[str, Any],
-    models: Mapping[str, str | Path],
-    servers: Mapping[str, Sequence[object]] | None = None,
+    config: RunConfig, engines: Mapping[str, Any], servers: Mapping[str, Sequence[object]] | None = None
 ) -> dict[str, PolicyClient]:
     """The clients of the policies that have an engine; `servers` are the engine's by policy, if not the config's."""
-    renderers = make_renderers(config, {name: models[name] for name in engines})
+    renderers = make_renderers(config, {name: config.models[name] for name in engines})
     sections = {name: for_policy(config, name).engine for name in engines}
     count = {name: len(servers[name]) if servers else sections[name].servers for name in engines}
     # as many calls as an engine has slots, so that nothing waits there, where its deadline would go on; adapters that

@@ -133,7 +133,7 @@ def playing(config: RunConfig, place: str, step: int = _CHAT) -> Iterator[tuple[
         runner = stack.enter_context(asyncio.Runner())
         for remote in remotes.values():
             stack.callback(lambda own: runner.run(own.aclose()), remote)
-        players = make_players(config, engines, config.models, gpus)
+        players = make_players(config, engines, gpus)
         team, orchestra = build_team(config.agents, {**players, **remotes}), config.orchestra.call
         yield Collector(team=team, make_env=make_env, orchestra=orchestra, seed=config.seed, step=step), runner
 

@@ -3,8 +3,6 @@
 What is played is kept in files of a fixed size, from which an evaluation that was ended goes on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import Counter
@@ -12,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from mcore_mas.equations.statistics import majority_score, mean_interval, pass_at
 from mcore_mas.rollout.base.files import read_json, write_json
@@ -36,7 +34,7 @@ class Reply:
     error: str = ""
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> Reply:
+    def of(cls, trajectory: Trajectory) -> Self:
         """What a trajectory says."""
         turns = trajectory.turns
         return cls(

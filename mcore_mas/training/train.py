@@ -171,7 +171,7 @@ class _Run:
             config=config,
             rollouts=AsyncRollouts(
                 config=config,
-                team=build_team(config.agents, {**make_players(config, engines, config.models), **self.remotes}),
+                team=build_team(config.agents, {**make_players(config, engines), **self.remotes}),
                 make_env=self.make_env,
                 schedule=Schedule(self.tasks["train"], config.trainer.tasks_per_step, config.seed),
                 validation=tuple(self.tasks["validation"]),
