@@ -25,6 +25,7 @@ from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.teams.collect import Collector
 from mcore_mas.rollout.teams.episode import Episode
+from mcore_mas.rollout.teams.roles import Agent
 from mcore_mas.training.evaluate import NO_SEATS, playing, seated
 
 _DRAIN_S = 10
@@ -71,18 +72,22 @@ class ServedTeam:
         """The whole team and its agents."""
         return [self.config.run, *self.collector.team.agents]
 
+    def agent(self, model: str) -> Agent | None:
+        """Who answers as `model`, None: the whole team; GatewayError if nobody does."""
+        if model not in self.models:
+            known = ", ".join(self.models)
+            raise GatewayError(404, f"no model '{model[:80]}'; the models here: {known}", "model_not_found")
+        return self.collector.team.agents.get(model)
+
     async def ask(self, asked: ChatRequest) -> GatewayCall:
         """Have the team, or one of its agents, reply.
 
         Raises:
             GatewayError: nobody can.
         """
-        if asked.model == self.config.run:
+        if self.agent(asked.model) is None:
             call = GatewayCall(key=b"", head=ChatReply(id=str(next(self.numbers)), model=asked.model))
             return call.start(self._play(asked, call.head))
-        if asked.model not in self.collector.team.agents:
-            known = ", ".join(self.models)
-            raise GatewayError(404, f"no model '{asked.model[:80]}'; the models here: {known}", "model_not_found")
         return await GatewaySession(self._seat(), own_sampling=True).ask(asked)
 
     def unread(self, call: GatewayCall) -> None:

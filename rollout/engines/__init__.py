@@ -23,7 +23,7 @@ from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
 from mcore_mas.rollout.base.http import Url, check_private
 from mcore_mas.rollout.base.options import Section, check_call, check_methods, imported, lookup
 from mcore_mas.rollout.base.task_group import CallRecord, LateCall, on_record, within
-from mcore_mas.rollout.engines.growing import GrowingReply
+from mcore_mas.rollout.engines.growing import KEPT, GrowingReply
 from mcore_mas.rollout.engines.protocol import Engine as Engine
 from mcore_mas.rollout.engines.protocol import Hear as Hear
 from mcore_mas.rollout.engines.protocol import Tag as Tag
@@ -174,6 +174,7 @@ class ChatState:
     before: Turn | None = None  # its latest turn
     # told the text of the reply so far, with calls of tools and thoughts as they are; whether to go on (see `Hear`)
     hear: Callable[[str, ToolFormat], bool] | None = None
+    stops: tuple[str, ...] = ()  # texts that end the reply, outside of its thoughts and calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,23 +238,36 @@ class EngineClient:
         )
 
     async def _completion(self, prompt_ids: tuple[int, ...], sampling: Sampling, chat: ChatState | None) -> Completion:
-        """The engine's completion, of which the chat hears as it grows where the engine can tell."""
-        given_up, tell, engine = False, chat and chat.hear, self._streaming
+        """The engine's completion, of which the chat hears as it grows where the engine can tell.
+
+        It ends with the token that completes a stop of the chat, wherever the engine has noticed that and ended.
+        """
+        given_up, engine, heard = False, self._streaming, list[int]()
+        tell, stops = (chat.hear, chat.stops) if chat else (None, ())
         record = on_record() if engine and engine.resumes else None
-        words = WordStream(self.renderer, prompt_ids, calls=bool(chat.tools)) if chat and tell else None
+        words = None
+        if chat and (tell or stops):
+            words = WordStream(self.renderer, prompt_ids, calls=bool(chat.tools), stops=stops)
 
         def hear(place: int, ids: Sequence[int]) -> bool:
             nonlocal given_up
-            assert tell and words
-            given_up = not tell(words.add(place, ids), self.renderer.tool_format)
-            return not given_up
+            assert words
+            heard[place:] = ids
+            text = words.add(place, ids)
+            given_up = tell is not None and not tell(text, self.renderer.tool_format)
+            return not given_up and not words.end
 
         async with self.slots:
-            if engine and (tell or record):
-                asked = GrowingReply(prompt_ids, sampling, record, hear if tell else None).sampled(engine.stream)
+            if engine and (words or record):
+                growing = GrowingReply(prompt_ids, sampling, record, hear if words else None, 1 if tell else KEPT)
+                asked = growing.sampled(engine.stream)
             else:
                 asked = self.engine.generate(prompt_ids, sampling)
             completion = await within(self.deadline_s, asked, LateCall)
+        if words and stops:
+            known = len(heard) if completion.token_ids[: len(heard)] == tuple(heard) else 0  # else it began anew
+            words.add(known, completion.token_ids[known:])
+            completion = completion.ended(words.end, len(prompt_ids)) if words.end else completion
         if completion.finish_reason == "abort" and not given_up:
             raise EngineError(f"the engine gave the reply up after {len(completion.token_ids)} tokens")
         return completion

@@ -20,11 +20,11 @@ class GrowingReply:
     sampling: Sampling
     record: CallRecord | None
     tell: Callable[[int, Sequence[int]], bool] | None  # hears tokens and the place of the first; whether to go on
+    every: int = KEPT  # tokens that are worth telling
 
     def __post_init__(self) -> None:
         self._place, before = self.record.part(self.sampling.seed, self.prompt) if self.record else ("", None)
         self._before: Completion = before or _NOTHING
-        self.every = 1 if self.tell else KEPT  # tokens that are worth telling
         self._begin()
 
     def _begin(self) -> None:
@@ -45,4 +45,6 @@ class GrowingReply:
         self._new = self._new.then(part)
         if self.record and len(self._new.token_ids) >= KEPT:
             self._next, self._new = self.record.keep_part(self._next, self._new), _NOTHING
-        return self.tell is None or self.tell(place + len(self._before.token_ids), part.token_ids)
+        before = self._before.token_ids
+        told = (place + len(before), part.token_ids) if place else (0, before + part.token_ids)
+        return self.tell is None or self.tell(*told)

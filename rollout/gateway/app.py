@@ -41,6 +41,9 @@ class Answering(Protocol):
     def models(self) -> list[str]:
         """The names that calls may ask for."""
 
+    def agent(self, model: str) -> object:
+        """Who answers as `model`; GatewayError if nobody does."""
+
     async def ask(self, asked: ChatRequest) -> GatewayCall:
         """Have somebody reply (see `GatewaySession`)."""
 
@@ -164,8 +167,8 @@ def _told(error: Exception) -> GatewayError:
     raise error
 
 
-def _guarded(handler: Callable[[Request], Awaitable[Response]], dialect: Dialect) -> Callable[..., object]:
-    """The handler with its failures as statuses, in its dialect."""
+def _guarded(handler: Callable[[Request], Awaitable[Response]], dialect: Dialect | None) -> Callable[..., object]:
+    """The handler with its failures as statuses, in its dialect; None: in the caller's."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -173,12 +176,19 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]], dialect: Dialect
         except Exception as error:
             told = _told(error)
             headers = {"Retry-After": "1"} if told.status == 429 else {"x-should-retry": "false"}
-            body = dialect.error(told)
+            spoken = MESSAGES if "anthropic-version" in request.headers else COMPLETIONS
+            body = (dialect or spoken).error(told)
             if told.status == 413:
                 return TooLargeResponse(body)
             return JSONResponse(body, status_code=told.status, headers=headers)
 
     return answer
+
+
+def _model(name: str) -> dict[str, object]:
+    """A model, as OpenAI's and Anthropic's APIs write it."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "mcore-mas"}
+    return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def gateway_app(entrance: Entrance, prefix: str) -> Starlette:
@@ -192,20 +202,24 @@ def gateway_app(entrance: Entrance, prefix: str) -> Starlette:
             yield Route(place + dialect.path, _guarded(call, dialect), methods=["POST"])
 
     async def models(request: Request) -> Response:
-        listed = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "mcore-mas"}
-            for name in entrance.find(request).models
-        ]
-        return JSONResponse({"object": "list", "data": listed})
+        listed = [_model(name) for name in entrance.find(request).models]
+        return JSONResponse({"object": "list", "data": listed, "has_more": False})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["model"]
+        entrance.find(request).agent(name)
+        return JSONResponse(_model(name))
 
     async def nowhere(request: Request) -> Response:
         paths = ", ".join(dialect.path for dialect in DIALECTS)
         raise GatewayError(404, f"nothing answers {request.method} {request.url.path[:200]}; known: {paths}")
 
     routes = [one for dialect in DIALECTS for one in route(dialect)]
-    listing = [Route(place + "/v1/models", _guarded(models, COMPLETIONS)) for place in (prefix, prefix + _AGENT)]
+    for place in (prefix, prefix + _AGENT):
+        routes.append(Route(place + "/v1/models", _guarded(models, None)))
+        routes.append(Route(place + "/v1/models/{model:path}", _guarded(model, None)))
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    return Starlette(routes=[*routes, *listing, Route("/{path:path}", _guarded(nowhere, COMPLETIONS), methods=every)])
+    return Starlette(routes=[*routes, Route("/{path:path}", _guarded(nowhere, None), methods=every)])
 
 
 class Gateway:

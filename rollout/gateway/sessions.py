@@ -22,7 +22,7 @@ from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.rollout.environments.protocol import after_thought
 from mcore_mas.rollout.environments.tools import Tool
 from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Finish, GatewayError
-from mcore_mas.rollout.models.tool_calls import CALL_MARKS
+from mcore_mas.rollout.models.tool_calls import CALL_MARKS, thought_and_text
 from mcore_mas.rollout.records.trajectory import Message
 from mcore_mas.rollout.teams.chat import Chat
 from mcore_mas.rollout.teams.roles import Agent, AgentReply
@@ -108,14 +108,12 @@ def settled(raw: str, marks: Sequence[str]) -> tuple[str, str]:
         raw: as sampled.
         marks: what ends the text that is sure: the caller's stops, and what calls begin with.
     """
-    thought, closed, text = raw.rpartition("</think>")
-    if not closed and "<think>".startswith(raw.lstrip()[:7]):
-        return "", ""  # a thought, or nothing yet
-    text, ends = text.lstrip(), list[int]()
+    thought, text = thought_and_text(raw)
+    ends = list[int]()
     for mark in (*marks, "</think>"):
         part = next(size for size in range(len(mark) - 1, -1, -1) if text.endswith(mark[:size]))
         ends.append(text.find(mark) if mark in text else len(text) - part)
-    return thought.strip().removeprefix("<think>").strip(), text[: min(ends)].rstrip()
+    return thought, text[: min(ends)].rstrip()
 
 
 @dataclass(eq=False)
@@ -232,6 +230,7 @@ class GatewaySession:
 
     async def _reply(self, asked: ChatRequest, agent: Agent, place: _Place, call: GatewayCall) -> ChatReply:
         chat, news = self._chat(asked, agent, place)
+        chat.stops = asked.stop
         if asked.stream:
             chat.hear = lambda raw, form: call.hear(raw, (*asked.stop, *(CALL_MARKS[form] if asked.tools else ())))
         try:
@@ -284,8 +283,9 @@ class GatewaySession:
         turn = self.team.turn(reply.turn)
         message = reply.message or Message(role="assistant", content=reply.text)
         text = "\n".join([after_thought(message.content), *(c.arguments for c in message.calls if not c.name)]).strip()
+        text += message.text[len(message.text.rstrip()) :] if text else ""  # spaces, which may be of a stop
         ends = [(end, stop) for stop in asked.stop if (end := text.find(stop)) >= 0]
-        end, stop = min(ends, default=(len(text), None))
+        end, stop = min(ends, default=(len(text.rstrip()), None))
         said, reasoning = text[:end], message.reasoning
         if not head.begins(reasoning, said):  # what was streamed as text proved to be a thought
             said, reasoning = f"{head.text}</think>\n\n{said}", head.reasoning

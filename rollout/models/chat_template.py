@@ -13,7 +13,14 @@ from tokenizers.decoders import DecodeStream
 
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import read_json, read_yaml
-from mcore_mas.rollout.models.tool_calls import PYTHON_TAG, ToolSchema, in_words, tool_format_of
+from mcore_mas.rollout.models.tool_calls import (
+    PYTHON_TAG,
+    TOOL_FORMATS,
+    ToolSchema,
+    in_words,
+    thought_and_text,
+    tool_format_of,
+)
 from mcore_mas.rollout.records.trajectory import Message, Turn
 
 CHAT_TEMPLATES: Mapping[str, str] = read_yaml(Path(__file__).with_name("chat_templates.yaml"))
@@ -218,23 +225,47 @@ class Renderer:
 
 
 class WordStream:
-    """The text of a reply as its tokens come; a thought that the prompt has begun begins with its mark."""
+    """The text of a reply as its tokens come; a thought that the prompt has begun begins with its mark.
 
-    def __init__(self, renderer: Renderer, prompt_ids: Sequence[int], *, calls: bool) -> None:
+    Attributes:
+        end: tokens up to the first with which the text, outside of thoughts and calls, has a stop; 0: it has none.
+    """
+
+    def __init__(
+        self, renderer: Renderer, prompt_ids: Sequence[int], *, calls: bool, stops: Collection[str] = ()
+    ) -> None:
         """`calls`: whether special tokens of the reply may be of a call of tools; what follows one is then not told."""
-        self._renderer, self._calls = renderer, calls
+        self._renderer, self._calls, self._stops = renderer, calls, stops
+        self._reach = max(map(len, stops), default=0) + len("<think")  # so many characters may prove to be no thought
         self._thinks = renderer.decode_raw(prompt_ids[-8:]).rstrip().endswith("<think>")
 
     def add(self, place: int, ids: Sequence[int]) -> str:
-        """The text so far with the token `ids` from `place` on, which is 0 where an engine begins again."""
+        """The text so far with the token `ids` from `place` on, which is 0 where an engine begins again.
+
+        Tokens behind the `end` are left out.
+        """
         if not place:
-            self._stream, self._held = DecodeStream(skip_special_tokens=True), False
+            self._stream, self._held, self.end = DecodeStream(skip_special_tokens=True), False, 0
             self._text = "<think>" if self._thinks else ""
-        for token in ids:
+        for size, token in enumerate(ids, place + 1):
+            if self.end:
+                break
             word = self._renderer.word(self._stream, token)
             self._held |= word is None and self._calls
-            self._text += "" if self._held else word or ""
+            if word and not self._held:
+                self._text += word
+                self.end = size if self._stopped(len(word)) else 0
         return self._text
+
+    def _stopped(self, new: int) -> bool:
+        """Whether the text has a stop, which its `new` last characters would have completed."""
+        tail = self._text[-(new + self._reach) :]
+        if not any(stop in tail for stop in self._stops):
+            return False
+        _, text = thought_and_text(self._text)
+        if self._calls:
+            text = TOOL_FORMATS[self._renderer.tool_format](text)[0].lstrip()
+        return any(stop in text for stop in self._stops)
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:

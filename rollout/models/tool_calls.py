@@ -94,6 +94,14 @@ def tool_format_of(template: str) -> ToolFormat:
     return "fenced"
 
 
+def thought_and_text(raw: str) -> tuple[str, str]:
+    """Thoughts of a reply that may not be whole, and its text behind them; neither while it thinks."""
+    thought, closed, text = raw.rpartition("</think>")
+    if not closed and "<think>".startswith(raw.lstrip()[:7]):
+        return "", ""  # a thought, or nothing yet
+    return thought.strip().removeprefix("<think>").strip(), text.lstrip()
+
+
 def parse_reply(raw: str, form: ToolFormat, prefix: str) -> ParsedReply:
     """Take a reply apart.
 

@@ -170,6 +170,17 @@ class Completion:
         tokens, logprobs = self.token_ids + rest.token_ids, self.logprobs + rest.logprobs
         return replace(rest, token_ids=tokens, logprobs=logprobs, versions=tuple(versions))
 
+    def ended(self, size: int, prompt: int) -> Completion:
+        """Its first `size` tokens, at least one, behind a prompt of so many, as a reply that stopped there."""
+        return replace(
+            self,
+            token_ids=self.token_ids[:size],
+            logprobs=self.logprobs[:size],
+            finish_reason="stop",
+            versions=tuple(replace(span, end=min(span.end, size)) for span in self.versions if span.start < size),
+            routing=self.routing[: len(self.routing) // (prompt + len(self.token_ids) - 1) * (prompt + size - 1)],
+        )
+
 
 # of a model that answers in text alone
 SILENCE = Completion(

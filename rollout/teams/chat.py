@@ -60,6 +60,7 @@ class Chat:
         self.latest: AgentReply | None = None
         self.full = False
         self.hear: Callable[[str, ToolFormat], bool] | None = None  # told of replies as they grow (see `ChatState`)
+        self.stops: tuple[str, ...] = ()  # that end replies (see `ChatState`)
         self._host = host
         self._agent = agent
         self._tools = {tool.schema.name: tool for tool in tools}
@@ -153,7 +154,7 @@ class Chat:
     async def _said(self) -> AgentReply:
         while True:
             try:
-                state = replace(self._state, hear=self.hear)
+                state = replace(self._state, hear=self.hear, stops=self.stops)
                 turn, reply = await self._host.take_turn(self._agent, tuple(self.messages), state)
                 break
             except PromptTooLong:

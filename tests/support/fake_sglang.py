@@ -82,17 +82,22 @@ def generated(body: dict[str, Any]) -> dict[str, Any]:
         "output_token_logprobs": [[-0.5, token, None]] * count,
         "weight_version": STATE["version"],
     }
-    if body.get("return_routed_experts") and "--enable-return-routed-experts" in sys.argv:
-        told = json.loads((Path(OPTIONS["--model-path"]) / "config.json").read_text())
-        each = list(range(told["num_experts_per_tok"])) * told["num_hidden_layers"]
-        tokens = len(body["input_ids"]) + count - 1
-        meta["routed_experts"] = base64.b64encode(struct.pack(f"<{tokens * len(each)}i", *each * tokens)).decode()
-    return {"output_ids": [token] * count, "meta_info": meta}
+    return {"output_ids": [token] * count, "meta_info": meta | routed(body, count)}
+
+
+def routed(body: dict[str, Any], count: int) -> dict[str, str]:
+    """The experts of a prompt and `count` tokens, where they are asked for."""
+    if not (body.get("return_routed_experts") and "--enable-return-routed-experts" in sys.argv):
+        return {}
+    told = json.loads((Path(OPTIONS["--model-path"]) / "config.json").read_text())
+    each = list(range(told["num_experts_per_tok"])) * told["num_hidden_layers"]
+    tokens = len(body["input_ids"]) + count - 1
+    return {"routed_experts": base64.b64encode(struct.pack(f"<{tokens * len(each)}i", *each * tokens)).decode()}
 
 
 def events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """As the real server streams: all tokens so far, or the news where it was started so; until it is told to abort."""
-    whole, sent = generate(body), 0
+    whole, sent, every = generate(body), 0, body["sampling_params"].get("stream_interval", 1)
     for known in range(1, len(whole["output_ids"]) + 1):
         time.sleep(0.02)
         ended = body["rid"] in STATE["aborted"]
@@ -101,7 +106,10 @@ def events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "completion_tokens": known,
             "finish_reason": reason if ended or known == len(whole["output_ids"]) else None,
             "output_token_logprobs": whole["meta_info"]["output_token_logprobs"][sent:known],
+            **routed(body, known),
         }
+        if meta["finish_reason"] is None and known % every != 1 % every:
+            continue
         yield {"output_ids": whole["output_ids"][sent:known], "meta_info": meta}
         if ended:
             return

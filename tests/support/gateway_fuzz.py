@@ -172,8 +172,22 @@ async def fuzz(folder: Path, sessions: int, seed: int = 0) -> tuple[Report, Any]
     async with httpx.AsyncClient(trust_env=False, timeout=60, limits=limits) as http:
         await asyncio.gather(*(one(number) for number in range(sessions)))
     written = Counter((turn.prompt_ids, turn.completion_ids, turn.logprobs) for turn in report.turns)
-    report.unaccounted = list(((recorder.given - written) + (written - recorder.given)).elements())
+    report.unaccounted = _unaccounted(recorder.given, written)
     return report, model
+
+
+def _unaccounted(given: Counter[Row], written: Counter[Row]) -> list[Row]:
+    """What was given and not written, or the other way; of what ended at a stop the first tokens are written."""
+    lost, made_up = list((given - written).elements()), list[Row]()
+    for prompt, tokens, logprobs in (written - given).elements():
+        size = len(tokens)
+        for row in lost:
+            if (row[0], row[1][:size], row[2][:size]) == (prompt, tokens, logprobs):
+                lost.remove(row)
+                break
+        else:
+            made_up.append((prompt, tokens, logprobs))
+    return lost + made_up
 
 
 @torch.no_grad()

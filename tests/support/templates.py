@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -80,10 +81,10 @@ _KINDS = {
 }
 
 
-def byte_tokenizer(folder: Path, special: list[str], **named: str) -> Path:
-    """A folder with a tokenizer of bytes, ids 0 to 255, and special tokens behind them."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
+def byte_tokenizer(folder: Path, special: list[str], merges: Sequence[tuple[str, str]] = (), **named: str) -> Path:
+    """A folder with a tokenizer of bytes, ids 0 to 255, and behind them what is merged, and special tokens."""
+    signs = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(signs)}, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)

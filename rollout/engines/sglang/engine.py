@@ -73,6 +73,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         if problem:
             raise EngineError(problem)
         body = body_of(prompt_ids, sampling, self._settings.seeded, adapter) | ({"stream": True} if hear else {})
+        if (every := getattr(hear, "every", 1)) > 1:
+            body["sampling_params"]["stream_interval"] = every
         experts = self._settings.experts
         if experts is not None:
             body["return_routed_experts"] = True
@@ -91,8 +93,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             finally:
                 replica.busy -= 1
             said = completion_of(reply, self.version)
-            if experts is None or said.finish_reason == "abort":
-                return said
+            if experts is None or (said.finish_reason == "abort" and "routed_experts" not in reply["meta_info"]):
+                return said  # one that was aborted before it ran, or between two runs, has none
             return changed(said, routing=routing_of(reply, len(prompt_ids), experts))
 
     async def begin_update(self) -> SyncRoute:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from base64 import b64encode
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
 from mcore_mas.rollout.engines.sglang.server import server_arguments
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from mcore_mas.rollout.models.architecture import Experts
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
 from tests.support import reference
 from tests.support.embedded import SIZES, drain
 
@@ -88,6 +89,28 @@ def test_a_reply_that_goes_on_has_the_experts_of_all_of_it() -> None:
     assert (whole.token_ids, whole.routing) == ((4, 5), b"\1\2\3")
 
 
+def test_a_reply_that_ends_at_a_stop_has_the_experts_and_versions_of_what_is_left() -> None:
+    spans = (VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=5))
+    whole = Completion(
+        token_ids=(4, 5, 6, 7, 8),
+        logprobs=(-1.0, -2.0, -3.0, -4.0, -5.0),
+        finish_reason="length",
+        versions=spans,
+        cached_tokens=1,
+        routing=bytes(range(14)),  # two of each of 3 tokens of the prompt and 4 of the reply
+    )
+    assert whole.ended(2, prompt=3) == Completion(
+        token_ids=(4, 5),
+        logprobs=(-1.0, -2.0),
+        finish_reason="stop",
+        versions=spans[:1],
+        cached_tokens=1,
+        routing=bytes(range(8)),
+    )
+    assert whole.ended(3, prompt=3).versions == (spans[0], VersionSpan(version=4, start=2, end=3))
+    assert whole.ended(5, prompt=3) == replace(whole, finish_reason="stop")
+
+
 EXPERTS = Experts(count=128, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48)  # Qwen3-30B-A3B's
 
 
@@ -139,8 +162,15 @@ def test_a_server_is_asked_for_it(tmp_path: Path) -> None:
     reference.make_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[])
     where = {"weights_folder": tmp_path / "weights", "log": tmp_path / "server.log", "verify": False}
     engine = SGLangEngine(tmp_path / "model", max_length=64, python=str(FAKE), start_s=60.0, routing=True, **where)
+
+    async def run() -> None:
+        said = await engine.generate([5, 6, 7], Sampling(max_tokens=2))
+        assert said.routing == bytes([0, 1] * 2 * 4)  # of 4 tokens in two layers the pretended server's
+        cut = await engine.stream([5, 6, 7], Sampling(max_tokens=50), lambda place, part: False)
+        assert cut.finish_reason == "abort" and len(cut.token_ids) < 50
+        assert cut.routing == bytes([0, 1] * 2 * (3 + len(cut.token_ids) - 1))
+
     try:
-        said = asyncio.run(engine.generate([5, 6, 7], Sampling(max_tokens=2)))
+        asyncio.run(run())
     finally:
         engine.close()
-    assert said.routing == bytes([0, 1] * 2 * 4)  # of 4 tokens in two layers the pretended server's

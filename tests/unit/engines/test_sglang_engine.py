@@ -344,6 +344,22 @@ def test_a_reply_is_told_as_it_is_sampled_and_ends_when_nobody_listens(make: Mak
     asyncio.run(run())
 
 
+def test_a_reply_is_told_in_as_many_tokens_as_are_worth_it(make: Make) -> None:
+    async def run() -> None:
+        engine, heard = make(options={"incremental-streaming-output": True}), list[tuple[int, int]]()
+
+        def hear(place: int, part: Completion) -> bool:
+            heard.append((place, len(part.token_ids)))
+            return True
+
+        hear.every = 4  # type: ignore[attr-defined]
+        whole = await engine.stream([1], Sampling(max_tokens=11), hear)
+        assert heard == [(0, 1), (1, 4), (5, 4)]
+        assert whole == await engine.generate([1], Sampling(max_tokens=11))
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("size", [1, 7, 10**6])
 @pytest.mark.parametrize("mode", ["so_far", "news"])
 def test_a_stream_that_a_real_server_sent_is_read_whatever_parts_it_comes_in(mode: str, size: int) -> None:

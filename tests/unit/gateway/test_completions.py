@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from mcore_mas.rollout.base import http_server
 from mcore_mas.rollout.gateway.app import Gateway
 from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
+from mcore_mas.rollout.rewards.penalties import mask_truncated
 from mcore_mas.rollout.teams.team import Team
 from tests.support.gateway import opened, sampling_team, scripted
 from tests.support.half_open import hold_open
@@ -152,19 +153,21 @@ def test_streams_carry_the_same_reply(tmp_path: Path) -> None:
     assert came == (("long " * 20).strip(), {"a": 1}, "tool_calls", len(turn.completion_ids), ["add"])
 
 
-def test_stops_cut_what_the_program_gets_and_not_what_is_written_down(tmp_path: Path) -> None:
+def test_a_stop_ends_the_turn_and_the_program_gets_what_is_before_it(tmp_path: Path) -> None:
     team, _ = scripted(tmp_path, lambda prompt, n: "Thought\nObservation: made up")
 
-    async def program(api: AsyncOpenAI) -> str | None:
+    async def program(api: AsyncOpenAI) -> Any:
         ask: Any = api.chat.completions.create
         reply = await ask(model="a", messages=[user("q")], stop=["Observation:"])
         said = reply.choices[0].message.content
         await ask(model="a", messages=[user("q"), {"role": "assistant", "content": said}, user("4")])
-        return str(said)
+        return reply
 
-    said, turns = play(team, program)
-    assert said == "Thought\n"
-    assert turns[0].text == "Thought\nObservation: made up"
+    reply, turns = play(team, program)
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("Thought\n", "stop")
+    assert reply.usage.completion_tokens == len(turns[0].completion_ids) == len("Thought\nObservation:")
+    assert (turns[0].text, turns[0].finish_reason, turns[0].valid) == ("Thought\nObservation:", "stop", True)
+    assert mask_truncated(turns[0]) == 0.0  # nothing cut it off: it trains, its stop too
     assert turns[1].scores["root"] == 1.0 and [m.content for m in turns[1].messages] == ["q", "Thought\n", "4"]
 
 

@@ -170,6 +170,35 @@ def test_tools_that_anthropic_defines_and_the_client_runs_need_no_schema(tmp_pat
     assert len(prompts) == 1 and '"name": "memory"' in prompts[0]
 
 
+def test_a_model_is_found_by_both_vendors_clients(tmp_path: Path) -> None:
+    team, _ = scripted(tmp_path, lambda prompt, n: "ok")
+
+    async def run(aliases: dict[str, str]) -> list[Any]:
+        async with (
+            opened(team, aliases=aliases) as (url, key, seat, _),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as one,
+            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as other,
+        ):
+            found = await one.models.retrieve("a"), await other.models.retrieve("b")
+            assert (found[0].id, found[0].object, found[1].id, found[1].type) == ("a", "model", "b", "model")
+            assert [model.id async for model in other.models.list()] == ["a", "b"]
+            told: list[Any] = []
+            for api in (one, other):
+                try:
+                    told.append((await api.models.retrieve("maker/gpt-9")).id)
+                except (openai.NotFoundError, anthropic.NotFoundError) as error:
+                    told.append(error.body)
+            assert seat.turns == ()
+            return told
+
+    why = "no model 'maker/gpt-9'; the agents here: a, b"
+    assert asyncio.run(run({})) == [
+        {"message": why, "type": "not_found_error", "param": None, "code": "model_not_found"},
+        {"type": "error", "error": {"type": "not_found_error", "message": why}, "request_id": None},
+    ]
+    assert asyncio.run(run({"*": "a"})) == ["maker/gpt-9"] * 2
+
+
 def test_errors_have_each_dialects_shape(tmp_path: Path) -> None:
     """A wrong model, a wrong key, something that is no request, and a prompt without room."""
     team, _, _ = sampling_team(tmp_path, max_length=256)

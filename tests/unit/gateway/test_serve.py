@@ -84,6 +84,9 @@ async def speak(url: str) -> None:
         for words, error in (("", "a whole team, which needs a problem"), ("7 " * 5000, "there is room for")):
             with pytest.raises(openai.BadRequestError, match=error):
                 await api.chat.completions.create(model="demo_math", messages=[{"role": "user", "content": words}])
+        assert [(await api.models.retrieve(name)).id for name in ("demo_math", "solver")] == ["demo_math", "solver"]
+        with pytest.raises(openai.NotFoundError, match="the models here: demo_math, solver, verifier"):
+            await api.models.retrieve("planner")
         with pytest.raises(openai.NotFoundError, match="the models here: demo_math, solver, verifier"):
             await api.chat.completions.create(model="planner", messages=hi)
         assert httpx.get(f"{url}/nowhere", trust_env=False).json()["error"]["type"] == "not_found_error"
