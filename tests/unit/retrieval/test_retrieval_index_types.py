@@ -248,6 +248,46 @@ def test_filters_leave_the_passages_that_are_so(kind: str, tmp_path: Path, encod
         Index.open(tmp_path / "index")
 
 
+class Reading:
+    """Vectors that count how many of them are read."""
+
+    def __init__(self, vectors: faiss.Index) -> None:
+        self.vectors, self.read = vectors, 0
+
+    def reconstruct_batch(self, rows: np.ndarray) -> np.ndarray:
+        self.read += len(rows)
+        return self.vectors.reconstruct_batch(rows)
+
+
+@pytest.mark.parametrize("factory", ["Flat", "SQ8", "IVF4,Flat", "HNSW8"])
+def test_what_a_filter_leaves_is_read_once_for_a_batch(
+    factory: str, tmp_path: Path, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores in float32 find the candidates, among them all that it cannot tell apart; answers are those of float64."""
+    monkeypatch.setattr("mcore_mas.retrieval.index.ROUGH", 300)
+    made = np.random.default_rng(0).standard_normal((3000, 8)).astype(np.float32)
+    made[500:900] = made[0] + 1e-6 * made[500:900]
+    index = by_hand(tmp_path, index_dir, made.tolist())
+    vectors = faiss.index_factory(8, factory, faiss.METRIC_INNER_PRODUCT)
+    vectors.train(made)
+    vectors.add(made)
+    if factory.startswith("IVF"):
+        vectors.make_direct_map()
+    stored, rows = vectors.reconstruct_n(0, 3000).astype(np.float64), np.arange(1, 3000, 3)
+    queries = np.concatenate([made[:3], 5 * made[2000:2017]])
+    exact = np.round(queries.astype(np.float64) @ stored[rows].T, SCORE_DECIMALS)
+    for k in (1, 10, 100, 5000):
+        reading = Reading(vectors)
+        index = Index(index.manifest, reading, index.corpus)  # type: ignore[arg-type]
+        ids, scores = index.search(queries, k, rows)
+        best = np.argsort(-exact, axis=1, kind="stable")[:, :k]
+        assert (ids == rows[best]).all() and (scores == np.take_along_axis(exact, best, 1)).all()
+        assert reading.read < 2 * len(rows) or k > 10  # each of 20 queries read all
+        for query in range(0, 20, 7):
+            alone = index.search(queries[query : query + 1], k, rows)
+            assert (alone[0][0] == ids[query]).all() and (alone[1][0] == scores[query]).all()
+
+
 def test_a_filter_that_leaves_too_much_is_refused(index_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_mas.retrieval.lexical.MOST_ROWS", 1)
     with pytest.raises(BadRequest, match="where: 2 passages are so, at most 1 may be; say more of them"):
