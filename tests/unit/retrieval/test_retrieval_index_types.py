@@ -3,10 +3,13 @@
 import asyncio
 import re
 import shutil
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bm25s
 import faiss
 import numpy as np
 import pytest
@@ -14,10 +17,10 @@ from bm25s.stopwords import STOPWORDS_EN
 
 from mcore_mas.retrieval.build import INDEX_TYPES, build_index
 from mcore_mas.retrieval.client import RetrievalClient
-from mcore_mas.retrieval.corpus import Passage, RetrievalError, write_corpus
+from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError, write_corpus
 from mcore_mas.retrieval.encoder import Encoder
 from mcore_mas.retrieval.index import SCORE_DECIMALS, Index, Searcher, check_canary
-from mcore_mas.retrieval.lexical import fused
+from mcore_mas.retrieval.lexical import Lexical, fused
 from mcore_mas.retrieval.scan import TorchScan, open_scan
 from mcore_mas.retrieval.sidecar import Golden, RetrieverSidecar, probe
 from mcore_mas.retrieval.wire import BadRequest, check_where
@@ -204,6 +207,37 @@ def test_words_and_both_rankings_by_hand(tmp_path: Path, encoder: Encoder, passa
     build_index(tmp_path / "corpus.jsonl", tmp_path / "index", encoder)
     with pytest.raises(RetrievalError, match=r"no words to rank by; build it with retriever\.ranking=hybrid"):
         Searcher(Index.open(tmp_path / "index"), encoder, "hybrid")(["baker"], 1)
+
+
+def peak(work: Callable[[], object]) -> int:
+    """Bytes that Python and numpy had at once."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_words_are_indexed_in_parts_as_by_bm25s_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte, with a third of the memory."""
+    monkeypatch.setattr("mcore_mas.retrieval.lexical.PART", 70)
+    random = np.random.default_rng(0)
+    texts = [" ".join(f"Wort{n}" for n in random.zipf(1.2, random.integers(1, 60)) % 500) for _ in range(3000)]
+    texts[7] = texts[2999] = "the a of"  # passages without words
+    write_corpus(tmp_path / "c.jsonl", (Passage(id=str(n), contents=text) for n, text in enumerate(texts)))
+    whole = bm25s.BM25()
+
+    def at_once() -> None:
+        whole.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+
+    most, corpus = peak(at_once), Corpus(tmp_path / "c.jsonl")
+    whole.save(str(tmp_path / "whole"), show_progress=False)
+    assert peak(lambda: Lexical.build(corpus, tmp_path)) < most / 3
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "bm25").glob("[!.]*"))
+    for name in files:
+        assert (tmp_path / "bm25" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
