@@ -28,6 +28,7 @@ SCORE_DECIMALS = 5  # coarser than float32 noise in passage vectors, so equal pa
 SPARE, SPARE_HALF = 8, 64  # candidates beyond k that are scored again, of a full and of a rougher scan
 PROBED = 32  # cells of IVF that a query looks into
 SCORED = 1 << 16  # vectors that are taken at a time to be scored in float64
+ROUGH = 1 << 12  # of those that a filter leaves, in float32
 BREADTH = 128  # candidates that a search of HNSW keeps
 # how far a stored vector may be from its passage's, as a share of that one's inner product with itself
 EXACT = 1e-3
@@ -172,7 +173,7 @@ class Index:
     def search(self, vectors: np.ndarray, k: int, among: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The `K = min(k, ntotal)` best rows for each vector: ids `[Q, K]` int64 and scores `[Q, K]` float64.
 
-        With `among`, rows `[n]` in order, all of these are scored, and no others.
+        With `among`, rows `[n]` in order, all of these are scored, and no others, each read once for all vectors.
 
         Scores are inner products in float64, rounded to SCORE_DECIMALS; equal scores go by id. A query's answer does
         not depend on the other queries, and up to MAX_TOPK a smaller k gives a prefix of a larger one's. Raises
@@ -189,8 +190,8 @@ class Index:
         ids = np.empty((len(vectors), k), dtype=np.int64)
         scores = np.empty((len(vectors), k), dtype=np.float64)
         if among is not None and k:
-            for row, vector in enumerate(vectors):
-                ids[row], scores[row] = self._best(vector, k, among)
+            for row, likely in enumerate(self._likely(vectors, k, among)):
+                ids[row], scores[row] = self._best(vectors[row], k, likely)
         elif len(vectors) and k:
             # an index that is not exact gives the same candidates whatever k is: its ties have no end to look for
             depth = k if self._exact else min(max(k, MAX_TOPK), self.manifest.ntotal)
@@ -239,6 +240,28 @@ class Index:
         ):
             (rough_scores,), (rough_ids,) = self._rough(vector[None], 4 * len(rough_ids))
         return self._best(vector, k, np.sort(rough_ids))
+
+    def _likely(self, vectors: np.ndarray, k: int, rows: np.ndarray) -> list[np.ndarray]:
+        """Of rows that are in order, for each vector all that may be among its k best, by products in float32.
+
+        Such a product is off by less than (dim + 2) 2^-24 |q| |x|, whatever the order of its sum (Higham, 2002, 3.1).
+        """
+        errors, longest = (self.manifest.dim + 2) * 2.0**-24 * np.linalg.norm(vectors, axis=1), 0.0
+        least = np.full(len(vectors), -np.inf)
+        kept = [(np.empty(0, np.float32), rows[:0])] * len(vectors)
+        for part in np.split(rows, range(ROUGH, len(rows), ROUGH)):
+            block = self._stored.reconstruct_batch(part)
+            longest = max(longest, float(np.einsum("nd,nd->n", block, block).max()) ** 0.5)
+            for query, scores in enumerate(vectors @ block.T):
+                better = scores >= least[query]
+                rough = np.concatenate([kept[query][0], scores[better]])
+                found = np.concatenate([kept[query][1], part[better]])
+                if len(rough) > k:
+                    least[query] = np.partition(rough, -k)[-k] - 2 * (errors[query] * longest + 10.0**-SCORE_DECIMALS)
+                    better = rough >= least[query]
+                    rough, found = rough[better], found[better]
+                kept[query] = rough, found
+        return [found for _, found in kept]
 
     def _best(self, vector: np.ndarray, k: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The k best of some rows, which are in order, and their scores."""

@@ -1,9 +1,12 @@
 """Search besides vectors: by words (BM25), and facets, which passages have which value."""
 
 import hashlib
+import math
 from array import array
+from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from mcore_mas.rollout.base.files import atomic_folder, atomic_path, known_sha25
 
 FOLDER = "bm25"  # beside the manifest
 RRF_K = 60  # of reciprocal rank fusion, its authors' own
+PART = 5_000  # passages whose words are in memory at a time
 _QUIET: dict[str, Any] = {"show_progress": False}
 
 
@@ -27,9 +31,32 @@ class Lexical:
 
     @staticmethod
     def build(corpus: Corpus, out_dir: Path) -> str:
-        """Write the index of a corpus below `out_dir`; its digest."""
-        index = bm25s.BM25()
-        index.index(bm25s.tokenize([passage.contents for passage in corpus], **_QUIET), **_QUIET)
+        """Write the index of a corpus below `out_dir`, to the bit that of `bm25s.BM25().index`; its digest.
+
+        Passages are read twice, a part at a time: their words are counted, then each score is put in its place. So
+        memory holds the index and a part. The score of a word w in a passage d of n (Lucene's variant):
+
+            ln(1 + (n - df(w) + 0.5) / (df(w) + 0.5)) tf / (k1 (1 - b + b |d| / mean |d|) + tf)
+        """
+        vocabulary: dict[str, int] = {}
+        found, total, n = np.zeros(0, np.int64), 0, len(corpus)
+        for words, _, counts, _ in _postings(corpus, vocabulary):
+            more = np.bincount(words, minlength=len(vocabulary))
+            more[: len(found)] += found
+            found, total = more, total + int(counts.sum())
+        idf = np.array([math.log(1 + (n - df + 0.5) / (df + 0.5)) for df in found.tolist()], np.float32)
+        ends = np.concatenate([[0], np.cumsum(found)])
+        index, heads = bm25s.BM25(), ends[:-1].copy()
+        data, rows = np.empty(ends[-1], index.dtype), np.empty(ends[-1], index.int_dtype)
+        for words, own, counts, lengths in _postings(corpus, vocabulary):
+            here, first, sizes = np.unique(words, return_index=True, return_counts=True)
+            places = np.arange(len(words)) + np.repeat(heads[here] - first, sizes)
+            norms = index.k1 * (1 - index.b + index.b * lengths / (total / n))
+            data[places], rows[places] = idf[words] * (counts / (norms + counts)), own
+            heads[here] += sizes
+        vocabulary[""] = len(vocabulary)
+        index.vocab_dict, index.nonoccurrence_array = vocabulary, None
+        index.scores = {"data": data, "indices": rows, "indptr": ends, "num_docs": n}
         with atomic_folder(out_dir / FOLDER, 0o755) as folder:
             index.save(str(folder), **_QUIET)
         return lexical_digest(out_dir)
@@ -51,6 +78,23 @@ class Lexical:
         rows = np.flatnonzero(scores >= least)
         best = rows[np.argsort(-scores[rows], kind="stable")[:k]]
         return best if among is None else among[best], scores[best]
+
+
+def _postings(corpus: Corpus, vocabulary: dict[str, int]) -> Iterator[tuple[np.ndarray, ...]]:
+    """For a part of the corpus after the other its postings `[P]` int64, by word and row: words, rows, counts, and how
+    many words the passage has.
+
+    New words are added to the vocabulary.
+    """
+    for first in range(0, len(corpus), PART):
+        some = range(first, min(first + PART, len(corpus)))
+        ids, own = bm25s.tokenize([corpus[row].contents for row in some], **_QUIET)
+        numbers = np.array([vocabulary.setdefault(word, len(vocabulary)) for word in own], np.int64)
+        lengths = np.array([*map(len, ids)])
+        words = numbers[np.fromiter(chain.from_iterable(ids), np.int64, lengths.sum())]
+        pairs, counts = np.unique(words << 32 | np.repeat(some, lengths), return_counts=True)
+        rows = pairs & 0xFFFFFFFF
+        yield pairs >> 32, rows, counts, lengths[rows - first]
 
 
 def fused(*rankings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

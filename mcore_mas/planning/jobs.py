@@ -113,8 +113,7 @@ _WITH_PROGRAMS = ("code", "data_science", "repository")
 _SERVED_MB = 900  # a retriever with an index of its own: encoder and passages of a generator
 _SMALL_BYTES = 50_000_000  # of a corpus whose index is within that
 _DIMENSIONS = {"minilm": 384, "e5": 768, "bge": 768}  # where the encoder is not here yet
-# of BM25's index of a passage of 100 words, served and while it is built (20,000 passages: 400 and 3,100)
-_WORDS_BYTES, _TOKENS_BYTES = 600, 4_000
+_WORDS_BYTES = 600  # of BM25's index of a passage of 100 words, served or built (20,000 passages: 400)
 _PUBLISHED_MB = 80_000  # one whose index is not here yet: wiki-18, 21 M vectors of 768 float32, and its passages
 
 
@@ -138,7 +137,7 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     on_gpus = any(e.name == "sglang" or e.device == "cuda" for e in engines)
     kind: Kind = "GPU" if config.cluster.device == "cuda" or (on_gpus and config.cluster.device == "auto") else "CPU"
     beside = config.retriever if config.retriever and not config.retriever.elsewhere else None
-    searched, searching = (_retriever_mb(beside, stage), beside.threads) if beside else (0, 0)
+    searched, searching = (_retriever_mb(beside), beside.threads) if beside else (0, 0)
     on_gpu = config.retriever.gpus if config.retriever else 0
     if stage == "retriever":
         return JobNeeds(nodes=1, gpus=on_gpu, cpus=searching or 1, memory_mb=1_000 + searched)
@@ -187,23 +186,22 @@ def object_store_mb(config: RunConfig) -> int:
     return max(_LEAST_STORE_MB, int(2 * _TOKEN_BYTES * tokens / 2**20))
 
 
-def _retriever_mb(retriever: RetrieverConfig, stage: Stage) -> int:
-    """The memory of a server with this index; in the stage `retriever` also of who builds it."""
+def _retriever_mb(retriever: RetrieverConfig) -> int:
+    """The memory of a server with this index, or of who builds it."""
     if retriever.folder is None:
         passages = retriever.passages
         size = passages.stat().st_size if passages and passages.is_file() else 0
-        return _SERVED_MB + (_own_mb(retriever, size // PASSAGE_BYTES, stage) if size > _SMALL_BYTES else 0)
+        return _SERVED_MB + (_own_mb(retriever, size // PASSAGE_BYTES) if size > _SMALL_BYTES else 0)
     files = list(retriever.folder.glob("*"))
     return sum(file.stat().st_size for file in files) // 10**6 * 5 // 4 + _SERVED_MB if files else _PUBLISHED_MB
 
 
-def _own_mb(retriever: RetrieverConfig, passages: int, stage: Stage) -> int:
+def _own_mb(retriever: RetrieverConfig, passages: int) -> int:
     """The memory of an index over so many passages: its vectors, its words, or both."""
     config = retriever.encoder_folder / "config.json" if retriever.encoder_folder else None
     dim = int(read_json(config)["hidden_size"]) if config and config.is_file() else _DIMENSIONS[retriever.encoder]
     vectors = index_needs(retriever.index, passages, dim, rate=1.0)["memory_gb"] if retriever.ranking != "bm25" else 0
-    of_words = _TOKENS_BYTES if stage == "retriever" else _WORDS_BYTES
-    words = passages * of_words / 1e9 if retriever.ranking != "dense" else 0
+    words = passages * _WORDS_BYTES / 1e9 if retriever.ranking != "dense" else 0
     return int((vectors + words) * 1000 * 5 / 4)
 
 

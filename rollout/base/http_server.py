@@ -20,6 +20,7 @@ from mcore_mas.rollout.base.processes import Restarts, say
 from mcore_mas.rollout.base.text import ShownFormatter
 
 READ_S = 10.0  # for a whole request, from its first byte or the connection's start
+TAKE_S, TAKE_BYTES = 30.0, 1 << 20  # of an answer so much is taken in so long, or all that is left
 SERVER = "HTTP server"  # name of a task that serves
 _MIN_TOKEN_CHARS = 16
 _LOGGING = {
@@ -123,12 +124,14 @@ def bears(request: Request, token: str) -> bool:
 
 
 class TimedProtocol(H11Protocol):
-    """Uvicorn's protocol, which waits for the rest of a request for ever, with a deadline."""
+    """Uvicorn's protocol, which waits for ever for a request's rest and for an answer to be taken, with deadlines."""
 
     _late: asyncio.TimerHandle | None = None
+    _untaken: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # `pause_writing` is when something waits to be taken
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -142,9 +145,33 @@ class TimedProtocol(H11Protocol):
         if str(self.conn.their_state) == "SEND_BODY":  # the next request came with the one before, in part
             self._wait()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_taking()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_taking()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel()
+        self._cancel_taking()
         super().connection_lost(exc)
+
+    def _await_taking(self) -> None:
+        most = self.transport.get_write_buffer_size() - TAKE_BYTES
+        self._untaken = self.loop.call_later(TAKE_S, self._check_taken, most)
+
+    def _check_taken(self, most: int) -> None:
+        if self.transport.get_write_buffer_size() > most:
+            self.transport.abort()
+        else:
+            self._await_taking()
+
+    def _cancel_taking(self) -> None:
+        if self._untaken is not None:
+            self._untaken.cancel()
+            self._untaken = None
 
     def _wait(self) -> None:
         if self._late is None:

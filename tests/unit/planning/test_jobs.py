@@ -111,7 +111,7 @@ def test_an_index_of_the_runs_own_is_counted_by_its_corpus(tmp_path: Path) -> No
     assert job_needs(more, "retriever", 8).cpus == 4
     assert job_needs(more, "train", 8).cpus == job_needs(own, "train", 8).cpus + 3
     words = config("demo_search", f"retriever.passages={tmp_path / 'c.jsonl'}", "retriever.ranking=bm25")
-    assert job_needs(words, "retriever", 8).memory_mb == 1_000 + 900 + 4_000 * 5 // 4
+    assert job_needs(words, "retriever", 8).memory_mb == 1_000 + 900 + 600 * 5 // 4
     small = config("demo_search")
     assert job_needs(small, "retriever", 8).memory_mb == 1_000 + 900
     more_mb = [job_needs(run, "train", 8).memory_mb - job_needs(small, "train", 8).memory_mb for run in (own, words)]

@@ -3,10 +3,13 @@
 import asyncio
 import re
 import shutil
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bm25s
 import faiss
 import numpy as np
 import pytest
@@ -14,10 +17,10 @@ from bm25s.stopwords import STOPWORDS_EN
 
 from mcore_mas.retrieval.build import INDEX_TYPES, build_index
 from mcore_mas.retrieval.client import RetrievalClient
-from mcore_mas.retrieval.corpus import Passage, RetrievalError, write_corpus
+from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError, write_corpus
 from mcore_mas.retrieval.encoder import Encoder
 from mcore_mas.retrieval.index import SCORE_DECIMALS, Index, Searcher, check_canary
-from mcore_mas.retrieval.lexical import fused
+from mcore_mas.retrieval.lexical import Lexical, fused
 from mcore_mas.retrieval.scan import TorchScan, open_scan
 from mcore_mas.retrieval.sidecar import Golden, RetrieverSidecar, probe
 from mcore_mas.retrieval.wire import BadRequest, check_where
@@ -206,6 +209,37 @@ def test_words_and_both_rankings_by_hand(tmp_path: Path, encoder: Encoder, passa
         Searcher(Index.open(tmp_path / "index"), encoder, "hybrid")(["baker"], 1)
 
 
+def peak(work: Callable[[], object]) -> int:
+    """Bytes that Python and numpy had at once."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_words_are_indexed_in_parts_as_by_bm25s_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte, with a third of the memory."""
+    monkeypatch.setattr("mcore_mas.retrieval.lexical.PART", 70)
+    random = np.random.default_rng(0)
+    texts = [" ".join(f"Wort{n}" for n in random.zipf(1.2, random.integers(1, 60)) % 500) for _ in range(3000)]
+    texts[7] = texts[2999] = "the a of"  # passages without words
+    write_corpus(tmp_path / "c.jsonl", (Passage(id=str(n), contents=text) for n, text in enumerate(texts)))
+    whole = bm25s.BM25()
+
+    def at_once() -> None:
+        whole.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+
+    most, corpus = peak(at_once), Corpus(tmp_path / "c.jsonl")
+    whole.save(str(tmp_path / "whole"), show_progress=False)
+    assert peak(lambda: Lexical.build(corpus, tmp_path)) < most / 3
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "bm25").glob("[!.]*"))
+    for name in files:
+        assert (tmp_path / "bm25" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_filters_leave_the_passages_that_are_so(kind: str, tmp_path: Path, encoder: Encoder) -> None:
     kinds = ["town", "river", "town"]
@@ -246,6 +280,46 @@ def test_filters_leave_the_passages_that_are_so(kind: str, tmp_path: Path, encod
     flip_a_byte(tmp_path / "index/facets.npy")
     with pytest.raises(RetrievalError, match=r"facets\.npy: sha256 is"):
         Index.open(tmp_path / "index")
+
+
+class Reading:
+    """Vectors that count how many of them are read."""
+
+    def __init__(self, vectors: faiss.Index) -> None:
+        self.vectors, self.read = vectors, 0
+
+    def reconstruct_batch(self, rows: np.ndarray) -> np.ndarray:
+        self.read += len(rows)
+        return self.vectors.reconstruct_batch(rows)
+
+
+@pytest.mark.parametrize("factory", ["Flat", "SQ8", "IVF4,Flat", "HNSW8"])
+def test_what_a_filter_leaves_is_read_once_for_a_batch(
+    factory: str, tmp_path: Path, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores in float32 find the candidates, among them all that it cannot tell apart; answers are those of float64."""
+    monkeypatch.setattr("mcore_mas.retrieval.index.ROUGH", 300)
+    made = np.random.default_rng(0).standard_normal((3000, 8)).astype(np.float32)
+    made[500:900] = made[0] + 1e-6 * made[500:900]
+    index = by_hand(tmp_path, index_dir, made.tolist())
+    vectors = faiss.index_factory(8, factory, faiss.METRIC_INNER_PRODUCT)
+    vectors.train(made)
+    vectors.add(made)
+    if factory.startswith("IVF"):
+        vectors.make_direct_map()
+    stored, rows = vectors.reconstruct_n(0, 3000).astype(np.float64), np.arange(1, 3000, 3)
+    queries = np.concatenate([made[:3], 5 * made[2000:2017]])
+    exact = np.round(queries.astype(np.float64) @ stored[rows].T, SCORE_DECIMALS)
+    for k in (1, 10, 100, 5000):
+        reading = Reading(vectors)
+        index = Index(index.manifest, reading, index.corpus)  # type: ignore[arg-type]
+        ids, scores = index.search(queries, k, rows)
+        best = np.argsort(-exact, axis=1, kind="stable")[:, :k]
+        assert (ids == rows[best]).all() and (scores == np.take_along_axis(exact, best, 1)).all()
+        assert reading.read < 2 * len(rows) or k > 10  # each of 20 queries read all
+        for query in range(0, 20, 7):
+            alone = index.search(queries[query : query + 1], k, rows)
+            assert (alone[0][0] == ids[query]).all() and (alone[1][0] == scores[query]).all()
 
 
 def test_a_filter_that_leaves_too_much_is_refused(index_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
