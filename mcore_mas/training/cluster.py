@@ -37,7 +37,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container, by the kernel's cgrou
 _LOOK_S = 1.0  # between two looks at which nodes are alive
 _DOOR_S = 10.0  # that the head may take to accept a connection, and to say its first word
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # RFC 9113, 3.4; Ray speaks gRPC
-_ANSWER_S = 120.0  # that a node may take to start a process and look at a file
+_ANSWER_S = 300.0  # that a node may take to start a process and look at a file; a busy one takes minutes
 
 
 class ClusterError(RuntimeError):
@@ -94,6 +94,8 @@ def running_ray(
     os.environ.pop("RAY_AUTH_MODE", None)  # then Ray asks for its token, which `disabled` would leave out
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (by default Ray's workers give way to all else)
+    # by default 60; after one worker that a busy machine was slower with, `ray.init` waits for ever
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
     private_token()
     context = _started(cpus, gpus, object_store_mb)
     session = Path(context.address_info["session_dir"])

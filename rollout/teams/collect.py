@@ -44,7 +44,7 @@ class CollectOptions:
     watchdog: Watchdog | None = None  # sees what is being played
     journal: Recording | None = None  # what was played before a death; None: nothing is written down as it comes
     quarantine: Path | None = None  # folder of what is needed to play a quarantined trajectory again
-    env: str | None = None  # name of the environment that is played; None: that of the tasks
+    env: str = ""  # name of the environment that is played; "": that of the tasks
 
 
 _PLAIN = CollectOptions()

@@ -27,14 +27,7 @@ class Episode:
     """
 
     def __init__(
-        self,
-        task: Task,
-        seat: TeamSession,
-        env: Env,
-        orchestra: Orchestra,
-        *,
-        tool_s: float | None = None,
-        name: str | None = None,
+        self, task: Task, seat: TeamSession, env: Env, orchestra: Orchestra, tool_s: float | None = None, name: str = ""
     ) -> None:
         """One call of `env` may take `tool_s` seconds; errors have its `name`, by default that in the task."""
         self.seat = seat

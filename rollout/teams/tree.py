@@ -49,7 +49,7 @@ class Tree:
     make_env: Callable[[Task], Env]
     orchestra: Orchestra
     tool_s: float | None = None
-    env: str | None = None  # its name
+    env: str = ""  # its name
 
     def __post_init__(self) -> None:
         self.error = ""  # why it failed

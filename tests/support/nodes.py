@@ -19,7 +19,7 @@ import psutil
 
 from tests.support.debian import NoPackages, program
 
-_SECONDS = 900  # after which a node that was left behind ends by itself
+_SECONDS = 1800  # after which a node that was left behind ends by itself
 _INSIDE = "hostname {name}; mount -t tmpfs -o size=4g tmpfs /dev/shm; mount -t tmpfs tmpfs {ray}; exec sleep {seconds}"
 _RAY = Path("/tmp/ray")
 
@@ -169,9 +169,9 @@ class Nodes:
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token), "RAY_USAGE_STATS_ENABLED": "0"}
         # a node that is cut off is given up after 20 s, and one whose machine is busy is not
         health = {"RAY_health_check_timeout_ms": "6000", "RAY_health_check_failure_threshold": "3"}
-        # of Ray's clients, which by default give up a machine that is busy
+        # of Ray's clients and workers, which by default give up a machine that is busy
         patient = {"RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120", "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "20"}
-        patient["RAY_raylet_client_num_connect_attempts"] = "60"  # a second each
+        patient |= {"RAY_worker_register_timeout_seconds": "300", "RAY_raylet_client_num_connect_attempts": "60"}
         return {**os.environ, **own, **health, **patient}
 
 

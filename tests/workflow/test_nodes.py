@@ -341,19 +341,19 @@ def test_a_training_through_rays_client_hears_signals_and_outlives_who_follows_i
         outside = nodes.add()
         process = follow(nodes, outside, run, first)
         saved = run / "train" / "checkpoints"
-        until(lambda: any(saved.glob("step_*/manifest.json")), 250, "the first checkpoint")
+        until(lambda: any(saved.glob("step_*/manifest.json")), 400, "the first checkpoint")
         python_of(process).send_signal(signal.SIGUSR1)
-        assert process.wait(120) == 143
+        assert process.wait(250) == 143
         process = follow(nodes, outside, run, second)
-        until(lambda: "continuing from" in second.read_text(), 120, "it goes on")
+        until(lambda: "continuing from" in second.read_text(), 400, "it goes on")
         python_of(process).kill()
         process = follow(nodes, outside, run, cut)
-        until(lambda: "continuing from" in cut.read_text(), 120, "it is found")
+        until(lambda: "continuing from" in cut.read_text(), 250, "it is found")
         nodes.cut(outside)  # nothing says so
         assert process.wait(150) == 1
         nodes.mend(outside)
         process = follow(nodes, outside, run, third)
-        assert process.wait(250) == 0, third.read_text()[-3000:]
+        assert process.wait(400) == 0, third.read_text()[-3000:]
         until(lambda: not nodes.running(1, "RemoteTraining"), 30, "no actor is left")
     assert "stopped by SIGUSR1 after step" in first.read_text()
     why = "error: cluster.address: ray://10.77.0.1:10001 is gone; the same command finds the training again"
