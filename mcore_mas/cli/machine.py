@@ -49,8 +49,8 @@ def open_pages(
     scheme, _, path = store.partition(":///")
     if scheme == "sqlite" and not Path(path).is_file():
         raise UiError(f"{path}: no such file; no run has been tracked yet (run `make demo`, or name another --store)")
-    if line := unfinished(store):
-        raise UiError(line)
+    if scheme == "sqlite" and unfinished(Path(path)):
+        raise UiError(f"{path}: MLflow makes this store now, or was ended while it did; the next run makes it anew")
     try:
         bind(HOST, port).close()
     except OSError as error:

@@ -23,7 +23,6 @@ from mcore_mas.rollout.records.files import RecordError
 from mcore_mas.rollout.tasks.files import dataset_files, not_downloaded
 from mcore_mas.rollout.tasks.splits import SPLITS
 from mcore_mas.training.trackers import not_installed
-from mcore_mas.training.tracking_store import unfinished
 
 
 def problems(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
@@ -206,8 +205,6 @@ def machine_problems(config: RunConfig) -> Iterator[str]:
         if engine.name == "sglang" and engine.python and not submits and not engine.python.is_file():
             yield f"{where}.python: {engine.python}: no such interpreter (docs/engines.md makes one)"
     yield from () if submits else not_installed(config)
-    if line := unfinished(config.tracking.uri):
-        yield f"tracking.uri: {line}"
     with_keys: dict[str, Any] = {**engines, "retriever": config.retriever, "coach": config.coach}
     with_keys |= {f"policies.{name}.remote": remote for name, remote in config.remotes.items()}
     for where, section in with_keys.items():

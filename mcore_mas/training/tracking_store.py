@@ -23,8 +23,7 @@ _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow's words
 MetricRow = tuple[str, float, float, int]  # name, value, seconds since the epoch, step counted from 0
 
 
-class StoreError(RuntimeError):
-    """A store that cannot be opened: one line that says which, why and what to do."""
+_opened: set[Path] = set()  # files of stores that MLflow has had open in this process; it keeps connections to them
 
 
 class Store:
@@ -56,8 +55,9 @@ class Store:
         with self.alone():  # the first client of a new sqlite store writes its tables
             place = None
             if path := _sqlite(self.uri):  # artifacts lie beside it, not where the process was started; they have chats
-                if line := _unfinished(path):  # once MLflow has it open, no other file can take its place here
-                    raise StoreError(line)
+                if path not in _opened and unfinished(path):  # by a process that was ended meanwhile
+                    path.replace(path.with_name(f"{path.name}.unfinished"))
+                _opened.add(path)
                 artifacts = path.absolute().parent / "mlflow-artifacts"
                 artifacts.mkdir(0o700, parents=True, exist_ok=True)
                 path.touch(0o600)
@@ -173,26 +173,16 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 320 else f"{text[:160]} ... {text[-160:]}"
 
 
-def unfinished(uri: str) -> str:
-    """What to do about a local sqlite store that was begun and never finished, in one line; "" of any other.
+def unfinished(path: Path) -> bool:
+    """Whether the sqlite file of a store was begun and not finished; there is nothing in it, and MLflow cannot open it.
 
-    It waits for another process that is making it now.
+    MLflow makes the table of experiments first and its first experiment last.
     """
-    path = _sqlite(uri)
-    if path is None or not _unfinished(path):
-        return ""
-    with waited_for(path):
-        return _unfinished(path)
-
-
-def _unfinished(path: Path) -> str:
-    """As `unfinished`. MLflow makes the table of experiments first and its first experiment last."""
     try:  # "rw": what a killed process has not committed is rolled back, as whoever opens the file does
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as database:
-            whole = database.execute("SELECT 1 FROM experiments").fetchone()
+            return database.execute("SELECT 1 FROM experiments").fetchone() is None
     except sqlite3.Error:  # it is not there, or MLflow says what is wrong with it
-        return ""
-    return "" if whole else f"{path}: MLflow was ended while it made this store, and nothing is in it; move it away"
+        return False
 
 
 def _sqlite(uri: str) -> Path | None:

@@ -7,10 +7,8 @@ import json
 import os
 import re
 import shutil
-import sqlite3
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -182,19 +180,6 @@ def test_programs_and_keys_that_this_machine_lacks_are_named(monkeypatch: pytest
     assert said("tracking=wandb") == [
         "run 'demo_math': tracking.also: wandb is not installed; pip install wandb, or take it out"
     ]
-
-
-def test_a_tracking_store_that_was_never_finished_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with closing(sqlite3.connect(store := tmp_path / "mlflow.db")) as database:
-        database.execute("CREATE TABLE experiments (name TEXT)")
-    line = f"{store}: MLflow was ended while it made this store, and nothing is in it; move it away"
-    assert said(f"tracking.uri=sqlite:///{store}") == [f"run 'demo_math': tracking.uri: {line}"]
-    monkeypatch.setattr("sys.argv", ["mcore-mas", "ui", "--store", f"sqlite:///{store}"])
-    with pytest.raises(SystemExit):
-        main()
-    assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
 @pytest.mark.parametrize(

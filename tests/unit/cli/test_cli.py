@@ -1,6 +1,8 @@
 """Every wrong call of a command is said in one line, with an exit status that is not 0."""
 
 import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,8 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         ("run demo_math --configdir x", "unrecognized arguments: --configdir; "),
         ("list os:environ", "no registry 'os:environ'; there are: orchestras"),
+        ("ui --store sqlite:///{missing}", "missing: no such file; no run has been tracked yet"),
+        ("ui --store sqlite:///{half}", "half: MLflow makes this store now, or was ended while it did; the next run m"),
         ("studio --port {port}", ": Address already in use; choose another --port, 0 for a free one"),
         ("studio --host 192.0.2.1", "host 192.0.2.1 is not loopback; bind 127.0.0.1, or give --token-file"),
     ],
@@ -92,8 +96,10 @@ def test_a_mistake_is_one_line(
     capsys: pytest.CaptureFixture,
 ) -> None:
     (tmp_path / "text").write_text("hello")
+    with closing(sqlite3.connect(tmp_path / "half")) as database:
+        database.execute("CREATE TABLE experiments (name TEXT)")
     monkeypatch.chdir(project)
-    places = {"missing": tmp_path / "missing", "text": tmp_path / "text", "folder": tmp_path}
+    places = {"folder": tmp_path, **{name: tmp_path / name for name in ("missing", "text", "half")}}
     with bind("127.0.0.1", 0) as taken:
         words_given = arguments.format(**places, port=taken.getsockname()[1]).split()
         assert called(monkeypatch, *words_given) == 1

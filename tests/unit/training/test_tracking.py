@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -79,38 +80,40 @@ MlflowClient(tracking_uri=sys.argv[1]).search_experiments()
 """
 
 
-def test_a_store_that_was_never_finished_is_named_until_it_is_moved_away(tmp_path: Path) -> None:
+def test_a_store_that_was_never_finished_is_made_anew(tmp_path: Path) -> None:
     """MLflow says 'duplicate column name: step' of it, in every process from then on."""
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    uri = f"sqlite:///{(store := tmp_path / 'mlflow.db')}"
     assert subprocess.run([sys.executable, "-c", KILLED_IN_ITS_FIRST_MIGRATION, uri], check=False).returncode == 9
-    line = f"{tmp_path}/mlflow.db: MLflow was ended while it made this store, and nothing is in it; move it away"
-    assert unfinished(uri) == line
+    made = hashlib.sha256(store.read_bytes()).hexdigest()
+    assert unfinished(store)
     said: list[str] = []
     journal, tracker = opened(tmp_path, uri, said.append)
     step(journal, tracker, 0)
-    named = threading.Event()
-    tracker.sink.put(named.set)
-    assert named.wait(60)
-    assert said == [f"MLflow does not take metrics (StoreError: {line}); {tmp_path}/metrics.jsonl has them for later"]
-    (tmp_path / "mlflow.db").rename(tmp_path / "away.db")
     tracker.finish("FINISHED")
+    assert said == []
     assert history(uri, tracker.run_id) == [(1, 0.0)]
-    assert unfinished(uri) == ""
+    assert not unfinished(store)
+    assert hashlib.sha256((tmp_path / "mlflow.db.unfinished").read_bytes()).hexdigest() == made
 
 
 def test_a_store_that_is_being_made_is_waited_for(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
-        database.execute("CREATE TABLE experiments (name TEXT)")
-        found: list[str] = []
-        asking = threading.Thread(target=lambda: found.append(unfinished(f"sqlite:///{tmp_path / 'mlflow.db'}")))
-        with waited_for(tmp_path / "mlflow.db"):
-            asking.start()
-            asking.join(0.5)
-            assert found == []
-            database.execute("INSERT INTO experiments VALUES ('Default')")
+    uri = f"sqlite:///{(store := tmp_path / 'mlflow.db')}"
+    MlflowClient(tracking_uri=uri).search_experiments()
+    with closing(sqlite3.connect(store)) as database:
+        [(number, *others)] = database.execute("SELECT * FROM experiments").fetchall()
+        database.execute("DELETE FROM experiments")
+        database.commit()
+        assert unfinished(store)
+        connecting = threading.Thread(target=Store(uri, "math", tmp_path).connect)
+        with waited_for(store):
+            connecting.start()
+            connecting.join(1)
+            row = ", ".join("?" * (1 + len(others)))
+            database.execute(f"INSERT INTO experiments VALUES ({row})", (number, *others))
             database.commit()
-        asking.join(60)
-    assert found == [""]
+        connecting.join(60)
+    assert not list(tmp_path.glob("*.unfinished"))
+    assert {found.name for found in MlflowClient(tracking_uri=uri).search_experiments()} == {"Default", "math"}
 
 
 def test_a_store_that_breaks_in_mid_run_is_sent_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
