@@ -8,9 +8,11 @@ import posixpath
 import re
 import sqlite3
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.base.files import waited_for
@@ -21,9 +23,6 @@ _DIGEST = 36  # characters of a data set's digest that MLflow keeps
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow's words for a run it has not
 
 MetricRow = tuple[str, float, float, int]  # name, value, seconds since the epoch, step counted from 0
-
-
-_opened: set[Path] = set()  # files of stores that MLflow has had open in this process; it keeps connections to them
 
 
 class Store:
@@ -55,9 +54,8 @@ class Store:
         with self.alone():  # the first client of a new sqlite store writes its tables
             place = None
             if path := _sqlite(self.uri):  # artifacts lie beside it, not where the process was started; they have chats
-                if path not in _opened and unfinished(path):  # by a process that was ended meanwhile
+                if unfinished(path) and not _used(path):  # who made it was ended
                     path.replace(path.with_name(f"{path.name}.unfinished"))
-                _opened.add(path)
                 artifacts = path.absolute().parent / "mlflow-artifacts"
                 artifacts.mkdir(0o700, parents=True, exist_ok=True)
                 path.touch(0o600)
@@ -183,6 +181,15 @@ def unfinished(path: Path) -> bool:
             return database.execute("SELECT 1 FROM experiments").fetchone() is None
     except sqlite3.Error:  # it is not there, or MLflow says what is wrong with it
         return False
+
+
+def _used(path: Path) -> bool:
+    """Whether a process of this user has a file open, this one too. MLflow makes its stores without a lock."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's, or gone by now
+            if any(file.path == str(path.resolve()) for file in process.open_files()):
+                return True
+    return False
 
 
 def _sqlite(uri: str) -> Path | None:
