@@ -352,6 +352,7 @@ class _Steps:
     """A training in a thread of its own, which waits after each step until somebody asks for the next."""
 
     def __init__(self, config: Path) -> None:
+        self._run = config.parent
         self._rows: queue.Queue[StepRow | BaseException | None] = queue.Queue()
         self._asked: queue.Queue[bool] = queue.Queue()  # whether to go on
         self._taken = False  # a row that the training waits behind
@@ -372,9 +373,14 @@ class _Steps:
         return found
 
     def close(self) -> None:
-        """End the training where it is, with a checkpoint, and wait for that."""
+        """End the training where it is, with a checkpoint, and wait for that; it says what kept it from that."""
+        from mcore_mas.training.joblog import cause
+
         self._asked.put(False)  # of the row that it waits behind, or of a step under way
         self._thread.join()
+        while not self._rows.empty():
+            if isinstance(error := self._rows.get(), BaseException):
+                say(f"{self._run}: {cause(error)}")
 
     def _train(self, config: Path) -> None:
         from mcore_mas.training.joblog import Stopped
@@ -386,10 +392,11 @@ class _Steps:
 
         try:
             train(config, after_step=after_step)
-        except Stopped as stopped:
-            say(f"{config.parent}: {stopped}")
-            self._rows.put(None)
         except BaseException as error:
-            self._rows.put(error)
+            # from Python 3.12 on asyncio has no thread in which it ends its others where a program ends
+            stopped = error.__context__ if "at interpreter shutdown" in str(error) else error
+            if isinstance(stopped, Stopped):
+                say(f"{self._run}: {stopped}")
+            self._rows.put(None if isinstance(stopped, Stopped) else error)
         else:
             self._rows.put(None)

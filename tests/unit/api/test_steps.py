@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.support.played import trajectory
 
 PROGRAM = """
 import asyncio
+import errno
 from pathlib import Path
 
 from mcore_mas.api.run import _Steps
@@ -54,6 +56,28 @@ def test_a_program_that_ends_in_the_middle_of_its_loop_stops_the_training_and_en
     )
     assert done.stdout == "took step 0 and 1\nsaved step 1\n", done.stderr
     assert (done.returncode, done.stderr) == (0, "run: stopped\n")
+
+
+def test_what_keeps_a_training_from_saving_is_said_behind_a_break(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody takes a further row, which it would be raised with."""
+
+    def full(config: Path, after_step: Callable[[int, dict[str, float]], Awaitable[bool]]) -> None:
+        async def go() -> None:
+            assert not await after_step(0, {})
+            raise OSError(errno.ENOSPC, "No space left on device", "run/train/checkpoints/step_000001")
+
+        asyncio.run(go())
+
+    monkeypatch.setattr(training, "train", full)
+    steps = module._Steps(Path("run/config.yaml"))
+    assert steps.next() == {"step": 0}
+    steps.close()
+    steps.close()
+    said = capsys.readouterr().err
+    assert said.startswith("run: OSError: [Errno 28] No space left on device: 'run/train/checkpoints/step_000001'; mak")
+    assert said.count("\n") == 1
 
 
 class _Run(module.Run):

@@ -121,7 +121,9 @@ def train():
         print("up", flush=True)
         time.sleep(600)
 
-threading.Thread(target=train).start()
+training = threading.Thread(target=train)
+training.start()
+training.join()
 """
 
 
