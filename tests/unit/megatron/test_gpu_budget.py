@@ -24,7 +24,7 @@ MARGIN = 0.03  # by which an update may be slower, launch more and hold more tha
 # of one agent: its statistics, its norm, which is the step's, and Megatron's own norm when it clips
 WAITS = {"device.py download": 1, "clip_grads.py get_grad_norm_fp32": 2}
 # megatron-core 0.19 asks once, in the first update, whether any rank has norms of a group of their own
-FIRST = "optimizer.py " if Version(version("megatron-core")) >= Version("0.19") else None
+FIRST = "optimizer.py has_grad_norm_group" if Version(version("megatron-core")) >= Version("0.19") else None
 SENT = ["upload", "compute"]
 
 
@@ -52,9 +52,13 @@ class Budget:
         for (region, count), most in zip(found["launches_per_layer"].items(), self.layer or (), strict=False):
             if count > most:
                 told.append(f"launches of a layer in {region} {count}, today {most}")
-        first = {place: 1 for place in found["waits"] if FIRST and place.startswith(FIRST)}
-        exact = {"waits": self.waits | first, "copies": {}, "inline": {}, "order": self.order, "races": {}, "mixed": {}}
-        told += [f"{name} {found[name]}, today {value}" for name, value in exact.items() if found[name] != value]
+        exact = {"waits": self.waits, "copies": {}, "inline": {}, "order": self.order, "races": {}, "mixed": {}}
+        for name, value in exact.items():
+            seen = found[name]
+            if FIRST and name in ("waits", "copies"):
+                seen = {place: count for place, count in seen.items() if not place.startswith(FIRST)}
+            if seen != value:
+                told.append(f"{name} {seen}, today {value}")
         return "\n".join(told)
 
 
