@@ -1,6 +1,6 @@
 # `make` lists what there is. Every target that needs the environment makes it first, once.
-PYTHON ?= python3.11
-# megatron-core from 0.17 on wants Python 3.12: what is installed there is pinned in a lock of its own
+# Python 3.11, or 3.12 where that alone runs, for which megatron-core is newer: each has a lock of its own
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null || ! python3.12 -c '' 2>/dev/null && echo python3.11 || echo python3.12)
 LOCK   := requirements/lock$(shell $(PYTHON) -c 'import sys; print("-3.12" if sys.version_info >= (3, 12) else "")' 2>/dev/null).txt
 VENV   := .venv
 BIN    := $(VENV)/bin

@@ -136,3 +136,19 @@ def test_setup_takes_the_lock_of_its_python(tmp_path: Path, version: tuple[int, 
     command = ["make", "--dry-run", "setup", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.findall(r"requirements/[\w.-]+", said) == [f"requirements/{lock}"] * 2
+
+
+@pytest.mark.parametrize(
+    ("runs", "taken"), [(("3.11", "3.12"), "python3.11"), (("3.12",), "python3.12"), ((), "python3.11")]
+)
+def test_setup_takes_the_python_that_runs(tmp_path: Path, runs: tuple[str, ...], taken: str) -> None:
+    """As pyenv has them, both commands may be there without running."""
+    for version in ("3.11", "3.12"):
+        python = tmp_path / f"python{version}"
+        python.write_text(f"#!/bin/sh\nexit {0 if version in runs else 127}\n")
+        python.chmod(0o755)
+    unset = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS")}
+    environment = {**unset, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["make", "--dry-run", "setup", f"VENV={tmp_path / 'venv'}"]
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert f"\n{taken} -m venv {tmp_path / 'venv'}\n" in said
