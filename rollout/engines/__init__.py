@@ -242,7 +242,8 @@ class EngineClient:
 
         It ends with the token that completes a stop of the chat, wherever the engine has noticed that and ended.
         """
-        given_up, engine, heard = False, self._streaming, list[int]()
+        heard: list[int] = []
+        given_up, engine = False, self._streaming
         tell, stops = (chat.hear, chat.stops) if chat else (None, ())
         record = on_record() if engine and engine.resumes else None
         words = None
