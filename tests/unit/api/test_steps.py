@@ -24,7 +24,6 @@ from tests.support.played import trajectory
 
 PROGRAM = """
 import asyncio
-import errno
 from pathlib import Path
 
 from mcore_mas.api.run import _Steps

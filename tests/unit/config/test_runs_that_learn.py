@@ -79,6 +79,9 @@ def test_d10_the_teams_weight_in_a_trees_rewards_is_said_once() -> None:
         # trajectories meet in states that the environment names
         ("experiment=demo_path", "advantage.name=at_grpo", "trainer.group_size=4"),
         ("experiment=demo_path", "filter={name: informative, options: {by: state}}", "trainer.group_size=4"),
+        # a filter of single turns leaves out no step's reward
+        ("experiment=demo_path", "advantage.name=gigpo", "filter={name: outliers}"),
+        ("experiment=demo_path", "advantage.name=gigpo", "filter={name: informative, options: {by: state}}"),
         (*TREES, "advantage.name=grpo", "trainer.group_size=2"),
         (*TREES, "advantage.name=grpo", "+advantage.options={peers: state, vote: turn}"),
         ("experiment=demo_math", "advantage=reinforce_pp", "trainer.group_size=1"),
