@@ -14,7 +14,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LINE = re.compile(
-    r"name=(?P<name>\S+) ratio=(?P<ratio>\d+\.\d+) goal=(?P<goal>\d+\.\d+) reference=(?P<reference>.+) n=(?P<n>\d+)"
+    r"name=(?P<name>\S+) ratio=(?P<ratio>\d+\.\d+) (?P<sense>goal|at_most)=(?P<goal>\d+\.\d+) "
+    r"reference=(?P<reference>.+) n=(?P<n>\d+)"
 )
 
 
@@ -23,8 +24,9 @@ class Result:
     """What one benchmark measured."""
 
     name: str
-    ratio: float  # ours over the reference's; what better means is the script's to say
+    ratio: float  # ours over the reference's
     goal: float
+    at_most: bool  # the goal is the most that it may be, not the least
     reference: str
     n: int  # repeats
 
@@ -40,6 +42,7 @@ def parse(output: str) -> list[Result]:
             name=match["name"],
             ratio=float(match["ratio"]),
             goal=float(match["goal"]),
+            at_most=match["sense"] == "at_most",
             reference=match["reference"],
             n=int(match["n"]),
         )
@@ -50,9 +53,9 @@ def parse(output: str) -> list[Result]:
 def page(results: Sequence[Result], machine: str, before: str = "") -> str:
     """The Markdown page, `machine` in the rows of `results`; the others are those of the page `before`."""
     rows = {row[1]: row[0] for row in re.finditer(r"^\| (\w+) \| \d.*$", before, re.MULTILINE)}
-    rows |= {
-        r.name: f"| {r.name} | {r.ratio:.2f} | {r.goal:.2f} | {r.reference} | {r.n} | {machine} |" for r in results
-    }
+    for r in results:
+        goal = f"{'≤' if r.at_most else '≥'} {r.goal:.2f}"
+        rows[r.name] = f"| {r.name} | {r.ratio:.2f} | {goal} | {r.reference} | {r.n} | {machine} |"
     lines = [
         "# Benchmarks",
         "",

@@ -5,13 +5,14 @@ from benchmarks.run_all import Result, page, parse
 
 def test_a_row_is_replaced_and_the_others_stay():
     first = page(
-        [Result(name=name, ratio=2.0, goal=1.0, reference="plain", n=3) for name in ("load_a", "sort")], "a machine"
+        [Result(name=name, ratio=2.0, goal=1.0, at_most=False, reference="plain", n=3) for name in ("load_a", "sort")],
+        "a machine",
     )
     (again, other) = parse(
-        "3 M\nname=load_a ratio=2.50 goal=1.00 reference=one two n=5\n9 s\nname=b ratio=1.0 goal=1.0 reference=c n=1"
+        "3 M\nname=load_a ratio=2.50 at_most=3.00 reference=one two n=5\n9 s\nname=b ratio=1.0 goal=1.0 reference=c n=1"
     )
     assert other.name == "b"
     assert page([again], "another", first) == first.replace(
-        "| load_a | 2.00 | 1.00 | plain | 3 | a machine |", "| load_a | 2.50 | 1.00 | one two | 5 | another |"
+        "| load_a | 2.00 | ≥ 1.00 | plain | 3 | a machine |", "| load_a | 2.50 | ≤ 3.00 | one two | 5 | another |"
     )
     assert parse("name=load_a ratio=2.50 goal=1.00\n") == []
