@@ -121,10 +121,12 @@ class ServedTeam:
             raise episode.failure
         if env.handed_in is None:
             raise GatewayError(503, f"the team came to no answer: {episode.error}")
+        text, stop = asked.cut(env.handed_in)
         return replace(
             head,
-            text=env.handed_in,
-            finish="stop",
+            text=text,
+            finish="stop_sequence" if stop else "stop",
+            stop=stop,
             prompt_tokens=sum(len(turn.prompt_ids) for turn in seat.turns),
             completion_tokens=sum(len(turn.completion_ids) for turn in seat.turns),
         )

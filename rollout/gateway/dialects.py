@@ -57,6 +57,12 @@ class ChatRequest:
     previous: str = ""  # id of the reply that `messages` come after
     again: bool = False  # whether the caller has made this call before, and read no answer
 
+    def cut(self, text: str) -> tuple[str, str | None]:
+        """The text up to the first of the stops in it, and that stop; all of it, and None, where there is none."""
+        ends = [(end, stop) for stop in self.stop if (end := text.find(stop)) >= 0]
+        end, stop = min(ends, default=(len(text), None))
+        return text[:end], stop
+
 
 @dataclass(frozen=True, slots=True)
 class Block:

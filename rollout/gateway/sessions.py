@@ -284,9 +284,8 @@ class GatewaySession:
         message = reply.message or Message(role="assistant", content=reply.text)
         text = "\n".join([after_thought(message.content), *(c.arguments for c in message.calls if not c.name)]).strip()
         text += message.text[len(message.text.rstrip()) :] if text else ""  # spaces, which may be of a stop
-        ends = [(end, stop) for stop in asked.stop if (end := text.find(stop)) >= 0]
-        end, stop = min(ends, default=(len(text.rstrip()), None))
-        said, reasoning = text[:end], message.reasoning
+        said, stop = asked.cut(text)
+        said, reasoning = said if stop else said.rstrip(), message.reasoning
         if not head.begins(reasoning, said):  # what was streamed as text proved to be a thought
             said, reasoning = f"{head.text}</think>\n\n{said}", head.reasoning
         calls = tuple(replace(call, id=f"call_{call.id.replace('.', '_')}") for call in message.calls if call.name)
