@@ -1,8 +1,10 @@
 # `make` lists what there is. Every target that needs the environment makes it first, once.
-# Python 3.11, or 3.12 where that alone runs, for which megatron-core is newer: each has a lock of its own
-PYTHON ?= $(shell python3.11 -c '' 2>/dev/null || ! python3.12 -c '' 2>/dev/null && echo python3.11 || echo python3.12)
-LOCK   := requirements/lock$(shell $(PYTHON) -c 'import sys; print("-3.12" if sys.version_info >= (3, 12) else "")' 2>/dev/null).txt
+# Of Pythons that run and can make an environment that of .venv, or the newest; each has a lock of its own, as its newest
+# megatron-core is another
 VENV   := .venv
+PYTHON ?= $(shell for python in $(VENV)/bin/python python3.12 python3.11; do \
+	$$python -c 'import ensurepip, venv' 2>/dev/null && echo $$python && exit; done; echo python3.12)
+LOCK   := requirements/lock$(shell $(PYTHON) -c 'import sys; print("-3.12" if sys.version_info >= (3, 12) else "")' 2>/dev/null).txt
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 STAMP  := $(VENV)/.stamp
@@ -20,13 +22,13 @@ SHELL  := /bin/bash
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make .venv with everything pinned (PYTHON=python3.12: with the newest megatron-core)
+setup: $(STAMP) ## make .venv with everything pinned, of Python 3.12 or, where that is not, 3.11 (PYTHON=python3.11)
 
 # torch comes alone and first, so that the CPU build is chosen where an index offers one. The lock file is complete:
 # nothing is resolved, and bytecode is compiled for what gets imported, not for everything. A `.venv` that is a link
 # belongs to another checkout, and stays as it is.
 $(STAMP): $(if $(shell test -L $(VENV) && echo link),,pyproject.toml $(LOCK))
-	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or 3.12, or say make PYTHON=..." >&2; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.12 or 3.11 with venv, or say make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $$(grep -E '^torch==' $(LOCK))
 	$(PIP) --no-deps --requirement $(LOCK)

@@ -139,7 +139,7 @@ def test_setup_takes_the_lock_of_its_python(tmp_path: Path, version: tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("runs", "taken"), [(("3.11", "3.12"), "python3.11"), (("3.12",), "python3.12"), ((), "python3.11")]
+    ("runs", "taken"), [(("3.11", "3.12"), "python3.12"), (("3.11",), "python3.11"), ((), "python3.12")]
 )
 def test_setup_takes_the_python_that_runs(tmp_path: Path, runs: tuple[str, ...], taken: str) -> None:
     """As pyenv has them, both commands may be there without running."""
@@ -152,3 +152,12 @@ def test_setup_takes_the_python_that_runs(tmp_path: Path, runs: tuple[str, ...],
     command = ["make", "--dry-run", "setup", f"VENV={tmp_path / 'venv'}"]
     said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     assert f"\n{taken} -m venv {tmp_path / 'venv'}\n" in said
+
+
+def test_setup_stays_with_the_python_of_its_environment(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    command = ["make", "--dry-run", "setup", f"VENV={tmp_path / 'venv'}"]
+    unset = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS")}
+    said = subprocess.run(command, cwd=ROOT, env=unset, capture_output=True, text=True, check=True).stdout
+    own = "lock-3.12.txt" if sys.version_info >= (3, 12) else "lock.txt"
+    assert re.findall(r"requirements/[\w.-]+", said) == [f"requirements/{own}"] * 2
