@@ -39,7 +39,7 @@ def make(n: int) -> Turns:
             "parent": torch.where(turn > 0, place - 1, -1),
         },
         lengths=lengths,
-        steps=torch.rand(n, dtype=torch.float64, generator=generator),
+        steps=torch.rand(n, 4, dtype=torch.float64, generator=generator),
         greedy=torch.rand(n, dtype=torch.float64, generator=generator),
         values=torch.rand(int(lengths.sum()), dtype=torch.float64, generator=generator),
     )

@@ -1,6 +1,12 @@
 """The page of benchmarks keeps what was not measured again."""
 
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks import credit
 from benchmarks.run_all import Result, page, parse
+from mcore_mas.equations.turns import Advantages, Turns
 
 
 def test_a_row_is_replaced_and_the_others_stay():
@@ -16,3 +22,8 @@ def test_a_row_is_replaced_and_the_others_stay():
         "| load_a | 2.00 | ≥ 1.00 | plain | 3 | a machine |", "| load_a | 2.50 | ≤ 3.00 | one two | 5 | another |"
     )
     assert parse("name=load_a ratio=2.50 goal=1.00\n") == []
+
+
+@pytest.mark.parametrize("estimator", credit.ESTIMATORS.values(), ids=credit.ESTIMATORS)
+def test_the_turns_of_the_benchmark_have_what_an_estimator_needs(estimator: Callable[[Turns], Advantages]) -> None:
+    assert estimator(credit.make(1000)).values.isfinite().all()
