@@ -178,8 +178,9 @@ _OF_BASE = ("tp", "pp", "vpp", "cp", "dp", "ep", "sp", "bf16", "layers", "offloa
 def sharing(policies: Mapping[str, PolicyConfig], name: str) -> tuple[str, ...]:
     """The policies that hold one frozen model together with policy `name`, which is one of them or the only one."""
     own = policies[name]
-    same = {other for other, p in policies.items() if own.share_base and p.share_base and p.model == own.model}
-    return tuple(other for other in policies if other in same | {name})
+    if not own.share_base:
+        return (name,)
+    return tuple(other for other, p in policies.items() if p.share_base and p.model == own.model)
 
 
 def check_sharing(policies: Mapping[str, PolicyConfig], trained: Collection[str]) -> None:

@@ -165,14 +165,9 @@ def rank_sets(config: RunConfig, policies: Collection[str]) -> list[list[tuple[s
     return list(found.values())
 
 
-def estimate_run(
-    config: RunConfig, models: Models, placement: Placement, gpu: GPU, works: Mapping[str, Workload] | None = None
-) -> RunEstimate:
-    """What a run takes in a placement on GPUs of one kind, with `models` of these shapes by policy.
-
-    `works` are the `workloads` of the run, for who compares many placements.
-    """
-    works = works or workloads(config)
+def estimate_run(config: RunConfig, models: Models, placement: Placement, gpu: GPU) -> RunEstimate:
+    """What a run takes in a placement on GPUs of one kind, with `models` of these shapes by policy."""
+    works = workloads(config)
     trainers, weights, (kv, update, rollout) = _held(config, models, placement, gpu)
     seconds = step_seconds(config, models, placement, gpu, kv=max(kv, 1.0), works=works)
     kinds = {policy: trainer_kinds(config, policy, placement) for policy in config.trained}
@@ -192,14 +187,24 @@ def estimate_run(
         hours=config.trainer.steps * sum(seconds.values()) / 3600,
         host=host_bytes(config, models, placement),
         disk=disk,
-        lack=max(0.0, max(update, rollout) - ASSUMED.usable * gpu.memory * _GB),
+        lack=_lack(update, rollout, gpu),
     )
 
 
-def fits(config: RunConfig, models: Models, placement: Placement, gpu: GPU) -> bool:
-    """Whether a placement has room on GPUs of one kind: `estimate_run` without what takes long."""
-    _, _, (_, update, rollout) = _held(config, models, placement, gpu)
-    return max(update, rollout) <= ASSUMED.usable * gpu.memory * _GB
+def rank_of(
+    config: RunConfig, models: Models, placement: Placement, gpu: GPU, works: Mapping[str, Workload]
+) -> tuple[float, float]:
+    """(bytes that the fullest GPU lacks, seconds of a step; 0 where it lacks any): what `choose` has the least of.
+
+    It is of `estimate_run` what has to be known of every placement; `works` are the `workloads` of the run.
+    """
+    _, _, (kv, update, rollout) = _held(config, models, placement, gpu)
+    lack = _lack(update, rollout, gpu)
+    return lack, 0.0 if lack else sum(step_seconds(config, models, placement, gpu, max(kv, 1.0), works).values())
+
+
+def _lack(update: float, rollout: float, gpu: GPU) -> float:
+    return max(0.0, max(update, rollout) - ASSUMED.usable * gpu.memory * _GB)
 
 
 def _held(
