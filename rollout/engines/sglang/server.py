@@ -19,9 +19,10 @@ from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 
 _SPARE = 6  # tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py)
 _SHOWN = 300  # characters of the log's end in an error
-# What the server must not inherit: modules of this environment; and SGLang's memory saver refuses expandable segments.
 _MOST = 0.95  # of a GPU's free memory that a server may take for weights, keys and values
-_DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_CUDA_ALLOC_CONF")
+# What the server must not inherit: modules of this environment, and expandable segments under either name. SGLang's
+# memory saver cannot give them back, and looks for them under the second name only.
+_DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class NoRoom(EngineError):
