@@ -182,7 +182,7 @@ def routing_of(reply: Mapping[str, Any], prompt: int, experts: Experts) -> bytes
     SGLang 0.5.23 sends int32 [prompt + reply - 1, layers, k] in base64; every layer of its mixtures is sparse.
 
     Raises:
-        EngineError: they are not there, not of so many tokens, or not numbers of experts.
+        EngineError: they are not there, not of so many tokens, or not numbers of different experts.
     """
     said = reply["meta_info"].get("routed_experts")
     if said is None:
@@ -196,6 +196,11 @@ def routing_of(reply: Mapping[str, Any], prompt: int, experts: Experts) -> bytes
         raise EngineError(
             f"SGLang gave {numbers.size} routed experts between {numbers.min(initial=0)} and {numbers.max(initial=0)}; "
             f"expected {' x '.join(map(str, want))} below {experts.count}"
+        )
+    if experts.per_token > 1 and (numbers[:: experts.per_token] == numbers[1 :: experts.per_token]).any():
+        raise EngineError(
+            "SGLang sent a token to one expert twice: it routes within a kernel, and does not know where; set "
+            "engine.options: {moe-runner-backend: triton}"
         )
     return numbers.astype(f"<u{experts.number_bytes}").tobytes()
 
