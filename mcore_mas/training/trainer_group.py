@@ -67,11 +67,14 @@ class _Rank:
         if self._watched:
             self._watch = RankWatch(self._watched.of(rank), self._watched.hang_s)
         with self._phase("join"):
+            first = next(iter(specs.values()))
             own = str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else _LOOPBACK
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # else that of the host's name, if it has one
                 os.environ.setdefault(name, interface_of(own))
+            if first.cumem is not None:
+                os.environ.setdefault("NCCL_CUMEM_ENABLE", first.cumem)
             store = self._store or TCPStore(*place, is_master=False)
-            init_process_groups(next(iter(specs.values())), rank=rank, threads=self._threads, store=store)
+            init_process_groups(first, rank=rank, threads=self._threads, store=store)
             for policy, spec in specs.items():
                 self._trainers[policy] = self._load(spec, next(iter(self._trainers.values()), None))
         return torch.cuda.get_device_name() if torch.cuda.is_available() else ""

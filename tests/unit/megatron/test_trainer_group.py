@@ -1,8 +1,10 @@
 """A trainer spread over Ray actors does what it does in one process."""
 
 import asyncio
+import os
 from collections.abc import Generator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -95,3 +97,17 @@ def test_ranks_are_numbered_by_node_and_gpu(tmp_path: Path, monkeypatch: pytest.
     assert {rank.met for rank in ranks_there} == {("10.0.0.1", 29500)}
     assert group._peak == 989e12
     assert group._ranks == sorted(ranks_there, key=lambda rank: rank.rank)
+
+
+def test_nccl_is_told_before_ranks_meet_unless_somebody_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference.make_model("qwen2", tmp_path / "model")
+    spec, name = replace(ranks.spec_of(str(tmp_path / "model")), cumem="0"), "NCCL_CUMEM_ENABLE"
+    met: list[str | None] = []
+    monkeypatch.setattr(trainer_group, "init_process_groups", lambda *_, **__: met.append(os.environ.get(name)))
+    monkeypatch.setattr(trainer_group.ray, "nodes", lambda: [{}])
+    for its, said in ((spec, {}), (replace(spec, cumem=None), {}), (spec, {name: "1"})):
+        monkeypatch.setattr(os, "environ", dict(said))
+        rank = trainer_group._Rank(1, None)
+        rank._load, rank._store = MagicMock(), MagicMock()
+        rank.join(0, ("127.0.0.1", 1), {"p": its})
+    assert met == ["0", None, "1"]
