@@ -1,6 +1,7 @@
 """One SGLang server of an engine: its process, which ends with ours, and the client that waits for it."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -129,7 +130,7 @@ class Server:
 
 
 def server_arguments(settings: SGLangSettings) -> list[str]:
-    """Of `sglang.launch_server`; of further `arguments` true is for a switch, null for none."""
+    """Of `sglang.launch_server`; of further `arguments` true is for a switch, null for none, and a mapping is JSON."""
     fixed: dict[str, object] = {
         "model-path": settings.folder,
         "tp-size": settings.tp,
@@ -144,7 +145,7 @@ def server_arguments(settings: SGLangSettings) -> list[str]:
         if value is None or value is False:
             continue
         given = value if isinstance(value, list | tuple) else [] if value is True else [value]
-        words += [f"--{name}", *map(str, given)]
+        words += [f"--{name}", *(json.dumps(x) if isinstance(x, Mapping) else str(x) for x in given)]
     return words
 
 

@@ -62,6 +62,11 @@ def test_arguments_are_the_servers_own(folder: Path, tmp_path: Path) -> None:
         f"--model-path {folder} --tp-size 2 --context-length 70 --max-running-requests 4 --skip-tokenizer-init "
         "--log-level error --mem-fraction-static 0.8 --disable-cuda-graph"
     )
+    graphs = {"cuda-graph-config": {"decode": {"backend": "full", "max_bs": 64}}}
+    assert server_arguments(SGLangSettings(folder=folder, max_length=64, options=graphs))[-2:] == [
+        "--cuda-graph-config",
+        '{"decode": {"backend": "full", "max_bs": 64}}',
+    ]
     silent = Server(str(FAKE), [], str(tmp_path / "log"), {})
     assert silent.ended() == "the server ended"  # it was never started
 
