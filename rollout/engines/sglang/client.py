@@ -19,6 +19,7 @@ from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSp
 
 RETRIES = 3  # of a connection that broke
 _SHOWN = 300  # characters of a server's words in an error
+_REPLY_BYTES = 1 << 30  # of an answer, at most: the experts of a token take 4 kB of one of Qwen3 235B-A22B
 
 
 class SGLangClient:
@@ -26,7 +27,8 @@ class SGLangClient:
 
     def __init__(self, url: str, *, timeout_s: float, connections: int, key: str | None = None) -> None:
         self.url = url
-        self._http = HttpClient(url, token=key, connections=connections, timeout_s=timeout_s)
+        limits: dict[str, Any] = {"timeout_s": timeout_s, "most_bytes": _REPLY_BYTES}
+        self._http = HttpClient(url, token=key, connections=connections, **limits)
 
     async def call(
         self, path: str, body: Mapping[str, Any] | None = None, *, stream: StreamedReply | None = None

@@ -16,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.engines.sglang.client import StreamedReply, routing_of
+from mcore_mas.rollout.engines.sglang.client import SGLangClient, StreamedReply, routing_of
 from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
 from mcore_mas.rollout.engines.sglang.server import server_arguments
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
@@ -135,6 +135,12 @@ def test_an_answer_of_sglang_is_read() -> None:
         routing_of({"output_ids": [7], "meta_info": {}}, 5, EXPERTS)
     with pytest.raises(EngineError, match=r"one expert twice: .* set engine.options: \{moe-runner-backend: triton\}"):
         routing_of(answered(0 * numbers, 3), 5, EXPERTS)  # of a kernel that routes by itself
+
+
+def test_the_experts_of_a_long_reply_fit_into_an_answer() -> None:
+    """Of 131,072 tokens in 94 layers of 8 (Qwen3-235B-A22B): int32 in base64, which takes four bytes for three."""
+    client = SGLangClient("http://127.0.0.1:9", timeout_s=1, connections=1)
+    assert client._http._most_bytes > 131_072 * 94 * 8 * 4 * 4 / 3
 
 
 def test_a_stream_has_them_in_its_last_event() -> None:
