@@ -64,7 +64,7 @@ ENVIRONMENT_READERS = {
     "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",
     "mcore_mas/planning/machine.py": "CUDA takes what GPUs a process may see from nowhere else",
     "mcore_mas/training/tracking_store.py": "MLflow's telemetry has no other switch",
-    "mcore_mas/training/trainer_group.py": "gloo and NCCL take their network interface from nowhere else",
+    "mcore_mas/training/trainer_group.py": "gloo and NCCL take their settings from nowhere else",
     "mcore_mas/training/cluster.py": "RAY_ADDRESS, whose cluster Ray would join",
     "mcore_mas/training/slurm.py": "Slurm's number of a job and its machines",
     "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are its own box",

@@ -125,7 +125,7 @@ def layouts(given: argparse.Namespace) -> None:
 def te(given: argparse.Namespace) -> None:
     """An update with Transformer Engine's layers is that of Megatron's."""
     if importlib.util.find_spec("transformer_engine") is None:
-        raise Skip("no Transformer Engine here (requirements/gpu.txt)")
+        raise Skip("no Transformer Engine here (requirements/transformer_engine.sh)")
     devices(given, 1)
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_model("tiny", Path(folder) / "tiny"))

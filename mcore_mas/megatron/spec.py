@@ -31,6 +31,7 @@ class TrainerSpec(ParallelLayout):
     attention: Literal["auto", "torch"] = "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
     bf16: bool = False  # train in bfloat16 with float32 master weights
     deterministic: bool = False  # compute in float32 on a CPU what the embedded engine does, to the bit
+    cumem: str | None = None  # NCCL_CUMEM_ENABLE of its ranks where nobody has set it; None: NCCL's own choice
     lr: float = 1e-6
     warmup_steps: int = 0  # updates of linear warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after them

@@ -116,6 +116,8 @@ def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> 
             "key": engine.key_file.read_text().strip() if engine.key_file else None,
             "options": {"enable-deterministic-inference": engine.deterministic} | engine.options,
         }
+        if trained and engine.sleep and engine.options.get("device") != "cpu":  # else it gives no memory back
+            settings["options"] = {"enable-memory-saver": True} | settings["options"]
     if engine.name == "sglang" or (engine.name == "embedded" and trained):
         settings |= {"threads": config.cluster.threads_per_process or 1, "restarts": engine.restarts}
         settings |= {"transport": engine.transport} if engine.transport else {}

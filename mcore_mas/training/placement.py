@@ -323,9 +323,11 @@ class DevicePlacement:
     def _settle(self, tenant: Tenant, groups: Sequence[Any], size: int, part: float) -> None:
         """Give a tenant its places in groups whose bundles have `size` devices; neighbours are on one node."""
         key, own = (tenant.policy, tenant.part), []
+        nodes = [*self.room.nodes]  # by address, as trainers number their ranks; that of a Ray of one's own has no name
         for group in groups:
             node_of = placement_group_table(group)["bundles_to_node_id"]
-            own += [(node_of[b], group, b) for b in sorted(node_of, key=lambda b: (node_of[b], b)) for _ in range(size)]
+            ordered = sorted(node_of, key=lambda b: (nodes.index(node_of[b]) if node_of[b] in nodes else 0, b))
+            own += [(node_of[b], group, b) for b in ordered for _ in range(size)]
         del own[tenant.devices :]
         if any(count % tenant.unit for count in Counter(node for node, _, _ in own).values()):
             raise PlacementError(

@@ -266,6 +266,9 @@ def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> Trainer
     policy = config.policies[name]
     settings = {key: getattr(policy, key) for key in _OF_POLICY} | {key: getattr(rate, key) for key in _OF_RATE}
     settings["deterministic"] = config.engine.deterministic
+    engine = for_policy(config, name).engine
+    if engine.transport == "distributed":  # all of an NCCL group say the same, and SGLang's servers say 0 unless told
+        settings["cumem"] = engine.environment.get("NCCL_CUMEM_ENABLE", "0")
     settings["lora_seed"] = derive_seed(config.seed, "lora", name)
     settings["decay_steps"] = rate.decay_steps or places_in_schedule(config, name)
     return TrainerSpec(**{**settings, **own})

@@ -252,13 +252,17 @@ async def _train(session: TrainingSession, found: Saved | None, *, again: bool) 
 
 async def _load(session: TrainingSession, found: Saved | None, *, again: bool) -> None:
     await asyncio.gather(*(group.ready() for group in session.groups.values()))
+    loras = {policy: session.config.policies[policy].lora for policy in session.weight_sync}
+    # of one that starts with an adapter, the engine has the base
+    pushed = [policy for policy, lora in loras.items() if found or again or (lora and lora.adapter is not None)]
+    if pushed and session.config.engine.sleep:
+        async with session.memory.rollout(pushed):
+            pass  # what starts to be put to sleep sizes its memory while trainers have none
     if found:
         await _restore(session, found)
         return
-    for policy, sync in session.weight_sync.items():  # of one that starts with an adapter, the engine has the base
-        lora = session.config.policies[policy].lora
-        if again or (lora is not None and lora.adapter is not None):
-            await sync.push(0)
+    for policy in pushed:
+        await session.weight_sync[policy].push(0)
 
 
 async def _restore(session: TrainingSession, saved: Saved) -> None:

@@ -48,9 +48,9 @@ class _Rank:
         self._trainers: dict[str, MegatronTrainer] = {}
         self._senders: dict[str, tuple[SyncRoute, WeightSender]] = {}
 
-    def seat(self) -> tuple[str, list[int]]:
-        """The address of the node that this rank is on, and its GPU there."""
-        return str(ray.util.get_node_ip_address()), [int(gpu) for gpu in ray.get_gpu_ids()]
+    def node(self) -> str:
+        """The address of the node that this rank is on."""
+        return str(ray.util.get_node_ip_address())
 
     def host(self, address: str) -> tuple[str, int]:
         """Open the place where the ranks meet, at `address` only; on rank 0. The port is the system's choice."""
@@ -67,11 +67,14 @@ class _Rank:
         if self._watched:
             self._watch = RankWatch(self._watched.of(rank), self._watched.hang_s)
         with self._phase("join"):
+            first = next(iter(specs.values()))
             own = str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else _LOOPBACK
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # else that of the host's name, if it has one
                 os.environ.setdefault(name, interface_of(own))
+            if first.cumem is not None:
+                os.environ.setdefault("NCCL_CUMEM_ENABLE", first.cumem)
             store = self._store or TCPStore(*place, is_master=False)
-            init_process_groups(next(iter(specs.values())), rank=rank, threads=self._threads, store=store)
+            init_process_groups(first, rank=rank, threads=self._threads, store=store)
             for policy, spec in specs.items():
                 self._trainers[policy] = self._load(spec, next(iter(self._trainers.values()), None))
         return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -197,18 +200,18 @@ class TrainerGroup:
         self._ranks = [_RANKS.options(**place).remote(threads, watched) for place in places]
 
     async def ready(self) -> None:
-        """Number the ranks by node and GPU, so that neighbours are near, and wait until each has its shard.
+        """Number the ranks by node, and on it as their places are, and wait until each has its shard.
 
-        With a `base` this is the base's to do.
+        So the ranks of an engine that shares their GPUs lie as they do. With a `base` this is the base's to do.
         """
         if self.home is not self:
             return
-        seats = await self._ask(rank.seat.remote() for rank in self._ranks)
-        order = sorted(range(len(seats)), key=lambda number: (*seats[number], number))
+        nodes = await self._ask(rank.node.remote() for rank in self._ranks)
+        order = sorted(range(len(nodes)), key=lambda number: (nodes[number], number))
         self._ranks = [self._ranks[number] for number in order]
         async with self._turn():
             self._joined = True
-            place = await self._ranks[0].host.remote(meeting_address([seats[number][0] for number in order]))
+            place = await self._ranks[0].host.remote(meeting_address(sorted(nodes)))
             joins = (rank.join.remote(number, place, self._specs) for number, rank in enumerate(self._ranks))
             self._peak = peak_flops((await self._ask(joins))[0])
 

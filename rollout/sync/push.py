@@ -200,11 +200,14 @@ class TensorSender(_Push):
         yield from sent(layout.finish())
 
     def _bucket(self, bucket: list[tuple[str, Tensor]], form: str, version: int) -> None:
-        flat, metadata = flatten(bucket)
-        if flat.is_cuda:
-            torch.cuda.synchronize()  # the servers' streams do not wait for this one
-        handles = self._exchange(serialize(payload_of(form, flat, metadata)))
-        groups = [handles[first : first + self._tp] for first in range(0, len(self._urls) * self._tp, self._tp)]
+        ranks, flat, own = len(self._urls) * self._tp, None, ""
+        if self._rank < ranks:  # torch never frees what is shared and opened by nobody
+            flat, metadata = flatten(bucket)
+            if flat.is_cuda:
+                torch.cuda.synchronize()  # the servers' streams do not wait for this one
+            own = serialize(payload_of(form, flat, metadata))
+        handles = self._exchange(own)
+        groups = [handles[first : first + self._tp] for first in range(0, ranks, self._tp)]
         if any(len(group) < self._tp for group in groups):
             raise EngineError(
                 f"transport 'tensor' needs a trainer rank on every GPU of the engine: {len(self._urls)} servers of "

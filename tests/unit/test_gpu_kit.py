@@ -1,5 +1,7 @@
 """The kit for a GPU writes every line at once, ends what is late, and says what is missing."""
 
+import argparse
+import importlib.util
 import io
 import json
 import subprocess
@@ -12,7 +14,7 @@ import pytest
 
 from benchmarks.gpu import acceptance
 from benchmarks.gpu.__main__ import PAGE, RESULTS, SECTIONS, Section, main, read, run
-from benchmarks.gpu.acceptance_sections import PLACES, SMALL
+from benchmarks.gpu.acceptance_sections import PLACES, SMALL, Skip, te
 from benchmarks.gpu.page import page
 from benchmarks.gpu.sections import SECTIONS as PROGRAMS
 from benchmarks.gpu.shapes import CASES, of_case
@@ -166,6 +168,12 @@ def test_acceptance_adds_up_over_ranks_and_says_what_is_not_here(tmp_path: Path)
     assert acceptance.main(["--out", str(tmp_path), "--only", "te"]) == 0
     *_, said, _took, last = read(tmp_path / "results.jsonl")
     assert (said["skipped"], last["result"]) == ("no GPU here", "nothing measured")
+
+
+def test_without_transformer_engine_acceptance_names_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(Skip, match=r"requirements/transformer_engine\.sh"):
+        te(argparse.Namespace())
 
 
 def test_acceptance_asks_for_as_many_gpus_as_its_trainings_and_their_evaluations_take() -> None:

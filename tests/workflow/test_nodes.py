@@ -143,12 +143,12 @@ with owned(folder), joined_ray(address, folder / 'lock.json') as nodes:
     group = TrainerGroup("p", spec, threads=1, places=placement.options["p", "trainer"])
 
     async def play():
-        [await rank.seat.remote() for rank in group._ranks]
+        [await rank.node.remote() for rank in group._ranks]
         before = listeners()  # Ray's own, which asks for its token
         await group.ready()
         heard = sorted({address for address, port in listeners() - before})
-        seats = [await rank.seat.remote() for rank in group._ranks]
-        return seats, heard, await group.update(pack(reference.make_samples(), 12))
+        ranks_at = [await rank.node.remote() for rank in group._ranks]
+        return ranks_at, heard, await group.update(pack(reference.make_samples(), 12))
 
     def listeners():
         own = pids()
@@ -157,8 +157,8 @@ with owned(folder), joined_ray(address, folder / 'lock.json') as nodes:
     def pids():
         return {p.pid for p in psutil.process_iter() if "_Rank" in " ".join(p.cmdline())}
 
-    seats, heard, metrics = asyncio.run(play())
-print(json.dumps({"refused": refused, "nodes": [n.address for n in nodes], "seats": seats, "heard": heard,
+    ranks_at, heard, metrics = asyncio.run(play())
+print(json.dumps({"refused": refused, "nodes": [n.address for n in nodes], "ranks": ranks_at, "heard": heard,
                   "norm": metrics["grad_norm"]}))
 """
 
@@ -175,7 +175,7 @@ def test_a_gang_across_two_nodes_updates_as_one_process_would(tmp_path: Path) ->
         said = json.loads((tmp_path / "log").read_text().splitlines()[-1])
         first, second = nodes.address(1), nodes.address(2)
     assert said["nodes"] == [first, second]
-    assert said["seats"] == [[first, []], [second, []]]  # rank 0 is on the first
+    assert said["ranks"] == [first, second]
     assert said["refused"].startswith(f"cluster.address: node {second} does not see /dev/shm/lock.json; all nodes need")
     assert said["heard"] == [first]  # gloo and the store: nothing listens everywhere
     expected = precision.expect(model, reference.make_samples(), 1, ranks.LR)

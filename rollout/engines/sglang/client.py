@@ -19,6 +19,7 @@ from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSp
 
 RETRIES = 3  # of a connection that broke
 _SHOWN = 300  # characters of a server's words in an error
+_REPLY_BYTES = 1 << 30  # of an answer, at most: the experts of a token take 4 kB of one of Qwen3 235B-A22B
 
 
 class SGLangClient:
@@ -26,7 +27,8 @@ class SGLangClient:
 
     def __init__(self, url: str, *, timeout_s: float, connections: int, key: str | None = None) -> None:
         self.url = url
-        self._http = HttpClient(url, token=key, connections=connections, timeout_s=timeout_s)
+        limits: dict[str, Any] = {"timeout_s": timeout_s, "most_bytes": _REPLY_BYTES}
+        self._http = HttpClient(url, token=key, connections=connections, **limits)
 
     async def call(
         self, path: str, body: Mapping[str, Any] | None = None, *, stream: StreamedReply | None = None
@@ -182,7 +184,7 @@ def routing_of(reply: Mapping[str, Any], prompt: int, experts: Experts) -> bytes
     SGLang 0.5.23 sends int32 [prompt + reply - 1, layers, k] in base64; every layer of its mixtures is sparse.
 
     Raises:
-        EngineError: they are not there, not of so many tokens, or not numbers of experts.
+        EngineError: they are not there, not of so many tokens, or not numbers of different experts.
     """
     said = reply["meta_info"].get("routed_experts")
     if said is None:
@@ -196,6 +198,11 @@ def routing_of(reply: Mapping[str, Any], prompt: int, experts: Experts) -> bytes
         raise EngineError(
             f"SGLang gave {numbers.size} routed experts between {numbers.min(initial=0)} and {numbers.max(initial=0)}; "
             f"expected {' x '.join(map(str, want))} below {experts.count}"
+        )
+    if experts.per_token > 1 and (numbers[:: experts.per_token] == numbers[1 :: experts.per_token]).any():
+        raise EngineError(
+            "SGLang sent a token to one expert twice: it routes within a kernel, and does not know where; set "
+            "engine.options: {moe-runner-backend: triton}"
         )
     return numbers.astype(f"<u{experts.number_bytes}").tobytes()
 

@@ -163,9 +163,15 @@ class Fleet:
 
     async def sleep(self, tags: Sequence[Tag]) -> None:
         """Release the servers' memory."""
-        await self.all("/release_memory_occupation", {"tags": list(tags)})
-        for replica in self.replicas:
-            replica.asleep.update(tags)
+        await self._each(lambda replica: self._sleep(replica, tags))
+
+    async def _sleep(self, replica: Replica, tags: Sequence[Tag]) -> None:
+        """SGLang's memory saver ends it over a tag that sleeps already, as after a rollout that never began."""
+        await self._ready(replica)
+        while awake := [tag for tag in tags if tag not in replica.asleep]:
+            async with self.reviving(replica):
+                await replica.client.call("/release_memory_occupation", {"tags": awake})
+                replica.asleep.update(awake)
 
     async def wake(self, tags: Sequence[Tag]) -> None:
         await self._each(lambda replica: self._wake(replica, tags))

@@ -1,6 +1,7 @@
 """One SGLang server of an engine: its process, which ends with ours, and the client that waits for it."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 
 _SPARE = 6  # tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py)
 _SHOWN = 300  # characters of the log's end in an error
-# What the server must not inherit: modules of this environment; and SGLang's memory saver refuses expandable segments.
 _MOST = 0.95  # of a GPU's free memory that a server may take for weights, keys and values
-_DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_CUDA_ALLOC_CONF")
+# What the server must not inherit: modules of this environment, and expandable segments under either name. SGLang's
+# memory saver cannot give them back, and looks for them under the second name only.
+_DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class NoRoom(EngineError):
@@ -128,7 +130,7 @@ class Server:
 
 
 def server_arguments(settings: SGLangSettings) -> list[str]:
-    """Of `sglang.launch_server`; of further `arguments` true is for a switch, null for none."""
+    """Of `sglang.launch_server`; of further `arguments` true is for a switch, null for none, and a mapping is JSON."""
     fixed: dict[str, object] = {
         "model-path": settings.folder,
         "tp-size": settings.tp,
@@ -143,7 +145,7 @@ def server_arguments(settings: SGLangSettings) -> list[str]:
         if value is None or value is False:
             continue
         given = value if isinstance(value, list | tuple) else [] if value is True else [value]
-        words += [f"--{name}", *map(str, given)]
+        words += [f"--{name}", *(json.dumps(x) if isinstance(x, Mapping) else str(x) for x in given)]
     return words
 
 

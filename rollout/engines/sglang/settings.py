@@ -90,9 +90,14 @@ class SGLangSettings:
                 "max-loras-per-batch": 2 * len(self.adapters) + 1,
                 "lora-strict-loading": True,
             }
+        given = {name.replace("_", "-"): value for name, value in self.options.items()}
         if self.routing:
             slots["enable-return-routed-experts"] = True
-        return slots | {name.replace("_", "-"): value for name, value in self.options.items()}
+            if not given.keys() & {"quantization", "moe-a2a-backend"}:
+                # what SGLang takes on other GPUs too: on Blackwell its own choice routes within a kernel, and the
+                # experts that it then says are all 0 (`bind_runner_backend` of layers/moe/topk.py)
+                slots["moe-runner-backend"] = "triton"
+        return slots | given
 
     @property
     def variables(self) -> dict[str, str]:

@@ -44,6 +44,28 @@ def test_what_a_policy_sets_itself_is_its_own() -> None:
     assert specs["verifier"].decay_steps == 400
 
 
+@pytest.mark.parametrize(
+    ("settings", "saves"),
+    [
+        (["+engine.sleep=true"], True),
+        ([], None),
+        (["+engine.sleep=true", "+engine.options.device=cpu"], None),
+        (["+engine.sleep=true", "+engine.options.enable-memory-saver=false"], False),
+    ],
+)
+def test_a_server_that_is_to_sleep_is_started_so_that_it_can(settings: list[str], saves: bool | None) -> None:
+    run = config("engine=sglang", *settings)
+    assert engine_factory._engine_settings(run, run.engine, True)["options"].get("enable-memory-saver") is saves
+
+
+def test_a_trainer_that_broadcasts_to_servers_tells_nccl_what_they_tell_it() -> None:
+    served = ["engine=sglang", "cluster.pool=split", "+policies.verifier.own.engine.transport=disk"]
+    run = config(*served, "+engine.transport=distributed")
+    assert [policy_spec(name, run).cumem for name in ("solver", "verifier")] == ["0", None]
+    told = config(*served, "+engine.transport=distributed", "+engine.environment.NCCL_CUMEM_ENABLE='1'")
+    assert policy_spec("solver", told).cumem == "1"
+
+
 def test_clips_kl_micro_batches_and_updates_reach_each_policys_trainer() -> None:
     """What a policy's ranks and its part of the step are given, of two policies of one run."""
     run = config(

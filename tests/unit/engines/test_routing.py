@@ -16,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.engines.sglang.client import StreamedReply, routing_of
+from mcore_mas.rollout.engines.sglang.client import SGLangClient, StreamedReply, routing_of
 from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
 from mcore_mas.rollout.engines.sglang.server import server_arguments
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
@@ -121,7 +121,7 @@ def answered(numbers: np.ndarray, reply: int) -> dict[str, Any]:
 
 
 def test_an_answer_of_sglang_is_read() -> None:
-    numbers = np.random.default_rng(0).integers(0, 128, (5 + 3 - 1, 48, 8))
+    numbers = np.random.default_rng(0).permuted(np.tile(np.arange(128), (5 + 3 - 1, 48, 1)), axis=2)[..., :8]
     assert routing_of(answered(numbers, 3), 5, EXPERTS) == numbers.astype("u1").tobytes()
     many = Experts(count=512, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48)
     assert routing_of(answered(numbers + 300, 3), 5, many) == (numbers + 300).astype("<u2").tobytes()
@@ -133,6 +133,14 @@ def test_an_answer_of_sglang_is_read() -> None:
         routing_of(answered(numbers + 1, 3), 5, EXPERTS)
     with pytest.raises(EngineError, match=r"no routed experts, which engine.router_replay needs; .* --enable-return-r"):
         routing_of({"output_ids": [7], "meta_info": {}}, 5, EXPERTS)
+    with pytest.raises(EngineError, match=r"one expert twice: .* set engine.options: \{moe-runner-backend: triton\}"):
+        routing_of(answered(0 * numbers, 3), 5, EXPERTS)  # of a kernel that routes by itself
+
+
+def test_the_experts_of_a_long_reply_fit_into_an_answer() -> None:
+    """Of 131,072 tokens in 94 layers of 8 (Qwen3-235B-A22B): int32 in base64, which takes four bytes for three."""
+    client = SGLangClient("http://127.0.0.1:9", timeout_s=1, connections=1)
+    assert client._http._most_bytes > 131_072 * 94 * 8 * 4 * 4 / 3
 
 
 def test_a_stream_has_them_in_its_last_event() -> None:
@@ -153,7 +161,11 @@ def test_a_stream_has_them_in_its_last_event() -> None:
 def test_servers_are_started_to_say_it(tmp_path: Path) -> None:
     reference.make_model("qwen3_moe", tmp_path, mlp_only_layers=[])
     settings = SGLangSettings(folder=tmp_path, max_length=64, routing=True)
-    assert "--enable-return-routed-experts" in server_arguments(settings)
+    words = server_arguments(settings)
+    assert "--enable-return-routed-experts" in words
+    assert words[words.index("--moe-runner-backend") + 1] == "triton"  # not a kernel that routes by itself
+    quantized = replace(settings, options={"quantization": "fp8"})
+    assert "--moe-runner-backend" not in server_arguments(quantized)  # of which SGLang knows more
     assert settings.experts is not None and settings.experts.per_token == 2
     assert "--enable-return-routed-experts" not in server_arguments(SGLangSettings(folder=tmp_path, max_length=64))
 

@@ -296,7 +296,7 @@ def test_a_deadline_is_kept_and_servers_end(make: Make) -> None:
         os.kill(pid, 0)
 
 
-def test_only_what_sleeps_is_woken(make: Make) -> None:
+def test_only_what_sleeps_is_woken_and_the_reverse(make: Make) -> None:
     engine = make(restarts=1, tell=lambda _: None)
 
     async def calls() -> list[str]:
@@ -304,6 +304,7 @@ def test_only_what_sleeps_is_woken(make: Make) -> None:
         return [path for path in said["calls"] if "memory" in path or "health" in path]
 
     async def play() -> tuple[list[str], list[str]]:
+        await engine.sleep(("kv_cache",))
         await engine.sleep(("kv_cache",))
         await engine.wake(("weights",))
         await engine.wake()

@@ -62,6 +62,11 @@ def test_arguments_are_the_servers_own(folder: Path, tmp_path: Path) -> None:
         f"--model-path {folder} --tp-size 2 --context-length 70 --max-running-requests 4 --skip-tokenizer-init "
         "--log-level error --mem-fraction-static 0.8 --disable-cuda-graph"
     )
+    graphs = {"cuda-graph-config": {"decode": {"backend": "full", "max_bs": 64}}}
+    assert server_arguments(SGLangSettings(folder=folder, max_length=64, options=graphs))[-2:] == [
+        "--cuda-graph-config",
+        '{"decode": {"backend": "full", "max_bs": 64}}',
+    ]
     silent = Server(str(FAKE), [], str(tmp_path / "log"), {})
     assert silent.ended() == "the server ended"  # it was never started
 
@@ -70,6 +75,8 @@ def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
     words = server_arguments(SGLangSettings(folder=folder, tp=2, max_length=64, rows=4))
     server = Server(str(FAKE), words, str(tmp_path / "sglang.0.log"), {"OMP_NUM_THREADS": "3"}, "8" * 64, far=True)
     url = server.start(["4", "6"])
@@ -83,7 +90,7 @@ def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file
     assert (key.stat().st_mode & 0o777, key.read_text()) == (0o600, f'api-key: "{"8" * 64}"\n')
     own = {"CUDA_VISIBLE_DEVICES=4,6", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", "OMP_NUM_THREADS=3"}
     assert own <= set(environment)
-    assert not [entry for entry in environment if entry.startswith("PYTHONPATH=")]
+    assert not [entry for entry in environment if entry.startswith(("PYTHONPATH=", "PYTORCH_"))]
 
 
 def test_a_share_of_a_gpu_is_of_all_its_memory_whoever_is_on_it(

@@ -1,8 +1,10 @@
 """A trainer spread over Ray actors does what it does in one process."""
 
 import asyncio
+import os
 from collections.abc import Generator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -46,7 +48,7 @@ def test_two_data_parallel_actors_score_train_and_export(running_ray: None, tmp_
     assert precision.gap(weights, step["parameters"]) <= precision.bound(expected.own.parameters)
 
 
-SEATS = [("10.0.0.2", [10]), ("10.0.0.1", [7]), ("10.0.0.2", [2]), ("10.0.0.1", [0])]  # as Ray may have started them
+NODES = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "10.0.0.1"]  # of four places
 
 
 class Answer:
@@ -67,11 +69,11 @@ class Answer:
 class Seated:
     """A rank that says where it is, and is told its number."""
 
-    def __init__(self, seat: tuple[str, list[int]]) -> None:
+    def __init__(self, node: str) -> None:
         self.rank: int | None = None
         self.met: Any = None
-        self.seat, self.host, self.join = MagicMock(), MagicMock(), MagicMock()
-        self.seat.remote.side_effect = lambda: Answer(seat)
+        self.node, self.host, self.join = MagicMock(), MagicMock(), MagicMock()
+        self.node.remote.side_effect = lambda: Answer(node)
         self.host.remote.side_effect = lambda address: Answer((address, 29500))
         self.join.remote.side_effect = self._joined
 
@@ -80,8 +82,8 @@ class Seated:
         return Answer("NVIDIA H200")
 
 
-def test_ranks_are_numbered_by_node_and_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks_there = [Seated(seat) for seat in SEATS]
+def test_ranks_are_numbered_by_node_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_there = [Seated(node) for node in NODES]
     unborn = iter(ranks_there)
     actor = MagicMock()
     actor.options.return_value.remote.side_effect = lambda *_: next(unborn)
@@ -90,8 +92,22 @@ def test_ranks_are_numbered_by_node_and_gpu(tmp_path: Path, monkeypatch: pytest.
     spec = ranks.spec_of(str(tmp_path / "model"), dp=4)
     group = TrainerGroup("p", spec, threads=1, places=[{"num_gpus": 1}] * 4)
     asyncio.run(group.ready())
-    # by node, then by the number of the GPU: 2 is before 10
-    assert [rank.rank for rank in ranks_there] == [3, 1, 2, 0]
+    # whatever their GPUs are called: CUDA_VISIBLE_DEVICES may have them in any order, or by UUID
+    assert [rank.rank for rank in ranks_there] == [2, 0, 3, 1]
     assert {rank.met for rank in ranks_there} == {("10.0.0.1", 29500)}
     assert group._peak == 989e12
     assert group._ranks == sorted(ranks_there, key=lambda rank: rank.rank)
+
+
+def test_nccl_is_told_before_ranks_meet_unless_somebody_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference.make_model("qwen2", tmp_path / "model")
+    spec, name = replace(ranks.spec_of(str(tmp_path / "model")), cumem="0"), "NCCL_CUMEM_ENABLE"
+    met: list[str | None] = []
+    monkeypatch.setattr(trainer_group, "init_process_groups", lambda *_, **__: met.append(os.environ.get(name)))
+    monkeypatch.setattr(trainer_group.ray, "nodes", lambda: [{}])
+    for its, said in ((spec, {}), (replace(spec, cumem=None), {}), (spec, {name: "1"})):
+        monkeypatch.setattr(os, "environ", dict(said))
+        rank = trainer_group._Rank(1, None)
+        rank._load, rank._store = MagicMock(), MagicMock()
+        rank.join(0, ("127.0.0.1", 1), {"p": its})
+    assert met == ["0", None, "1"]

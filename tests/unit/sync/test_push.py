@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,6 +69,30 @@ def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> No
     begun, _, ended, _ = whole
     # a refused beginning may be a session that a dead trainer has left open
     assert asked == {"": whole, begun: [begun, ended] * 2, whole[1]: whole[:3]}[refused]
+
+
+def test_a_rank_that_no_server_is_beside_shares_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks, two servers of one GPU: torch keeps memory that was shared until somebody has opened it."""
+    sent: list[list[str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.startswith("/update_weights"):
+            sent.append(json.loads(request.content)["serialized_named_tensors"])
+        return httpx.Response(200, json={"success": True})
+
+    to = SyncRoute(transport="t", place="http://a http://b", model=str(model), options={"digest": "nothing"})
+    shared = itertools.count(1)
+
+    def play(rank: int, exchange: Callable[[Any], list[Any]]) -> None:
+        sender = TensorSender(to, rank=rank, exchange=exchange)
+        sender._http = httpx.Client(transport=httpx.MockTransport(answer))
+        sender.send(tensors().items(), 1, {})
+
+    monkeypatch.setattr(push, "serialize", lambda _: str(next(shared)))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(play, range(3), meeting(3)))
+    assert sorted(map(tuple, sent)) == [("1",), ("2",)]
+    assert next(shared) == 3
 
 
 class Sent:

@@ -280,3 +280,13 @@ def test_ranks_that_share_tensors_are_never_given_two_nodes(
         return
     with pytest.raises(PlacementError, match=r"solver: trainer needs every 2 GPUs on one node \(tp\), and the nodes'"):
         places.fill()
+
+
+def test_places_are_by_the_address_of_their_node_for_trainer_and_engine_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's names of nodes are random: by name the servers of "a" would be given the memory of trainers on "b"."""
+    monkeypatch.setattr(placement, "_group", lambda *_: "group")
+    monkeypatch.setattr(placement, "placement_group_table", lambda _: {"bundles_to_node_id": dict(enumerate("abab"))})
+    tenants = [Tenant(policy="solver", part=part, devices=4) for part in ("trainer", "engine")]
+    places = DevicePlacement(Room(kind="GPU", pool="shared", tenants=tenants, nodes={"b": 2, "a": 2}))
+    places.fill()
+    assert places.nodes == {("solver", "trainer"): [*"bbaa"], ("solver", "engine"): [*"bbaa"]}

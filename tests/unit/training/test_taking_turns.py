@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.training.checkpoint import Saved
+from mcore_mas.training.step import TrainingSession
+from mcore_mas.training.train import _load
 from mcore_mas.training.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.training.weight_sync import Memory
 
@@ -92,3 +97,24 @@ def test_of_trainers_one_by_one_only_the_one_that_works_has_memory() -> None:
     memory = Memory({}, cast("list[TrainerGroup]", trainers), one_by_one=True)
     play(memory, said)
     assert said == ["policy gives all", "critic gives all", "-"]  # and take it when they are asked
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_engines_of_a_run_that_goes_on_start_while_trainers_have_given_their_memory(found: bool) -> None:
+    """A server sizes its cache by the memory that it finds free, and starts when it is first asked, to sleep too."""
+    said: list[str] = []
+
+    async def note(what: str) -> None:
+        said.append(what)
+
+    own = SimpleNamespace(lora=None)
+    session = SimpleNamespace(
+        config=SimpleNamespace(engine=SimpleNamespace(sleep=True), policies={"learner": own}),
+        groups={"trainer": SimpleNamespace(ready=lambda: note("loads"), restore=lambda _: note("restores"))},
+        weight_sync={"learner": SimpleNamespace(push=lambda version: note(f"pushes {version}"))},
+        memory=memory_of(said),
+    )
+    saved = Saved(folder=Path("checkpoint"), step=3, state={}, metric=None) if found else None
+    asyncio.run(_load(cast("TrainingSession", session), saved, again=False))
+    asleep = ["learner gives weights+kv_cache", "frozen gives kv_cache", *AFTER]
+    assert said == ["loads", *([*BEFORE[:-1], *asleep, "restores", "pushes 3"] if found else [])]
