@@ -110,8 +110,9 @@ def _tiles(spec: TrainerSpec, a: Architecture, device: torch.device) -> TileSize
 
 def _fits(head_dim: int, device: torch.device) -> bool:
     """Whether Triton's tiles of float32 fit into a GPU's shared memory: 160 KiB for heads of more than 64 elements."""
-    room: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return (160 << 10) * max(64, 1 << (head_dim - 1).bit_length()) // 128 < room
+    gpu: Any = torch.cuda.get_device_properties(device)
+    needed = (160 << 10) * max(64, 1 << (head_dim - 1).bit_length()) // 128
+    return bool(needed < gpu.shared_memory_per_block_optin)
 
 
 class _KnownShapes(P2PCommunicator):
