@@ -6,6 +6,7 @@ Nothing here runs where CUDA is available, so the GPU path is Megatron's own.
 # mypy: disable-error-code="assignment, attr-defined, comparison-overlap, method-assign"
 import contextlib
 import importlib
+import subprocess
 import types
 import warnings
 from functools import partial, partialmethod
@@ -162,7 +163,8 @@ def patch_release() -> None:
       does that without a GPU too, where torch came without it.
     - 0.18 on: a module is made by calling what a spec names, with keywords only; `RMSNorm` and `TreeAttention` take
       them.
-    - 0.19: the exchange of gradients asks which stream it is on; `patch_cuda` answers.
+    - 0.19: the exchange of gradients asks which stream it is on; `patch_cuda` answers. And selective recomputation
+      compiles C++, for which ninja and a compiler must be found; where it does not, it copies, as before 0.19.
     """
     said = untried(metadata.version("megatron-core"))
     if said:
@@ -170,9 +172,27 @@ def patch_release() -> None:
     moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe, "te_general_gemm"):
         moe.te_general_gemm = None
-    checkpoint = importlib.import_module("megatron.core.tensor_parallel.random").CheckpointWithoutOutput
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    checkpoint = random.CheckpointWithoutOutput
     checkpoint.__init__ = partialmethod(_without_fp8, checkpoint.__init__)
+    if hasattr(random, "_get_share_storage"):
+        random._get_share_storage = partial(_sharing, random, random._get_share_storage)
 
 
 def _without_fp8(checkpoint: Any, init: Any, fp8: bool = False, **more: Any) -> None:
     init(checkpoint, fp8=fp8 or None, **more)
+
+
+def _sharing(random: Any, compiled: Any) -> Any:
+    """What gives a freed tensor the memory of the same one computed again, or a copy of it where nothing compiles."""
+    try:
+        return compiled()
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError):
+        random._get_share_storage = lambda: _copy_storage  # it is not tried again
+        return _copy_storage
+
+
+def _copy_storage(freed: torch.Tensor, again: torch.Tensor) -> None:
+    held = again.untyped_storage()
+    freed.untyped_storage().resize_(held.nbytes())
+    freed.untyped_storage().copy_(held)

@@ -500,6 +500,7 @@ def pretend() -> None:
     """Make torch say that there is a GPU, and nothing but shapes be computed on it."""
     cuda = torch.cuda
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200", total_memory=141 << 30)
+    properties.shared_memory_per_block_optin = 227 << 10
     answers = {"is_available": True, "device_count": 1, "current_device": META, "get_device_capability": (9, 0)}
     answers |= {"get_device_properties": properties, "is_initialized": False, "get_device_name": "H200"}
     answers |= {"mem_get_info": (140 << 30, 141 << 30), "max_memory_allocated": 0}

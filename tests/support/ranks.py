@@ -216,6 +216,17 @@ def score(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> Non
     torch.save({"scores": scores, "before": before, "after": after}, out / f"rank{rank}.pt")
 
 
+def gather_late(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
+    """Two updates; after each, the parameters of whose gathering nobody has waited for the end."""
+    trainer, late = MegatronTrainer(spec), list[str]()
+    for _ in range(2):
+        trainer.update(pack(samples, 12))
+        for stage in trainer._stages:
+            groups = stage.param_to_bucket_group
+            late += [name for name, p in stage.named_parameters() if groups[p].param_gather_handle is not None]
+    (out / f"rank{rank}.json").write_text(json.dumps(late))
+
+
 def criticise(rank: int, spec: TrainerSpec, policy: str, out: Path, samples: list[Sample], steps: int) -> None:
     """Train a critic from a folder with a head, then score; and start one from a policy's folder."""
     critic = replace(spec, head="value", objective=ValueObjective())

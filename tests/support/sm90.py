@@ -115,7 +115,7 @@ def layer_kernels() -> list[dict[str, int]]:
 
 
 def expert_kernels() -> list[dict[str, int]]:
-    """Of Qwen3 30B-A3B the gradient of its experts' first weights, weighed SwiGLU and its gradient."""
+    """Of Qwen3 30B-A3B the gradient of its experts' first weights, weighed SwiGLU and its gradient; then float32's."""
 
     def compute() -> None:
         ends, given = torch.tensor([3, 8], dtype=torch.int32), {"dtype": torch.bfloat16}
@@ -123,5 +123,6 @@ def expert_kernels() -> list[dict[str, int]]:
         wide, scale = torch.zeros(8, 1536, **given, requires_grad=True), torch.zeros(8, requires_grad=True)
         out: Tensor = swiglu(wide, scale)
         out.backward(torch.zeros_like(out))
+        add_grouped(torch.zeros(2, 1536, 2048), torch.zeros(8, 1536), torch.zeros(8, 2048), ends)
 
     return compiled(compute)

@@ -124,7 +124,7 @@ def _expert_settings(a: Architecture, spec: TrainerSpec) -> dict[str, Any]:
 
 def _layout(spec: TrainerSpec) -> dict[str, Any]:
     """How it is cut, and how the parts talk."""
-    deep = fused_a2a.HAVE_DEEP_EP and spec.layers == "te" and spec.ep > 1
+    deep = fused_a2a.HAVE_DEEP_EP and spec.layers == "te" and spec.ep > 1 and spec.bf16  # it adds up bfloat16 only
     return {
         "tensor_model_parallel_size": spec.tp,
         "pipeline_model_parallel_size": spec.pp,

@@ -63,6 +63,8 @@ class PackedGPTModel(GPTModel):
                 module.__class__ = GatedMLP
         if self.post_process and value_head:
             self.output_layer: Any = ValueHead(self.config)
+        elif self.post_process:
+            self.output_layer.__class__ = OutputWeight
         last, c = self.decoder.layers[-1], self.config
         whole = c.sequence_parallel or last.is_moe_layer  # other ranks, or a recorded routing, know all its tokens
         self._narrows = self.post_process and rank_device().type == "cpu" and not whole
@@ -109,11 +111,20 @@ class PackedGPTModel(GPTModel):
         rows = hidden_states[self._places, 0]
         if isinstance(self.output_layer, ValueHead):
             return (self.output_layer(rows),)
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        embeds = self.share_embeddings_and_output_weights and self.pre_process
+        weight = self.shared_embedding_or_output_weight() if embeds else self.output_layer()
         # of a weight that embeds here too, that use will pass on the gradient
-        how = {"embeds": tied and self.pre_process, "exact": self.config.deterministic_mode}
+        how = {"embeds": embeds, "exact": self.config.deterministic_mode}
         return logprobs_and_entropy(rows, weight, self._asked.labels, self._asked.temperatures, self._vocab, **how)
+
+
+class OutputWeight(ColumnParallelLinear):
+    """Megatron's output layer, called for its weight: the call waits for what is still gathered of it."""
+
+    def forward(self) -> Tensor:
+        """[padded vocabulary / tp, hidden]."""
+        weight: Tensor = self.weight
+        return weight
 
 
 class ValueHead(torch.nn.Module):

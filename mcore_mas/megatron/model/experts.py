@@ -36,7 +36,8 @@ def add_grouped(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> Non
 
     experts, rows, columns = total.shape
     tiles = -(-columns // _BLOCK), -(-rows // _BLOCK), experts
-    add_grouped_kernel[tiles](total, left, right, ends, (rows, columns), _BLOCK, _TERMS, num_warps=_WARPS)
+    terms = 2 * _TERMS // left.element_size()  # as much shared memory for float32
+    add_grouped_kernel[tiles](total, left, right, ends, (rows, columns), _BLOCK, terms, num_warps=_WARPS)
 
 
 add_grouped.register_fake(lambda *_: None)

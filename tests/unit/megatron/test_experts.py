@@ -98,6 +98,7 @@ def test_tokens_travel_to_grouped_experts_by_what_is_installed(monkeypatch: pyte
     monkeypatch.setattr(moe_utils, "fused_sort_chunks_by_index_with_probs", len, raising=False)
     assert settings(layers="te", ep=2) == (True, True, "alltoall")
     monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", True)
-    assert settings(layers="te", ep=2) == (True, True, "flex")
-    assert settings(layers="te") == (True, True, "alltoall")  # all experts are on every rank
+    assert settings(layers="te", ep=2, bf16=True) == (True, True, "flex")
+    assert settings(layers="te", ep=2) == (True, True, "alltoall")  # DeepEP combines bfloat16 only
+    assert settings(layers="te", bf16=True) == (True, True, "alltoall")  # all experts are on every rank
     assert settings(layers="local", ep=2) == (False, False, "alltoall")

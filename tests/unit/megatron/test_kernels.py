@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from mcore_mas.megatron.model.decoder import _Head
 from mcore_mas.megatron.model.layer_ops import KernelHead
 from mcore_mas.megatron.model.layout import BlockPlan, PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
+from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.step import pipeline
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(
@@ -194,6 +197,23 @@ def test_a_head_that_embeds_leaves_the_gradient_to_the_embedding(one_rank: None)
     assert weight.grad is None and not hasattr(weight, "grad_added_to_main_grad")
     # Σ over columns of [j = l] − p_j is 0 in each row, so the gradient's rows add up to nothing
     assert float(weight.main_grad.sum(0).abs().max()) < 1e-5 < float(weight.main_grad.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kib", "fits"), [("H100", 227, {64, 80, 128}), ("A100", 163, {64, 80, 128}), ("L40S", 99, {64})]
+)
+def test_torch_attends_where_tiles_of_float32_do_not_fit(
+    gpu: str, kib: int, fits: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = SimpleNamespace(shared_memory_per_block_optin=kib << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: room)
+
+    def tiles(dim: int, **spec: bool) -> TileSizes | None:
+        shape = SimpleNamespace(heads=8, kv_heads=2, head_dim=dim)
+        return pipeline._tiles(TrainerSpec(model="", **spec), shape, torch.device("meta"))  # type: ignore[arg-type]
+
+    assert {dim for dim in (64, 80, 128, 256) if tiles(dim)} == fits
+    assert tiles(128, bf16=True) == TileSizes.of(4, 128, bf16=True)
 
 
 def test_shapes_are_known_without_a_kernel() -> None:

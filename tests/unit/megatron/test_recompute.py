@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random
 from torch import Tensor
 
 from benchmarks.gpu.shapes import LAYOUTS, make_batch
@@ -47,3 +48,19 @@ def test_gradients_are_the_same_whatever_is_computed_again(
         assert torch.equal(found[way][0], scores)
         apart = float((found[way][2] - gradient).norm() / gradient.norm())
         assert apart <= (1e-2 if "bf16" in WAYS[family] else 1e-6)
+
+
+def test_selective_recomputation_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise RuntimeError("Ninja is required to load C++ extensions")
+
+    # what megatron-core 0.19 compiles with; it is monkeypatch's to put back
+    for name, value in {"load_inline": refuse, "_share_storage_ext": None}.items():
+        monkeypatch.setattr(random, name, value, raising=False)
+    monkeypatch.setattr(random, "_get_share_storage", getattr(random, "_get_share_storage", None), raising=False)
+    reference.make_model("qwen2", tmp_path / "model")
+    batch, norms = make_batch(LAYOUTS["small"], vocab=64), []
+    for way in ("none", "selective"):
+        trainer = MegatronTrainer(ranks.spec_of(str(tmp_path / "model"), recompute=way))
+        norms.append(trainer.update([batch])["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)

@@ -23,6 +23,8 @@ LAYOUTS = {  # by name
     "dp2": {"dp": 2, "distributed_optimizer": True, "overlap": True},
 }
 REST = {"one": {}, "dp2": {"dp": 2, "distributed_optimizer": True, "overlap": True, "bf16": True}}  # by name
+# a head whose weight is in a bucket of its own: one that is large, and a copy of the embedding on the last stage
+LATE = {"qwen3": {"dp": 2, "bucket": 1000}, "qwen2": {"pp": 2, "dp": 2}}  # by model
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
 
@@ -74,6 +76,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job(ranks.criticise, name, spec=spec, policy=policy, samples=valued, steps=STEPS)
     for name in ("one", "cp2"):
         job(ranks.sequence_level, name, spec=ranks.spec_of(policy, **LAYOUTS[name]), samples=samples)
+    for family, layout in LATE.items():
+        reference.make_model(family, folder / family)
+        out = folder / f"late_{family}"
+        out.mkdir()
+        spec = ranks.spec_of(str(folder / family), distributed_optimizer=True, overlap=True, **layout)
+        arguments = {"spec": spec, "out": out, "samples": samples}
+        jobs.append(ranks.Job(function=ranks.gather_late, arguments=arguments, dp=2, pp=layout.get("pp", 1)))
     large = folder / "large"  # more than the 32 MiB from which the system gets freed memory back in any case
     reference.make_model("qwen2", large, layers=1, vocab_size=150_000)
     for name, layout in REST.items():
@@ -125,6 +134,12 @@ def test_the_reference_stays_the_model_that_training_started_from(runs: Path, na
     assert not any(map(torch.equal, scores["trained"], scores["start"]))
     for parameter, tensor in got["before"].items():
         assert torch.equal(got["after"][parameter], tensor), parameter
+
+
+@pytest.mark.parametrize("family", LATE)
+def test_the_heads_weight_is_waited_for(runs: Path, family: str) -> None:
+    found = sorted((runs / f"late_{family}").glob("rank*.json"))
+    assert [json.loads(path.read_text()) for path in found] == [[]] * (2 * LATE[family].get("pp", 1))
 
 
 @pytest.mark.parametrize("name", ["tp2", "pp2", "cp2", "dp2"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.device import upload
+from mcore_mas.megatron.model import attention
 from mcore_mas.megatron.model.attention import TreeAttention, attend, attend_backward
 from mcore_mas.megatron.model.layout import PackedTrees
 from tests.support.precision import FACTOR
@@ -173,6 +174,19 @@ def test_the_kernels_of_a_gpu_take_what_they_are_given(dtype: torch.dtype) -> No
     assert (out.shape, lse.shape) == (q.shape, (2, HEADS, 5))
     gradients = attend_backward(out, q, k, k, out, lse, causal=True, scale=1.0)
     assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("tokens", [31, 32, 64])
+def test_log_sum_exps_lie_side_by_side_for_the_kernel_of_a_gpu(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    q, k = (torch.empty(1, heads, tokens, DIM, device="meta") for heads in (HEADS, KV_HEADS))
+    kernel = SimpleNamespace(
+        _scaled_dot_product_efficient_attention_backward=lambda *given, **_: (seen.append(given[6]), k, k, None)
+    )
+    monkeypatch.setattr(attention, "_aten", kernel)
+    lse = torch.empty(tokens, HEADS, device="meta").t()[None]  # as a layout's are stored
+    attend_backward(q, q, k, k, q, lse, causal=False, scale=1.0)
+    assert [x.stride(-1) for x in seen] == [1]
 
 
 class Kernel(torch.nn.Module):
