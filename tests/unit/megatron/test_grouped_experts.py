@@ -145,7 +145,7 @@ def test_a_product_of_experts_is_that_by_expert_on_a_gpu() -> None:
     slope = torch.randn(sum(counts), 384, generator=draw)
     found = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        leaf = x.to(device, dtype).requires_grad_()
+        leaf = x.to(device, dtype, copy=True).requires_grad_()
         weights = torch.nn.Parameter(weight.to(device, dtype))
         weights.main_grad = torch.ones(weight.shape, device=device)  # type: ignore[attr-defined]
         sizes = torch.tensor(counts, device=device)
