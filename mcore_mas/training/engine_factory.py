@@ -109,9 +109,10 @@ def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> 
     """What an engine of this section is made with, besides its model and its place."""
     settings: dict[str, Any] = {"rows": engine.slots, "max_length": engine.max_length}
     if engine.name == "sglang":
-        plain = ("urls", "members", "replicas", "tp", "environment", "verify", "timeout_s", "start_s")
+        plain = ("urls", "members", "replicas", "tp", "environment", "verify", "start_s")
         settings |= {name: getattr(engine, name) for name in plain}
         settings |= {
+            "timeout_s": engine.request_s,
             "python": str(engine.python) if engine.python else None,
             "key": engine.key_file.read_text().strip() if engine.key_file else None,
             "options": {"enable-deterministic-inference": engine.deterministic} | engine.options,

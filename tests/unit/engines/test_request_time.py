@@ -1,0 +1,17 @@
+"""A request to a server has as long as the longest reply that a config allows may take."""
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import RunConfig
+from mcore_mas.rollout.engines import EngineConfig
+from mcore_mas.training.engine_factory import _engine_settings
+
+
+def test_a_reply_of_32768_tokens_ends_before_its_request_does() -> None:
+    config = RunConfig.check(resolve(["experiment=marti_mars2_32b"]), "a test")
+    seconds = _engine_settings(config, config.engine, trained=True)["timeout_s"]
+    assert seconds > 2 * max(agent.max_tokens for agent in config.agents.values()) / 25  # tokens/s, after a wait
+
+
+def test_what_is_set_holds_and_short_replies_have_ten_minutes() -> None:
+    assert EngineConfig(timeout_s=5.0).request_s == 5.0
+    assert EngineConfig(slots=8, max_length=512).request_s == 600.0
