@@ -13,6 +13,7 @@ from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import read_record
+from mcore_mas.rollout.base.processes import allow_open_files
 from mcore_mas.rollout.config.sections import RetrieverConfig, build_env, build_player
 from mcore_mas.rollout.engines import TRANSPORTS, EngineConfig, PolicyClient, engine_class
 from mcore_mas.rollout.engines.adapters import adapter_engines
@@ -183,6 +184,7 @@ def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
     Raises:
         RetrievalError: the retriever does not start.
     """
+    allow_open_files()
     for model in (*config.remotes.values(), *([config.coach] if config.coach else ())):
         hide(model.key_variable)
     if config.retriever is None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -93,6 +94,16 @@ def test_a_retriever_inherits_no_key_even_where_no_coach_is_asked(monkeypatch: p
     assert seen
     assert VARIABLE not in seen
     assert keys.read_key(VARIABLE, None).get_secret_value() == "sk-0123456789abcdef"  # kept for a later use
+
+
+def test_thousands_of_trajectories_have_a_connection_each() -> None:
+    before = _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
+    try:
+        with world(RunConfig.check(resolve(["experiment=demo_math"]), "a test"), "unused"):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(most, 8192)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_who_has_lost_the_folder_while_it_trained_does_not_write_its_models_over_the_others(
