@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def _arrow_type(told: Any) -> pa.DataType:
 _SCHEMAS = read_yaml(Path(__file__).with_name("schemas.yaml"))
 TASK_SCHEMA, TRAJECTORY_SCHEMA = (pa.schema(_arrow_type(_SCHEMAS[name])) for name in ("task", "trajectory"))
 _ROW_GROUP = 256  # rows that are read together, where one is looked at
+_TOGETHER = 16  # trajectories that become columns in one call, during which no other thread runs
 
 
 def write_tasks(path: Path, tasks: Sequence[Task]) -> None:
@@ -84,8 +85,11 @@ def _fault(row: Mapping[str, Any]) -> str:
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write trajectories as parquet with every id and token, complete or not at all."""
     # what `asdict` gives, in a fifteenth of the time
-    rows = [_TRAJECTORY.dump_python(trajectory, warnings=False) for trajectory in trajectories]
-    _write(path, pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA))
+    rows = (_TRAJECTORY.dump_python(trajectory, warnings=False) for trajectory in trajectories)
+    tables = [TRAJECTORY_SCHEMA.empty_table()]
+    while some := list(islice(rows, _TOGETHER)):
+        tables.append(pa.Table.from_pylist(some, schema=TRAJECTORY_SCHEMA))
+    _write(path, pa.concat_tables(tables))
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
@@ -131,7 +135,23 @@ def _write(path: Path, table: pa.Table) -> None:
     metadata = {**(table.schema.metadata or {}), _EPOCH: str(epoch_of(path))}
     with atomic_path(path) as temporary:
         table = table.replace_schema_metadata(metadata)
-        pq.write_table(table, temporary, compression="zstd", row_group_size=_ROW_GROUP, write_page_checksum=True)
+        texts = [text for column in table.schema for text in _texts(column.name, column.type)]
+        # others would be encoded twice: tokens and choices of experts hardly repeat as a whole
+        how = {"compression": "zstd", "row_group_size": _ROW_GROUP, "write_page_checksum": True}
+        pq.write_table(table, temporary, use_dictionary=texts, **how)
+
+
+def _texts(name: str, kind: pa.DataType) -> Iterator[str]:
+    """Parquet's names of the columns of text that a column is made of."""
+    if pa.types.is_string(kind):
+        yield name
+    elif pa.types.is_map(kind):
+        yield f"{name}.key_value.key"
+    elif pa.types.is_list(kind):
+        yield from _texts(f"{name}.list.element", kind.value_type)
+    elif pa.types.is_struct(kind):
+        for part in kind:
+            yield from _texts(f"{name}.{part.name}", part.type)
 
 
 def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
