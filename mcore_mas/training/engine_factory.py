@@ -200,6 +200,7 @@ def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
             *urls,
             members=asked.members,
             balance=asked.balance,
+            timeout_s=asked.timeout_s,
             patience_s=asked.patience_s,
             token_file=asked.key_file,
             revive=revive,
@@ -218,5 +219,6 @@ def sidecar_of(retriever: RetrieverConfig, index_dir: Path, log: Path | None = N
         extra_args=(
             *("--threads", str(retriever.threads), "--ranking", retriever.ranking),
             *("--backend", retriever.backend, "--device", retriever.device),
+            *("--deadline-s", str(retriever.timeout_s)),
         ),
     )
