@@ -104,6 +104,26 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     return [_trajectory(file, row) for file in files for row in _read(file, TRAJECTORY_SCHEMA)]
 
 
+# what of a turn takes long to read: texts and tokens, and how a record stands without them
+_SAID: dict[str, Any] = {"messages": (), "prompt_ids": (), "completion_ids": (), "logprobs": (), "text": ""}
+_SAID |= {"versions": (), "routing": b""}
+_TURNS = TRAJECTORY_SCHEMA.get_field_index("turns")
+_SCORED = pa.list_(
+    pa.struct([part for part in TRAJECTORY_SCHEMA.field(_TURNS).type.value_type if part.name not in _SAID])
+)
+_SCORES = TRAJECTORY_SCHEMA.set(_TURNS, pa.field("turns", _SCORED)).remove(TRAJECTORY_SCHEMA.get_field_index("tools"))
+_OF_SCORES = [name for name in _SCORES.names if name != "turns"]
+_OF_SCORES += [f"turns.list.element.{part.name}" for part in _SCORED.value_type]
+
+
+def read_scores(path: Path) -> list[Trajectory]:
+    """What `read_trajectories` reads of a file, without what was read and said."""
+    rows = _read(path, _SCORES, _OF_SCORES)
+    return [
+        _trajectory(path, {**row, "turns": [{**_SAID, **turn} for turn in row["turns"]], "tools": []}) for row in rows
+    ]
+
+
 def _trajectory(path: Path, row: Mapping[str, Any]) -> Trajectory:
     try:
         return trajectory_of_row(row)
@@ -154,12 +174,12 @@ def _texts(name: str, kind: pa.DataType) -> Iterator[str]:
             yield from _texts(f"{name}.{part.name}", part.type)
 
 
-def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
+def _read(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
     if not path.is_file():
         raise RecordError(f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}")
     what, advice = "not a readable parquet file", "; name another, or make it again"
     with _arrow_errors(path, what, advice), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        table = bounded_table(path, file)
+        table = bounded_table(path, file, columns)
         if table.num_rows != file.metadata.num_rows:  # a page's header, which has no checksum, can hide its page
             raise ValueError(f"{table.num_rows} of {file.metadata.num_rows} rows are here")
     return _rows_of(path, table, schema)

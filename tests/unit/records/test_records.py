@@ -12,6 +12,7 @@ from mcore_mas.rollout.base.ownership import epoch_of, owned
 from mcore_mas.rollout.records.files import (
     TASK_SCHEMA,
     RecordError,
+    read_scores,
     read_tasks,
     read_trajectories,
     write_tasks,
@@ -308,3 +309,21 @@ def test_only_texts_are_looked_up_in_dictionaries(tmp_path):
     assert {"turns.list.element.messages.list.element.content", "turns.list.element.text", "id"} <= looked_up
     assert not {f"turns.list.element.{x}" for x in ("routing", "prompt_ids.list.element")} & looked_up
     assert len(read_trajectories(path)) == 40
+
+
+def test_scores_are_read_without_texts_and_tokens(tmp_path):
+    path = tmp_path / "t.parquet"
+    written = [
+        trajectory(TURN, CHATTED),
+        trajectory(sample=1, outcome=None, status=Status.FAILED, error="EnvError: no"),
+    ]
+    write_trajectories(path, written)
+    played, lost = read_scores(path)
+    kept = ("agent", "valid", "scores", "reward", "masked", "seed")
+    assert [[getattr(x, name) for name in kept] for x in played.turns] == [
+        [getattr(x, name) for name in kept] for x in (TURN, CHATTED)
+    ]
+    assert {x.prompt_ids + x.completion_ids + x.messages for x in played.turns} == {()}
+    assert (played.score, played.answer, lost.score, lost.trouble) == (
+        written[0].score, written[0].answer, None, "EnvError"
+    )  # fmt: skip
