@@ -1,6 +1,9 @@
 """Records survive a round trip through parquet, and broken files are refused in one line."""
 
+import hashlib
+import json
 import random
+import tracemalloc
 from dataclasses import asdict, replace
 
 import pyarrow as pa
@@ -15,6 +18,7 @@ from mcore_mas.rollout.records.files import (
     read_scores,
     read_tasks,
     read_trajectories,
+    tasks_digest,
     write_tasks,
     write_trajectories,
 )
@@ -327,3 +331,15 @@ def test_scores_are_read_without_texts_and_tokens(tmp_path):
     assert (played.score, played.answer, lost.score, lost.trouble) == (
         written[0].score, written[0].answer, None, "EnvError"
     )  # fmt: skip
+
+
+def test_a_digest_of_tasks_takes_no_memory_and_is_that_of_their_list():
+    tasks = [replace(TASKS[0], id=str(number), answers=("1 2 3\n" * 100_000,)) for number in range(20)]
+    whole = hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()
+    tracemalloc.start()
+    try:
+        assert tasks_digest(tasks) == whole
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000  # of 12 MB of tests
+    finally:
+        tracemalloc.stop()
+    assert tasks_digest([]) == hashlib.sha256(b"[]").hexdigest()
