@@ -219,7 +219,7 @@ def attend_backward(
 def _efficient_backward(
     of_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> Gradients:
-    padded = pad(lse, (0, -lse.shape[-1] % _LSE_MULTIPLE), value=torch.inf).contiguous()  # read as neighbours, always
+    padded = pad(lse, (0, -lse.shape[-1] % _LSE_MULTIPLE), value=torch.inf)
     none = torch.zeros((), dtype=torch.int64, device=q.device)  # state of a dropout that there is not
     mask = [True, True, True, False]
     of_q, of_k, of_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
