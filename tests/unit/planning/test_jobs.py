@@ -9,7 +9,7 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.choose import placement_of, shapes_of
-from mcore_mas.planning.jobs import JobNeeds, job_needs, object_store_mb, tenants_of
+from mcore_mas.planning.jobs import JobNeeds, job_needs, object_store_mb, tasks_mb, tenants_of
 from mcore_mas.planning.memory import count_parameters
 
 
@@ -64,6 +64,13 @@ def test_experts_on_record_take_memory(tmp_path: Path) -> None:
     ranks = sum(replayed.policies[policy].ranks for policy in replayed.trained)
     more = job_needs(replayed, "train", 8).memory_mb - job_needs(plain, "train", 8).memory_mb
     assert more > (ranks + 4) * experts * tokens / 1.05e6  # of the store, the driver and every rank
+
+
+def test_tasks_are_made_in_memory_for_their_files(tmp_path: Path) -> None:
+    with (tmp_path / "deepcoder.jsonl").open("wb") as file:
+        file.truncate(2 * 10**9)
+    assert tasks_mb([]) == tasks_mb([tmp_path / "not here"]) == 1000
+    assert tasks_mb([tmp_path / "deepcoder.jsonl"]) == 21_000
 
 
 def test_programs_in_sandboxes_take_memory() -> None:
