@@ -66,7 +66,7 @@ def make_engines(
         if not trained and engine.name in TRANSPORTS:  # an engine of one's own need not take it
             settings["version"] = _step_of(model)
         if engine.name == "sglang":
-            settings["log"] = log / f"{policy}.log"
+            settings |= {"log": log / f"{policy}.log", "start_s": engine.ready_s(model)}
         if engine.weights_folder and "threads" in settings:
             settings["weights_folder"] = engine.weights_folder / config.run / policy
         if far is not None and "threads" in settings:
@@ -110,7 +110,7 @@ def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> 
     """What an engine of this section is made with, besides its model and its place."""
     settings: dict[str, Any] = {"rows": engine.slots, "max_length": engine.max_length}
     if engine.name == "sglang":
-        plain = ("urls", "members", "replicas", "tp", "environment", "verify", "start_s")
+        plain = ("urls", "members", "replicas", "tp", "environment", "verify")
         settings |= {name: getattr(engine, name) for name in plain}
         settings |= {
             "timeout_s": engine.request_s,
