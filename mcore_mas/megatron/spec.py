@@ -1,6 +1,8 @@
 """Trainer specification: model, parallel layout and optimizer of one trainer; its process groups in that layout."""
 
+import math
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -57,12 +59,17 @@ class TrainerSpec(ParallelLayout):
 
 
 def init_process_groups(
-    layout: ParallelLayout | None = None, *, rank: int, threads: int, store: Store | None = None
+    layout: ParallelLayout | None = None,
+    *,
+    rank: int,
+    threads: int,
+    store: Store | None = None,
+    patience_s: float = 1800.0,
 ) -> None:
     """Join the policy's process groups, of one rank if no `layout` is given; NCCL where there is CUDA, else gloo.
 
     Neighbouring ranks are of one tensor-parallel group, then of one context-parallel, then of one data-parallel group.
-    A group of one needs no `store` to find itself.
+    A group of one needs no `store` to find itself. A rank waits for another one for `patience_s`.
     """
     import mcore_mas.megatron.patches  # noqa: F401  before Megatron, which those who only write a spec do not load
 
@@ -75,13 +82,16 @@ def init_process_groups(
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=layout.ranks, store=store or HashStore())
+    store, patience = store or HashStore(), timedelta(seconds=patience_s)
+    store.set_timeout(patience)  # of its own 5 minutes, within which all would have to begin NCCL's first collective
+    dist.init_process_group(backend, rank=rank, world_size=layout.ranks, store=store, timeout=patience)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        distributed_timeout_minutes=math.ceil(patience_s / 60),
     )
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(1)  # drawn from by nothing, asked for by every layer: there is no dropout

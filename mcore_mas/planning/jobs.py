@@ -1,7 +1,8 @@
 """Jobs of a cluster: which processes of a run take a device each, and what a stage asks for of machines."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -155,7 +156,7 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         processes = sum(tenant.devices for tenant in tenants)
     nodes = -(-devices // node_gpus) if stage == "train" and devices else 1
     memory = _DRIVER_MB[kind] + searched + processes * _PROCESS_MB[kind]
-    memory += object_store_mb(config) if stage == "train" else 0
+    memory += object_store_mb(config) + _replayed_mb(config) if stage == "train" else 0
     memory += _PROGRAMS_MB * (config.env.name in _WITH_PROGRAMS)
     if kind == "GPU" and stage == "train":
         memory += _host_mb(config)
@@ -167,6 +168,14 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         + max(0, searching - 1),
         memory_mb=-(-memory // nodes),
     )
+
+
+_TASKS_MB, _OF_FILES = 1_000, 10  # of DeepCoder's tasks 4.3 times the file; others pack their tests
+
+
+def tasks_mb(files: Iterable[Path]) -> int:
+    """The memory in which tasks are made of data files, MB."""
+    return _TASKS_MB + _OF_FILES * sum(file.stat().st_size for file in files if file.is_file()) // 10**6
 
 
 _TOKEN_BYTES = 72  # of a micro-batch: ids, positions, labels, and what losses read of each token
@@ -182,8 +191,26 @@ def object_store_mb(config: RunConfig) -> int:
     if config.cluster.object_store_mb is not None:
         return config.cluster.object_store_mb
     works = workloads(config)
-    tokens = sum(works[policy].tokens for policy in config.trained)
-    return max(_LEAST_STORE_MB, int(2 * _TOKEN_BYTES * tokens / 2**20))
+    samples = sum(works[policy].tokens * (_TOKEN_BYTES + _routing_bytes(config, policy)) for policy in config.trained)
+    return max(_LEAST_STORE_MB, int(2 * samples / 2**20))
+
+
+def _routing_bytes(config: RunConfig, policy: str) -> int:
+    """Of a token's experts on record, where trainers replay them."""
+    if not for_policy(config, policy).engine.router_replay:
+        return 0
+    try:
+        experts = shapes_of(config)[policy].experts
+    except ModelError:  # a model of the user's that is not here yet
+        return 0
+    return sum(experts.sparse) * experts.per_token * experts.number_bytes if experts else 0
+
+
+def _replayed_mb(config: RunConfig) -> int:
+    """Experts on record in trajectories, in micro-batches, and in every rank's copy of these."""
+    works, trained = workloads(config), config.trained
+    copies = {policy: 2 + config.policies[policy].ranks for policy in trained}
+    return int(sum(works[p].tokens * _routing_bytes(config, p) * copies[p] for p in trained) / 1e6)
 
 
 def _retriever_mb(retriever: RetrieverConfig) -> int:

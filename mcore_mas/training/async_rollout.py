@@ -224,7 +224,8 @@ class AsyncRollouts:
 
 
 async def _write(file: Path, groups: Sequence[Group]) -> None:
-    write_trajectories(file, (t for group in groups for t in group.trajectories))
+    played = [t for group in groups for t in group.trajectories]
+    await asyncio.to_thread(write_trajectories, file, played)  # of a large step in seconds; others play on
 
 
 def _beside(group: Group) -> Group:

@@ -13,6 +13,7 @@ from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import read_record
+from mcore_mas.rollout.base.processes import allow_open_files
 from mcore_mas.rollout.config.sections import RetrieverConfig, build_env, build_player
 from mcore_mas.rollout.engines import TRANSPORTS, EngineConfig, PolicyClient, engine_class
 from mcore_mas.rollout.engines.adapters import adapter_engines
@@ -65,7 +66,7 @@ def make_engines(
         if not trained and engine.name in TRANSPORTS:  # an engine of one's own need not take it
             settings["version"] = _step_of(model)
         if engine.name == "sglang":
-            settings["log"] = log / f"{policy}.log"
+            settings |= {"log": log / f"{policy}.log", "start_s": engine.ready_s(model)}
         if engine.weights_folder and "threads" in settings:
             settings["weights_folder"] = engine.weights_folder / config.run / policy
         if far is not None and "threads" in settings:
@@ -109,9 +110,10 @@ def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> 
     """What an engine of this section is made with, besides its model and its place."""
     settings: dict[str, Any] = {"rows": engine.slots, "max_length": engine.max_length}
     if engine.name == "sglang":
-        plain = ("urls", "members", "replicas", "tp", "environment", "verify", "timeout_s", "start_s")
+        plain = ("urls", "members", "replicas", "tp", "environment", "verify")
         settings |= {name: getattr(engine, name) for name in plain}
         settings |= {
+            "timeout_s": engine.request_s,
             "python": str(engine.python) if engine.python else None,
             "key": engine.key_file.read_text().strip() if engine.key_file else None,
             "options": {"enable-deterministic-inference": engine.deterministic} | engine.options,
@@ -184,6 +186,7 @@ def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
     Raises:
         RetrievalError: the retriever does not start.
     """
+    allow_open_files()
     for model in (*config.remotes.values(), *([config.coach] if config.coach else ())):
         hide(model.key_variable)
     if config.retriever is None:
@@ -199,6 +202,7 @@ def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
             *urls,
             members=asked.members,
             balance=asked.balance,
+            timeout_s=asked.timeout_s,
             patience_s=asked.patience_s,
             token_file=asked.key_file,
             revive=revive,
@@ -217,5 +221,6 @@ def sidecar_of(retriever: RetrieverConfig, index_dir: Path, log: Path | None = N
         extra_args=(
             *("--threads", str(retriever.threads), "--ranking", retriever.ranking),
             *("--backend", retriever.backend, "--device", retriever.device),
+            *("--deadline-s", str(retriever.timeout_s)),
         ),
     )

@@ -15,7 +15,7 @@ from typing import Any, Self
 from mcore_mas.equations.statistics import majority_score, mean_interval, pass_at
 from mcore_mas.rollout.base.files import read_json, write_json
 from mcore_mas.rollout.base.task_group import together
-from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
+from mcore_mas.rollout.records.files import read_scores, write_trajectories
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from mcore_mas.rollout.teams.collect import Collector
 from mcore_mas.training.full_disk import until_room
@@ -209,9 +209,9 @@ class Shards:
         self._waiting: list[Trajectory] = []
 
     def read(self) -> Iterator[Trajectory]:
-        """What earlier starts have played, file by file."""
+        """What earlier starts have played, file by file, without what was read and said."""
         for file in self._earlier:
-            yield from read_trajectories(file)
+            yield from read_scores(file)
 
     async def keep(self, trajectory: Trajectory) -> None:
         """Take a trajectory; with the last of a file, write it."""

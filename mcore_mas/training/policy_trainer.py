@@ -122,7 +122,7 @@ class PolicyTrainer:
         critic = config.policies[self._policy].critic
         waits = critic is not None and step < critic.head_start
         trained = [
-            batch.packed.train([s for s in part if s.has_gradient and not waits])
+            await _packed(batch.packed, [s for s in part if s.has_gradient and not waits])
             for batch, part in zip(batches, parts, strict=True)
         ]
         passes = config.trainer.passes
@@ -159,7 +159,7 @@ class PolicyTrainer:
         """One optimizer step of the policy beside one of the critic, at place `at` of their learning rates."""
         updates = [self._group.update(microbatches, at)] if microbatches else []
         if self._critic is not None:
-            valued = batch.valued.train([s for s in samples if s.returns is not None])
+            valued = await _packed(batch.valued, [s for s in samples if s.returns is not None])
             updates.append(_update_critic(self._critic, valued, at))
         counts = {"tokens_saved": tokens_saved(microbatches), "flops": self._group.cost_model.flops(*microbatches)}
         metrics = counts if microbatches else {"skipped_updates": 1.0}
@@ -195,11 +195,17 @@ def step_places(config: RunConfig, policy: str) -> list[int] | None:
     return [0, *accumulate(trained)] if trainer.minibatch else None
 
 
+async def _packed(pack: PackedSamples, samples: Sequence[Sample]) -> list[Microbatch]:
+    """`PackedSamples.train`, which takes seconds for a large step: what is collected ahead goes on."""
+    return await asyncio.to_thread(pack.train, samples)
+
+
 async def _scores(
     packs: Sequence[PackedSamples], score: Callable[[list[Microbatch]], Awaitable[list[Tensor]]]
 ) -> list[list[tuple[float, ...]]]:
     """What a model says of each completion token, by pack and sample, in one pass over all of them."""
-    scores = iter(await score([microbatch for pack in packs for microbatch in pack.microbatches]))
+    own = await asyncio.to_thread(lambda: [microbatch for pack in packs for microbatch in pack.microbatches])
+    scores = iter(await score(own))
     return [pack.unpack(islice(scores, len(pack.microbatches))) for pack in packs]
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _LOOPBACK = "127.0.0.1"
 _GONE_S = 10.0  # in which Ray knows that a rank is gone
+_ANY_TIME_S = 30 * 86_400.0
 _Gone = ray.exceptions.RayActorError
 
 
@@ -74,10 +75,16 @@ class _Rank:
             if first.cumem is not None:
                 os.environ.setdefault("NCCL_CUMEM_ENABLE", first.cumem)
             store = self._store or TCPStore(*place, is_master=False)
-            init_process_groups(first, rank=rank, threads=self._threads, store=store)
+            threads, patience_s = self._threads, self._patience_s
+            init_process_groups(first, rank=rank, threads=threads, store=store, patience_s=patience_s)
             for policy, spec in specs.items():
                 self._trainers[policy] = self._load(spec, next(iter(self._trainers.values()), None))
         return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+    @property
+    def _patience_s(self) -> float:
+        """Seconds that ranks wait for each other: until long after it is told that they hang."""
+        return 2 * self._watched.hang_s if self._watched else _ANY_TIME_S
 
     def call(self, policy: str, method: str, *arguments: Any) -> Any:
         """Call the `method` of a policy's trainer, as all ranks do."""

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -35,6 +36,18 @@ def die_with_parent(number: int = signal.SIGTERM, parent: int = 0) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if parent and os.getppid() != parent:
         sys.exit("the parent process ended before this one started")
+
+
+_OPEN_FILES = 65_536
+
+
+def allow_open_files() -> None:
+    """Raise how many files this process and its children may have open, as far as it may be raised.
+
+    A login has 1024, and thousands of trajectories side by side have a connection or a program each.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _OPEN_FILES)), hard))
 
 
 def start_group(

@@ -199,6 +199,7 @@ class RetrieverConfig(Section):
     key_file: Path | None = None  # bearer token of `urls`
     balance: Literal["least_loaded", "random", "round_robin"] = "least_loaded"  # who is asked first
     patience_s: float = Field(1800.0, ge=0)  # that the run waits when no server answers, before it ends
+    timeout_s: float = Field(300.0, gt=0)  # of one search, its wait behind all others that are under way included
     passages: Path | None = None  # corpus of a server beside the run; None: that of the task generator
     folder: Path | None = None  # of a published index with its index.json, in place of one of the run's own
     encoder: Literal["minilm", "e5", "bge"] = "minilm"  # of the run's own index

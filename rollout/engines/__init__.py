@@ -50,6 +50,11 @@ _TRAINED = {"async generate": ("prompt_ids", "sampling"), "async begin_update": 
 _TRAINED |= {"abort_update": ("error",), "async weights_lost": ()}  # without what `TrainedEngine` may do besides
 
 
+_LEAST_START_S, _READ_PER_S = 900.0, 1e8  # without reading the model; bytes of it, from a busy network file system
+_LEAST_REQUEST_S = 600.0
+_LEAST_TOKENS_PER_S = 2000.0  # of a server; of a 32B on eight H100s some 6000 where 256 decode at 25 tokens/s each
+
+
 @runtime_checkable
 class StreamingEngine(Protocol):
     """An engine that can tell tokens as they are sampled."""
@@ -93,8 +98,13 @@ class EngineConfig(Section):
     options: dict[str, JsonValue] = Field(default_factory=dict)  # further arguments of sglang.launch_server
     environment: dict[str, str] = Field(default_factory=dict)  # variables of the servers
     verify: bool = True  # compare checksums after every update, where the server can
-    timeout_s: float = Field(600.0, gt=0)  # of one request
-    start_s: float = Field(900.0, gt=0)  # that a server may take to answer first
+    timeout_s: float | None = Field(None, gt=0)  # of one request; None: what a server with all slots full may need
+    start_s: float | None = Field(None, gt=0)  # that a server may take to answer first; None: by its model's size
+
+    def ready_s(self, model: str | Path) -> float:
+        """Seconds that a server of the model in this folder may take to answer first."""
+        size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+        return self.start_s or _LEAST_START_S + size / _READ_PER_S
 
     @field_validator("options")
     @classmethod
@@ -107,6 +117,11 @@ class EngineConfig(Section):
     def servers(self) -> int:
         """How many decode for each policy."""
         return len(self.urls) or self.replicas
+
+    @property
+    def request_s(self) -> float:
+        """Seconds that one request may take: ten minutes, or as long as its server takes for a reply in every slot."""
+        return self.timeout_s or max(_LEAST_REQUEST_S, self.slots * self.max_length / _LEAST_TOKENS_PER_S)
 
     @model_validator(mode="after")
     def _usable(self) -> EngineConfig:

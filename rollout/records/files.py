@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def _arrow_type(told: Any) -> pa.DataType:
 _SCHEMAS = read_yaml(Path(__file__).with_name("schemas.yaml"))
 TASK_SCHEMA, TRAJECTORY_SCHEMA = (pa.schema(_arrow_type(_SCHEMAS[name])) for name in ("task", "trajectory"))
 _ROW_GROUP = 256  # rows that are read together, where one is looked at
+_TOGETHER = 16  # trajectories that become columns in one call, during which no other thread runs
 
 
 def write_tasks(path: Path, tasks: Sequence[Task]) -> None:
@@ -64,7 +65,11 @@ def read_tasks(path: Path) -> list[Task]:
 
 def tasks_digest(tasks: Sequence[Task]) -> str:
     """What tells tasks from others, in their order: SHA-256, in hexadecimal."""
-    return hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()
+    digest = hashlib.sha256(b"[")  # of one list in JSON, which would take several times the memory of tasks with tests
+    for place, task in enumerate(tasks):
+        digest.update(f"{', ' if place else ''}{json.dumps(asdict(task))}".encode())
+    digest.update(b"]")
+    return digest.hexdigest()
 
 
 _DIGEST = b"mcore_mas.sha256"
@@ -84,8 +89,11 @@ def _fault(row: Mapping[str, Any]) -> str:
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write trajectories as parquet with every id and token, complete or not at all."""
     # what `asdict` gives, in a fifteenth of the time
-    rows = [_TRAJECTORY.dump_python(trajectory, warnings=False) for trajectory in trajectories]
-    _write(path, pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA))
+    rows = (_TRAJECTORY.dump_python(trajectory, warnings=False) for trajectory in trajectories)
+    tables = [TRAJECTORY_SCHEMA.empty_table()]
+    while some := list(islice(rows, _TOGETHER)):
+        tables.append(pa.Table.from_pylist(some, schema=TRAJECTORY_SCHEMA))
+    _write(path, pa.concat_tables(tables))
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
@@ -98,6 +106,26 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     """
     files = sorted(path.glob("*.parquet")) or [path]
     return [_trajectory(file, row) for file in files for row in _read(file, TRAJECTORY_SCHEMA)]
+
+
+# what of a turn takes long to read: texts and tokens, and how a record stands without them
+_SAID: dict[str, Any] = {"messages": (), "prompt_ids": (), "completion_ids": (), "logprobs": (), "text": ""}
+_SAID |= {"versions": (), "routing": b""}
+_TURNS = TRAJECTORY_SCHEMA.get_field_index("turns")
+_SCORED = pa.list_(
+    pa.struct([part for part in TRAJECTORY_SCHEMA.field(_TURNS).type.value_type if part.name not in _SAID])
+)
+_SCORES = TRAJECTORY_SCHEMA.set(_TURNS, pa.field("turns", _SCORED)).remove(TRAJECTORY_SCHEMA.get_field_index("tools"))
+_OF_SCORES = [name for name in _SCORES.names if name != "turns"]
+_OF_SCORES += [f"turns.list.element.{part.name}" for part in _SCORED.value_type]
+
+
+def read_scores(path: Path) -> list[Trajectory]:
+    """What `read_trajectories` reads of a file, without what was read and said."""
+    rows = _read(path, _SCORES, _OF_SCORES)
+    return [
+        _trajectory(path, {**row, "turns": [{**_SAID, **turn} for turn in row["turns"]], "tools": []}) for row in rows
+    ]
 
 
 def _trajectory(path: Path, row: Mapping[str, Any]) -> Trajectory:
@@ -131,15 +159,31 @@ def _write(path: Path, table: pa.Table) -> None:
     metadata = {**(table.schema.metadata or {}), _EPOCH: str(epoch_of(path))}
     with atomic_path(path) as temporary:
         table = table.replace_schema_metadata(metadata)
-        pq.write_table(table, temporary, compression="zstd", row_group_size=_ROW_GROUP, write_page_checksum=True)
+        texts = [text for column in table.schema for text in _texts(column.name, column.type)]
+        # others would be encoded twice: tokens and choices of experts hardly repeat as a whole
+        how = {"compression": "zstd", "row_group_size": _ROW_GROUP, "write_page_checksum": True}
+        pq.write_table(table, temporary, use_dictionary=texts, **how)
 
 
-def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
+def _texts(name: str, kind: pa.DataType) -> Iterator[str]:
+    """Parquet's names of the columns of text that a column is made of."""
+    if pa.types.is_string(kind):
+        yield name
+    elif pa.types.is_map(kind):
+        yield f"{name}.key_value.key"
+    elif pa.types.is_list(kind):
+        yield from _texts(f"{name}.list.element", kind.value_type)
+    elif pa.types.is_struct(kind):
+        for part in kind:
+            yield from _texts(f"{name}.{part.name}", part.type)
+
+
+def _read(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
     if not path.is_file():
         raise RecordError(f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}")
     what, advice = "not a readable parquet file", "; name another, or make it again"
     with _arrow_errors(path, what, advice), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        table = bounded_table(path, file)
+        table = bounded_table(path, file, columns)
         if table.num_rows != file.metadata.num_rows:  # a page's header, which has no checksum, can hide its page
             raise ValueError(f"{table.num_rows} of {file.metadata.num_rows} rows are here")
     return _rows_of(path, table, schema)

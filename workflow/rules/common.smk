@@ -15,7 +15,7 @@ from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.check import problems
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
-from mcore_mas.planning.jobs import job_needs
+from mcore_mas.planning.jobs import job_needs, tasks_mb
 
 try:
     folders = [Path(file).resolve().parent for file in workflow.configfiles[-1:]]

@@ -139,6 +139,7 @@ def server_arguments(settings: SGLangSettings) -> list[str]:
         "skip-tokenizer-init": True,
         "skip-server-warmup": True,
         "log-level": "warning",
+        "incremental-streaming-output": True,  # else each event of a reply has all of it so far
     }
     words: list[str] = []
     for name, value in (fixed | settings.arguments).items():

@@ -188,7 +188,7 @@ WRONG = [
     (SEARCH, "retriever.patience_s", math.inf, "expected a finite number of at least 0 (got inf)"),
     (MATH, "policies.solver.betas", [0.9, 1.0], "expected a number of at least 0 and below 1 (got 1.0)"),
     (MATH, "policies.solver.betas", [-0.9, 0.5], "expected a number of at least 0 and below 1 (got -0.9)"),
-    (MATH, "engine.timeout_s", math.inf, "expected a finite number above 0 (got inf)"),
+    (MATH, "engine.timeout_s", math.inf, "expected a finite number above 0 or null (got inf)"),
 ]
 PLACES = {  # where the key that is wrong is below the one that is set
     "loss.correction": "loss.correction.options.high",

@@ -325,7 +325,7 @@ def test_only_what_sleeps_is_woken_and_the_reverse(make: Make) -> None:
     assert engine.starts == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"incremental-streaming-output": True}], ids=["so far", "news"])
+@pytest.mark.parametrize("options", [{"incremental-streaming-output": False}, {}], ids=["so far", "news"])
 def test_a_reply_is_told_as_it_is_sampled_and_ends_when_nobody_listens(make: Make, options: dict[str, Any]) -> None:
     async def run() -> None:
         engine, heard = make(options=options), list[int]()
@@ -347,7 +347,7 @@ def test_a_reply_is_told_as_it_is_sampled_and_ends_when_nobody_listens(make: Mak
 
 def test_a_reply_is_told_in_as_many_tokens_as_are_worth_it(make: Make) -> None:
     async def run() -> None:
-        engine, heard = make(options={"incremental-streaming-output": True}), list[tuple[int, int]]()
+        engine, heard = make(), list[tuple[int, int]]()
 
         def hear(place: int, part: Completion) -> bool:
             heard.append((place, len(part.token_ids)))

@@ -60,7 +60,7 @@ def test_arguments_are_the_servers_own(folder: Path, tmp_path: Path) -> None:
     words = server_arguments(SGLangSettings(folder=folder, tp=2, max_length=64, rows=4, options=options))
     assert " ".join(words) == (
         f"--model-path {folder} --tp-size 2 --context-length 70 --max-running-requests 4 --skip-tokenizer-init "
-        "--log-level error --mem-fraction-static 0.8 --disable-cuda-graph"
+        "--log-level error --incremental-streaming-output --mem-fraction-static 0.8 --disable-cuda-graph"
     )
     graphs = {"cuda-graph-config": {"decode": {"backend": "full", "max_bs": 64}}}
     assert server_arguments(SGLangSettings(folder=folder, max_length=64, options=graphs))[-2:] == [

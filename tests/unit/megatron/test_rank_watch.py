@@ -10,12 +10,19 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mcore_mas.megatron.device import RankWatch, WatchFiles, beat
+from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups
 from mcore_mas.rollout.base.processes import ProcessLost
+from mcore_mas.training import trainer_group
 
 RANK = """
 import ctypes, sys, time
@@ -100,3 +107,19 @@ def test_signs_of_life_keep_a_rank_from_hanging_and_the_end_of_a_call_its_watchd
     assert files.of(0).read_text() == ""
     beat()  # outside a call there is nothing to be watched
     assert files.of(0).read_text() == ""
+
+
+def test_ranks_wait_for_each_other_for_longer_than_they_may_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = trainer_group._Rank(1, WatchFiles(folder=tmp_path, policy="p", hang_s=7200.0))
+    rank._store = store = HashStore()
+    monkeypatch.setattr(trainer_group.ray, "nodes", list)
+    monkeypatch.setattr(rank, "_load", lambda *_: None)
+    rank.join(0, ("", 0), {"p": TrainerSpec(model="")})
+    try:
+        groups = dist.group.WORLD, parallel_state.get_tensor_model_parallel_group()
+        waits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    finally:
+        destroy_process_groups()
+    assert {store.timeout, *waits} == {timedelta(hours=4)}

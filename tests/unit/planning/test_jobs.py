@@ -1,5 +1,6 @@
 """What jobs ask a cluster for comes from the plan of their run."""
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -8,13 +9,21 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.choose import placement_of, shapes_of
-from mcore_mas.planning.jobs import JobNeeds, job_needs, object_store_mb, tenants_of
+from mcore_mas.planning.jobs import JobNeeds, job_needs, object_store_mb, tasks_mb, tenants_of
 from mcore_mas.planning.memory import count_parameters
 
 
 @cache
 def config(experiment: str, *overrides: str) -> RunConfig:
     return RunConfig.check(resolve([f"experiment={experiment}", *overrides]), experiment)
+
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128,
+    "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "num_experts": 128, "hidden_act": "silu",
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+}  # fmt: skip
 
 
 def test_a_run_on_cpus_asks_for_its_processes() -> None:
@@ -44,6 +53,24 @@ def test_samples_have_room_for_a_step_of_them_twice() -> None:
     assert object_store_mb(config("demo_math")) == 256
     # 32 x 8 trajectories of two agents, two loops each, 2048 + 2048 tokens of 72 bytes each (test_choose.py)
     assert object_store_mb(config("drmas_t1_4b_shared_drmas")) == 2 * 72 * 1024 * 4096 // 2**20 == 576
+
+
+def test_experts_on_record_take_memory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    given = ["drmas_t1_4b_shared_drmas", f"policy_defaults.model={tmp_path}"]
+    plain, replayed = config(*given), config(*given, "engine.router_replay=true")
+    tokens, experts = 1024 * 4096, 48 * 8
+    assert object_store_mb(replayed) == 2 * (72 + experts) * tokens // 2**20
+    ranks = sum(replayed.policies[policy].ranks for policy in replayed.trained)
+    more = job_needs(replayed, "train", 8).memory_mb - job_needs(plain, "train", 8).memory_mb
+    assert more > (ranks + 4) * experts * tokens / 1.05e6  # of the store, the driver and every rank
+
+
+def test_tasks_are_made_in_memory_for_their_files(tmp_path: Path) -> None:
+    with (tmp_path / "deepcoder.jsonl").open("wb") as file:
+        file.truncate(2 * 10**9)
+    assert tasks_mb([]) == tasks_mb([tmp_path / "not here"]) == 1000
+    assert tasks_mb([tmp_path / "deepcoder.jsonl"]) == 21_000
 
 
 def test_programs_in_sandboxes_take_memory() -> None:

@@ -1,6 +1,9 @@
 """Records survive a round trip through parquet, and broken files are refused in one line."""
 
+import hashlib
+import json
 import random
+import tracemalloc
 from dataclasses import asdict, replace
 
 import pyarrow as pa
@@ -12,8 +15,10 @@ from mcore_mas.rollout.base.ownership import epoch_of, owned
 from mcore_mas.rollout.records.files import (
     TASK_SCHEMA,
     RecordError,
+    read_scores,
     read_tasks,
     read_trajectories,
+    tasks_digest,
     write_tasks,
     write_trajectories,
 )
@@ -297,3 +302,44 @@ def test_a_trajectory_that_lacks_what_it_needs_is_refused_in_one_line(tmp_path):
         RecordError, match=r"turns\.0\.policy_version: Field required; the file is damaged, make it again$"
     ):
         read_trajectories(tmp_path / "played.parquet")
+
+
+def test_only_texts_are_looked_up_in_dictionaries(tmp_path):
+    path = tmp_path / "t.parquet"
+    write_trajectories(path, [trajectory(TURN)] * 40)
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    columns = [group.column(number) for number in range(group.num_columns)]
+    looked_up = {x.path_in_schema for x in columns if any("DICTIONARY" in how for how in x.encodings)}
+    assert {"turns.list.element.messages.list.element.content", "turns.list.element.text", "id"} <= looked_up
+    assert not {f"turns.list.element.{x}" for x in ("routing", "prompt_ids.list.element")} & looked_up
+    assert len(read_trajectories(path)) == 40
+
+
+def test_scores_are_read_without_texts_and_tokens(tmp_path):
+    path = tmp_path / "t.parquet"
+    written = [
+        trajectory(TURN, CHATTED),
+        trajectory(sample=1, outcome=None, status=Status.FAILED, error="EnvError: no"),
+    ]
+    write_trajectories(path, written)
+    played, lost = read_scores(path)
+    kept = ("agent", "valid", "scores", "reward", "masked", "seed")
+    assert [[getattr(x, name) for name in kept] for x in played.turns] == [
+        [getattr(x, name) for name in kept] for x in (TURN, CHATTED)
+    ]
+    assert {x.prompt_ids + x.completion_ids + x.messages for x in played.turns} == {()}
+    assert (played.score, played.answer, lost.score, lost.trouble) == (
+        written[0].score, written[0].answer, None, "EnvError"
+    )  # fmt: skip
+
+
+def test_a_digest_of_tasks_takes_no_memory_and_is_that_of_their_list():
+    tasks = [replace(TASKS[0], id=str(number), answers=("1 2 3\n" * 100_000,)) for number in range(20)]
+    whole = hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()
+    tracemalloc.start()
+    try:
+        assert tasks_digest(tasks) == whole
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000  # of 12 MB of tests
+    finally:
+        tracemalloc.stop()
+    assert tasks_digest([]) == hashlib.sha256(b"[]").hexdigest()

@@ -1,8 +1,10 @@
 """A step's experience, collected for real with canned replies."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,9 +14,10 @@ from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
 from mcore_mas.rollout.environments import math
 from mcore_mas.rollout.environments.math import last_boxed
 from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
 from mcore_mas.rollout.records.trajectory import Group, Status
 from mcore_mas.rollout.rewards.allocation import allocate
+from mcore_mas.training import async_rollout
 from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.metrics import rollout_metrics
 from tests.support.scripted_run import box, make_run, task_of
@@ -40,6 +43,19 @@ def test_every_turn_is_rewarded_written_and_a_sample(tmp_path: Path) -> None:
     assert [s.reward for s in experience.samples] == [1.0] * 4
     written = read_trajectories(run.rollouts.folder / "step_000000.parquet")
     assert written == [t for group in experience.groups for t in group.trajectories]
+
+
+def test_a_step_is_written_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, writers = make_run(tmp_path, lambda prompt, call: box(task_of(prompt))), []
+
+    def write(*given: Any) -> None:
+        writers.append(threading.current_thread())
+        write_trajectories(*given)
+
+    monkeypatch.setattr(async_rollout, "write_trajectories", write)
+    asyncio.run(run.rollouts.collect_batch(0))
+    assert writers
+    assert threading.main_thread() not in writers
 
 
 def test_without_resampling_what_says_nothing_is_only_left_out(tmp_path: Path) -> None:

@@ -2,14 +2,18 @@
 
 import asyncio
 import math
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
 from mcore_mas.credit.samples import Sample
+from mcore_mas.packing import pack as packing
+from mcore_mas.packing.pack import pack
 from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.policy_trainer import PolicyTrainer, merge_updates, policy_spec, step_places
 from tests.support.simulated import SimulatedGang
@@ -70,6 +74,32 @@ class _Disagreeing(SimulatedGang):
         gap = 0.5 if len(self.updates) >= self._first else 0.0
         own = {f"agent/solver/logprob_gap_{name}": gap for name in ("mean", "k3", "p99", "max")}
         return await super().update(microbatches, at) | own | {"agent/solver/logprob_gap_count": 2.0}
+
+
+@pytest.mark.parametrize("overrides", [(), ("loss.kl.coef=0.1",), CRITIC])
+def test_samples_are_packed_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    config = RunConfig.check(resolve(["experiment=demo_math", f"results={tmp_path}", *overrides]), "test")
+    packers: list[threading.Thread] = []
+
+    def noted(*given: Any, **how: Any) -> Any:
+        packers.append(threading.current_thread())
+        return pack(*given, **how)
+
+    monkeypatch.setattr(packing, "pack", noted)
+    gang, own = _Disagreeing(99), {"critic": _Disagreeing(99)} if overrides is CRITIC else {}
+    trainer = PolicyTrainer("solver", config, gang, **own)  # type: ignore[arg-type]
+    batches = trainer.pack([turn(number) for number in range(7)], 0)
+
+    async def play() -> None:
+        await trainer.score(batches)
+        credited = [replace(s, returns=(0.0, 0.0), values=(0.0, 0.0)) for b in batches for s in b.samples]
+        await trainer.update(batches, credited, 0)
+
+    asyncio.run(play())
+    assert packers
+    assert threading.main_thread() not in packers
 
 
 def test_a_step_is_judged_by_the_first_update_that_has_turns(tmp_path: Path) -> None:

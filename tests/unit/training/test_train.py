@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,7 @@ from mcore_mas.retrieval.corpus import RetrievalError
 from mcore_mas.rollout.base.ownership import FolderError, owned
 from mcore_mas.rollout.engines import remote as keys
 from mcore_mas.training import train as training
-from mcore_mas.training.engine_factory import world
+from mcore_mas.training.engine_factory import sidecar_of, world
 from mcore_mas.training.train import train
 from tests.support.run_folder import make_run
 
@@ -93,6 +94,30 @@ def test_a_retriever_inherits_no_key_even_where_no_coach_is_asked(monkeypatch: p
     assert seen
     assert VARIABLE not in seen
     assert keys.read_key(VARIABLE, None).get_secret_value() == "sk-0123456789abcdef"  # kept for a later use
+
+
+def test_a_search_may_wait_for_all_that_an_evaluation_plays() -> None:
+    config = RunConfig.check(resolve(["experiment=drmas_t2_3b_separate_drmas"]), "a test")
+    assert config.retriever is not None
+    # 21 M passages of 768 dimensions on 32 threads; docs/retrieval.md has 71 a second of 1 M of 384 on two
+    searches_per_s = 71 / (21 * 768 / 384) * 32 / 2
+    longest_s = config.trajectories_in_flight(8) / searches_per_s
+    assert config.retriever.timeout_s > longest_s
+    options = sidecar_of(config.retriever, Path("index"))._options
+    assert float(options[options.index("--deadline-s") + 1]) > longest_s
+    elsewhere = ["experiment=demo_search", "+retriever.urls=[http://127.0.0.1:1]", "+retriever.timeout_s=77"]
+    with world(RunConfig.check(resolve(elsewhere), "a test"), "unused") as make_env:
+        assert make_env.keywords["retriever"]._timeout_s == 77
+
+
+def test_thousands_of_trajectories_have_a_connection_each() -> None:
+    before = _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
+    try:
+        with world(RunConfig.check(resolve(["experiment=demo_math"]), "a test"), "unused"):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(most, 8192)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_who_has_lost_the_folder_while_it_trained_does_not_write_its_models_over_the_others(
