@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -57,8 +58,10 @@ def summarise(
 
 
 def _part(name: str, column: Tensor) -> list[float]:
-    column = column.double()
-    known = column if name == "loss" else column[~column.isnan()]
+    known = column.double()
+    if name != "loss":
+        numbers = known.numpy()  # by a mask torch selects with all threads, which took 4 ms of a column on 16
+        known = torch.from_numpy(numbers[~np.isnan(numbers)])
     if name.endswith("_p99"):
         return log_histogram(known)
     if not len(known):
