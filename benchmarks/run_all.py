@@ -62,7 +62,7 @@ def page(results: Sequence[Result], machine: str, before: str = "") -> str:
         "`make bench` writes this page. Each row is a line that the script `benchmarks/<name>.py` prints",
         "(`chat_turns_16`: of `chat_turns`).",
         "",
-        "There was no GPU. So its use, its tokens per second and its attention kernels are not measured yet.",
+        "These are of CPUs; [gpu.md](gpu.md) has what was measured on a GPU.",
         "",
         "The picture (`growth`) says how CPU time and memory of a step grow with agents, turns, groups, prompts and",
         "policies. Each micro-batch has room for a group. The legend has the exponent of the growth with size. Those",
