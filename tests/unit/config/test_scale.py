@@ -37,6 +37,7 @@ def test_a_search_run_by_hand() -> None:
         "urls": [],
         "balance": "least_loaded",
         "patience_s": 1800.0,
+        "timeout_s": 300.0,
         "shards": 1,
         "ranking": "dense",
         "backend": "faiss",
