@@ -91,6 +91,7 @@ async def speak(url: str) -> None:
         with pytest.raises(openai.NotFoundError, match="the models here: demo_math, solver, verifier"):
             await api.chat.completions.create(model="planner", messages=hi)
         asked = {"model": "demo_math", "messages": hi, "max_tokens": 9, "stop_sequences": [*string.printable.strip()]}
-        (block,) = httpx.post(f"{url}/v1/messages", json=asked, timeout=60, trust_env=False).json()["content"]
-        assert not set(block["text"]) & set(string.printable.strip())
+        reply = httpx.post(f"{url}/v1/messages", json=asked, timeout=60, trust_env=False).json()
+        assert reply["stop_reason"] == "stop_sequence"
+        assert not set(reply["content"][0]["text"]) & set(string.printable.strip())
         assert httpx.get(f"{url}/nowhere", trust_env=False).json()["error"]["type"] == "not_found_error"
