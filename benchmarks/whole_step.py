@@ -1,8 +1,9 @@
 """Wall-clock time of a whole GRPO step: this project's training against TRL's `GRPOTrainer` on one model.
 
-They take turns, a step each: 8 replies to each of 8 prompts of the same lengths, their rewards, and an update. The
-least of each phase is shown, and the last line has the smaller ratio of two shapes. TRL lies in an environment of its
-own (requirements/bench.txt) that is made on first use and sees this one's torch.
+They take turns, a step each: 8 replies to each of 8 prompts of the same lengths, their rewards, and an update; each in
+float32, and in bfloat16 with float32 master weights, which is TRL's default. The least of each phase is shown. A side
+counts in the precision in which it is faster, and the last line has the smaller ratio of two shapes. TRL lies in an
+environment of its own (requirements/bench.txt) that is made on first use and sees this one's torch.
 
 TRL's one process has as many threads as there are cores. This project's processes have one each, and there is a
 data-parallel rank and a replica of the engine for each core, which wait for each other once a step and not at every
@@ -40,6 +41,7 @@ from mcore_mas.rollout.teams.team import TeamSession
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS, GROUP, LR, WARM, GOAL, STEPS = 8, 8, 1e-5, 2, 5.0, 1000
+PRECISIONS = ("float32", "bfloat16")
 ENVIRONMENT = dict(os.environ)  # of TRL: that of a run's own processes changes
 
 
@@ -92,7 +94,7 @@ def odd(trajectory: Trajectory) -> float:
 
 
 def ours(
-    folder: Path, shape: Shape, texts: list[str], threads: int, ranks: int
+    folder: Path, shape: Shape, texts: list[str], threads: int, ranks: int, bf16: bool
 ) -> Generator[dict[str, float], None, None]:
     """A step for each `next`."""
     share = TASKS // ranks * (shape.prompt + GROUP * shape.reply)  # tokens of a rank, prompts counted once
@@ -101,9 +103,9 @@ def ours(
         [mm.AgentSpec("writer", user="{problem}", settings={"max_tokens": shape.reply})],
         answer,
         tasks=tasks,
-        policies=str(folder / "model"),
+        policies={"shared": {"model": str(folder / "model"), "bf16": bf16}},
         reward=odd,
-        folder=folder / "run",
+        folder=folder / f"run-{PRECISIONS[bf16]}",
         advantage="grpo",
         steps=STEPS,
         lr=LR,
@@ -146,14 +148,14 @@ def spent() -> float:
 
 
 def theirs(
-    python: Path, folder: Path, shape: Shape, texts: list[str], threads: int, parts: int
+    python: Path, folder: Path, shape: Shape, texts: list[str], threads: int, parts: int, bf16: bool
 ) -> Generator[dict[str, float], None, None]:
     """A step of TRL's for each `next`, in a process of its own that waits in between."""
     renderer = Renderer(folder / "model")
     rendered = [renderer.render([Message(role="user", content=text)]) for text in texts]
     job = {
         "model": str(folder / "model"),
-        "out": str(folder / "trl"),
+        "out": str(folder / f"trl-{PRECISIONS[bf16]}"),
         "prompts": [renderer.decode_raw(ids) for ids in rendered],
         "ids": list(rendered[0]),
         "reply": shape.reply,
@@ -162,6 +164,7 @@ def theirs(
         "lr": LR,
         "threads": threads,
         "parts": parts,
+        "bf16": bf16,
     }
     command = [str(python), "-W", "ignore", str(ROOT / "benchmarks" / "support" / "trl_steps.py"), json.dumps(job)]
     settings = ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -195,33 +198,40 @@ def environment(folder: Path) -> Path:
 def compare(name: str, python: Path, repeats: int, threads: int, parts: int, ranks: int) -> float:
     """TRL's seconds over ours for a shape, by the least of each."""
     shape = SHAPES[name]
-    best: dict[str, dict[str, float]] = {"ours": {}, "TRL": {}}
+    best: dict[tuple[str, str], dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         texts = make_model(folder / "model", shape)
-        sides = {
-            "TRL": theirs(python, folder, shape, texts, threads, parts),
-            "ours": ours(folder, shape, texts, threads, ranks),
-        }
-        for number, side in itertools.product(range(WARM + repeats), sides):
-            row = next(sides[side])
-            print(f"  {side} {number}: " + ", ".join(f"{key} {value:.2f}" for key, value in row.items()), flush=True)
-            if number >= WARM:
-                best[side] = {key: min(value, best[side].get(key, value)) for key, value in row.items()}
-        for steps in sides.values():
-            steps.close()
-    ratio = best["TRL"]["step"] / best["ours"]["step"]
+        for bf16, precision in enumerate(PRECISIONS):
+            sides = {
+                "TRL": theirs(python, folder, shape, texts, threads, parts, bool(bf16)),
+                "ours": ours(folder, shape, texts, threads, ranks, bool(bf16)),
+            }
+            for number, side in itertools.product(range(WARM + repeats), sides):
+                row = next(sides[side])
+                said = ", ".join(f"{key} {value:.2f}" for key, value in row.items())
+                print(f"  {side} {precision} {number}: {said}", flush=True)
+                if number >= WARM:
+                    least = best.setdefault((side, precision), row)
+                    best[side, precision] = {key: min(value, least[key]) for key, value in row.items()}
+            for steps in sides.values():
+                steps.close()
     print(
         f"{name}, prompts of {shape.prompt}, replies of {shape.reply}, {threads} threads, {ranks} ranks, "
         f"load {os.getloadavg()[0]:.1f}"
     )
-    for side, row in best.items():
+    for (side, precision), row in best.items():
         print(
-            f"  {side}: a step {row['step']:.2f} s ({row['cpu']:.2f} CPU s): collect {row['collect']:.2f}, "
-            f"update {row['update']:.2f}, hand-over {row['hand-over']:.3f}, rest {row['rest']:.3f}"
+            f"  {side}, {precision}: a step {row['step']:.2f} s ({row['cpu']:.2f} CPU s): "
+            f"collect {row['collect']:.2f}, update {row['update']:.2f}, "
+            f"hand-over {row['hand-over']:.3f}, rest {row['rest']:.3f}"
         )
-    print(f"  {ratio:.2f} times as fast, {best['TRL']['cpu'] / best['ours']['cpu']:.2f} by CPU time", flush=True)
-    return ratio
+    for precision in PRECISIONS:
+        wall, cpu = (best["TRL", precision][key] / best["ours", precision][key] for key in ("step", "cpu"))
+        print(f"  {precision}: {wall:.2f} times as fast, {cpu:.2f} by CPU time")
+    trl, own = (min(best[side, precision]["step"] for precision in PRECISIONS) for side in ("TRL", "ours"))
+    print(f"  each in its faster one: {trl / own:.2f} times as fast", flush=True)
+    return trl / own
 
 
 def main() -> None:

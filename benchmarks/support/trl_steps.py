@@ -65,7 +65,7 @@ def main() -> None:
             max_steps=100_000,
             beta=0.0,
             gradient_checkpointing=False,  # it saves memory and costs a forward pass
-            bf16=False,
+            bf16=job["bf16"],
             use_cpu=True,
             save_strategy="no",
             logging_strategy="no",

@@ -137,7 +137,7 @@ class PolicyConfig(RateConfig):
     recompute: Recompute = "none"
     layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
     attention: Literal["auto", "torch"] = "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
-    bf16: bool = False  # train in bfloat16 with float32 master weights
+    bf16: bool = False  # train in bfloat16 with float32 master weights; the embedded engine multiplies in it too
     lora: LoraConfig | None = None  # train adapters on the frozen model; None: train all weights
     share_base: bool = False  # hold the frozen model once for all policies of this model that say so
     max_in_flight: int | None = Field(None, ge=1)  # replies asked of its engine at once; None: as many as it decodes

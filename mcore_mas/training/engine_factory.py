@@ -62,7 +62,7 @@ def make_engines(
         if policy in engines:  # that of another policy on the same model
             continue
         engine = for_policy(config, policy).engine
-        settings = _engine_settings(config, engine, trained)
+        settings = _engine_settings(config, engine, trained, config.policies[policy].bf16)
         if not trained and engine.name in TRANSPORTS:  # an engine of one's own need not take it
             settings["version"] = _step_of(model)
         if engine.name == "sglang":
@@ -106,8 +106,8 @@ def _step_of(model: str | Path) -> int:
     return int(told.get("policies_of_step", 0)) if str(model) in told.get("policies", {}).values() else 0
 
 
-def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> dict[str, Any]:
-    """What an engine of this section is made with, besides its model and its place."""
+def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool, bf16: bool = False) -> dict[str, Any]:
+    """What an engine of this section is made with for a policy in bfloat16 or not, besides its model and its place."""
     settings: dict[str, Any] = {"rows": engine.slots, "max_length": engine.max_length}
     if engine.name == "sglang":
         plain = ("urls", "members", "replicas", "tp", "environment", "verify")
@@ -126,7 +126,7 @@ def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> 
     if trained and engine.router_replay:
         settings["routing"] = True
     if engine.name == "embedded":
-        settings |= {"device": engine.device, "deterministic": engine.deterministic}
+        settings |= {"device": engine.device, "deterministic": engine.deterministic, "bf16": bf16}
     return settings
 
 

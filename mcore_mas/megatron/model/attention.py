@@ -61,7 +61,9 @@ class TreeAttention(torch.nn.Module):
         if packed_seq_params.plan is not None:
             out: Tensor = KernelAttention.apply(q, k, v, packed_seq_params.plan, self.scale)
         else:
-            out = _TreeAttention.apply(q, k, v, packed_seq_params, self.scale)
+            if q.device.type == "cpu":  # short blocks take its kernels up to six times as long in bfloat16
+                q, k, v = q.float(), k.float(), v.float()
+            out = _TreeAttention.apply(q, k, v, packed_seq_params, self.scale).to(value.dtype)
         return out.flatten(1)[:, None]
 
     def _whole_sequences(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
@@ -176,8 +178,12 @@ class TreeRotary(RotaryEmbedding):
     positions: int  # above all of them; a number here, because asking the GPU for it would wait
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: object = None) -> Tensor:
-        """Angles [T, 1, 1, head_dim] of the current micro-batch."""
-        return cast(Tensor, self.get_emb(self.positions)[self.position_ids])
+        """Angles [T, 1, 1, head_dim] of the current micro-batch, twice; on a CPU their cosines, then their sines."""
+        angles = cast(Tensor, self.get_emb(self.positions)[self.position_ids])
+        if angles.device.type != "cpu":
+            return angles
+        half = angles[..., : angles.shape[-1] // 2]
+        return torch.cat([half.cos(), half.sin()], dim=-1)
 
 
 _aten = torch.ops.aten

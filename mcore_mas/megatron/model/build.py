@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mcore_mas.megatron.device import kernels_run, rank_device
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
+from mcore_mas.megatron.model.cpu_ops import turned
 from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNorm, RowLinear
 from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher, replay_routing
 from mcore_mas.megatron.model.layer_ops import rotated
@@ -141,10 +142,12 @@ def _layout(spec: TrainerSpec) -> dict[str, Any]:
 
 
 def _fuse_rotation() -> bool:
-    """Whether positions rotate queries and keys in one launch: Transformer Engine's, or ours in the place of one."""
-    if rope_utils.fused_apply_rotary_pos_emb is None and kernels_run(rank_device()):
+    """Whether positions rotate queries and keys in one call: Transformer Engine's, or ours in the place of one."""
+    if rank_device().type == "cpu":
+        rope_utils.fused_apply_rotary_pos_emb = turned
+    elif rope_utils.fused_apply_rotary_pos_emb is None and kernels_run(rank_device()):
         rope_utils.fused_apply_rotary_pos_emb = rotated
-    return torch.cuda.is_available() and rope_utils.fused_apply_rotary_pos_emb is not None
+    return rope_utils.fused_apply_rotary_pos_emb is not None
 
 
 def transformer_config(a: Architecture, spec: TrainerSpec) -> TransformerConfig:

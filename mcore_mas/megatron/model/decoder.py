@@ -25,6 +25,7 @@ from torch import Tensor
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import add_product, added, kernels_run, of_weight, rank_device
 from mcore_mas.megatron.model.attention import TreeRotary
+from mcore_mas.megatron.model.cpu_ops import Normed
 from mcore_mas.megatron.model.layer_ops import KernelHead, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees
 from mcore_mas.rollout.models.exact import row_product
@@ -352,10 +353,13 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
+        self.eps, self.exact = eps, config.deterministic_mode
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
+        if x.device.type == "cpu" and not self.exact:
+            out: Tensor = Normed.apply(x, self.weight, self.eps)
+            return out
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

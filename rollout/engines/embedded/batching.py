@@ -81,14 +81,16 @@ class EmbeddedEngine:
 
     @classmethod
     def from_folder(
-        cls, folder: Path | str, *, max_length: int, device: str = "cpu", **settings: Any
+        cls, folder: Path | str, *, max_length: int, device: str = "cpu", bf16: bool = False, **settings: Any
     ) -> EmbeddedEngine:
         """Build from a Hugging Face model folder (config.json and safetensors); `settings` are those of the class.
+
+        `device` and `bf16` are those of `CachedDecoder`.
 
         Raises:
             EngineError: the folder is not a model that this engine computes.
         """
-        decoder = CachedDecoder(read_architecture(folder), max_length, device=device)
+        decoder = CachedDecoder(read_architecture(folder), max_length, device=device, bf16=bf16)
         decoder.load(read_tensors(folder))
         return cls(decoder, **settings)
 
@@ -353,8 +355,9 @@ class LocalReplicas(StreamingEngine):
         """Load the Hugging Face model in `folder` once, and onto each of `devices`; settings as of `LocalEngine`."""
         self.engines = [LocalEngine(folder, device=devices[0], max_length=max_length, **settings)]
         held = self.engines[0].core.decoder
+        bf16 = settings.pop("bf16", False)
         for device in devices[1:]:
-            decoder = CachedDecoder(held.shape, max_length, held.halves, device)
+            decoder = CachedDecoder(held.shape, max_length, held.halves, device, bf16=bf16)
             decoder.adopt(held.half)
             core = EmbeddedEngine(decoder, **settings)
             self.engines.append(LocalEngine(folder, max_length=max_length, core=core))

@@ -27,7 +27,7 @@ QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, ski
 # Inductor's linear layer, where torch is built with oneDNN. For few rows it takes up to a third less time than MKL's
 # product, whose own copy of the weight, in blocks, is made anew in each; a call costs 15 us more.
 _one_dnn: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-_WORTH_BLOCKS = 1 << 18  # elements of a weight from which on that pays
+_WORTH_BLOCKS = 1 << 18  # elements of a weight from which on that pays; in bfloat16 it always does
 _BLOCKED_ROWS = 256  # of an input at most: for each number of rows oneDNN compiles kernels, in about a millisecond each
 
 
@@ -55,18 +55,17 @@ class CachedDecoder:
         halves: tuple[Weights, Weights] | None = None,
         device: str = "cpu",
         adapters: Sequence[AdapterShape] = (),
+        bf16: bool = False,
     ) -> None:
-        """Compute on `device`, with `adapters` that add nothing before they are `put`.
+        """Compute on `device` (EngineError if there is none), with `adapters` that add nothing before they are `put`.
 
         `halves` are the buffers of the active and of the next weights, in the host's memory, of their own if not
-        given. A GPU computes from a copy of the active one.
-
-        Raises:
-            EngineError: there is no such device.
+        given. A GPU computes from a copy of the active one, and so does what multiplies in bfloat16 (`bf16`; norms,
+        attention, keys and values stay float32).
         """
-        self.shape = shape
-        self.max_length = max_length
+        self.shape, self.max_length = shape, max_length
         self.device = _usable(device)
+        self.dtype = torch.bfloat16 if bf16 else torch.float32  # of the products' factors
         self.halves = halves or (Weights(shape), Weights(shape))
         self.half = 0  # the one in use
         self._active = self.weights  # what is computed with
@@ -101,9 +100,9 @@ class CachedDecoder:
     def restore(self) -> None:
         """Have the weights in use where they are computed with."""
         held, storage = self.weights, self._active.storage
-        if self.device.type != "cpu":
-            if storage.device.type == "cpu":
-                storage = torch.empty_like(storage, device=self.device)
+        if self.device.type != "cpu" or self.dtype != torch.float32:
+            if self._active in self.halves:
+                storage = torch.empty_like(storage, device=self.device, dtype=self.dtype)
             held = Weights(self.shape, storage.copy_(held.storage))
         self._active, self._blocked = held, {} if self.exact else _in_blocks(held)
 
@@ -120,7 +119,7 @@ class CachedDecoder:
         ends = np.cumsum(sizes)
         positions = self._put(np.concatenate([np.arange(s.start, s.start + len(s.ids)) for s in spans]))
         last = self._put(ends - 1)
-        x = F.embedding(self._put(np.concatenate([span.ids for span in spans])), self._active.embed)
+        x = F.embedding(self._put(np.concatenate([span.ids for span in spans])), self._active.embed).float()
         rotation = self._rotation[positions][:, None]
         numbers = np.array([span.adapter for span in spans])
         low, chosen = self._low_rank(np.repeat(numbers, sizes)), list[Tensor]()
@@ -154,7 +153,7 @@ class CachedDecoder:
         low, chosen = self._low_rank(batch.adapters), list[Tensor]()
         blocks = cache.blocks(batch, alone=self.exact)
         row, position = self._put(batch.rows), self._put(batch.positions)
-        x = F.embedding(self._put(ids), self._active.embed)
+        x = F.embedding(self._put(ids), self._active.embed).float()
         rotation = self._rotation[position][:, None]
         for index, layer in enumerate(self._active.layers):
             q, k, v = self._project(layer, x, rotation, low[index])
@@ -233,13 +232,17 @@ class CachedDecoder:
 
     def _times(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x weightᵀ + bias, in new memory."""
+        if x.dtype != weight.dtype:
+            out = self._times(x.to(weight.dtype), weight).to(x.dtype)
+            return out if bias is None else out.add_(bias)
         blocked = self._blocked.get(weight)
         if blocked is None or _one_dnn is None or len(x) > _BLOCKED_ROWS:
             return F.linear(x, weight, bias)
         return _one_dnn(x, blocked, bias, "none", [], "")
 
     def _plus(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
-        return self._times(mixed, weight).add_(x) if weight in self._blocked else torch.addmm(x, mixed, weight.t())
+        whole = weight not in self._blocked and weight.dtype == x.dtype
+        return torch.addmm(x, mixed, weight.t()) if whole else self._times(mixed, weight).add_(x)
 
 
 def _in_blocks(weights: Weights) -> dict[Tensor, Tensor]:
@@ -247,7 +250,8 @@ def _in_blocks(weights: Weights) -> dict[Tensor, Tensor]:
     if _one_dnn is None or weights.storage.device.type != "cpu":
         return {}
     matrices = chain.from_iterable((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in weights.layers)
-    large = [w for w in (weights.head, *matrices) if w.dim() == 2 and w.numel() >= _WORTH_BLOCKS]
+    least = _WORTH_BLOCKS if weights.storage.dtype == torch.float32 else 0
+    large = [w for w in (weights.head, *matrices) if w.dim() == 2 and w.numel() >= least]
     return {weight: torch.ops.mkldnn._reorder_linear_weight(weight) for weight in large}
 
 
@@ -256,7 +260,7 @@ def _add_experts(
 ) -> Tensor:
     """Add to `x` [N, hidden], in place, what tokens' experts make of `normed` [N, hidden]; which experts [N, k]."""
     assert experts is not None and layer.router is not None
-    shares, chosen = times(normed, layer.router).softmax(-1).topk(experts.per_token, dim=-1)
+    shares, chosen = times(normed, layer.router.to(normed.dtype)).softmax(-1).topk(experts.per_token, dim=-1)
     if experts.normalised:
         shares /= shares.sum(-1, keepdim=True)
     order = chosen.flatten().argsort(stable=True)  # places (token, choice), by expert

@@ -59,6 +59,7 @@ class HostedSettings:
     threads: int = 1
     deterministic: bool = False  # as in `EmbeddedEngine`
     routing: bool = False  # as there
+    bf16: bool = False  # as in `CachedDecoder`
     device: str = "cpu"  # or "cuda", which needs a GPU in `place`
     place: Mapping[str, Any] | None = None  # actor options; None: nothing set aside
     transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
@@ -86,7 +87,8 @@ class Host(EmbeddedEngine):
         self._checks: dict[int, SharedCheck] = {}  # of updates under way, by place
         weights, *adapters = held
         shapes = [own.adapter for own in adapters if own.adapter is not None]
-        decoder = CachedDecoder(shape, settings.max_length, self._places[0].halves, settings.device, shapes)
+        where = self._places[0].halves, settings.device
+        decoder = CachedDecoder(shape, settings.max_length, *where, shapes, settings.bf16)
         if weights.half is None:
             decoder.load(read_tensors(source))
         else:

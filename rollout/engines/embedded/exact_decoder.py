@@ -14,9 +14,9 @@ from mcore_mas.rollout.models.fused_weights import Layer
 def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
     """A decoder of the same weights that computes exactly; the same one where that is not possible.
 
-    It is on a CPU without adapters, where the library's products are as `models/exact.py` needs them.
+    It is on a CPU in float32 without adapters, where the library's products are as `models/exact.py` needs them.
     """
-    if decoder.device.type != "cpu" or decoder.adapters is not None:
+    if decoder.device.type != "cpu" or decoder.adapters is not None or decoder.dtype != torch.float32:
         return decoder
     layer = decoder.weights.layers[0]
     wide = [w if layer.router is None else w[0] for w in (layer.gate_up, layer.down)]

@@ -133,11 +133,11 @@ def test_each_policy_has_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         engine_factory, "engine_class", lambda name: lambda model, **settings: made.update({model: settings})
     )
-    run = config(*OWN)
+    run = config(*OWN, "policies.verifier.bf16=true")
     engine_factory.make_engines(run, {name: name for name in run.policies}, Path("log"), trained=False)
-    assert {name: (own["rows"], own["max_length"]) for name, own in made.items()} == {
-        "solver": (192, 512),
-        "verifier": (8, 256),
+    assert {name: (own["rows"], own["max_length"], own["bf16"]) for name, own in made.items()} == {
+        "solver": (192, 512, False),
+        "verifier": (8, 256, True),
     }
     servers = config("engine.name=sglang", "engine.python=python", "policies.verifier.own.engine={tp: 2, replicas: 3}")
     taken = [(t.policy, t.devices) for t in tenants_of(servers, "GPU") if t.part == "engine"]

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
 from mcore_mas.rollout.engines.embedded import decoder as module
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
 from mcore_mas.rollout.engines.embedded.cache import Cache
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.models.architecture import architecture_of
-from mcore_mas.rollout.records.trajectory import Sampling
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, worst
 
 torch.set_num_threads(1)
 needs_one_dnn = pytest.mark.skipif(module._one_dnn is None, reason="torch is built without oneDNN")
 
 
-def make_decoder(seed: int) -> CachedDecoder:
+def make_decoder(seed: int, **settings: Any) -> CachedDecoder:
     model = make_qwen2(seed)
-    decoder = CachedDecoder(architecture_of(model.config.to_dict(), "a test's"), 64)
+    decoder = CachedDecoder(architecture_of(model.config.to_dict(), "a test's"), 64, **settings)
     decoder.load(model.state_dict().items())
     return decoder
 
@@ -45,6 +50,62 @@ def test_large_weights_are_multiplied_in_blocks_and_follow_every_update(monkeypa
     assert not decoder._blocked
     engine.wake(("weights",))
     assert len(decoder._blocked) == 7  # three in each of two layers, and the head
+
+
+def test_products_in_bfloat16_round_their_factors_and_their_sums() -> None:
+    decoder = make_decoder(0, bf16=True)
+    # 1 + 2^-9 rounds to 1, and 256 + 1 to 256
+    x = torch.tensor([[1 + 2**-9, 256.0]])
+    weight, bias = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).bfloat16(), torch.tensor([0.5, 2**-9]).bfloat16()
+    assert decoder._times(x, weight).tolist() == [[1.0, 256.0]]
+    assert decoder._times(x, weight, bias).tolist() == [[1.5, 256.0 + 2**-9]]  # the bias is added in float32
+    assert decoder._plus(x, x, weight).tolist() == [[2 + 2**-9, 512.0]]
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_an_engine_in_bfloat16_is_as_near_as_hugging_faces(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not blocks:
+        monkeypatch.setattr(module, "_one_dnn", None)
+    decoder, prompt = make_decoder(0, bf16=True), [5, 6, 7]
+    assert len(decoder._blocked) == (9 if blocks and module._one_dnn else 0)  # four in each of two layers, and the head
+    engine = EmbeddedEngine(decoder)
+    for seed in (1, 0, 2):  # in either half of the buffers
+        model = make_qwen2(seed)
+        engine.load_weights(model.state_dict().items(), seed)
+        engine.sleep()
+        assert decoder._active is decoder.weights  # the copy is given back
+        engine.wake()
+        for number in range(4):
+            engine.submit(number, prompt, Sampling(max_tokens=20, seed=number))
+        said = list(drain(engine).values())
+        own = max(rounding(model, prompt, completion) for completion in said)
+        assert LOGPROB_TOLERANCE < max(worst(model, prompt, completion) for completion in said) < 2 * own
+    assert {tensor.dtype for _, tensor in decoder.weights.tensors()} == {torch.float32}
+
+
+def rounding(model: PreTrainedModel, prompt: list[int], completion: Completion) -> float:
+    """The largest error of a log-probability that Hugging Face's model makes in bfloat16."""
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    with torch.no_grad():
+        exact, half = (
+            each(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            for each in (model, copy.deepcopy(model).bfloat16())
+        )
+    places = torch.tensor(completion.token_ids)[:, None]
+    return float((exact.gather(1, places) - half.gather(1, places)).abs().max())
+
+
+def test_experts_are_chosen_in_float32_by_an_engine_in_bfloat16() -> None:
+    layer = SimpleNamespace(
+        router=torch.tensor([[1.0, 0.0], [0.0, 1.0]]).bfloat16(),
+        gate_up=torch.zeros(2, 4, 2).bfloat16(),
+        down=torch.zeros(2, 2, 2).bfloat16(),
+    )
+    x = torch.zeros(1, 2)
+    normed = torch.tensor([[256.0, 256.5]])  # which are the same in bfloat16
+    times = make_decoder(0, bf16=True)._times
+    chosen = module._add_experts(times, SimpleNamespace(per_token=1, normalised=True, count=2), layer, x, normed)
+    assert chosen.tolist() == [[1]]
 
 
 def test_small_weights_and_exact_products_have_no_copies() -> None:

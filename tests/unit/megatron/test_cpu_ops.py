@@ -1,0 +1,113 @@
+"""Norm, rotation and attention on a CPU, by hand and against Megatron's and torch's in float64."""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from torch import Tensor
+
+from mcore_mas.megatron.batch import Segment
+from mcore_mas.megatron.model.attention import TreeAttention
+from mcore_mas.megatron.model.cpu_ops import Normed, turned
+from mcore_mas.megatron.model.layout import PackedTrees
+from tests.support.precision import assert_close, relative
+
+Compute = Callable[..., Tensor]
+EPS = 1e-6
+
+
+def results(compute: Compute, slope: Tensor, *given: Tensor) -> list[Tensor]:
+    """The output, and the gradients of its inner product with `slope`."""
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    out = compute(*leaves)
+    out.backward(slope.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return Normed.apply(x, weight, EPS)
+
+
+def torchs(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def test_norm_by_hand() -> None:
+    # of (1, 7) the mean square is 25: without eps (0.2, 1.4), times the weight (10, 100)
+    x, weight = torch.tensor([[1.0, 7.0]]), torch.tensor([10.0, 100.0])
+    out, of_x, of_weight = results(lambda *given: Normed.apply(*given, 0.0), torch.tensor([[1.0, 0.0]]), x, weight)
+    assert out[0].tolist() == pytest.approx([2.0, 140.0])
+    assert of_weight.tolist() == pytest.approx([0.2, 0.0])
+    # with s = 10: (s − n₁ · n₁ s / 2) / 5 and −n₂ · n₁ s / 2 / 5
+    assert of_x[0].tolist() == pytest.approx([(10 - 0.2 * 1.0) / 5, -1.4 * 1.0 / 5])
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+def test_norm_is_torchs(scale: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, slope = (torch.randn(37, 1, 4, 48, generator=draw) for _ in range(2))
+    x, weight = scale * x, 1 + torch.randn(48, generator=draw)
+    exact = results(torchs, slope.double(), x.double(), weight.double())
+    for got, own, want in zip(results(normed, slope, x, weight), results(torchs, slope, x, weight), exact, strict=True):
+        assert_close(got, own, want)
+    x, weight, slope = x.bfloat16(), weight.bfloat16(), slope.bfloat16()
+    exact = results(torchs, slope.double(), x.double(), weight.double())
+    for got, own, want in zip(results(normed, slope, x, weight), results(torchs, slope, x, weight), exact, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert relative(got, want) <= max(1.1 * relative(own, want), 2**-9)  # torch's rounds once more on the way
+
+
+def turns(angles: Tensor) -> Tensor:
+    half = angles[..., : angles.shape[-1] // 2]
+    return torch.cat([half.cos(), half.sin()], -1)
+
+
+def test_a_quarter_turn_by_hand() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
+    angles = torch.tensor([math.pi / 2, 0.0] * 2).view(1, 1, 1, 4)
+    out, of_x = results(lambda x: turned(x, turns(angles)), x, x)  # (1, 3) becomes (-3, 1)
+    assert out.flatten().tolist() == pytest.approx([-3.0, 2.0, 1.0, 4.0])
+    assert of_x.flatten().tolist() == pytest.approx([3.0, 2.0, -1.0, 4.0])  # and back
+
+
+def test_rotation_is_megatrons() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, slope = (torch.randn(29, 1, 6, 32, generator=draw) for _ in range(2))
+    angles = (100 * torch.randn(29, 1, 1, 16, generator=draw)).repeat(1, 1, 1, 2)
+
+    def megatrons(x: Tensor) -> Tensor:
+        return _apply_rotary_pos_emb_bshd(x[:, :, 1:-1], angles.to(x.dtype))
+
+    def ours(x: Tensor) -> Tensor:
+        return turned(x[:, :, 1:-1], turns(angles))
+
+    slope = slope[:, :, 1:-1]
+    wants = results(megatrons, slope.double(), x.double())
+    for got, own, want in zip(results(ours, slope, x), results(megatrons, slope, x), wants, strict=True):
+        assert_close(got, own, want)
+    half, want = results(ours, slope, x.bfloat16()), results(megatrons, slope.double(), x.bfloat16().double())
+    assert [part.dtype for part in half] == [torch.float32, torch.bfloat16]
+    assert relative(half[0], want[0]) < 1e-6  # nothing is rounded to bfloat16
+    assert relative(half[1], want[1]) < 2**-8  # but the gradient, once
+
+
+def test_attention_of_bfloat16_is_float32s_rounded_once() -> None:
+    draw = torch.Generator().manual_seed(0)
+    layout = PackedTrees.of([Segment(tokens=24), Segment(tokens=16, parent=0), Segment(tokens=17, parent=0)])
+    q, k, v = (torch.randn(57, 1, heads, 16, generator=draw).bfloat16() for heads in (4, 2, 2))
+    slope = torch.randn(57, 1, 64, generator=draw).bfloat16()
+    attention = TreeAttention(SimpleNamespace(kv_channels=16, deterministic_mode=False), 1, None, "self")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, packed_seq_params=layout)
+
+    half = results(attend, slope, q, k, v)
+    whole = results(attend, slope.float(), q.float(), k.float(), v.float())
+    assert half[0].dtype == torch.bfloat16
+    assert torch.equal(half[0], whole[0].bfloat16())
+    for got, want in zip(half[1:], whole[1:], strict=True):
+        assert torch.equal(got, want.bfloat16())
