@@ -6,6 +6,7 @@ death. A quarantined trajectory has a file with what it was given and what the p
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
@@ -55,6 +56,7 @@ class CollectionJournal:
         self._path, self._lineage = path, lineage
         self._rows = {str(row["key"]): row for row in _rows(path)}
         self._file: IO[bytes] | None = None
+        self._lines: list[bytes] = []  # that are not written yet
         self._broken = False
 
     @property
@@ -73,6 +75,7 @@ class CollectionJournal:
 
     def close(self, played: Path, batches: int, groups: Sequence[Group], *, complete: bool = False) -> None:
         """The file `played` has so many batches, `groups` in all, in place of what is here."""
+        self._lines.clear()
         newest = max((_newest(t) for group in groups for t in group.trajectories), default=0)
         row = self._row(_BATCHES, newest, batches=batches, complete=complete, sha256=sha256(played))
         if self._file is not None:
@@ -94,20 +97,36 @@ class CollectionJournal:
         return row if row is not None and row["of"] == self._lineage.get(row["version"]) else None
 
     def add(self, key: str, version: int, **values: Any) -> None:
-        """Write a row down."""
+        """Write a row down, with all that come before the event loop goes round: many replies end together."""
         self._try(lambda: self._append(_line(self._row(key, version, **values))))
+
+    def flush(self) -> None:
+        """Write now what has not been written yet."""
+        self._try(self._write)
 
     def _row(self, key: str, version: int, **values: Any) -> dict[str, Any]:
         own = {"epoch": epoch_of(self._path), "of": self._lineage.get(version, "")}
         return {"key": key, "version": version, **own, **values}
 
     def _append(self, line: bytes) -> None:
+        self._lines.append(line)
+        if len(self._lines) > 1:
+            return
+        try:
+            asyncio.get_running_loop().call_soon(self._try, self._write)
+        except RuntimeError:  # there is none
+            self._write()
+
+    def _write(self) -> None:
+        lines, self._lines = b"".join(self._lines), []
+        if not lines:
+            return
         check_owner(self._path)
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
-            line = b"\n" + line  # behind what a death has torn
-        self._file.write(line)
+            lines = b"\n" + lines  # behind what a death has torn
+        self._file.write(lines)
 
     def _try(self, write: Any) -> None:
         """Write, or say once that nothing is written any more: a journal never stops a run."""
@@ -145,8 +164,9 @@ class Recording:
         return row and row["answer"]
 
     def keep_answer(self, key: str, answer: object) -> None:
-        """Write an answer down."""
+        """Write an answer down, before anything follows from it: a letter is not sent twice."""
         self.journal.add(f"{self.name}call {key}", 0, answer=answer)  # whatever weights come to ask the same
+        self.journal.flush()
 
     def reply(self, seed: int, messages: Sequence[Message]) -> PolicyReply | None:
         """What was said to these messages at this place."""

@@ -224,6 +224,29 @@ def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     assert [CollectionJournal(path, other).find("row 0") for other in ({3: "y"}, {2: "x"}, {})] == [None] * 3
 
 
+def test_rows_of_one_round_of_the_event_loop_are_written_together_and_answers_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+
+    def keys() -> list[str]:
+        return [json.loads(line.partition(b" ")[2])["key"] for line in path.read_bytes().split(b"\n") if line]
+
+    async def play() -> None:
+        journal = CollectionJournal(path, {3: "x"})
+        for n in range(3):
+            journal.add(f"row {n}", 3)
+        assert not path.exists()
+        await asyncio.sleep(0)
+        assert keys() == ["row 0", "row 1", "row 2"]
+        journal.add("row 3", 3)
+        journal.part("").keep_answer("4", "sent")
+        assert keys() == ["row 0", "row 1", "row 2", "row 3", "call 4"]
+        journal.add("row 5", 3)
+        await asyncio.sleep(0)
+        assert keys()[5:] == ["row 5"]
+
+    asyncio.run(play())
+
+
 def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "journal").write_text("in the way")
     run = session(tmp_path, 0)
