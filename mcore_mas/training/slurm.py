@@ -114,7 +114,8 @@ def ray_over(nodes: int, cpus: int, log: Path) -> Iterator[str | None]:
     start = [*ray_command, "start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}"]
     head = [*start, "--head", f"--node-ip-address={here}", f"--port={address.rpartition(':')[2]}"]
     others = ["srun", "--overlap", "--relative=1", f"--nodes={nodes - 1}", f"--ntasks={nodes - 1}"]
-    others += ["--ntasks-per-node=1", f"--cpus-per-task={cpus}", *start, f"--address={address}"]
+    # this step's binding stands in the environment (SLURM_CPU_BIND), and another machine gave the job other processors
+    others += ["--cpu-bind=none", "--ntasks-per-node=1", f"--cpus-per-task={cpus}", *start, f"--address={address}"]
     with ExitStack() as stack:
         for command, joined in (([*head, "--include-dashboard=false"], 1), (others, nodes)):
             child = start_group(command, log=log)

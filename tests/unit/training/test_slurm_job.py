@@ -106,8 +106,12 @@ def over_two(home: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_ray_over_machines_makes_the_token_that_lets_them_join(stand: Stand, tmp_path: Path) -> None:
-    stand("srun", 'while [ "$1" != -m ]; do last=$1; shift; done; exec "$last" "$@"')  # this machine once more
+def test_a_ray_over_machines_makes_the_token_that_lets_them_join(
+    stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = 'while [ "$1" != -m ]; do last=$1; shift; done; exec "$last" "$@"'  # this machine once more
+    stand("srun", f'case "${{SLURM_CPU_BIND+$*}}" in *--cpu-bind=none*) ;; *) exit 1; esac; {again}')
+    monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x2")  # as Slurm's task/affinity sets it: real srun obeys it
     done = over_two(tmp_path)
     assert done.stdout.split() == ["2.0", "2"], done.stderr + (tmp_path / "ray.log").read_text()
     token = tmp_path / ".ray" / "auth_token"
