@@ -145,6 +145,7 @@ async def program(
 
     check_program([agent.name for agent in team.agents], call=call, command=command, models=models, sandbox=sandbox)
     problem = valid_text(env.reset(task))
+    _ask_loopback_directly()
     async with shared_gateway() as gateway:
         session = GatewaySession(team, aliases=models or {}, most_turns=rules.most_calls)
         async with gateway.opened(session) as (url, key):
@@ -161,6 +162,14 @@ async def program(
                     raise (session.overlong or failed) from failed.__cause__
                 answer = ""
     await env.step(answer)
+
+
+def _ask_loopback_directly() -> None:
+    """Have clients of this process and its children, which know nothing of the gateway, ask it through no proxy."""
+    named = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    direct = ",".join(dict.fromkeys(filter(None, [*named, "127.0.0.1", "localhost"])))
+    if named != ["*"]:  # which stands for all hosts only by itself
+        os.environ.update(NO_PROXY=direct, no_proxy=direct)
 
 
 async def _unless_failed(work: Awaitable[str], failure: asyncio.Future[Exception]) -> str:
@@ -193,8 +202,7 @@ async def _played(work: Awaitable[str]) -> str:
 
 async def _run(command: Sequence[str], job: Job, sandbox: Sequence[str] | None, rules: ProgramRules) -> str:
     """What a command prints that is one of so many at once."""
-    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
-    environment = {**os.environ, **job.environment, "NO_PROXY": direct, "no_proxy": direct}
+    environment = {**os.environ, **job.environment}
     run = partial(run_command, command, job.problem.encode(), most_bytes=_MOST_BYTES)
     try:
         async with of_loop(("agent programs", rules.at_once), partial(asyncio.Semaphore, rules.at_once)):
