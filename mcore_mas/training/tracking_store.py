@@ -62,6 +62,9 @@ class Store:
                 place = str(artifacts / self.experiment)
             client = MlflowClient(tracking_uri=self.uri)
             found = client.get_experiment_by_name(self.experiment)
+            if found and found.lifecycle_stage == "deleted":  # MLflow makes no other one of this name
+                restore = f"restore it (mlflow experiments restore -x {found.experiment_id})"
+                raise LookupError(f"'{self.experiment}' was deleted; {restore}, or name another tracking.experiment")
             self.experiment_id = (
                 found.experiment_id if found else client.create_experiment(self.experiment, artifact_location=place)
             )

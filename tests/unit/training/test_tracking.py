@@ -45,6 +45,21 @@ def history(uri: str, run_id: str | None) -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in MlflowClient(tracking_uri=uri).get_metric_history(run_id or "", "x")]
 
 
+def test_an_experiment_that_was_deleted_is_told_and_filled_once_it_is_back(tmp_path: Path) -> None:
+    uri, said = f"sqlite:///{tmp_path / 'mlflow.db'}", list[str]()
+    first = Store(uri, "e", tmp_path)
+    first.connect()
+    first.client.delete_experiment(first.experiment_id)
+    journal, tracker = opened(tmp_path, uri, said.append)
+    step(journal, tracker, 0)
+    tracker.finish("FINISHED")
+    assert f"'e' was deleted; restore it (mlflow experiments restore -x {first.experiment_id})" in said[0]
+    first.client.restore_experiment(first.experiment_id)
+    _, tracker = opened(tmp_path, uri, said.append, first=1)
+    tracker.finish("FINISHED")
+    assert history(uri, tracker.run_id) == [(1, 0.0)]
+
+
 def test_a_broken_store_stops_nothing_and_is_filled_when_it_works(tmp_path: Path) -> None:
     store = tmp_path / "mlflow.db"
     store.write_bytes(b"this is no database" * 1000)
