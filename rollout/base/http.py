@@ -165,7 +165,7 @@ class HttpClient:
     def _open(self) -> httpx.AsyncClient:
         one = httpx.Limits(max_connections=1)
         way = httpx.AsyncHTTPTransport(
-            trust_env=False, verify=_trusted(), limits=one, proxy=self._proxy, socket_options=_SIGNS_OF_LIFE
+            trust_env=False, verify=trusted(), limits=one, proxy=self._proxy, socket_options=_SIGNS_OF_LIFE
         )
         timeout = httpx.Timeout(None, connect=10.0)  # asyncio's is around it
         return httpx.AsyncClient(trust_env=False, headers=self._headers, timeout=timeout, transport=way)
@@ -198,8 +198,10 @@ def content_digest(body: bytes | bytearray) -> str:
     return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
 
 
-# the certificates of public authorities, which take 50 ms to read
-_trusted: Callable[[], ssl.SSLContext] = functools.cache(functools.partial(httpx.create_ssl_context, trust_env=False))
+@functools.cache  # they take 50 ms to read
+def trusted() -> ssl.SSLContext:
+    """The certificates of public authorities, or of those in SSL_CERT_FILE or SSL_CERT_DIR."""
+    return httpx.create_ssl_context()
 
 
 def unanswered(error: httpx.RequestError) -> Unanswered:
