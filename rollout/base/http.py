@@ -9,6 +9,7 @@ import hashlib
 import ipaddress
 import json
 import math
+import os
 import socket
 import ssl
 import time
@@ -258,6 +259,13 @@ def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float
             except ValueError:
                 continue
     return 0.0
+
+
+def without_proxy(*hosts: str) -> dict[str, str]:
+    """Variables of the environment of a client that is to ask `hosts` through no proxy."""
+    named = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    direct = named if named == ["*"] else [*named, *hosts]  # which stands for all hosts only by itself
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(dict.fromkeys(filter(None, direct))))
 
 
 def is_loopback(host: str) -> bool:

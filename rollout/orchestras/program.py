@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from mcore_mas.rollout.base.http import without_proxy
 from mcore_mas.rollout.base.options import check_call, lookup
 from mcore_mas.rollout.base.processes import run_command
 from mcore_mas.rollout.base.task_group import LateTool, cancel_tasks, of_loop, within
@@ -145,7 +146,7 @@ async def program(
 
     check_program([agent.name for agent in team.agents], call=call, command=command, models=models, sandbox=sandbox)
     problem = valid_text(env.reset(task))
-    _ask_loopback_directly()
+    os.environ.update(without_proxy("127.0.0.1", "localhost"))  # for clients of a function, and of commands
     async with shared_gateway() as gateway:
         session = GatewaySession(team, aliases=models or {}, most_turns=rules.most_calls)
         async with gateway.opened(session) as (url, key):
@@ -162,14 +163,6 @@ async def program(
                     raise (session.overlong or failed) from failed.__cause__
                 answer = ""
     await env.step(answer)
-
-
-def _ask_loopback_directly() -> None:
-    """Have clients of this process and its children, which know nothing of the gateway, ask it through no proxy."""
-    named = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
-    direct = ",".join(dict.fromkeys(filter(None, [*named, "127.0.0.1", "localhost"])))
-    if named != ["*"]:  # which stands for all hosts only by itself
-        os.environ.update(NO_PROXY=direct, no_proxy=direct)
 
 
 async def _unless_failed(work: Awaitable[str], failure: asyncio.Future[Exception]) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from requests.utils import get_environ_proxies
 
 from mcore_mas.reports.study import MetricsError, read_metrics
 from mcore_mas.training import tracking
@@ -58,6 +59,18 @@ def test_an_experiment_that_was_deleted_is_told_and_filled_once_it_is_back(tmp_p
     _, tracker = opened(tmp_path, uri, said.append, first=1)
     tracker.finish("FINISHED")
     assert history(uri, tracker.run_id) == [(1, 0.0)]
+
+
+def test_a_server_on_this_machine_is_asked_through_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody listens
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "*" if name == "no_proxy" else "")
+    Store("http://127.0.0.1:1", "e", tmp_path)
+    assert os.environ["NO_PROXY"] == "*"
+    monkeypatch.setenv("no_proxy", "example.org")
+    Store("http://127.0.0.1:1", "e", tmp_path)
+    assert get_environ_proxies("http://127.0.0.1:1/api") == {}
+    assert "http" in get_environ_proxies("http://elsewhere:5000/api")
 
 
 def test_a_broken_store_stops_nothing_and_is_filled_when_it_works(tmp_path: Path) -> None:
