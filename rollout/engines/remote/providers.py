@@ -131,9 +131,7 @@ class GeminiContent:
         self._error = errors.APIError
         self._config = config
         # a client of ours, because without one the library would choose aiohttp where that is installed
-        self._http = httpx.AsyncClient(
-            proxy=config.proxy, trust_env=False, verify=trusted(), timeout=config.timeout_s
-        )
+        self._http = httpx.AsyncClient(proxy=config.proxy, trust_env=False, verify=trusted(), timeout=config.timeout_s)
         self._client = genai.Client(
             api_key=remote.required(key, "gemini").get_secret_value(),
             vertexai=False,
