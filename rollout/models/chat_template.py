@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property, lru_cache
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +105,9 @@ class Renderer:
                 rests = [self._text(chat).rpartition(_MARKS[1])[2] for chat in ((asked, said), (asked, said, asked))]
             except TemplateError:  # of one that takes no such chat
                 return None
-            behind = self._special.match(commonprefix(rests))  # and not what begins the next message
-            return behind and int(self._tokenizer.convert_tokens_to_ids(behind[0]))
+            behind, again = ((self._special.match(rest) or ("",))[0] for rest in rests)
+            # what begins the next message is no end
+            return int(self._tokenizer.convert_tokens_to_ids(behind)) if behind and behind == again else None
         found: int | None = self._tokenizer.get_vocab().get(end)
         if found is None:
             raise ModelError(
