@@ -346,7 +346,7 @@ class TrackingConfig(Section):
         if given or parts.password or (parts.username and http):
             raise ValueError("may hold no password, which config.yaml and MLflow would show; see docs/mlflow.md")
         if not uri or parts.scheme.partition("+")[0] not in _STORES or (http and not parts.hostname):
-            raise ValueError(f"'{uri}' is no store of MLflow; expected http(s)://HOST:PORT, sqlite:///FILE or a folder")
+            raise ValueError(f"'{uri}' is no store of MLflow; expected http(s)://HOST:PORT or sqlite:///FILE")
         return uri
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -40,7 +41,7 @@ def queued_again(folder: Path, saved: str = "step_*") -> Iterator[None]:
 
     A job asks for its place in the queue if it has saved something, or has most of its time before it. Another one
     ends: else too short a limit would be tried for ever. One that is ended by `scancel` is left alone: Slurm would
-    queue it again too, and whoever cancels wants its end.
+    queue it again too, and whoever cancels wants its end; and so after Ctrl-C, in a job that has more than this in it.
 
     Args:
         folder: what has the stage's checkpoints, or its trajectories.
@@ -58,6 +59,10 @@ def queued_again(folder: Path, saved: str = "step_*") -> Iterator[None]:
     try:
         yield
     except Stopped as stopped:
+        if str(stopped).startswith("stopped by SIGINT"):
+            raise
+        if shutil.which("squeue") is None:  # in a container
+            raise Stopped(f"{stopped}; not queued again, as Slurm's squeue and scontrol are not here") from stopped
         asked = ["squeue", "--noheader", "--jobs", job, "--format", "%M %L %T %r"]
         said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
         used, left, *state = said.split() or ["", "UNLIMITED"]
@@ -114,7 +119,8 @@ def ray_over(nodes: int, cpus: int, log: Path) -> Iterator[str | None]:
     start = [*ray_command, "start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}"]
     head = [*start, "--head", f"--node-ip-address={here}", f"--port={address.rpartition(':')[2]}"]
     others = ["srun", "--overlap", "--relative=1", f"--nodes={nodes - 1}", f"--ntasks={nodes - 1}"]
-    others += ["--ntasks-per-node=1", f"--cpus-per-task={cpus}", *start, f"--address={address}"]
+    # this step's binding stands in the environment (SLURM_CPU_BIND), and another machine gave the job other processors
+    others += ["--cpu-bind=none", "--ntasks-per-node=1", f"--cpus-per-task={cpus}", *start, f"--address={address}"]
     with ExitStack() as stack:
         for command, joined in (([*head, "--include-dashboard=false"], 1), (others, nodes)):
             child = start_group(command, log=log)

@@ -1,13 +1,14 @@
 """Trackers beside MLflow: TensorBoard, Weights & Biases (wandb) and Trackio, each in a thread of its own."""
 
 import json
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.rollout.base.files import json_lines, write_json
+from mcore_mas.rollout.base.files import json_lines, write_json, write_text
 from mcore_mas.training.tracking import NO_METRICS, Feed
 
 
@@ -50,13 +51,21 @@ def _wandb(config: RunConfig, first: int) -> _Run:
     import wandb
 
     folder = config.folder / "train"
-    return _Run(config, wandb, id=config.run, resume="allow", dir=str(folder), settings=wandb.Settings(console="off"))
+    if not (kept := folder / "wandb.id").is_file():  # of one that began before there were such files, the run's name
+        write_text(kept, config.run if _began(config, "wandb") else f"{config.run}-{uuid.uuid4().hex[:8]}")
+    own = {"id": kept.read_text(), "dir": str(folder)}
+    return _Run(config, wandb, **own, resume="allow", settings=wandb.Settings(console="off"))
 
 
 def _trackio(config: RunConfig, first: int) -> _Run:
     import trackio
 
-    return _Run(config, trackio, resume="allow", embed=False)
+    return _Run(config, trackio, resume="allow" if _began(config, "trackio") else "never", embed=False)
+
+
+def _began(config: RunConfig, name: str) -> bool:
+    """Whether the tracker has steps of this training; others of its name are in other folders, or were removed."""
+    return (config.folder / "train" / f"{name}.json").is_file()
 
 
 TRACKERS: dict[str, Callable[[RunConfig, int], _TensorBoard | _Run]] = {

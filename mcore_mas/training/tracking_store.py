@@ -16,6 +16,7 @@ import psutil
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.base.files import waited_for
+from mcore_mas.rollout.base.http import without_proxy
 
 PARENT = "mlflow.parentRunId"  # MLflow's tag of a child
 _METRICS_PER_CALL = 1000  # MLflow's limit
@@ -34,6 +35,7 @@ class Store:
         os.environ.update(
             MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true", MLFLOW_ENABLE_ASYNC_TRACE_LOGGING="false"
         )
+        os.environ.update(without_proxy("127.0.0.1", "localhost"))
         for name, value in (("TIMEOUT", "10"), ("MAX_RETRIES", "1")):
             os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
         self.uri, self.experiment, self._results = uri, experiment, results
@@ -62,6 +64,9 @@ class Store:
                 place = str(artifacts / self.experiment)
             client = MlflowClient(tracking_uri=self.uri)
             found = client.get_experiment_by_name(self.experiment)
+            if found and found.lifecycle_stage == "deleted":  # MLflow makes no other one of this name
+                restore = f"restore it (mlflow experiments restore -x {found.experiment_id})"
+                raise LookupError(f"'{self.experiment}' was deleted; {restore}, or name another tracking.experiment")
             self.experiment_id = (
                 found.experiment_id if found else client.create_experiment(self.experiment, artifact_location=place)
             )

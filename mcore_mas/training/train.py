@@ -303,7 +303,8 @@ def fork_run(train: Path, checkpoints: Checkpoints, found: Saved, steps: int) ->
                 shutil.copytree(path, partial / path.name, symlinks=True, copy_function=_linked)
             elif path.is_file() and path.name not in _OF_THE_PROCESS:
                 _linked(str(path), str(partial / path.name))
-    (train / "mlflow.json").unlink(missing_ok=True)  # a run of its own there, too
+    for name in ("mlflow.json", "wandb.json", "wandb.id", "trackio.json"):
+        (train / name).unlink(missing_ok=True)  # a run of its own there, too
     start, before = lineage_of(checkpoints.identity), found.state.get("lineage", {})
     lineage = {version: hashlib.sha256(f"{start} {own}".encode()).hexdigest()[:16] for version, own in before.items()}
     state = {**found.state, "mlflow_run": None, "lineage": lineage | {"0": start}}

@@ -260,18 +260,24 @@ def file_stamp(path: Path) -> list[int]:
 def known_sha256(*paths: Path, again: bool = False) -> str:
     """`sha256` of files, from the stamp `.NAME.sha256` beside the first while sizes, times and inodes are as they were.
 
+    That of files in a folder that is read only, as models that people share, is in the home folder.
+
     Args:
         again: read the files whatever the stamp says.
     """
     paths = tuple(path.resolve() for path in paths)
     of, stamp = list(map(file_stamp, paths)), paths[0].with_name(f".{paths[0].name}.sha256")
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        said = json.loads(stamp.read_bytes())
-        if said["of"] == of and not again:
-            return str(said["sha256"])
+    own = Path.home() / ".cache" / "mcore-mas" / f"{hashlib.sha256(bytes(stamp)).hexdigest()[:32]}.sha256"
+    for place in (stamp, own):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            said = json.loads(place.read_bytes())
+            if said["of"] == of and not again:
+                return str(said["sha256"])
     found = sha256(*paths)
-    with contextlib.suppress(OSError):  # a folder that is read only
-        write_json(stamp, {"sha256": found, "of": of})
+    for place in (stamp, own):
+        with contextlib.suppress(OSError):
+            write_json(place, {"sha256": found, "of": of})
+            break
     return found
 
 

@@ -9,6 +9,7 @@ import hashlib
 import ipaddress
 import json
 import math
+import os
 import socket
 import ssl
 import time
@@ -165,7 +166,7 @@ class HttpClient:
     def _open(self) -> httpx.AsyncClient:
         one = httpx.Limits(max_connections=1)
         way = httpx.AsyncHTTPTransport(
-            trust_env=False, verify=_trusted(), limits=one, proxy=self._proxy, socket_options=_SIGNS_OF_LIFE
+            trust_env=False, verify=trusted(), limits=one, proxy=self._proxy, socket_options=_SIGNS_OF_LIFE
         )
         timeout = httpx.Timeout(None, connect=10.0)  # asyncio's is around it
         return httpx.AsyncClient(trust_env=False, headers=self._headers, timeout=timeout, transport=way)
@@ -198,8 +199,10 @@ def content_digest(body: bytes | bytearray) -> str:
     return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
 
 
-# the certificates of public authorities, which take 50 ms to read
-_trusted: Callable[[], ssl.SSLContext] = functools.cache(functools.partial(httpx.create_ssl_context, trust_env=False))
+@functools.cache  # they take 50 ms to read
+def trusted() -> ssl.SSLContext:
+    """The certificates of public authorities, or of those in SSL_CERT_FILE or SSL_CERT_DIR."""
+    return httpx.create_ssl_context()
 
 
 def unanswered(error: httpx.RequestError) -> Unanswered:
@@ -256,6 +259,13 @@ def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float
             except ValueError:
                 continue
     return 0.0
+
+
+def without_proxy(*hosts: str) -> dict[str, str]:
+    """Variables of the environment of a client that is to ask `hosts` through no proxy."""
+    named = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    direct = named if named == ["*"] else [*named, *hosts]  # which stands for all hosts only by itself
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(dict.fromkeys(filter(None, direct))))
 
 
 def is_loopback(host: str) -> bool:

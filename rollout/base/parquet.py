@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 _LEAST_BYTES, _MOST_TIMES = 1 << 30, 200  # that a file may become in memory, and of its size on disk
+_TOGETHER = 1 << 29  # bytes that are read at a time: pyarrow reads no more than 2 GiB of text inside lists
 
 
 def bounded_batches(
@@ -24,10 +25,13 @@ def bounded_batches(
     """
     size, on_disk = 0, path.stat().st_size
     most = max(_LEAST_BYTES, _MOST_TIMES * on_disk)
-    told = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
+    parts = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+    told = [part.total_byte_size for part in parts]
     if sum(told) > most:
         raise ValueError(f"its {on_disk} bytes become more than {most}")
-    rows = max(1, min(rows, most // max([1, *told])))  # of which each may be what all of a group is on disk
+    together = min((part.num_rows * _TOGETHER // max(1, part.total_byte_size) for part in parts), default=rows)
+    # of which each may be what all of a group is on disk
+    rows = max(1, min(rows, together, most // max([1, *told])))
     for batch in file.iter_batches(rows, columns=columns, row_groups=groups):
         size += batch.nbytes
         if size > most:

@@ -24,7 +24,8 @@ MODEL_FAMILIES = {  # model_type -> (biases of queries, keys and values; norms o
     "qwen3_moe": (False, True),
 }
 _SPARSE = ("qwen3_moe",)
-_REFUSED = ("attention_bias", "mlp_bias", "use_sliding_window")  # settings that must be absent or false
+# settings that must be absent or false
+_REFUSED = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 

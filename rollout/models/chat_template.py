@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
 
 from mcore_mas.rollout.base.errors import ModelError
@@ -84,8 +85,6 @@ class Renderer:
         for name in self._arguments:
             if not re.search(rf"\b{re.escape(name)}\b", self._tokenizer.get_chat_template()):
                 raise ModelError(f"{model}: its chat template reads no '{name}'; take it out of chat_template_kwargs")
-        self.stop = _ends(model, self._turn_end(model, template), self._tokenizer.eos_token_id)  # end a reply
-        self._end_texts = [str(self._tokenizer.convert_ids_to_tokens(end)) for end in self.stop]
         self.tool_format = tool_format_of(self._tokenizer.get_chat_template())
         specials = {number: t.content for number, t in self._tokenizer.added_tokens_decoder.items() if t.special}
         self._special_ids, special = frozenset(specials), set(specials.values())
@@ -94,11 +93,21 @@ class Renderer:
         self._marks = _any_of(set(mark_control_tokens("|", _any_of("|"))) - {"|"})
         self._spelling = threading.Lock()
         self._begin = lru_cache(_RECENT)(self._encode)
+        self.stop = _ends(model, self._turn_end(model, template), self._tokenizer.eos_token_id)  # end a reply
+        self._end_texts = [str(self._tokenizer.convert_ids_to_tokens(end)) for end in self.stop]
 
     def _turn_end(self, model: Path | str, template: str | None) -> int | None:
+        """The token that the template writes behind a reply, which a base model's tokenizer may not have as its end."""
         end = _TURN_ENDS.get(template or "")
         if end is None:
-            return None
+            asked, said = Message(role="user", content="?"), Message(role="assistant", content=_MARKS[1])
+            try:
+                rests = [self._text(chat).rpartition(_MARKS[1])[2] for chat in ((asked, said), (asked, said, asked))]
+            except TemplateError:  # of one that takes no such chat
+                return None
+            behind, again = ((self._special.match(rest) or ("",))[0] for rest in rests)
+            # what begins the next message is no end
+            return int(self._tokenizer.convert_tokens_to_ids(behind)) if behind and behind == again else None
         found: int | None = self._tokenizer.get_vocab().get(end)
         if found is None:
             raise ModelError(

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from mcore_mas.rollout.base.http import without_proxy
 from mcore_mas.rollout.base.options import check_call, lookup
 from mcore_mas.rollout.base.processes import run_command
 from mcore_mas.rollout.base.task_group import LateTool, cancel_tasks, of_loop, within
@@ -145,6 +146,7 @@ async def program(
 
     check_program([agent.name for agent in team.agents], call=call, command=command, models=models, sandbox=sandbox)
     problem = valid_text(env.reset(task))
+    os.environ.update(without_proxy("127.0.0.1", "localhost"))  # for clients of a function, and of commands
     async with shared_gateway() as gateway:
         session = GatewaySession(team, aliases=models or {}, most_turns=rules.most_calls)
         async with gateway.opened(session) as (url, key):
@@ -193,8 +195,7 @@ async def _played(work: Awaitable[str]) -> str:
 
 async def _run(command: Sequence[str], job: Job, sandbox: Sequence[str] | None, rules: ProgramRules) -> str:
     """What a command prints that is one of so many at once."""
-    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
-    environment = {**os.environ, **job.environment, "NO_PROXY": direct, "no_proxy": direct}
+    environment = {**os.environ, **job.environment}
     run = partial(run_command, command, job.problem.encode(), most_bytes=_MOST_BYTES)
     try:
         async with of_loop(("agent programs", rules.at_once), partial(asyncio.Semaphore, rules.at_once)):

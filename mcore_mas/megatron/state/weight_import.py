@@ -253,14 +253,19 @@ def tensor_parallel(entry: WeightMapping) -> tuple[int, int]:
     return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
 
 
+# in whatever format they are published, and what git or the hub's client keeps in a hidden folder beside them
+_WEIGHTS = shutil.ignore_patterns(
+    *(".*", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx*", "*.h5", "*.msgpack")
+)
+
+
 def write_folder(like: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write a Hugging Face folder with the config and tokenizer of `like` and these weights, complete or not at all.
 
     Weights with a value head make it a model for sequence classification with one label, as transformers calls it.
     """
-    weights = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin")
     with atomic_folder(folder) as made:
-        shutil.copytree(like, made, ignore=weights, dirs_exist_ok=True)
+        shutil.copytree(like, made, ignore=_WEIGHTS, dirs_exist_ok=True)
         made.chmod(0o700)  # that of `like` was copied, too
         if "score.weight" in tensors:
             config = json.loads((made / "config.json").read_text())

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from mcore_mas.rollout.base.http import HttpClient, Unanswered, unanswered
+from mcore_mas.rollout.base.http import HttpClient, Unanswered, trusted, unanswered
 from mcore_mas.rollout.engines import remote
 from mcore_mas.rollout.engines.remote import Answer, ApiKey, RemoteConfig, RemoteError, ReplySettings, counted, filled
 from mcore_mas.rollout.records.trajectory import Message
@@ -82,7 +82,9 @@ class AnthropicMessages:
             base_url=config.url or ANTHROPIC_URL,
             timeout=config.timeout_s,
             max_retries=0,  # retries are counted and paid for in `caller`
-            http_client=anthropic.DefaultAsyncHttpxClient(proxy=config.proxy, trust_env=False, follow_redirects=False),
+            http_client=anthropic.DefaultAsyncHttpxClient(
+                proxy=config.proxy, trust_env=False, verify=trusted(), follow_redirects=False
+            ),
         )
 
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
@@ -129,7 +131,7 @@ class GeminiContent:
         self._error = errors.APIError
         self._config = config
         # a client of ours, because without one the library would choose aiohttp where that is installed
-        self._http = httpx.AsyncClient(proxy=config.proxy, trust_env=False, timeout=config.timeout_s)
+        self._http = httpx.AsyncClient(proxy=config.proxy, trust_env=False, verify=trusted(), timeout=config.timeout_s)
         self._client = genai.Client(
             api_key=remote.required(key, "gemini").get_secret_value(),
             vertexai=False,

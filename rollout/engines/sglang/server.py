@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.http import without_proxy
 from mcore_mas.rollout.base.processes import free_port, interface_of, start_group, stop_group
 from mcore_mas.rollout.base.task_group import of_loop
 from mcore_mas.rollout.engines.sglang.client import SGLangClient
@@ -75,6 +76,7 @@ class Server:
         command = [str(Path(self.python).absolute()), "-m", "sglang.launch_server", *self.arguments, *self._secret()]
         command += self._fraction(devices)
         command += ["--host", address, "--port", str(port)]
+        network |= without_proxy(address)  # a server sends itself requests, with its key
         self._process = start_group(command, log=self._log, env=inherited | seen | network | dict(self.environment))
         return f"http://{address}:{port}"
 

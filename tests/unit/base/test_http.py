@@ -8,9 +8,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import certifi
 import pytest
 
-from mcore_mas.rollout.base.http import HttpClient, HttpReply, Refused, Unanswered, is_loopback, retried
+from mcore_mas.rollout.base.http import HttpClient, HttpReply, Refused, Unanswered, is_loopback, retried, trusted
+
+
+def test_a_certificate_of_ones_own_is_trusted_where_the_environment_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
+    (tmp_path / "own.pem").write_text(first + end)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "own.pem"))
+    assert len(trusted.__wrapped__().get_ca_certs()) == 1
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert len(trusted.__wrapped__().get_ca_certs()) > 9
 
 
 def failing(times: int, error: Callable[[], Exception]) -> tuple[Callable[[], object], list[int]]:

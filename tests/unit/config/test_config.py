@@ -274,7 +274,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         ),
         (
             "tracking.uri=",
-            "tracking.uri: '' is no store of MLflow; expected http(s)://HOST:PORT, sqlite:///FILE or a fol",
+            "tracking.uri: '' is no store of MLflow; expected http(s)://HOST:PORT or sqlite:///FILE",
         ),
         ("tracking.uri=http://", "tracking.uri: 'http://' is no store of MLflow; expected http(s)://HOST:PORT"),
         ("tracking.tags={'owner@lab': me}", "tracking.tags"),

@@ -136,12 +136,25 @@ def test_a_template_of_ours_ends_a_reply_as_it_ends_a_turn(folder: Path) -> None
     )
 
 
+def test_the_end_that_a_models_own_template_writes_ends_a_reply(folder: Path) -> None:
+    """As of Qwen's base models, whose tokenizers end at <|endoftext|> and whose templates write <|im_end|>."""
+    PreTrainedTokenizerFast.from_pretrained(str(folder), eos_token="<|endoftext|>").save_pretrained(str(folder))
+    renderer = Renderer(switched(folder))
+    assert (renderer.stop, renderer.encode_reply("A")) == ((258, 256), (32, 258))
+    turns = (*CHAT, Message(role="assistant", content="A"), CHAT[1], Message(role="assistant", content="B"))
+    assert text(renderer, renderer.dialogue(turns)[0]).endswith("assistant\nB<|im_end|>")
+    heads = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}<|im_start|>assistant\n"
+    (folder / "chat_template.jinja").write_text(heads.replace("<|im_start|>assistant", "<|im_end|>assistant"))
+    assert Renderer(folder).stop == (256,)  # what begins a message ends no reply
+
+
 def test_a_model_that_ends_no_reply_is_refused(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
     tokenizer.eos_token = None
     tokenizer.save_pretrained(str(folder))
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
     with pytest.raises(ModelError, match="nothing ends a reply; name eos_token in tokenizer_config"):
-        Renderer(switched(folder))
+        Renderer(folder)
 
 
 def config(*overrides: str) -> RunConfig:

@@ -77,6 +77,7 @@ def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "expandable_segments:True")
+    monkeypatch.setenv("no_proxy", "example.org")
     words = server_arguments(SGLangSettings(folder=folder, tp=2, max_length=64, rows=4))
     server = Server(str(FAKE), words, str(tmp_path / "sglang.0.log"), {"OMP_NUM_THREADS": "3"}, "8" * 64, far=True)
     url = server.start(["4", "6"])
@@ -89,6 +90,7 @@ def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file
     assert said == [*words, "--config", str(key), "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
     assert (key.stat().st_mode & 0o777, key.read_text()) == (0o600, f'api-key: "{"8" * 64}"\n')
     own = {"CUDA_VISIBLE_DEVICES=4,6", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", "OMP_NUM_THREADS=3"}
+    own |= {"NO_PROXY=example.org,127.0.0.1", "no_proxy=example.org,127.0.0.1"}  # to which it sends its key
     assert own <= set(environment)
     assert not [entry for entry in environment if entry.startswith(("PYTHONPATH=", "PYTORCH_"))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 import sys
@@ -60,6 +61,18 @@ def test_a_function_plays_and_its_turns_are_rewarded(tmp_path: Path) -> None:
         assert [turn.scores["team"] for turn in trajectory.turns] == [7.0, 7.0]
     rewarded = ALLOCATORS["shared_outcome"](group)
     assert [turn.reward for t in rewarded.trajectories for turn in t.turns] == [7.0] * 4
+
+
+@pytest.mark.parametrize("how", [{"call": f"{PROGRAMS}:two_numbers"}, {"command": script("answer = answer + ' '")}])
+def test_programs_ask_the_gateway_through_no_proxy(
+    how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "example.org")
+    assert one(tmp_path, models={"gpt-4o": "a"}, **how).error == ""
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost"
 
 
 def test_a_command_plays_without_a_shell_and_hundreds_share_the_machine(tmp_path: Path) -> None:

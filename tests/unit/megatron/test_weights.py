@@ -22,6 +22,7 @@ from mcore_mas.megatron.state.weight_import import (
     SafeTensors,
     Sharding,
     weight_mappings,
+    write_folder,
 )
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.rollout.base.errors import ModelError
@@ -100,6 +101,17 @@ def test_a_folder_comes_back_to_the_byte(alone: None, family: str, tmp_path: Pat
     for name, tensor in loaded.items():
         assert written[name].dtype == tensor.dtype
         assert written[name].numpy().tobytes() == tensor.numpy().tobytes(), name
+
+
+def test_a_written_folder_has_no_weights_of_the_published_one(tmp_path: Path) -> None:
+    kept = ["config.json", "tokenizer.json", "original/params.json"]
+    left = ["original/consolidated.00.pth", ".git/lfs/objects/0a", "model-q4_k_m.gguf", "onnx/model.onnx_data"]
+    for name in (*kept, *left):
+        (tmp_path / "like" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "like" / name).write_text("{}")
+    write_folder(tmp_path / "like", tmp_path / "trained", {"x": torch.ones(1)})
+    written = [file for file in (tmp_path / "trained").rglob("*") if file.is_file()]
+    assert {str(file.relative_to(tmp_path / "trained")) for file in written} == {*kept, "model.safetensors"}
 
 
 def test_stacks_of_experts_are_read_like_single_ones(alone: None, tmp_path: Path) -> None:

@@ -103,6 +103,16 @@ TRAJECTORIES = [
 ]
 
 
+def test_rows_that_are_large_are_read_few_at_a_time(tmp_path, monkeypatch):
+    """Of more than 2 GiB of text inside lists pyarrow makes no batch: ArrowNotImplementedError."""
+    texts = [[{"content": f"{row:0100000}"}] for row in range(64)]
+    pq.write_table(pa.table({"turns": texts}), path := tmp_path / "t.parquet", row_group_size=32, use_dictionary=False)
+    monkeypatch.setattr(parquet, "_TOGETHER", 1_000_000)
+    with pq.ParquetFile(path) as file:
+        assert [batch.num_rows for batch in parquet.bounded_batches(path, file)][:2] == [9, 9]
+        assert parquet.bounded_table(path, file).num_rows == 64
+
+
 def test_tasks_round_trip(tmp_path):
     write_tasks(tmp_path / "deep" / "tasks.parquet", TASKS)
     assert read_tasks(tmp_path / "deep" / "tasks.parquet") == TASKS

@@ -211,3 +211,17 @@ def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pyt
     assert hashed == [file, other]
     other.write_bytes(b"f")
     assert files.known_sha256(file, other) == hashlib.sha256(b"abdf").hexdigest()
+    hashed.clear()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    shared, write = tmp_path / "shared" / "model", files.write_json
+
+    def written(path: Path, value: object) -> None:
+        if path.parent == shared.parent:
+            raise PermissionError(f"{path}: a folder of somebody else")
+        write(path, value)
+
+    monkeypatch.setattr(files, "write_json", written)
+    shared.parent.mkdir()
+    shared.write_bytes(b"abc")
+    assert [files.known_sha256(shared) for _ in range(3)] == [digest] * 3
+    assert (hashed, list(shared.parent.iterdir())) == ([shared], [shared])

@@ -31,7 +31,8 @@ def begun(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     save(of(folder, 1), 4, 5)
     (folder / "metrics.jsonl").write_text('{"step": 4}\n')
-    (folder / "mlflow.json").write_text("{}")
+    for name in ("mlflow.json", "wandb.json", "wandb.id", "trackio.json"):
+        (folder / name).write_text("{}")
     (folder / "ray").mkdir()
     return folder
 
@@ -69,6 +70,7 @@ def test_what_the_run_was_is_kept_and_each_goes_on_by_its_own_recipe(tmp_path: P
         save(of(folder, 2), 6)
     assert contents(kept) == before
     assert names(folder / "checkpoints") == ["step_000005", "step_000006"]
+    assert not [*folder.glob("mlflow*"), *folder.glob("wandb*"), *folder.glob("trackio*")]  # runs of its own there
     assert _read_manifest(folder / "checkpoints" / "step_000005")["forked_from"] == "train.1"
 
     assert of(folder, 2).newest(silent) is not None  # without saying so again

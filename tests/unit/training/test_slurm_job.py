@@ -73,6 +73,29 @@ def test_a_job_is_queued_again_if_something_was_saved_or_most_of_its_time_is_lef
     assert str(caught.value) == f"stopped by SIGURG{told}"
 
 
+def test_after_ctrl_c_the_job_around_is_left_alone(
+    stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("squeue", "scontrol"):
+        stand(name, f"echo {name} >> {tmp_path}/asked; echo 2:03 57:57 RUNNING None")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")  # of an editor's or a notebook's job, in whose terminal the pipeline runs
+    with pytest.raises(Stopped, match=r"^stopped by SIGINT after step 3$"), queued_again(tmp_path):
+        (tmp_path / "step_000002").mkdir()
+        raise Stopped("stopped by SIGINT after step 3")
+    assert not (tmp_path / "asked").exists()
+
+
+def test_in_a_container_without_slurm_a_stop_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        with pytest.raises(Stopped, match=r"^stopped by SIGURG; not queued again, as Slurm's "), queued_again(tmp_path):
+            raise Stopped("stopped by SIGURG")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def test_a_job_that_slurm_does_not_queue_again_says_why(
     stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,8 +129,12 @@ def over_two(home: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_ray_over_machines_makes_the_token_that_lets_them_join(stand: Stand, tmp_path: Path) -> None:
-    stand("srun", 'while [ "$1" != -m ]; do last=$1; shift; done; exec "$last" "$@"')  # this machine once more
+def test_a_ray_over_machines_makes_the_token_that_lets_them_join(
+    stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = 'while [ "$1" != -m ]; do last=$1; shift; done; exec "$last" "$@"'  # this machine once more
+    stand("srun", f'case "${{SLURM_CPU_BIND+$*}}" in *--cpu-bind=none*) ;; *) exit 1; esac; {again}')
+    monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x2")  # as Slurm's task/affinity sets it: real srun obeys it
     done = over_two(tmp_path)
     assert done.stdout.split() == ["2.0", "2"], done.stderr + (tmp_path / "ray.log").read_text()
     token = tmp_path / ".ray" / "auth_token"

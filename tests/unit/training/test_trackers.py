@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,8 +61,30 @@ def test_wandb_keeps_a_run_on_this_machine(tmp_path: Path, monkeypatch: pytest.M
     config, said = config_of(tmp_path, "wandb"), []
     fed(config, 0, range(-1, 3), said)
     assert said == []
-    (file,) = (config.folder / "train" / "wandb").glob("offline-run-*/run-demo_math.wandb")
+    (file,) = (config.folder / "train" / "wandb").glob("offline-run-*/run-demo_math-*.wandb")
     wait_until(lambda: b"reward/mean" in file.read_bytes(), 60)  # which a process of wandb writes
+
+
+def test_a_training_that_goes_on_is_one_run_and_another_of_its_name_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[str, str]] = []  # id, resume
+    made = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+    def init(*, resume: str, id: str = "", **_: object) -> SimpleNamespace:
+        begun.append((id, resume))
+        return made
+
+    library = SimpleNamespace(init=init, Settings=lambda **_: None)
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, library)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: object())
+    for folder in ("one", "one", "other"):  # the second goes on
+        for name in ("wandb", "trackio"):
+            fed(config_of(tmp_path / folder, name), 0, [0], [])
+    (first, other), (again, _), (third, anew) = zip(begun[::2], begun[1::2], strict=True)
+    assert first == again != third and first[0].startswith("demo_math-") and first[1] == "allow"
+    assert [other[1], begun[3][1], anew[1]] == ["never", "allow", "never"]
 
 
 def test_trackio_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from requests.utils import get_environ_proxies
 
 from mcore_mas.reports.study import MetricsError, read_metrics
 from mcore_mas.training import tracking
@@ -43,6 +44,33 @@ def step(journal: Journal, tracker: Tracker, number: int) -> float:
 
 def history(uri: str, run_id: str | None) -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in MlflowClient(tracking_uri=uri).get_metric_history(run_id or "", "x")]
+
+
+def test_an_experiment_that_was_deleted_is_told_and_filled_once_it_is_back(tmp_path: Path) -> None:
+    uri, said = f"sqlite:///{tmp_path / 'mlflow.db'}", list[str]()
+    first = Store(uri, "e", tmp_path)
+    first.connect()
+    first.client.delete_experiment(first.experiment_id)
+    journal, tracker = opened(tmp_path, uri, said.append)
+    step(journal, tracker, 0)
+    tracker.finish("FINISHED")
+    assert f"'e' was deleted; restore it (mlflow experiments restore -x {first.experiment_id})" in said[0]
+    first.client.restore_experiment(first.experiment_id)
+    _, tracker = opened(tmp_path, uri, said.append, first=1)
+    tracker.finish("FINISHED")
+    assert history(uri, tracker.run_id) == [(1, 0.0)]
+
+
+def test_a_server_on_this_machine_is_asked_through_no_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody listens
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "*" if name == "no_proxy" else "")
+    Store("http://127.0.0.1:1", "e", tmp_path)
+    assert os.environ["NO_PROXY"] == "*"
+    monkeypatch.setenv("no_proxy", "example.org")
+    Store("http://127.0.0.1:1", "e", tmp_path)
+    assert get_environ_proxies("http://127.0.0.1:1/api") == {}
+    assert "http" in get_environ_proxies("http://elsewhere:5000/api")
 
 
 def test_a_broken_store_stops_nothing_and_is_filled_when_it_works(tmp_path: Path) -> None:
