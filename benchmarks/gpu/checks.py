@@ -32,6 +32,7 @@ def correctness(tiny: bool) -> None:
     """Kernels against plain torch, updates against the same of another kind, and where they wait."""
     _attention_against_torch(tiny)
     _attention_against_dense(tiny)
+    _norm_against_torch(tiny)
     _head_against_dense(tiny)
     for check in (_updates_of_one_kind, _update_of_the_cpu, _bfloat16):
         with tempfile.TemporaryDirectory() as folder:
@@ -116,6 +117,21 @@ def _mask(forest: Forest) -> Tensor:
             mask[own, starts[above] : starts[above + 1]] = True
             above = forest[above][1]
     return mask
+
+
+def _norm_against_torch(tiny: bool) -> None:
+    """Norms of keys and of hidden states against torch's in float64."""
+    from mcore_mas.megatron.model.layer_ops import KernelNorm
+
+    for rows, width in ((9, 16), (5, 64)) if tiny else ((131_072, 128), (16_384, 2560)):
+        for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            given = [torch.randn(shape) for shape in ((rows, width), width, (rows, width))]
+            ours, theirs = ([x.to(device(), dtype).to(one) for x in given] for one in (dtype, torch.float64))
+            got, again = (gradients(lambda x, w: KernelNorm.apply(x, w, 1e-6), ours) for _ in "12")
+            want = gradients(lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), theirs)
+            worst, same = _apart(got, want), all(map(torch.equal, got, again))
+            ok = worst <= most and same
+            say(what="norm", width=width, dtype=str(dtype)[6:], worst=worst, same_bits=same, ok=ok)
 
 
 def _head_against_dense(tiny: bool) -> None:

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.model import layer_ops
 from mcore_mas.megatron.model.experts import add_grouped
-from mcore_mas.megatron.model.layer_ops import rotated, swiglu
+from mcore_mas.megatron.model.layer_ops import KernelNorm, rotated, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from mcore_mas.rollout.models.hash_kernel import sum_of_tiles
@@ -110,6 +110,19 @@ def layer_kernels() -> list[dict[str, int]]:
         ):
             out.backward(torch.zeros_like(out))
         sum_of_tiles(torch.zeros(40_000, dtype=torch.int32), (0x243F6A88, 0xDEADBEEF))
+
+    return compiled(compute)
+
+
+def norm_kernels(width: int) -> list[dict[str, int]]:
+    """A norm in bfloat16 and its gradient, of an x that lies between others; then the gradient of a frozen weight."""
+
+    def compute() -> None:
+        given = {"dtype": torch.bfloat16, "requires_grad": True}
+        for weight in (torch.ones(width, **given), torch.ones(width, dtype=torch.bfloat16)):
+            x = torch.zeros(64, 2, width, **given)[:, :1]
+            out: Tensor = KernelNorm.apply(x, weight, 1e-6)
+            out.backward(torch.zeros_like(out))
 
     return compiled(compute)
 

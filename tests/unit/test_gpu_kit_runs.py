@@ -80,7 +80,7 @@ def test_on_a_cpu_every_check_of_small_shapes_is_right(tmp_path: Path) -> None:
         *((names[0], f"attention{how}") for how in ("", ", dense")),
         *((names[0], f"update, {how}") for how in ("again", "sleeps", "restores")),
         *((names[0], f"update, {what} of the CPU") for what in ("logprobs", "gradients")),
-        (names[0], "head"),
+        *((names[0], what) for what in ("norm", "head")),
         (names[0], "bfloat16"),
         (names[1], "hand-over, GB/s"),
         (names[2], "engine and trainer"),

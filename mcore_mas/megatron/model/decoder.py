@@ -25,7 +25,7 @@ from torch import Tensor
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import add_product, added, kernels_run, of_weight, rank_device
 from mcore_mas.megatron.model.attention import TreeRotary
-from mcore_mas.megatron.model.layer_ops import KernelHead, swiglu
+from mcore_mas.megatron.model.layer_ops import KernelHead, KernelNorm, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees
 from mcore_mas.rollout.models.exact import row_product
 
@@ -356,6 +356,9 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
+        if kernels_run(x.device):
+            out: Tensor = KernelNorm.apply(x, self.weight, self.eps)
+            return out
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
