@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,9 +35,11 @@ def correctness(tiny: bool) -> None:
     _attention_against_dense(tiny)
     _norm_against_torch(tiny)
     _head_against_dense(tiny)
-    for check in (_updates_of_one_kind, _update_of_the_cpu, _bfloat16):
+    for check in (_updates_of_one_kind, partial(_update_of_the_cpu, "tiny"), _bfloat16):
         with tempfile.TemporaryDirectory() as folder:
             check(Path(folder), tiny)
+    with tempfile.TemporaryDirectory() as folder:
+        _update_of_the_cpu("tiny-moe", Path(folder), tiny)
 
 
 def attention_inputs(forest: Forest, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[list[Tensor], Any, Any]:
@@ -212,18 +215,18 @@ def _by_file(waits: Counter[str]) -> Counter[str]:
     return found
 
 
-def _update_of_the_cpu(folder: Path, _: bool) -> None:
+def _update_of_the_cpu(model: str, folder: Path, _: bool) -> None:
     """Log-probabilities and gradients in float32, against a process that sees no GPU."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.checks", str(folder)]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.checks", str(folder), model]
     subprocess.run(command, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT)
-    want, got = torch.load(folder / "found", weights_only=True), _float32(folder)
+    want, got = torch.load(folder / "found", weights_only=True), _float32(folder, model)
     for what in ("logprobs", "gradients"):
         worst = _apart(got[what], want[what])
-        say(what=f"update, {what} of the CPU", worst=worst, ok=worst <= 1e-4)
+        say(what=f"update, {what} of the CPU", model=model, worst=worst, ok=worst <= 1e-4)
 
 
-def _float32(folder: Path) -> dict[str, list[Tensor]]:
-    trainer, batches = start_trainer(folder, "tiny", "small", count=2)
+def _float32(folder: Path, model: str) -> dict[str, list[Tensor]]:
+    trainer, batches = start_trainer(folder, model, "small", count=2)
     logprobs = trainer.score(batches)
     trainer.update(batches)
     found = [p.main_grad.detach().cpu().clone() for p in trainer.model.parameters.values()]
@@ -247,4 +250,4 @@ def _bfloat16(folder: Path, tiny: bool) -> None:
 
 
 if __name__ == "__main__":
-    torch.save(_float32(Path(sys.argv[1])), Path(sys.argv[1]) / "found")
+    torch.save(_float32(Path(sys.argv[1]), sys.argv[2]), Path(sys.argv[1]) / "found")
