@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,10 @@ def correctness(tiny: bool) -> None:
         _update_of_the_cpu("tiny-moe", Path(folder), tiny)
 
 
-def attention_inputs(forest: Forest, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[list[Tensor], Any, Any]:
-    """Queries, keys, values and a slope; Triton's layout and torch's."""
+def attention_inputs(
+    forest: Forest, dtype: torch.dtype, shape: tuple[int, int, int], **tiles: int
+) -> tuple[list[Tensor], Any, Any]:
+    """Queries, keys, values and a slope; Triton's layout, with other sizes of `tiles` if given, and torch's."""
     from mcore_mas.megatron.batch import Segment
     from mcore_mas.megatron.device import upload
     from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
@@ -53,7 +56,7 @@ def attention_inputs(forest: Forest, dtype: torch.dtype, shape: tuple[int, int, 
     tokens = sum(segment.tokens for segment in segments)
     draw = torch.Generator().manual_seed(0)
     given = [torch.randn(tokens, h, dim, generator=draw) for h in (heads, kv_heads, kv_heads, heads)]
-    sizes = TileSizes.of(heads // kv_heads, dim, dtype == torch.bfloat16)
+    sizes = replace(TileSizes.of(heads // kv_heads, dim, dtype == torch.bfloat16), **tiles)
     ours = upload(PackedTrees.of(segments, sizes=sizes), device())
     return [x.to(device(), dtype) for x in given], ours, upload(PackedTrees.of(segments, device().type), device())
 

@@ -82,10 +82,16 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
 
 
 def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
-    rows = ["32 heads on 8, of 128, bf16; milliseconds.", "", "| layout | Triton | torch |", "|---|---:|---:|"]
+    rows = [
+        "32 heads on 8, of 128, bf16; milliseconds. Wide: 128 keys at a time for their gradients, which are 64 in use.",
+        "",
+        "| layout | Triton | wide | torch |",
+        "|---|---:|---:|---:|",
+    ]
     for layout in ("groups", "turns", "branches", "long", "whole"):
         got = of_case(measured, "attention", {"layout": layout}) or {}
-        rows.append(f"| {layout} | {got.get('triton_ms', _NOT)} | {got.get('torch_ms', _NOT)} |")
+        cells = (str(got.get(f"{way}_ms", _NOT)) for way in ("triton", "wide", "torch"))
+        rows.append(f"| {layout} | {' | '.join(cells)} |")
     return rows
 
 
