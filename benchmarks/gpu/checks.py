@@ -9,6 +9,8 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,14 +34,19 @@ def correctness(tiny: bool) -> None:
     """Kernels against plain torch, updates against the same of another kind, and where they wait."""
     _attention_against_torch(tiny)
     _attention_against_dense(tiny)
+    _norm_against_torch(tiny)
     _head_against_dense(tiny)
-    for check in (_updates_of_one_kind, _update_of_the_cpu, _bfloat16):
+    for check in (_updates_of_one_kind, partial(_update_of_the_cpu, "tiny"), _bfloat16):
         with tempfile.TemporaryDirectory() as folder:
             check(Path(folder), tiny)
+    with tempfile.TemporaryDirectory() as folder:
+        _update_of_the_cpu("tiny-moe", Path(folder), tiny)
 
 
-def attention_inputs(forest: Forest, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[list[Tensor], Any, Any]:
-    """Queries, keys, values and a slope; Triton's layout and torch's."""
+def attention_inputs(
+    forest: Forest, dtype: torch.dtype, shape: tuple[int, int, int], **tiles: int
+) -> tuple[list[Tensor], Any, Any]:
+    """Queries, keys, values and a slope; Triton's layout, with other sizes of `tiles` if given, and torch's."""
     from mcore_mas.megatron.batch import Segment
     from mcore_mas.megatron.device import upload
     from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
@@ -49,7 +56,7 @@ def attention_inputs(forest: Forest, dtype: torch.dtype, shape: tuple[int, int, 
     tokens = sum(segment.tokens for segment in segments)
     draw = torch.Generator().manual_seed(0)
     given = [torch.randn(tokens, h, dim, generator=draw) for h in (heads, kv_heads, kv_heads, heads)]
-    sizes = TileSizes.of(heads // kv_heads, dim, dtype == torch.bfloat16)
+    sizes = replace(TileSizes.of(heads // kv_heads, dim, dtype == torch.bfloat16), **tiles)
     ours = upload(PackedTrees.of(segments, sizes=sizes), device())
     return [x.to(device(), dtype) for x in given], ours, upload(PackedTrees.of(segments, device().type), device())
 
@@ -116,6 +123,21 @@ def _mask(forest: Forest) -> Tensor:
             mask[own, starts[above] : starts[above + 1]] = True
             above = forest[above][1]
     return mask
+
+
+def _norm_against_torch(tiny: bool) -> None:
+    """Norms of keys and of hidden states against torch's in float64."""
+    from mcore_mas.megatron.model.layer_ops import KernelNorm
+
+    for rows, width in ((9, 16), (5, 64)) if tiny else ((131_072, 128), (16_384, 2560)):
+        for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            given = [torch.randn(shape) for shape in ((rows, width), width, (rows, width))]
+            ours, theirs = ([x.to(device(), dtype).to(one) for x in given] for one in (dtype, torch.float64))
+            got, again = (gradients(lambda x, w: KernelNorm.apply(x, w, 1e-6), ours) for _ in "12")
+            want = gradients(lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), theirs)
+            worst, same = _apart(got, want), all(map(torch.equal, got, again))
+            ok = worst <= most and same
+            say(what="norm", width=width, dtype=str(dtype)[6:], worst=worst, same_bits=same, ok=ok)
 
 
 def _head_against_dense(tiny: bool) -> None:
@@ -196,18 +218,18 @@ def _by_file(waits: Counter[str]) -> Counter[str]:
     return found
 
 
-def _update_of_the_cpu(folder: Path, _: bool) -> None:
+def _update_of_the_cpu(model: str, folder: Path, _: bool) -> None:
     """Log-probabilities and gradients in float32, against a process that sees no GPU."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.checks", str(folder)]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.checks", str(folder), model]
     subprocess.run(command, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT)
-    want, got = torch.load(folder / "found", weights_only=True), _float32(folder)
+    want, got = torch.load(folder / "found", weights_only=True), _float32(folder, model)
     for what in ("logprobs", "gradients"):
         worst = _apart(got[what], want[what])
-        say(what=f"update, {what} of the CPU", worst=worst, ok=worst <= 1e-4)
+        say(what=f"update, {what} of the CPU", model=model, worst=worst, ok=worst <= 1e-4)
 
 
-def _float32(folder: Path) -> dict[str, list[Tensor]]:
-    trainer, batches = start_trainer(folder, "tiny", "small", count=2)
+def _float32(folder: Path, model: str) -> dict[str, list[Tensor]]:
+    trainer, batches = start_trainer(folder, model, "small", count=2)
     logprobs = trainer.score(batches)
     trainer.update(batches)
     found = [p.main_grad.detach().cpu().clone() for p in trainer.model.parameters.values()]
@@ -231,4 +253,4 @@ def _bfloat16(folder: Path, tiny: bool) -> None:
 
 
 if __name__ == "__main__":
-    torch.save(_float32(Path(sys.argv[1])), Path(sys.argv[1]) / "found")
+    torch.save(_float32(Path(sys.argv[1]), sys.argv[2]), Path(sys.argv[1]) / "found")

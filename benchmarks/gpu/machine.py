@@ -67,7 +67,7 @@ def start_trainer(
         return torch.randn(shape, device="cuda").mul_(self.std).cpu()
 
     # on the CPU, drawing billions of weights would take all of the time
-    large = torch.cuda.is_available() and model != "tiny"
+    large = torch.cuda.is_available() and not model.startswith("tiny")
     torch.manual_seed(0)
     with patch.object(RandomTensors, "_draw", there) if large else nullcontext():
         trainer = MegatronTrainer(TrainerSpec(model=str(write_model(model, folder / model)), init="random", **spec))

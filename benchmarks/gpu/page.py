@@ -60,7 +60,8 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
     rows = [
         "bf16, one micro-batch. MFU is of 989 TFLOP/s, and counts no recomputation. Waits and copies are per update.",
         "Recomputed are norms' outputs and SwiGLU's products (selective), or all of every layer (full). What is",
-        "predicted to need more than 96 % of a GPU's free memory is not tried.",
+        "predicted to need more than 96 % of a GPU's free memory is not tried. 30b-a3b is a mixture of experts: two of",
+        "the 48 layers of Qwen3-30B-A3B, and its head, which is most of the arithmetic then.",
         "",
         "| model | recompute | layout | tokens | launches | waits | copies | MFU, predicted | GiB, predicted | MFU "
         "| GiB | tokens/s |",
@@ -81,10 +82,16 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
 
 
 def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
-    rows = ["32 heads on 8, of 128, bf16; milliseconds.", "", "| layout | Triton | torch |", "|---|---:|---:|"]
+    rows = [
+        "32 heads on 8, of 128, bf16; milliseconds. Wide: 128 keys at a time for their gradients, which are 64 in use.",
+        "",
+        "| layout | Triton | wide | torch |",
+        "|---|---:|---:|---:|",
+    ]
     for layout in ("groups", "turns", "branches", "long", "whole"):
         got = of_case(measured, "attention", {"layout": layout}) or {}
-        rows.append(f"| {layout} | {got.get('triton_ms', _NOT)} | {got.get('torch_ms', _NOT)} |")
+        cells = (str(got.get(f"{way}_ms", _NOT)) for way in ("triton", "wide", "torch"))
+        rows.append(f"| {layout} | {' | '.join(cells)} |")
     return rows
 
 

@@ -25,14 +25,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "4b": (2560, 36, 32, 8, 128, 9728, 151_936, True, "qwen3"),
     }.items()
 }
-# Qwen3 30B-A3B with 2 of its 48 layers
-MODELS["30b-a3b"] = dict(
-    zip((*_COLUMNS, *_MORE), (2048, 2, 32, 4, 128, 6144, 151_936, False, "qwen3_moe"), strict=True),
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-)
+# of 30B-A3B 2 of its 48 layers
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+MODELS |= {
+    "tiny-moe": MODELS["tiny"] | {"model_type": "qwen3_moe"} | dict(zip(_EXPERTS, (8, 2, 32, True), strict=True)),
+    "30b-a3b": dict(
+        zip(
+            (*_COLUMNS, *_MORE, *_EXPERTS),
+            (2048, 2, 32, 4, 128, 6144, 151_936, False, "qwen3_moe", 128, 8, 768, True),
+            strict=True,
+        )
+    ),
+}
+TINY: list[dict[str, Any]] = [{"model": name, "layout": "small"} for name in ("tiny", "tiny-moe")]
 
 
 def write_model(name: str, folder: Path) -> Path:
@@ -141,6 +146,7 @@ CASES: list[dict[str, Any]] = [
     {"model": "1.7b", "layout": "groups"},
     {"model": "1.7b", "layout": "branches"},
     {"model": "1.7b", "layout": "whole"},
+    {"model": "30b-a3b", "layout": "groups", "recompute": "selective"},
     {"model": "0.5b", "layout": "groups"},
 ]
 

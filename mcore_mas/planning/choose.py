@@ -209,13 +209,12 @@ def placed(values: Mapping[str, Any]) -> dict[str, Any]:
             own = {"offload": placement.colocated, "host_moments": placement.one_by_one, "overlap": False}
             policies[name] = {**policy, **asdict(layout), **own, "recompute": placement.recompute}
     share = (max(estimate.weights.values()) + estimate.kv) / (cluster.gpu.memory * 1e9)
-    options = {"mem-fraction-static": round(share, 3), "enable-memory-saver": placement.colocated}
     engine = {
         "replicas": placement.replicas,
         "tp": placement.engine_tp,
         "sleep": placement.colocated,
         "transport": transport(placement),
-        "options": {**values["engine"]["options"], **options},
+        "options": {**values["engine"]["options"], "mem-fraction-static": round(share, 3)},
     }
     changed = {
         "policies": policies,

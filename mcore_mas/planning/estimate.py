@@ -30,6 +30,7 @@ class Assumptions:
 
     usable: float = 0.92  # share of a GPU's memory that is planned with
     process: float = 1.0  # GB of a GPU that every process on it takes for itself
+    graphs: float = 0.9  # GB of a server's GPU, asleep too, that SGLang sets aside for CUDA graphs of 192 requests
     train_mfu: float = 0.25  # share of the peak that an update reaches, recomputation not counted
     score_mfu: float = 0.35  # share that passes without gradients reach: reference, critic, prompts
     decode: float = 0.5  # share of the memory bandwidth that decoding reaches
@@ -218,6 +219,7 @@ def _held(
     trainers = memory_of_trainers(config, models, placement)
     weights = {policy: engine_weights(a, placement.engine_tp) for policy, a in models.items()}
     usable, context = ASSUMED.usable * gpu.memory * _GB, ASSUMED.process * _GB
+    serving = context + ASSUMED.graphs * _GB  # of a server, beside weights, keys and values
     ranks = [reduce(TrainerMemory.beside, (trainers[key] for key in own)) for own in rank_sets(config, config.trained)]
     own = {policy: config.policies[policy].own.engine for policy in models}
     longest = {  # sequence of each policy
@@ -227,10 +229,10 @@ def _held(
     least = max(longest.values())
     most = max(size * _own(own[policy].get("slots"), config.engine.slots) for policy, size in longest.items())
     if placement.pool == "split":
-        kv = min(most, max(least, usable - max(weights.values()) - context))
-        phases = kv, max(memory.total for memory in ranks) + context, max(weights.values()) + kv + context
+        kv = min(most, max(least, usable - max(weights.values()) - serving))
+        phases = kv, max(memory.total for memory in ranks) + context, max(weights.values()) + kv + serving
         return trainers, weights, phases
-    contexts = context * (len(ranks) + len(weights))
+    contexts = context * len(ranks) + serving * len(weights)
     together = max if placement.one_by_one else sum
     trained, kept = together(m.total for m in ranks), sum(m.kept for m in ranks)
     engines = sum(weights.values())

@@ -21,6 +21,7 @@ from mcore_mas.equations.losses import Objective, ValueObjective, explained_vari
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
+from mcore_mas.rollout.engines.sglang.arguments import cumem
 from mcore_mas.rollout.records.trajectory import derive_seed, grouped
 from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.metrics import StepMetrics
@@ -273,8 +274,8 @@ def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> Trainer
     settings = {key: getattr(policy, key) for key in _OF_POLICY} | {key: getattr(rate, key) for key in _OF_RATE}
     settings["deterministic"] = config.engine.deterministic
     engine = for_policy(config, name).engine
-    if engine.transport == "distributed":  # all of an NCCL group say the same, and SGLang's servers say 0 unless told
-        settings["cumem"] = engine.environment.get("NCCL_CUMEM_ENABLE", "0")
+    if engine.transport == "distributed":  # all of an NCCL group say the same
+        settings["cumem"] = cumem(engine.options, engine.environment)
     settings["lora_seed"] = derive_seed(config.seed, "lora", name)
     settings["decay_steps"] = rate.decay_steps or places_in_schedule(config, name)
     return TrainerSpec(**{**settings, **own})

@@ -28,7 +28,7 @@ from mcore_mas.rollout.engines.protocol import Engine as Engine
 from mcore_mas.rollout.engines.protocol import Hear as Hear
 from mcore_mas.rollout.engines.protocol import Tag as Tag
 from mcore_mas.rollout.engines.protocol import TrainedEngine as TrainedEngine
-from mcore_mas.rollout.engines.sglang.arguments import argument_problem
+from mcore_mas.rollout.engines.sglang.arguments import argument_problem, graph_problem
 from mcore_mas.rollout.models.chat_template import CUTS, Renderer, WordStream
 from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
 from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, Turn, changed
@@ -135,6 +135,9 @@ class EngineConfig(Section):
             )
         if self.name != "sglang" and (self.python or self.urls or self.members or self.options):
             raise ValueError("python, urls, members and options are settings of sglang; set name: sglang")
+        saves = self.name == "sglang" and self.sleep and not self.urls
+        if saves and (problem := graph_problem(self.options, self.environment)):
+            raise ValueError(f"environment: {problem}")
         fits = self.name == "sglang" and self.transport in (None, "disk") and not (self.members or self.sleep)
         if self.adapters == "slots" and not fits:
             raise ValueError("adapters: slots is of name: sglang with transport: disk, without sleep and members")

@@ -537,6 +537,10 @@ def pretend() -> None:
     torch.nn.functional.rms_norm = lambda x, shape, weight, eps: (  # `meta` has no kernel for it, as CUDA has
         FusedNorm.apply(x, weight) if x.device.type == "meta" else norm(x, shape, weight, eps)
     )
+    grouped = torch.nn.functional.grouped_mm
+    torch.nn.functional.grouped_mm = lambda x, stack, offs: (  # `meta` knows that of bfloat16 alone
+        x.new_empty(len(x), stack.shape[2]) if x.dtype == torch.float32 else grouped(x, stack, offs=offs)
+    )
     # a torch that is built for CUDA would ask it for its stream
     torch.accelerator.current_accelerator = lambda check_available=False: None
     importlib.import_module("torch.optim.adam")._device_dtype_check_for_fused = lambda *_, **__: None

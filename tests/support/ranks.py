@@ -103,7 +103,7 @@ def _free() -> None:
     """Let go of what trainers held: buffers, and process groups, each with threads that wake a hundred times a second.
 
     Hooks of parameters hold Megatron's wrapper from autograd's nodes, where the collector does not see them; with the
-    distributed optimizer or with experts that closes a cycle.
+    distributed optimizer that closes a cycle.
     """
     for found in gc.get_objects():
         if type(found) is DistributedDataParallel:

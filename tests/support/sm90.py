@@ -22,28 +22,31 @@ from triton.runtime.jit import JITFunction
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.model import layer_ops
 from mcore_mas.megatron.model.experts import add_grouped
-from mcore_mas.megatron.model.layer_ops import rotated, swiglu
+from mcore_mas.megatron.model.layer_ops import KernelNorm, rotated, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from mcore_mas.rollout.models.hash_kernel import sum_of_tiles
 
 
 class Absent:
-    """The driver of an H200 that is not there."""
+    """The driver of an H200, or of a GPU of another capability, that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # Triton has a compiler for each device
 
     def get_current_stream(self, _: int) -> int:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
-def compiled(work: Callable[[], object]) -> list[dict[str, int]]:
+def compiled(work: Callable[[], object], capability: int = 90) -> list[dict[str, int]]:
     """Of each launch of `work`: registers, bytes spilled, KiB of shared memory, wgmma instructions."""
-    triton.runtime.driver.set_active(Absent())
+    triton.runtime.driver.set_active(Absent(capability))
     found: list[Any] = []
     run = JITFunction.run
 
@@ -55,28 +58,28 @@ def compiled(work: Callable[[], object]) -> list[dict[str, int]]:
         work()
     finally:
         JITFunction.run = run
-    return [_figures(kernel) for kernel in found]
+    return [_figures(kernel, "sm_90a" if capability == 90 else f"sm_{capability}") for kernel in found]
 
 
-def _figures(kernel: Any) -> dict[str, int]:
+def _figures(kernel: Any, gpu: str) -> dict[str, int]:
     ptx = kernel.asm["ptx"]
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx, encoding="utf-8")
-        command = [str(ptxas), "-v", "--gpu-name", "sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
+        command = [str(ptxas), "-v", "--gpu-name", gpu, str(path), "-o", str(path.with_suffix(".cubin"))]
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
     return {
         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
         "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said)),
-        "shared": kernel.metadata.shared // 1024,
+        "shared": -(-kernel.metadata.shared // 1024),
         "wgmma": ptx.count("wgmma.mma_async"),
     }
 
 
-def tree_kernels(group: int, head_dim: int) -> list[dict[str, int]]:
+def tree_kernels(group: int, head_dim: int, capability: int = 90, room: int = 227) -> list[dict[str, int]]:
     """The three kernels of tree attention in bfloat16: forward, gradient of queries, gradients of keys and values."""
-    sizes = TileSizes.of(group, head_dim, bf16=True)
+    sizes = TileSizes.of(group, head_dim, bf16=True, room=room)
     plan = PackedTrees.of([Segment(tokens=300), Segment(tokens=77, parent=0)], sizes=sizes).plan
 
     def attend() -> None:
@@ -85,7 +88,7 @@ def tree_kernels(group: int, head_dim: int) -> list[dict[str, int]]:
         out: Tensor = KernelAttention.apply(q, k, v, plan, 0.1)
         out.backward(torch.zeros_like(out))
 
-    return compiled(attend)
+    return compiled(attend, capability)
 
 
 def head_kernels() -> list[dict[str, int]]:
@@ -110,6 +113,19 @@ def layer_kernels() -> list[dict[str, int]]:
         ):
             out.backward(torch.zeros_like(out))
         sum_of_tiles(torch.zeros(40_000, dtype=torch.int32), (0x243F6A88, 0xDEADBEEF))
+
+    return compiled(compute)
+
+
+def norm_kernels(width: int) -> list[dict[str, int]]:
+    """A norm in bfloat16 and its gradient, of an x that lies between others; then the gradient of a frozen weight."""
+
+    def compute() -> None:
+        given = {"dtype": torch.bfloat16, "requires_grad": True}
+        for weight in (torch.ones(width, **given), torch.ones(width, dtype=torch.bfloat16)):
+            x = torch.zeros(64, 2, width, **given)[:, :1]
+            out: Tensor = KernelNorm.apply(x, weight, 1e-6)
+            out.backward(torch.zeros_like(out))
 
     return compiled(compute)
 

@@ -125,8 +125,9 @@ def test_measurements_stand_beside_predictions() -> None:
     made = page(written)
     assert "Measured on NVIDIA H200, 2026-11-22." in made
     assert "| 4b | full | groups | 16384 | 9322 | 4 | 0 | 0.301 | 96.0 | 0.25 | 91.5 | 9000 |" in made
-    assert "| turns | 2.4 | 48.0 |" in made
-    assert "| groups | not measured | not measured |" in made
+    assert f"| 30b-a3b | selective | groups |{9 * ' not measured |'}\n" in made  # a mixture of experts
+    assert "| turns | 2.4 | not measured | 48.0 |" in made
+    assert "| groups | not measured | not measured | not measured |" in made
     without = page([{**written[0], "gpu": None}, *written[1:]])  # figures of a machine without a GPU say nothing
     assert "nothing is measured" in without and "9000" not in without and "0.301" in without
 

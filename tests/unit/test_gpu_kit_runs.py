@@ -59,7 +59,8 @@ def test_an_update_that_a_gpu_has_no_room_for_is_left_out(lines: list[dict[str, 
 def test_a_trainer_gives_its_memory_back(lines: list[dict[str, Any]]) -> None:
     """Or the next case of a section would not fit."""
     of = {line["left_by"]: line for line in lines if "left_by" in line}
-    assert of["updates"]["peak"] > 8e9 and of["updates"]["bytes"] == 0
+    # of an earlier mixture Megatron keeps the scale of its auxiliary loss
+    assert of["updates"]["peak"] > 8e9 and of["updates"]["bytes"] == 4
 
 
 def test_the_kit_takes_what_its_requirements_name_and_nothing_else(lines: list[dict[str, Any]]) -> None:
@@ -71,16 +72,18 @@ def test_on_a_cpu_every_check_of_small_shapes_is_right(tmp_path: Path) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this is about machines without a GPU")
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(tmp_path)]
-    names = ["correctness", "hand_over", "engine"]
+    names = ["correctness", "hand_over", "engine", "updates"]
     done = subprocess.run([*command, "--only", ",".join(names)], capture_output=True, text=True, cwd=ROOT, check=False)
     found = read(tmp_path / "results.jsonl")
     assert (done.returncode, found[-1]["wrong"]) == (0, [])
+    assert [line["model"] for line in found if "tokens_per_s" in line and "model" in line] == ["tiny", "tiny-moe"]
+    assert {line["model"] for line in found if line.get("what", "").endswith("of the CPU")} == {"tiny", "tiny-moe"}
     judged = [(line["section"], line["what"]) for line in found if "ok" in line]
     assert set(judged) == {
         *((names[0], f"attention{how}") for how in ("", ", dense")),
         *((names[0], f"update, {how}") for how in ("again", "sleeps", "restores")),
         *((names[0], f"update, {what} of the CPU") for what in ("logprobs", "gradients")),
-        (names[0], "head"),
+        *((names[0], what) for what in ("norm", "head")),
         (names[0], "bfloat16"),
         (names[1], "hand-over, GB/s"),
         (names[2], "engine and trainer"),

@@ -26,7 +26,7 @@ from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import add_product, added, kernels_run, of_weight, rank_device
 from mcore_mas.megatron.model.attention import TreeRotary
 from mcore_mas.megatron.model.cpu_ops import Normed
-from mcore_mas.megatron.model.layer_ops import KernelHead, swiglu
+from mcore_mas.megatron.model.layer_ops import KernelHead, KernelNorm, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees
 from mcore_mas.rollout.models.exact import row_product
 
@@ -357,10 +357,14 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        if x.device.type == "cpu" and not self.exact:
-            out: Tensor = Normed.apply(x, self.weight, self.eps)
-            return out
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        out: Tensor
+        if kernels_run(x.device):
+            out = KernelNorm.apply(x, self.weight, self.eps)
+        elif x.device.type == "cpu" and not self.exact:
+            out = Normed.apply(x, self.weight, self.eps)
+        else:
+            out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return out
 
 
 class GatedMLP(MLP):

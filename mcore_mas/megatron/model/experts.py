@@ -70,8 +70,10 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [T k, h] and their weights [T k] sorted by expert, of tokens [..., h] with maps and weights [T, E]."""
         if not kernels_run(hidden_states.device):
-            return super().dispatch_preprocess(hidden_states, routing_map, probs)  # type: ignore[no-any-return]
-        self.hidden_shape, self.probs = hidden_states.shape, probs
+            sorted_rows: tuple[Tensor, Tensor] = super().dispatch_preprocess(hidden_states, routing_map, probs)
+            self.probs = probs.detach()  # else the graph behind it, which leads to the model, would keep both for good
+            return sorted_rows
+        self.hidden_shape, self.probs = hidden_states.shape, probs.detach()
         counts = self.preprocess(routing_map)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         size = len(probs) * self.config.moe_router_topk  # none is dropped

@@ -1,4 +1,4 @@
-"""Triton kernels between the products of layers and head: SwiGLU, rotation by position, and passes over rows of logits.
+"""Triton kernels between the products of layers and head: norms, SwiGLU, rotation by position, passes over logits.
 
 And the gradient of a layer's experts, which is a product of each one's rows.
 All compute in float32 whatever they read and write. In those over logits, which are read once and stay as they are,
@@ -9,6 +9,54 @@ All compute in float32 whatever they read and write. In those over logits, which
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _load(x, place, there):
+    return tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _inverse(value, sizes, eps):
+    """One over the root mean square of each row [rows, 1]."""
+    return tl.rsqrt(tl.sum(value * value, 1) / sizes[1] + eps)[:, None]
+
+
+@triton.jit
+def norm_kernel(x, weight, out, sizes, eps, rows: tl.constexpr, width: tl.constexpr):
+    """`out` = x · weight / its root mean square, of each row; `sizes` is (rows, columns, stride of `x`)."""
+    row = (tl.program_id(0) * rows + tl.arange(0, rows)).to(tl.int64)[:, None]
+    column = tl.arange(0, width)[None, :]
+    there = (row < sizes[0]) & (column < sizes[1])
+    value, share = _load(x, row * sizes[2] + column, there), _load(weight, column, column < sizes[1])
+    normed = value * _inverse(value, sizes, eps)
+    tl.store(out + row * sizes[1] + column, (normed * share).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def norm_gradient_kernel(x, weight, of_out, made, sizes, eps, rows: tl.constexpr, width: tl.constexpr):
+    """`made` is the gradient of x and, if wanted, each program's part of the weight's [programs, columns].
+
+    A program goes through every so-and-so-many-th block of rows and adds up what the weight gets of them.
+    """
+    of_x, parts = made
+    total = tl.zeros((rows, width), dtype=tl.float32)
+    column = tl.arange(0, width)[None, :]
+    share = _load(weight, column, column < sizes[1])
+    for at in range(tl.program_id(0) * rows, sizes[0], tl.num_programs(0) * rows):
+        row = (at + tl.arange(0, rows)).to(tl.int64)[:, None]
+        there = (row < sizes[0]) & (column < sizes[1])
+        # both before the first of them is summed: nothing is read ahead of a barrier that comes first
+        value, slope = _load(x, row * sizes[2] + column, there), _load(of_out, row * sizes[1] + column, there)
+        # y = n w, n = x r, r = (mean x² + ε)^-1/2: dx = r (w dy − n mean(w dy n)) and dw = Σ dy n
+        inverse = _inverse(value, sizes, eps)
+        normed, steep = value * inverse, slope * share
+        gradient = inverse * (steep - normed * (tl.sum(steep * normed, 1) / sizes[1])[:, None])
+        tl.store(of_x + row * sizes[1] + column, gradient.to(of_x.dtype.element_ty), mask=there)
+        total += slope * normed
+    if parts is not None:
+        place = tl.arange(0, width)
+        tl.store(parts + tl.program_id(0) * sizes[1] + place, tl.sum(total, 0), mask=place < sizes[1])
 
 
 @triton.jit

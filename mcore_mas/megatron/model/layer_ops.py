@@ -1,6 +1,7 @@
 """What layers and head compute between their products on a GPU, by a launch of Triton each.
 
-SwiGLU, the rotation by position, and two passes over each chunk of the head's logits, which cuBLAS makes in float32.
+Norms, SwiGLU, the rotation by position, and two passes over each chunk of the head's logits, which cuBLAS makes in
+float32.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,78 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_mas.megatron.device import add_product, of_weight
+from mcore_mas.megatron.device import add_product, added, of_weight
+
+# Elements that a program of a norm has at least at a time, and warps of all programs of its gradient: what is resident
+# on an H200 at a time, but as many on any GPU, so that sums have one order
+_NORM_BLOCK, _NORM_WARPS = 2048, 16 * 132
+
+
+def _norm_blocks(rows: int, width: int) -> tuple[int, int, dict[str, int]]:
+    """Blocks of rows, programs of the gradient, and how a block is computed: 16 elements by each thread."""
+    power = 1 << (width - 1).bit_length()
+    size = max(1, _NORM_BLOCK // power)
+    warps, blocks = min(32, size * power // 512), -(-rows // size)
+    return blocks, min(blocks, _NORM_WARPS // warps), {"rows": size, "width": power, "num_warps": warps}
+
+
+@torch.library.custom_op("mcore_mas::norm", mutates_args=())
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from mcore_mas.megatron.model import layer_kernels as kernels
+
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    blocks, _, how = _norm_blocks(*x.shape)
+    kernels.norm_kernel[(blocks,)](x, weight, out, (*x.shape, x.stride(0)), eps, **how)
+    return out
+
+
+@torch.library.custom_op("mcore_mas::norm_gradient", mutates_args=())
+def _norm_gradient(x: Tensor, weight: Tensor, of_out: Tensor, eps: float, trains: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and in parts [programs, width] that of the weight, or [0, width] of one that is frozen."""
+    from mcore_mas.megatron.model import layer_kernels as kernels
+
+    _, programs, how = _norm_blocks(*x.shape)
+    of_x, parts = _norm_gradient_results(x, trains)
+    made, sizes = (of_x, parts if trains else None), (*x.shape, x.stride(0))
+    kernels.norm_gradient_kernel[(programs,)](x, weight, of_out, made, sizes, eps, **how)
+    return of_x, parts
+
+
+def _norm_gradient_results(x: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
+    parts = _norm_blocks(*x.shape)[1] if trains else 0
+    return x.new_empty(x.shape), x.new_empty(parts, x.shape[1], dtype=torch.float32)
+
+
+_norm.register_fake(lambda x, *_: x.new_empty(x.shape))
+_norm_gradient.register_fake(lambda x, weight, of_out, eps, trains: _norm_gradient_results(x, trains))
+
+
+class KernelNorm(torch.autograd.Function):
+    """`apply(x, weight, eps)`: x [..., width] over its root mean square, times the weight (arXiv 1910.07467).
+
+    The weight's gradient is added to Megatron's float32 buffer where there is one, never rounded before.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.flatten(0, -2)  # a view also where keys lie between queries and values
+        assert rows.stride(1) == 1, "elements of a row must be neighbours"
+        ctx.save_for_backward(rows, weight)
+        ctx.eps, ctx.total = eps, getattr(weight, "main_grad", None)
+        return cast(Tensor, _norm(rows, weight, eps)).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        of_x, parts = _norm_gradient(rows, weight, of_out.contiguous(), ctx.eps, ctx.needs_input_grad[1])
+        of_x = of_x.view(of_out.shape)
+        if not ctx.needs_input_grad[1]:
+            return of_x, None, None
+        if ctx.total is None:
+            return of_x, parts.sum(0).to(weight.dtype), None
+        ctx.total.add_(parts.sum(0))
+        return of_x, added(weight), None
+
 
 LAYER_BLOCK, _LAYER_WARPS = 1024, 4  # columns of a row that a program of SwiGLU computes
 

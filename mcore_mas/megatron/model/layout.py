@@ -49,11 +49,22 @@ class TileSizes:
     keys_kv: int
 
     @classmethod
-    def of(cls, group: int, head_dim: int, bf16: bool) -> TileSizes:
-        """What compiles for an H200 without spilled registers, or nearly (tests/unit/megatron/test_kernels.py)."""
+    def of(cls, group: int, head_dim: int, bf16: bool, room: int = 227) -> TileSizes:
+        """What compiles for an H200 without spilled registers, or nearly (tests/unit/megatron/test_kernels.py).
+
+        Args:
+            room: KiB of a GPU's shared memory, of which wide heads have few keys at a time where there is little.
+        """
         if bf16 and head_dim <= 128:
             return cls(group, max(128, _above(group)), 64, max(64, _above(group)), 64)
-        return cls(group, max(64, _above(group)), 32, max(32, _above(group)), 32)
+        keys = 16 if bf16 and room <= 129 * _above(head_dim) // 256 else 32
+        return cls(group, max(64, _above(group)), keys, max(32, _above(group)), 32)
+
+    @staticmethod
+    def least_room(head_dim: int, bf16: bool) -> int:
+        """KiB of shared memory that tiles of such heads want, as compiled for GPUs with little of it (sm_80, sm_89)."""
+        width = max(64, _above(head_dim))
+        return (160 if not bf16 else 97 if width <= 128 else 49) * width // 128
 
 
 def _above(count: int) -> int:

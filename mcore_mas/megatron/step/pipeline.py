@@ -104,18 +104,15 @@ _Judge: TypeAlias = Callable[[_Output, _Input], tuple[Tensor, TokenStatistics]]
 
 def _tiles(spec: TrainerSpec, a: Architecture, device: torch.device) -> TileSizes | None:
     """Those of Triton's attention, or None where torch's kernels attend."""
-    if spec.attention == "torch" or not kernels_run(device) or (not spec.bf16 and not _fits(a.head_dim, device)):
+    if spec.attention == "torch" or not kernels_run(device):
+        return None
+    gpu: Any = torch.cuda.get_device_properties(device)
+    room = gpu.shared_memory_per_block_optin >> 10
+    if TileSizes.least_room(a.head_dim, spec.bf16) > room:
         return None
     # context-parallel ranks repeat the key/value heads that they lack
     shared = a.heads // spec.tp // math.lcm(a.kv_heads // spec.tp, spec.cp)
-    return TileSizes.of(shared, a.head_dim, spec.bf16)
-
-
-def _fits(head_dim: int, device: torch.device) -> bool:
-    """Whether Triton's tiles of float32 fit into a GPU's shared memory: 160 KiB for heads of more than 64 elements."""
-    gpu: Any = torch.cuda.get_device_properties(device)
-    needed = (160 << 10) * max(64, 1 << (head_dim - 1).bit_length()) // 128
-    return bool(needed < gpu.shared_memory_per_block_optin)
+    return TileSizes.of(shared, a.head_dim, spec.bf16, room)
 
 
 class _KnownShapes(P2PCommunicator):

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 _ROOM_S = 120.0  # that Ray may look for another node for a server whose own is lost, while others go on
 
 
+def _with_graphs(tags: Sequence[Tag]) -> list[str]:
+    """CUDA graphs go with keys and values, where a server can do without them (SGLANG_MEMORY_SAVER_CUDA_GRAPH)."""
+    return [*tags, "cuda_graph"] if "kv_cache" in tags else [*tags]
+
+
 class Left(EngineError):
     """A server is gone; others go on."""
 
@@ -163,9 +168,9 @@ class Fleet:
 
     async def sleep(self, tags: Sequence[Tag]) -> None:
         """Release the servers' memory."""
-        await self._each(lambda replica: self._sleep(replica, tags))
+        await self._each(lambda replica: self._sleep(replica, _with_graphs(tags)))
 
-    async def _sleep(self, replica: Replica, tags: Sequence[Tag]) -> None:
+    async def _sleep(self, replica: Replica, tags: Sequence[str]) -> None:
         """SGLang's memory saver ends it over a tag that sleeps already, as after a rollout that never began."""
         await self._ready(replica)
         while awake := [tag for tag in tags if tag not in replica.asleep]:
@@ -174,9 +179,9 @@ class Fleet:
                 replica.asleep.update(awake)
 
     async def wake(self, tags: Sequence[Tag]) -> None:
-        await self._each(lambda replica: self._wake(replica, tags))
+        await self._each(lambda replica: self._wake(replica, _with_graphs(tags)))
 
-    async def _wake(self, replica: Replica, tags: Sequence[Tag]) -> None:
+    async def _wake(self, replica: Replica, tags: Sequence[str]) -> None:
         """SGLang dies of a tag that does not sleep, as none does in a server that was started again meanwhile."""
         while sleeping := [tag for tag in tags if tag in replica.asleep]:
             async with self.reviving(replica):

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import is_loopback
 from mcore_mas.rollout.engines import TRANSPORTS
-from mcore_mas.rollout.engines.sglang.arguments import argument_problem
+from mcore_mas.rollout.engines.sglang.arguments import argument_problem, named
 from mcore_mas.rollout.models.architecture import Experts, read_architecture, read_config
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class SGLangSettings:
                 "max-loras-per-batch": 2 * len(self.adapters) + 1,
                 "lora-strict-loading": True,
             }
-        given = {name.replace("_", "-"): value for name, value in self.options.items()}
+        given = named(self.options)
         if self.routing:
             slots["enable-return-routed-experts"] = True
             if not given.keys() & {"quantization", "moe-a2a-backend"}:

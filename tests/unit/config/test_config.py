@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -322,6 +323,24 @@ def test_a_mistake_in_an_own_experiment_is_one_line(text: bytes, message: str, t
         resolve(["experiment=mine"], tmp_path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "starts"),
+    [
+        ("deterministic=true", False),
+        ("options.disable-prefill-cuda-graph=true", True),
+        ("options.cuda_graph_backend_prefill=full", True),
+        ("options={cuda-graph-config: {prefill: {backend: disabled}}}", True),
+        ("options={cuda-graph-config: {decode: {max_bs: 64}}}", False),
+        ("sleep=false", True),
+    ],
+)
+def test_a_server_that_gives_its_graphs_away_makes_none_of_prompts(option: str, starts: bool) -> None:
+    graphs = "+engine.environment.SGLANG_MEMORY_SAVER_CUDA_GRAPH='1'"
+    settings = ["experiment=demo_math", "engine=sglang", graphs, "+engine.sleep=true", f"++engine.{option}"]
+    with nullcontext() if starts else pytest.raises(ConfigError, match=r"set options\.disable-prefill-cuda-graph"):
+        resolve(settings)
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,12 @@ def test_a_trainer_that_broadcasts_to_servers_tells_nccl_what_they_tell_it() -> 
     served = ["engine=sglang", "cluster.pool=split", "+policies.verifier.own.engine.transport=disk"]
     run = config(*served, "+engine.transport=distributed")
     assert [policy_spec(name, run).cumem for name in ("solver", "verifier")] == ["0", None]
-    told = config(*served, "+engine.transport=distributed", "+engine.environment.NCCL_CUMEM_ENABLE='1'")
-    assert policy_spec("solver", told).cumem == "1"
+    for said in (
+        "engine.environment.NCCL_CUMEM_ENABLE='1'",
+        "engine.options.enable_symm_mem=true",
+        "engine.options.moe-a2a-backend=deepep_v2",
+    ):
+        assert policy_spec("solver", config(*served, "+engine.transport=distributed", f"+{said}")).cumem == "1"
 
 
 def test_clips_kl_micro_batches_and_updates_reach_each_policys_trainer() -> None:

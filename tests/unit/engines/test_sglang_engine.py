@@ -303,12 +303,16 @@ def test_only_what_sleeps_is_woken_and_the_reverse(make: Make) -> None:
         said = await engine._replicas[0].client.call("/what", {})
         return [path for path in said["calls"] if "memory" in path or "health" in path]
 
+    asleep = []
+
     async def play() -> tuple[list[str], list[str]]:
         await engine.sleep(("kv_cache",))
+        asleep.append(sorted(engine._replicas[0].asleep))
         await engine.sleep(("kv_cache",))
         await engine.wake(("weights",))
         await engine.wake()
         await engine.wake()
+        asleep.append(sorted(engine._replicas[0].asleep))
         slept = await calls()
         await engine.sleep()
         pid = await pid_of(engine._replicas[0])
@@ -321,6 +325,7 @@ def test_only_what_sleeps_is_woken_and_the_reverse(make: Make) -> None:
 
     slept, died = asyncio.run(play())
     assert slept == ["/release_memory_occupation", "/resume_memory_occupation"]
+    assert asleep == [["cuda_graph", "kv_cache"], []]
     assert died == []  # the new server never slept
     assert engine.starts == 2
 

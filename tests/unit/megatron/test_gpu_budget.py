@@ -66,53 +66,53 @@ DENSE, SELECTIVE, FULL = (3, 20, 8, 12), (3, 26, 17, 6), (4, 27, 11, 16)  # by w
 SPEED = {
     "4b groups": Budget(
         case={"model": "4b", "layout": "groups", "recompute": "selective"},
-        mfu=0.511,
-        launches=2522,
+        mfu=0.519,
+        launches=2383,
         gib=117.7,
         layer=SELECTIVE,
     ),
     "4b turns": Budget(
         case={"model": "4b", "layout": "turns", "recompute": "selective"},
-        mfu=0.511,
-        launches=2477,
+        mfu=0.519,
+        launches=2338,
         gib=115.2,
         layer=SELECTIVE,
     ),
     "4b groups, full": Budget(
         case={"model": "4b", "layout": "groups", "recompute": "full"},
-        mfu=0.419,
-        launches=2738,
+        mfu=0.425,
+        launches=2599,
         gib=72.7,
         layer=FULL,
     ),
     "4b long, full": Budget(
         case={"model": "4b", "layout": "long", "recompute": "full"},
-        mfu=0.37,
-        launches=2819,
+        mfu=0.374,
+        launches=2680,
         gib=77.7,
         layer=FULL,
     ),
-    "1.7b groups": Budget(case={"model": "1.7b", "layout": "groups"}, mfu=0.507, launches=1758, gib=63.1, layer=DENSE),
+    "1.7b groups": Budget(case={"model": "1.7b", "layout": "groups"}, mfu=0.517, launches=1651, gib=63.1, layer=DENSE),
     "1.7b branches": Budget(
-        case={"model": "1.7b", "layout": "branches"}, mfu=0.512, launches=1839, gib=93.1, layer=DENSE
+        case={"model": "1.7b", "layout": "branches"}, mfu=0.522, launches=1732, gib=93.1, layer=DENSE
     ),
-    "1.7b whole": Budget(case={"model": "1.7b", "layout": "whole"}, mfu=0.478, launches=1767, gib=95.7, layer=DENSE),
+    "1.7b whole": Budget(case={"model": "1.7b", "layout": "whole"}, mfu=0.487, launches=1660, gib=95.7, layer=DENSE),
     "0.5b groups": Budget(
-        case={"model": "0.5b", "layout": "groups"}, mfu=0.446, launches=1346, gib=25.6, layer=(3, 14, 8, 12)
+        case={"model": "0.5b", "layout": "groups"}, mfu=0.451, launches=1303, gib=25.6, layer=(3, 14, 8, 12)
     ),
     # two of 48 layers, whose experts weigh most on the optimizer; of one micro-batch
     "30b-a3b groups": Budget(
         case={"model": "30b-a3b", "layout": "groups", "recompute": "selective"},
-        mfu=0.367,
-        launches=430,
+        mfu=0.369,
+        launches=427,
         gib=36.3,
         layer=(3, 26, 55, 6),
     ),
     # each layer waits once for how many rows go from rank to rank; and experts' gradients have a norm of their own
     "30b-a3b groups, experts on two ranks": Budget(
         case={"model": "30b-a3b", "layout": "groups", "recompute": "selective", "ep": 2, "dp": 2},
-        mfu=0.374,
-        launches=469,
+        mfu=0.376,
+        launches=466,
         gib=26.4,
         layer=(3, 26, 66, 6),
         waits=WAITS | {"token_dispatcher.py _maybe_dtoh_and_synchronize": 2, "clip_grads.py get_grad_norm_fp32": 4},
@@ -157,7 +157,7 @@ REFERENCE: dict[str, dict[str, Any]] = {
 
 SMALL = Budget(
     case={"model": "tiny", "layout": "small", "microbatches": 3},
-    launches=749,
+    launches=740,
     layer=DENSE,
     order=["upload", "upload", "compute", "upload", "compute", "compute"],
 )

@@ -1,9 +1,11 @@
 """A layer's experts as one product: what its kernels compute, in Triton's interpreter, and what all of it comes to."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,21 @@ def test_an_update_by_kernels_is_that_by_expert(
     assert same_norm == pytest.approx(norm, rel=1e-5)
     for name, gradient in gradients.items():
         assert float((same_gradients[name] - gradient).norm()) <= 1e-5 * norm, name
+
+
+@interpreted
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_mixture_that_nobody_holds_is_gone(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, kernels: bool
+) -> None:
+    reference.make_model("qwen3_moe", tmp_path)
+    monkeypatch.setattr(experts, "kernels_run", lambda _: kernels)
+    trainer = MegatronTrainer(ranks.spec_of(str(tmp_path)))
+    trainer.update([make_batch([(3, -1, 3)], vocab=64)])
+    held = [weakref.ref(parameter) for parameter in trainer.model.parameters.values()]
+    del trainer
+    gc.collect()
+    assert not any(parameter() is not None for parameter in held)
 
 
 @interpreted

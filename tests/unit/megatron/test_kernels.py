@@ -200,10 +200,16 @@ def test_a_head_that_embeds_leaves_the_gradient_to_the_embedding(one_rank: None)
 
 
 @pytest.mark.parametrize(
-    ("gpu", "kib", "fits"), [("H100", 227, {64, 80, 128}), ("A100", 163, {64, 80, 128}), ("L40S", 99, {64})]
+    ("gpu", "kib", "fits", "halves", "keys"),
+    [
+        ("H100", 227, {64, 80, 128}, {64, 80, 128, 256, 512}, 32),
+        ("A100", 163, {64, 80, 128}, {64, 80, 128, 256}, 32),
+        ("L40S", 99, {64}, {64, 80, 128, 256}, 16),
+        ("T4", 64, set(), {64}, 16),
+    ],
 )
-def test_torch_attends_where_tiles_of_float32_do_not_fit(
-    gpu: str, kib: int, fits: set[int], monkeypatch: pytest.MonkeyPatch
+def test_torch_attends_where_tiles_do_not_fit(
+    gpu: str, kib: int, fits: set[int], halves: set[int], keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = SimpleNamespace(shared_memory_per_block_optin=kib << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: room)
@@ -212,8 +218,12 @@ def test_torch_attends_where_tiles_of_float32_do_not_fit(
         shape = SimpleNamespace(heads=8, kv_heads=2, head_dim=dim)
         return pipeline._tiles(TrainerSpec(model="", **spec), shape, torch.device("meta"))  # type: ignore[arg-type]
 
-    assert {dim for dim in (64, 80, 128, 256) if tiles(dim)} == fits
-    assert tiles(128, bf16=True) == TileSizes.of(4, 128, bf16=True)
+    heads = (64, 80, 128, 256, 512)
+    assert {dim for dim in heads if tiles(dim)} == fits
+    assert {dim for dim in heads if tiles(dim, bf16=True)} == halves
+    if 256 in halves:
+        assert tiles(256, bf16=True) == TileSizes(4, rows=64, keys=keys, rows_kv=32, keys_kv=32)
+        assert tiles(128, bf16=True) == TileSizes.of(4, 128, bf16=True)
 
 
 def test_shapes_are_known_without_a_kernel() -> None:
@@ -235,6 +245,7 @@ def measured() -> dict[str, list[dict[str, int]]]:
     code = (
         "import json, sys; from tests.support.sm90 import head_kernels, tree_kernels\n"
         "found = {name: tree_kernels(*shape) for name, shape in json.loads(sys.argv[1]).items()}\n"
+        "found['wide heads'] = tree_kernels(2, 256, capability=89, room=99)\n"
         "print(json.dumps({**found, 'head': head_kernels()}))"
     )
     command = [sys.executable, "-c", code, json.dumps(COMPILED)]
@@ -249,6 +260,11 @@ def test_kernels_for_an_h200_keep_to_their_registers(model: str, measured: dict[
         assert kernel["spilled"] == 0 and kernel["registers"] <= most
         assert kernel["shared"] <= 160  # KiB of a multiprocessor's 227
         assert kernel["wgmma"] >= 16  # its tensor cores multiply
+
+
+def test_heads_of_256_fit_an_l40s(measured: dict[str, list[dict[str, int]]]) -> None:
+    assert max(kernel["shared"] for kernel in measured["wide heads"]) <= TileSizes.least_room(256, bf16=True) <= 99
+    assert [kernel["spilled"] for kernel in measured["wide heads"]] == [0, 0, 0]
 
 
 def test_the_head_spills_nothing_either(measured: dict[str, list[dict[str, int]]]) -> None:

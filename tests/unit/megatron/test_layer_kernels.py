@@ -1,4 +1,4 @@
-"""SwiGLU and the rotation by position as Triton kernels: in its interpreter, and compiled for an H200 without a GPU."""
+"""Norms, SwiGLU and the rotation as Triton kernels: in its interpreter, and compiled for an H200 without a GPU."""
 
 import json
 import math
@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
-from mcore_mas.megatron.model.layer_ops import LAYER_BLOCK, rotated, swiglu
+from mcore_mas.megatron.model import layer_ops
+from mcore_mas.megatron.model.layer_ops import LAYER_BLOCK, KernelNorm, rotated, swiglu
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(
@@ -56,6 +57,47 @@ def test_swiglu_is_torchs(width: int) -> None:
 
 
 @interpreted
+def test_a_norm_by_hand() -> None:
+    # mean(1, 49) = 25: (1, 7) / 5 by weights (10, 100). The weight gets Σ slope · (1, 7) / 5, of both rows alike; of x
+    # only what is across it: (w dy − n mean(w dy n)) / 5 = ((10, 0) − (0.2, 1.4) · 1) / 5
+    weight = torch.nn.Parameter(torch.tensor([10.0, 100.0]))
+    x, slope = torch.tensor([[1.0, 7.0], [-1.0, -7.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    out, of_x = results(lambda x: KernelNorm.apply(x, weight, 1e-12), x, slope)
+    assert out.flatten().tolist() == pytest.approx([2.0, 140.0, -2.0, -140.0])
+    assert of_x[0].tolist() == pytest.approx([1.96, -0.28])
+    assert weight.grad.tolist() == pytest.approx([0.2, -1.4])  # type: ignore[union-attr]
+    weight.main_grad, weight.grad = torch.ones(2), None  # type: ignore[attr-defined]  # of a micro-batch before
+    results(lambda x: KernelNorm.apply(x, weight, 1e-12), x, slope)
+    assert weight.main_grad.tolist() == pytest.approx([1.2, -0.4])  # type: ignore[attr-defined]
+    assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]  # Megatron adds nothing more
+    weight.requires_grad_(False).grad = None
+    assert torch.equal(results(lambda x: KernelNorm.apply(x, weight, 1e-12), x, slope)[1], of_x) and weight.grad is None
+
+
+@interpreted
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(7, 1, 5), (3, 2, 2100), (67, 3, 128)])
+def test_a_norm_is_torchs(tokens: int, heads: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_ops, "_NORM_WARPS", 12)  # three programs, which have 13 blocks of 16 rows of 128
+    draw = torch.Generator().manual_seed(width)
+    wide, slope = torch.randn(tokens, 1, heads, 3 * width, generator=draw), torch.randn(tokens, 1, heads, width)
+    drawn = 1 + torch.rand(width, generator=draw)
+    for dtype, off in ((torch.float32, 2e-6), (torch.bfloat16, 2**-7)):  # the interpreter truncates to bfloat16
+        found = []
+        for one in (dtype, torch.float64):
+            weight = torch.nn.Parameter(drawn.to(dtype).to(one))
+
+            def norm(wide: Tensor, weight: Tensor = weight) -> Tensor:
+                x = wide[..., width : 2 * width]  # as keys lie between queries and values
+                double = x.dtype == torch.float64
+                return rms_norm(x, (width,), weight, 1e-6) if double else KernelNorm.apply(x, weight, 1e-6)
+
+            found.append([*results(norm, wide.to(dtype).to(one), slope.to(dtype)), weight.grad])
+        for mine, theirs in zip(*found, strict=True):
+            assert mine is not None and mine.dtype == dtype
+            assert float((mine - theirs).abs().max()) <= off * float(theirs.abs().max())
+
+
+@interpreted
 def test_a_quarter_turn_by_hand() -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
     angles = torch.tensor([0.0, math.pi / 2, 0.0, math.pi / 2]).view(1, 1, 1, 4)
@@ -85,13 +127,19 @@ def test_a_rotation_is_megatrons(heads: int, dim: int) -> None:
 
 def test_they_compile_for_an_h200_without_spills() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    code = "import json; from tests.support.sm90 import layer_kernels; print(json.dumps(layer_kernels()))"
+    code = (
+        "import json; from tests.support.sm90 import layer_kernels, norm_kernels\n"
+        "print(json.dumps([layer_kernels(), *map(norm_kernels, (128, 2560, 5120))]))"
+    )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [kernel["spilled"] for kernel in found] == [0] * 5
+    found, *norms = json.loads(done.stdout.splitlines()[-1])
+    assert [kernel["spilled"] for kernel in sum(norms, found)] == [0] * (5 + 3 * 4)
     assert max(kernel["registers"] for kernel in found) <= 64  # eight programs of 128 threads at a time
+    for forward, gradient, *_ in norms:
+        # 1536 threads of a multiprocessor, and of the gradient 512: all that there are of it on an H200
+        assert forward["registers"] <= 40 and gradient["registers"] <= 128
 
 
 @pytest.mark.gpu
@@ -101,4 +149,9 @@ def test_they_compute_the_same_on_a_gpu() -> None:
     x, slope = torch.randn(300, 1, 2 * 9728, generator=draw), torch.randn(300, 1, 9728, generator=draw)
     want = results(lambda x: silu(x[..., :9728]) * x[..., 9728:], x.double(), slope)
     for mine, theirs in zip(results(swiglu, x.cuda(), slope.cuda()), want, strict=True):
+        assert float((mine.cpu() - theirs).abs().max()) <= 2e-6 * float(theirs.abs().max())
+    weight = torch.rand(9728, generator=draw)
+    want = results(lambda x: rms_norm(x, weight.shape, weight.double(), 1e-6), slope.double(), slope)
+    got = results(lambda x: KernelNorm.apply(x, weight.cuda(), 1e-6), slope.cuda(), slope.cuda())
+    for mine, theirs in zip(got, want, strict=True):
         assert float((mine.cpu() - theirs).abs().max()) <= 2e-6 * float(theirs.abs().max())

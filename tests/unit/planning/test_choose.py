@@ -101,9 +101,10 @@ def test_phases_by_hand() -> None:
     assert apart.rollout == pytest.approx(0.92 * 80e9)  # keys and values take what is left
     together = alone(pool="shared", layouts={"shared": ParallelLayout(dp=2)}, replicas=2)
     beside = estimate_run(run, models, together, GPUS["H100"])
-    assert beside.update == pytest.approx(trainer.total + 2 * n + beside.kv + 2e9) == pytest.approx(0.92 * 80e9)
+    assert beside.update == pytest.approx(trainer.total + 2 * n + beside.kv + 2.9e9) == pytest.approx(0.92 * 80e9)
     in_turn = estimate_run(run, models, alone(pool="shared", replicas=2, colocated=True), GPUS["H100"])
-    assert in_turn.update == trainer.total + 2 * n + 2e9 and in_turn.kv > beside.kv
+    # two processes, and the graphs of a server that sleeps
+    assert in_turn.update == trainer.total + 2 * n + 2.9e9 and in_turn.kv > beside.kv
     assert in_turn.host == 2 * (2 * n + 6 * n) + 12 * n  # of two ranks, and a checkpoint
     assert apart.host == 12 * n  # a checkpoint
     only = estimate_run(
@@ -124,7 +125,7 @@ def test_one_by_one_the_largest_trainer_counts() -> None:
         estimate_run(run, models, made, GPUS["H100"]) for made in (place, replace(place, one_by_one=True))
     )
     assert len(single.trainers) == 4
-    engines = sum(single.weights.values()) + 6e9  # and six processes
+    engines = sum(single.weights.values()) + 7.8e9  # and six processes, with graphs of two servers
     assert single.update == pytest.approx(max(m.total for m in single.trainers.values()) + engines)
     assert together.update == pytest.approx(sum(m.total for m in together.trainers.values()) + engines)
     # one update a step: each model goes out and in to score and to learn, its moments through the GPU once
@@ -260,7 +261,7 @@ def test_a_suite_has_what_was_chosen(tmp_path: Path, run: str) -> None:
     placement, estimate = choose_placement(config(run), Cluster.parse("8xH100"))
     assert own_placement(made) == placement
     assert (made.cluster.pool, made.engine.transport, made.engine.sleep) == ("shared", "tensor", True)
-    assert made.engine.options["enable-memory-saver"] is True
+    assert "enable-memory-saver" not in made.engine.options  # a training's engines are started with it where they sleep
     held = (max(estimate.weights.values()) + estimate.kv) / 80e9
     assert made.engine.options["mem-fraction-static"] == pytest.approx(held, abs=1e-3)
     plain = config(run, "run=a", f"results={tmp_path}", "cluster=auto").model_dump(mode="json")
