@@ -199,6 +199,7 @@ class TrainerGroup:
         self._asleep, self._joined = turns is not None, False
         self._peak: float | None = None  # of a rank's GPU, once `ready`
         self._waking = asyncio.Lock()
+        self._calling = asyncio.Lock()  # ranks take calls in the order in which they were made
         if turns:
             turns.groups.append(self)
         if places is None:
@@ -256,17 +257,31 @@ class TrainerGroup:
 
     async def sleep(self) -> int:
         """Give memory away while nothing is trained; returns the bytes on all ranks; see `MegatronTrainer.sleep`."""
-        home = self.home
-        given = sum(await self._ask(rank.sleep.remote() for rank in home._ranks)) if not home._asleep else 0
-        home._asleep = True
-        return given
+        async with self.home._calling:
+            return await self.home._rest(asleep=True)
 
     async def wake(self) -> None:
         """Take it back."""
-        home = self.home
-        if home._asleep and home._joined:
-            await self._ask(rank.wake.remote() for rank in home._ranks)
-        home._asleep = False
+        async with self.home._calling:
+            await self.home._rest(asleep=False)
+
+    async def _rest(self, *, asleep: bool) -> int:
+        given = []
+        if asleep != self._asleep and (asleep or self._joined):
+            given = await self._ask((rank.sleep if asleep else rank.wake).remote() for rank in self._ranks)
+        self._asleep = asleep
+        return sum(given) if asleep else 0
+
+    @asynccontextmanager
+    async def away(self) -> AsyncIterator[None]:
+        """Inside the block it has no memory, and what it is asked waits; then it has what it had."""
+        async with self.home._calling:
+            slept = self.home._asleep
+            await self.home._rest(asleep=True)  # after what the ranks are at
+            try:
+                yield
+            finally:
+                await self.home._rest(asleep=slept)
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
@@ -316,7 +331,9 @@ class TrainerGroup:
     async def _all(self, method: str, *arguments: object) -> list[Any]:
         """What every rank's `method` gives for this policy, when it has its turn."""
         async with self._turn():
-            return await self._ask(getattr(rank, method).remote(self.policy, *arguments) for rank in self.home._ranks)
+            async with self.home._calling:
+                calls = [getattr(rank, method).remote(self.policy, *arguments) for rank in self.home._ranks]
+            return await self._ask(calls)
 
     async def _ask(self, calls: Iterable[Any]) -> list[Any]:
         """What the ranks' calls return. The first that fails is not kept waiting for by those that hang for its sake.
