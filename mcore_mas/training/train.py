@@ -97,12 +97,12 @@ def train(
         make_env = stack.enter_context(world(config, "train/retriever"))
         recent = stack.enter_context(recent_folder())  # until the ranks are gone
         if room is None:
-            room = room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json")))
+            room, logs = room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json"))), None
         else:
             store, pages = object_store_mb(config), room.kind == "CPU"
             own_ray = running_ray(room.cpus, store, gpus=room.gpus, keep_pages=pages, logs=folder / "ray")
-            stack.enter_context(own_ray)
-        crew = stack.enter_context(closing(Crew(config, room, joined=address != "local")))
+            logs = stack.enter_context(own_ray)
+        crew = stack.enter_context(closing(Crew(config, room, logs=logs)))
         stop = StopSignal(signals=after_step is None)
         run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, recent, after_step, stop)
         done = asyncio.run(run.train(found, warnings)) | {"commit": commit}
