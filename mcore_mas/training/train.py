@@ -20,7 +20,7 @@ from mcore_mas.planning.machine import on_its_devices
 from mcore_mas.rollout.base.files import atomic_folder, tree_sha256, writable, write_json
 from mcore_mas.rollout.base.ownership import check_owner, epoch_of, owned
 from mcore_mas.rollout.base.processes import ProcessLost, Restarts, forget_restarts
-from mcore_mas.rollout.base.task_group import Watchdog
+from mcore_mas.rollout.base.task_group import Watchdog, contain_exits
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
@@ -126,6 +126,7 @@ class _Run:
 
     async def train(self, found: Saved | None, warnings: Sequence[str]) -> dict[str, Any]:
         """Train from `found`, again from the newest state whenever trainers are lost; what `done.json` says."""
+        contain_exits()
         self.stop.listen()
         restarts, again = Restarts("trainers", self.config.cluster.restarts), False
         tracked = found.state.get("mlflow_run") if found else None
