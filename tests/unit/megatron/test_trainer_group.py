@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -104,6 +105,25 @@ class Worker:
 
         called = self._line.submit(work)
         return SimpleNamespace(future=lambda: called)
+
+
+def test_experts_on_record_are_mapped_by_a_rank_and_not_copied(running_ray: None) -> None:
+    """How much memory of a process' own 64 MiB of them take."""
+    (batch,) = pack(reference.make_samples()[:1], 1 << 20)
+    routing = torch.arange(64 << 20, dtype=torch.int64).to(torch.uint8).view(16, -1)
+
+    @ray.remote
+    class Rank:
+        def take(self, shared: Any) -> tuple[int, int]:
+            (mapped,) = trainer_group._mapped(shared)
+            experts = 0 if mapped.routing is None else int(mapped.routing.sum(dtype=torch.int64))
+            return experts, int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+
+    rank = Rank.remote()
+    nothing, before = ray.get(rank.take.remote(trainer_group._shared([batch])))
+    experts, after = ray.get(rank.take.remote(trainer_group._shared([replace(batch, routing=routing)])))
+    assert (nothing, experts) == (0, int(routing.sum(dtype=torch.int64)))
+    assert after - before < 16 << 10  # KiB
 
 
 def test_while_it_is_away_a_group_has_no_memory_and_calls_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
