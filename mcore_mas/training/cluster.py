@@ -289,7 +289,7 @@ async def failed_starts(logs: Path) -> None:
             starting.update(pid for line in lines for pid in _BEGUN.findall(line))
             for pid in list(starting):
                 ended = not psutil.pid_exists(int(pid))
-                if any(logs.glob(f"python-core-worker-*_{pid}.log")):  # Ray knows it
+                if any(logs.glob(f"python-core-*_{pid}.log")):  # Ray knows it
                     starting.remove(pid)
                 elif ended:
                     said = (logs / "raylet.err").read_text(errors="replace").splitlines()

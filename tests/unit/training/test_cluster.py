@@ -122,7 +122,7 @@ def test_a_process_that_ended_before_ray_knew_it_is_told_with_what_it_said_last(
     ]
     (tmp_path / "raylet.out").write_text("\n".join([*lines, ""]))
     (tmp_path / "raylet.err").write_text("Traceback\nImportError: no libfoo\n[2026-11-28 04:10:25 E] of Ray's own\n")
-    (tmp_path / f"python-core-worker-ae_{gone[0].pid}.log").touch()  # Ray knew it before it ended
+    (tmp_path / f"python-core-spill_worker-ae_{gone[0].pid}.log").touch()  # Ray knew it before it ended
     with pytest.raises(ClusterError) as caught:
         asyncio.run(asyncio.wait_for(failed_starts(tmp_path), 10))
     assert str(caught.value) == f"process {gone[1].pid} of Ray ended as it started: ImportError: no libfoo"
