@@ -288,12 +288,12 @@ async def failed_starts(logs: Path) -> None:
             *lines, rest = (rest + file.read()).split("\n")
             starting.update(pid for line in lines for pid in _BEGUN.findall(line))
             for pid in list(starting):
-                ended = not psutil.pid_exists(int(pid))
-                if any(logs.glob(f"python-core-*_{pid}.log")):  # Ray knows it
+                ended, said = not psutil.pid_exists(int(pid)), (logs / "raylet.err").read_text(errors="replace")
+                # Ray knows it, or was out of patience with it, ended it and starts another
+                if any(logs.glob(f"python-core-*_{pid}.log")) or f"process({pid}) have not registered" in said:
                     starting.remove(pid)
                 elif ended:
-                    said = (logs / "raylet.err").read_text(errors="replace").splitlines()
-                    words = [line for line in said if line.strip() and not line.startswith("[")]  # not Ray's own
+                    words = [line for line in said.splitlines() if line.strip() and line[0] != "["]  # not Ray's own
                     last = words[-1] if words else "it said nothing; the kernel ends processes where memory is full"
                     raise ClusterError(f"process {pid} of Ray ended as it started: {last.strip()[:_SHOWN]}")
             await asyncio.sleep(_LOOK_S)
