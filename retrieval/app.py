@@ -24,7 +24,7 @@ from mcore_mas.retrieval.encoder import open_encoder
 from mcore_mas.retrieval.index import Index, Searcher, check_canary, read_manifest
 from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest
 from mcore_mas.rollout.base.http import DIGEST_HEADER, Result, content_digest
-from mcore_mas.rollout.base.http_server import BodyTooLarge, TooLargeResponse, bears, read_body
+from mcore_mas.rollout.base.http_server import BodyTooLarge, ClosingResponse, bears, read_body
 
 _FAISS: Any = faiss  # whose stubs lack its settings
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -156,7 +156,7 @@ def _guarded(handler: Handler, token: str | None) -> Handler:
         except BadRequest as error:
             return _error(422, str(error))
         except BodyTooLarge as error:
-            return TooLargeResponse({"error": str(error)})
+            return ClosingResponse({"error": str(error)})
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Overloaded as error:

@@ -228,13 +228,15 @@ def serve_run(
     port: _Port = 8000,
     token_file: _TokenFile = None,
     most_calls: Annotated[int, typer.Option(help="Answered at a time; further ones get status 429.", min=1)] = 256,
+    most_connections: Annotated[int, typer.Option(help="Open at a time; calls of further ones too.", min=1)] = 1024,
 ) -> None:
     """Answer as models of OpenAI's and Anthropic's APIs: the whole team by the run's name, and each of its agents."""
     from mcore_mas.training.serve import serve
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        serve(run, state=state, host=host, port=port, token_file=token_file, most_calls=most_calls)
+        limits = {"most_calls": most_calls, "most_connections": most_connections}
+        serve(run, state=state, host=host, port=port, token_file=token_file, **limits)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 

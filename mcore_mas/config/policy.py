@@ -247,6 +247,8 @@ class TrainerConfig(Section):
     microbatch_tokens: int = Field(4096, ge=1)
     checkpoint_every: int = Field(10, ge=1)  # steps
     keep_checkpoints: int = Field(2, ge=1)  # the newest
+    # steps of which trajectories stay, the newest; those since the newest checkpoint always do. None: all
+    keep_trajectories: int | None = Field(None, ge=1)
     keep_best: int = Field(0, ge=0)  # also those with the highest validation accuracy; each is saved when it is found
     final: Literal["last", "best"] = "last"  # which weights are written as the finished policies
     resume: Literal["same", "changed"] = "same"  # changed: a run of another recipe is forked

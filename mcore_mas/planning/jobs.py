@@ -207,10 +207,9 @@ def _routing_bytes(config: RunConfig, policy: str) -> int:
 
 
 def _replayed_mb(config: RunConfig) -> int:
-    """Experts on record in trajectories, in micro-batches, and in every rank's copy of these."""
-    works, trained = workloads(config), config.trained
-    copies = {policy: 2 + config.policies[policy].ranks for policy in trained}
-    return int(sum(works[p].tokens * _routing_bytes(config, p) * copies[p] for p in trained) / 1e6)
+    """Experts on record in trajectories and in micro-batches; ranks read them in Ray's store."""
+    works = workloads(config)
+    return int(2 * sum(works[p].tokens * _routing_bytes(config, p) for p in config.trained) / 1e6)
 
 
 def _retriever_mb(retriever: RetrieverConfig) -> int:

@@ -17,6 +17,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import keep
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import NEEDS
+from mcore_mas.rollout.base.ownership import check_owner
 from mcore_mas.rollout.base.task_group import Wait, Watchdog, together
 from mcore_mas.rollout.config.sections import build_allocator
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
@@ -95,6 +96,13 @@ class AsyncRollouts:
         in_flight = config.trajectories_in_flight(len(config.models) * config.engine.servers)
         await measure(board, collector, in_flight=in_flight, retries=config.evaluation.retries)
         return board
+
+    def prune(self, before: int) -> None:
+        """Remove what was collected for steps before this one."""
+        for file in self.folder.glob("step_*.parquet"):
+            if int(file.stem.removeprefix("step_")) < before:
+                check_owner(file)
+                file.unlink(missing_ok=True)
 
     def metrics(self) -> StepMetrics:
         """What coach and remote models have said and spent."""

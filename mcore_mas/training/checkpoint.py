@@ -170,6 +170,11 @@ class Checkpoints:
         """Whether the state after `step` steps is saved."""
         return (self._folder / _name(step)).is_dir()
 
+    @property
+    def newest_step(self) -> int:
+        """After how many steps the newest state is that is saved; 0 without one."""
+        return max((int(folder.name.removeprefix("step_")) for folder in _steps(self._folder)), default=0)
+
     def rate(self, step: int, metric: float) -> None:
         """Write down the metric of a checkpoint that was saved without one."""
         folder = self._folder / _name(step)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import secrets
 import socket
 import sys
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private.services import canonicalize_bootstrap_address
@@ -34,8 +36,10 @@ KEEP_PAGES = {
 }
 _MOST_CORES = 8
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container, by the kernel's cgroup v2
-_LOOK_S = 1.0  # between two looks at which nodes are alive
+_LOOK_S = 1.0  # between two looks at which nodes, and processes that start, are alive
+_BEGUN = re.compile(r"Started worker process with pid (\d+)")  # in the log of Ray's node
 _DOOR_S = 10.0  # that the head may take to accept a connection, and to say its first word
+_SHOWN = 300  # characters of what a process said last
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # RFC 9113, 3.4; Ray speaks gRPC
 _ANSWER_S = 300.0  # that a node may take to start a process and look at a file; a busy one takes minutes
 
@@ -75,8 +79,8 @@ def cores_here() -> int:
 @contextmanager
 def running_ray(
     cpus: int, object_store_mb: int, *, gpus: int = 0, keep_pages: bool = False, logs: Path | None = None
-) -> Iterator[None]:
-    """A Ray of this run's own, without a dashboard, for the block; it ends with this process.
+) -> Iterator[Path]:
+    """A Ray of this run's own, without a dashboard, for the block; it ends with this process. The folder of its logs.
 
     Args:
         logs: folder that becomes what its processes have logged, unless all goes well.
@@ -94,15 +98,15 @@ def running_ray(
     os.environ.pop("RAY_AUTH_MODE", None)  # then Ray asks for its token, which `disabled` would leave out
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (by default Ray's workers give way to all else)
-    # by default 60; after one worker that a busy machine was slower with, `ray.init` waits for ever
+    # by default 60, which a busy machine takes; `failed_starts` sees sooner which have ended
     os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112  (`ray.init` waits for ever if one ends)
     private_token()
     context = _started(cpus, gpus, object_store_mb)
     session = Path(context.address_info["session_dir"])
-    session.chmod(0o700)  # Ray lets everybody in
     with reaped(session, logs):
         try:
-            yield
+            yield session / "logs"
         finally:
             ray.shutdown()
 
@@ -125,10 +129,23 @@ def private_token() -> None:
         token.chmod(0o600)
 
 
+def _private_folder() -> Path:
+    """A folder of this user's alone: every process of Ray's opens those that it makes to everybody."""
+    default = Path(get_default_ray_temp_dir()).resolve()
+    own = default.with_name(f"{default.name}-{os.getuid()}")
+    own.mkdir(0o700, parents=True, exist_ok=True)
+    if own.lstat().st_uid != os.getuid() or own.is_symlink():
+        raise ClusterError(f"cluster.address: local: {own} is not this user's; set RAY_TMPDIR to a folder that is")
+    own.chmod(0o700)
+    return own
+
+
 def _started(cpus: int, gpus: int, object_store_mb: int) -> Any:
+    folder = _private_folder() / "ray"
+
     def sessions() -> set[Path]:
         """Of this process: Ray ends their names with its number."""
-        return set(Path(get_default_ray_temp_dir()).resolve().glob(f"session_*_{os.getpid()}"))
+        return set(folder.glob(f"session_*_{os.getpid()}"))
 
     before = sessions()
     for last in (False, False, True):
@@ -141,6 +158,7 @@ def _started(cpus: int, gpus: int, object_store_mb: int) -> Any:
                 object_store_memory=object_store_mb << 20,
                 logging_level=logging.ERROR,
                 log_to_driver=False,
+                _temp_dir=str(folder),
             )
         except Exception as error:  # Ray has no type for a machine too busy to start it within its fixed 30 s
             ray.shutdown()
@@ -254,6 +272,31 @@ def _text(path: str) -> str | None:
     with suppress(OSError):
         return Path(path).read_text()
     return None
+
+
+async def failed_starts(logs: Path) -> None:
+    """Watch a Ray that logs to the folder `logs`, until this is cancelled, for processes that end as they start.
+
+    Ray itself looks after `worker_register_timeout_seconds`, and starts no other before.
+
+    Raises:
+        ClusterError: one has ended before Ray knew it; what it said last.
+    """
+    starting, rest = set[str](), ""
+    with (logs / "raylet.out").open(errors="replace") as file:
+        while True:
+            *lines, rest = (rest + file.read()).split("\n")
+            starting.update(pid for line in lines for pid in _BEGUN.findall(line))
+            for pid in list(starting):
+                ended, said = not psutil.pid_exists(int(pid)), (logs / "raylet.err").read_text(errors="replace")
+                # Ray knows it, or was out of patience with it, ended it and starts another
+                if any(logs.glob(f"python-core-*_{pid}.log")) or f"process({pid}) have not registered" in said:
+                    starting.remove(pid)
+                elif ended:
+                    words = [line for line in said.splitlines() if line.strip() and line[0] != "["]  # not Ray's own
+                    last = words[-1] if words else "it said nothing; the kernel ends processes where memory is full"
+                    raise ClusterError(f"process {pid} of Ray ended as it started: {last.strip()[:_SHOWN]}")
+            await asyncio.sleep(_LOOK_S)
 
 
 async def lost_nodes(used: Collection[str]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ray.exceptions import RayError
@@ -17,7 +18,7 @@ from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.checkpoint import CheckpointError
-from mcore_mas.training.cluster import NodeLost, alive_nodes, lost_nodes, node_here
+from mcore_mas.training.cluster import NodeLost, alive_nodes, failed_starts, lost_nodes, node_here
 from mcore_mas.training.engine_factory import close_engines, make_engines
 from mcore_mas.training.placement import DevicePlacement, Room, room_for
 from mcore_mas.training.policy_trainer import PolicyTrainer, critic_spec, policy_spec
@@ -33,11 +34,17 @@ _REPLACE_S = 600.0  # that a node which was lost may take to be replaced where t
 class Crew:
     """The engines and trainers of a run; engines outlive a loss of nodes that they are not on."""
 
-    def __init__(self, config: RunConfig, room: Room, *, joined: bool) -> None:
-        """Nothing runs before `start`; in a Ray that was `joined`, processes may be on several nodes."""
+    def __init__(self, config: RunConfig, room: Room, *, logs: Path | None) -> None:
+        """Nothing runs before `start`.
+
+        Args:
+            logs: folder of a Ray of the run's own; None: one was joined, and processes may be on several nodes.
+        """
+        joined = logs is None
         threads = room.threads_of(config, joined=joined)
         cluster = config.cluster.model_copy(update={"threads_per_process": threads})
         self._config, self.room, self._joined = config.model_copy(update={"cluster": cluster}), room, joined
+        self._logs = logs
         self._placement = DevicePlacement(room, joined=joined)
         self.engines: dict[str, Any] = {}
         self.trainers: dict[str, PolicyTrainer] = {}
@@ -87,16 +94,16 @@ class Crew:
         """What `work` gives.
 
         Raises:
+            ClusterError: a process of the run's own Ray ended as it started.
             NodeLost: a node that trainers are on was lost first, or is what `work` failed of.
             ProcessLost: `work` failed of a trainer's rank that is gone or hangs.
         """
-        if not self._joined:
-            return await work
         used = {node for (_, part), nodes in self._placement.nodes.items() if part != "engine" for node in nodes}
-        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(lost_nodes(used))
+        watch = failed_starts(self._logs) if self._logs else lost_nodes(used)
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done() and isinstance(working.exception(), _OF_A_NODE):
+            if self._joined and working.done() and isinstance(working.exception(), _OF_A_NODE):
                 await asyncio.wait({watching}, timeout=_NOTICE_S)
             if watching.done():
                 watching.result()

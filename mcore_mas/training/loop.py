@@ -85,6 +85,8 @@ async def _take(session: TrainingSession, number: int) -> None:
         await _save(session, number + 1, metrics.get(_BEST_BY))
     elif session.recent and not checkpoints.writing:  # ranks write one state at a time
         await session.recent.keep(number + 1, _state(session, number + 1), _writer(session))
+    if trainer.keep_trajectories is not None:  # a run that goes on reads those since its checkpoint
+        session.rollouts.prune(min(number + 1 - trainer.keep_trajectories, checkpoints.newest_step))
 
 
 async def _report(session: TrainingSession, number: int, metrics: StepMetrics) -> None:

@@ -90,6 +90,12 @@ class ServedTeam:
             return call.start(self._play(asked, call.head))
         return await GatewaySession(self._seat(), own_sampling=True).ask(asked)
 
+    async def count(self, asked: ChatRequest) -> int:
+        """How many tokens an agent would be asked with; GatewayError if nobody can say."""
+        if self.agent(asked.model) is None:
+            raise GatewayError(400, f"'{self.config.run}' is a whole team, which reads as it plays; its agents can say")
+        return await GatewaySession(self._seat(), own_sampling=True).count(asked)
+
     def unread(self, call: GatewayCall) -> None:
         """Nobody waits for the reply any more: it is given up."""
         call.task.cancel()
@@ -132,13 +138,23 @@ class ServedTeam:
         )
 
 
-def serve(run: Path, *, state: str, host: str, port: int, token_file: Path | None, most_calls: int) -> None:
+def serve(
+    run: Path,
+    *,
+    state: str,
+    host: str,
+    port: int,
+    token_file: Path | None,
+    most_calls: int,
+    most_connections: int,
+) -> None:
     """Answer for the team of the run in folder `run` until interrupted; a line says where.
 
     Args:
         state: `base` or `trained`, of its policies.
         token_file: has a bearer token; needed for a host that is not loopback.
         most_calls: answered at a time.
+        most_connections: open at a time; of further ones every call is refused.
 
     Raises:
         ConfigError: the run cannot be used.
@@ -161,5 +177,5 @@ def serve(run: Path, *, state: str, host: str, port: int, token_file: Path | Non
 
         app = gateway_app(Entrance(find, most_calls), "")
         say(f"{', '.join(served.models)} at {url_of(listener)}/v1 (Anthropic: {url_of(listener)}); Ctrl-C ends it")
-        server = uvicorn.Server(server_config(app, drain_s=_DRAIN_S, lifespan=False))
+        server = uvicorn.Server(server_config(app, drain_s=_DRAIN_S, lifespan=False, most=most_connections))
         runner.run(server.serve(sockets=[listener]))

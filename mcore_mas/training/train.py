@@ -20,7 +20,7 @@ from mcore_mas.planning.machine import on_its_devices
 from mcore_mas.rollout.base.files import atomic_folder, tree_sha256, writable, write_json
 from mcore_mas.rollout.base.ownership import check_owner, epoch_of, owned
 from mcore_mas.rollout.base.processes import ProcessLost, Restarts, forget_restarts
-from mcore_mas.rollout.base.task_group import Watchdog
+from mcore_mas.rollout.base.task_group import Watchdog, contain_exits
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
@@ -97,12 +97,12 @@ def train(
         make_env = stack.enter_context(world(config, "train/retriever"))
         recent = stack.enter_context(recent_folder())  # until the ranks are gone
         if room is None:
-            room = room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json")))
+            room, logs = room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json"))), None
         else:
             store, pages = object_store_mb(config), room.kind == "CPU"
             own_ray = running_ray(room.cpus, store, gpus=room.gpus, keep_pages=pages, logs=folder / "ray")
-            stack.enter_context(own_ray)
-        crew = stack.enter_context(closing(Crew(config, room, joined=address != "local")))
+            logs = stack.enter_context(own_ray)
+        crew = stack.enter_context(closing(Crew(config, room, logs=logs)))
         stop = StopSignal(signals=after_step is None)
         run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, recent, after_step, stop)
         done = asyncio.run(run.train(found, warnings)) | {"commit": commit}
@@ -126,6 +126,7 @@ class _Run:
 
     async def train(self, found: Saved | None, warnings: Sequence[str]) -> dict[str, Any]:
         """Train from `found`, again from the newest state whenever trainers are lost; what `done.json` says."""
+        contain_exits()
         self.stop.listen()
         restarts, again = Restarts("trainers", self.config.cluster.restarts), False
         tracked = found.state.get("mlflow_run") if found else None

@@ -6,12 +6,14 @@ import asyncio
 import os
 import socket
 import time
+import warnings
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 import torch
 from torch import Tensor
@@ -33,6 +35,22 @@ _LOOPBACK = "127.0.0.1"
 _GONE_S = 10.0  # in which Ray knows that a rank is gone
 _ANY_TIME_S = 30 * 86_400.0
 _Gone = ray.exceptions.RayActorError
+
+
+_Shared = tuple[Sequence[Microbatch], Sequence["np.ndarray | None"]]  # without experts on record, and these
+
+
+def _shared(microbatches: Sequence[Microbatch]) -> Any:
+    """Micro-batches for all ranks. Experts on record, GBs of them, are mapped by the ranks of a machine, not copied."""
+    experts = [None if batch.routing is None else batch.routing.numpy() for batch in microbatches]
+    return ray.put(([replace(batch, routing=None) for batch in microbatches], experts))
+
+
+def _mapped(shared: _Shared) -> list[Microbatch]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's store is read-only, of which torch warns: nobody writes there
+        experts = [None if own is None else torch.from_numpy(own) for own in shared[1]]
+    return [replace(batch, routing=own) for batch, own in zip(shared[0], experts, strict=True)]
 
 
 class _Rank:
@@ -94,14 +112,14 @@ class _Rank:
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return self._watch.phase(name) if self._watch else nullcontext()
 
-    def update(self, policy: str, microbatches: Sequence[Microbatch], at: int | None) -> tuple[dict[str, float], float]:
+    def update(self, policy: str, shared: _Shared, at: int | None) -> tuple[dict[str, float], float]:
         """The trainer's metrics, and how many seconds it took."""
         began = time.perf_counter()
-        return self.call(policy, "update", microbatches, at), time.perf_counter() - began
+        return self.call(policy, "update", _mapped(shared), at), time.perf_counter() - began
 
-    def score(self, policy: str, microbatches: Sequence[Microbatch], reference: bool) -> list[Any]:
+    def score(self, policy: str, shared: _Shared, reference: bool) -> list[Any]:
         with self._phase("score"):
-            scores = self._trainers[policy].score(microbatches, reference=reference)
+            scores = self._trainers[policy].score(_mapped(shared), reference=reference)
         return [] if self._rank else [score.numpy() for score in scores]
 
     def export(self, policy: str, route: SyncRoute, version: int) -> WeightUpdate:
@@ -199,6 +217,7 @@ class TrainerGroup:
         self._asleep, self._joined = turns is not None, False
         self._peak: float | None = None  # of a rank's GPU, once `ready`
         self._waking = asyncio.Lock()
+        self._calling = asyncio.Lock()  # ranks take calls in the order in which they were made
         if turns:
             turns.groups.append(self)
         if places is None:
@@ -233,7 +252,7 @@ class TrainerGroup:
         Its metrics say too how many seconds it took of all devices, and of GPUs whose peak is known how many
         floating-point operations they can do in these.
         """
-        metrics, seconds = (await self._all("update", ray.put(list(microbatches)), at))[0]
+        metrics, seconds = (await self._all("update", _shared(microbatches), at))[0]
         spent = {"device_s": seconds * len(self.home._ranks)}
         if self.home._peak:
             spent["peak_flops"] = self.home._peak * spent["device_s"]
@@ -241,7 +260,7 @@ class TrainerGroup:
 
     async def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
         """Log-probabilities, or a critic's values, of each micro-batch; see `MegatronTrainer.score`."""
-        scores = (await self._all("score", ray.put(list(microbatches)), reference))[0]
+        scores = (await self._all("score", _shared(microbatches), reference))[0]
         # what comes out of the object store is read-only, and torch has no tensors of that kind
         return [torch.from_numpy(score.copy()) for score in scores]
 
@@ -256,17 +275,31 @@ class TrainerGroup:
 
     async def sleep(self) -> int:
         """Give memory away while nothing is trained; returns the bytes on all ranks; see `MegatronTrainer.sleep`."""
-        home = self.home
-        given = sum(await self._ask(rank.sleep.remote() for rank in home._ranks)) if not home._asleep else 0
-        home._asleep = True
-        return given
+        async with self.home._calling:
+            return await self.home._rest(asleep=True)
 
     async def wake(self) -> None:
         """Take it back."""
-        home = self.home
-        if home._asleep and home._joined:
-            await self._ask(rank.wake.remote() for rank in home._ranks)
-        home._asleep = False
+        async with self.home._calling:
+            await self.home._rest(asleep=False)
+
+    async def _rest(self, *, asleep: bool) -> int:
+        given = []
+        if asleep != self._asleep and (asleep or self._joined):
+            given = await self._ask((rank.sleep if asleep else rank.wake).remote() for rank in self._ranks)
+        self._asleep = asleep
+        return sum(given) if asleep else 0
+
+    @asynccontextmanager
+    async def away(self) -> AsyncIterator[None]:
+        """Inside the block it has no memory, and what it is asked waits; then it has what it had."""
+        async with self.home._calling:
+            slept = self.home._asleep
+            await self.home._rest(asleep=True)  # after what the ranks are at
+            try:
+                yield
+            finally:
+                await self.home._rest(asleep=slept)
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
@@ -316,7 +349,9 @@ class TrainerGroup:
     async def _all(self, method: str, *arguments: object) -> list[Any]:
         """What every rank's `method` gives for this policy, when it has its turn."""
         async with self._turn():
-            return await self._ask(getattr(rank, method).remote(self.policy, *arguments) for rank in self.home._ranks)
+            async with self.home._calling:
+                calls = [getattr(rank, method).remote(self.policy, *arguments) for rank in self.home._ranks]
+            return await self._ask(calls)
 
     async def _ask(self, calls: Iterable[Any]) -> list[Any]:
         """What the ranks' calls return. The first that fails is not kept waiting for by those that hang for its sake.

@@ -4,7 +4,7 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.task_group import cancel_tasks
@@ -99,6 +99,19 @@ class Memory:
         """
         self._engines, self._offloaded, self._sleeps = engines, offloaded, sleeps
         self._one = asyncio.Lock() if one_by_one else None
+        for engine in engines.values() if sleeps else ():
+            engine.room = self.room
+
+    @asynccontextmanager
+    async def room(self) -> AsyncIterator[None]:
+        """Inside the block no offloaded trainer has its memory, and what is asked of one waits.
+
+        An engine's process that died beside trainers is started again here: it sizes its memory by what is free.
+        """
+        async with AsyncExitStack() as away:
+            for group in self._offloaded:
+                await away.enter_async_context(group.away())
+            yield
 
     def learning(self) -> AbstractAsyncContextManager[object]:
         """Around all that a policy does in a step: none comes between where trainers have memory one by one."""

@@ -4,9 +4,11 @@ import asyncio
 import errno
 import hmac
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -69,11 +71,11 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-class TooLargeResponse(JSONResponse):
-    """Status 413, sent at once; the rest of the body is read and dropped, so that its sender hears the refusal."""
+class ClosingResponse(JSONResponse):
+    """A connection's last, sent at once; the rest of the body is read and dropped, so that its sender hears it."""
 
-    def __init__(self, content: object) -> None:
-        super().__init__(content, status_code=413, headers={"Connection": "close"})
+    def __init__(self, content: object, status_code: int = 413, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(content, status_code, {**(headers or {}), "Connection": "close"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -123,14 +125,24 @@ def bears(request: Request, token: str) -> bool:
     return any(hmac.compare_digest(one.encode(), wanted) for one in given)
 
 
+CROWDED = "crowded"  # state of requests of a connection beyond as many as may be open: how many that is
+
+
 class TimedProtocol(H11Protocol):
     """Uvicorn's protocol, which waits for ever for a request's rest and for an answer to be taken, with deadlines."""
+
+    def __init__(self, *given: Any, most: int | None = None, **settings: Any) -> None:
+        """Requests of a connection beyond `most` are `CROWDED`; the application refuses them."""
+        super().__init__(*given, **settings)
+        self._most = most
 
     _late: asyncio.TimerHandle | None = None
     _untaken: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self._most is not None and len(self.connections) > self._most:
+            self.app_state = {**self.app_state, CROWDED: self._most}
         transport.set_write_buffer_limits(high=0)  # `pause_writing` is when something waits to be taken
         self._wait()
 
@@ -183,11 +195,15 @@ class TimedProtocol(H11Protocol):
             self._late = None
 
 
-def server_config(app: Starlette, *, drain_s: int, lifespan: bool) -> uvicorn.Config:
-    """How our servers answer: quietly, without web sockets, and with `drain_s` seconds to end what runs."""
+def server_config(app: Starlette, *, drain_s: int, lifespan: bool, most: int | None = None) -> uvicorn.Config:
+    """How our servers answer: quietly, without web sockets, and with `drain_s` seconds to end what runs.
+
+    Args:
+        most: connections, beyond which requests are `CROWDED`; None: any number.
+    """
     return uvicorn.Config(
         app,
-        http=TimedProtocol,
+        http=partial(TimedProtocol, most=most),  # type: ignore[arg-type]
         ws="none",
         lifespan="on" if lifespan else "off",
         log_config=_LOGGING,

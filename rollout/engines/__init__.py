@@ -338,6 +338,14 @@ class Listener:
         return reply
 
 
+async def prompt_tokens(policy: PolicyClient, messages: Sequence[Message], chat: ChatState) -> int:
+    """How many tokens the prompt has by which a chat goes on; EngineError if nobody here knows the model's tokens."""
+    own = policy.policy if isinstance(policy, Listener) else policy
+    if not isinstance(own, EngineClient):
+        raise EngineError("its model is behind an API, and nobody here knows its tokens")
+    return len((await own._chat_prompt(messages, chat, None))[0])
+
+
 def render_within(
     renderer: Renderer, messages: Sequence[Message], most: int | None, rule: str
 ) -> tuple[Sequence[Message], tuple[int, ...]]:

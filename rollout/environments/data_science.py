@@ -50,6 +50,7 @@ class DataScienceEnv:
         max_turns: steps at most; null: any number.
         cell_s: seconds of a cell on the clock.
         memory_mb: memory of a cell.
+        cores: that a cell computes on, with all that it starts.
         disk_mb: size of the folder, and of a file in it.
     """
 
@@ -61,6 +62,7 @@ class DataScienceEnv:
     max_turns: PositiveInt | None = None
     cell_s: PositiveFloat = 60.0
     memory_mb: PositiveInt = 2048
+    cores: PositiveInt = 1
     disk_mb: PositiveInt = 256
     _open: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)
     _session: Session | None = field(default=None, init=False)
@@ -73,7 +75,8 @@ class DataScienceEnv:
         sandbox = self.sandbox or own_sandbox(self.tier)
         if not hasattr(sandbox, "session"):
             raise EnvError(f"{type(sandbox).__name__} has no sessions; data science needs the local sandbox")
-        limits = RunLimits(wall_s=self.cell_s, memory_mb=self.memory_mb, disk_mb=self.disk_mb, file_mb=self.disk_mb)
+        sizes = {"memory_mb": self.memory_mb, "disk_mb": self.disk_mb, "file_mb": self.disk_mb}
+        limits = RunLimits(wall_s=self.cell_s, cores=self.cores, **sizes)
         self._session = await self._open.enter_async_context(sandbox.session(limits))
         try:
             for name, content in files.items():

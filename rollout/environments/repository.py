@@ -123,6 +123,7 @@ class RepositoryEnv:
         checkouts: folder of repositories by instance, for tasks that name one.
         cpu_s: CPU seconds of a run; on the clock it has three times as many.
         memory_mb: memory of a run.
+        cores: that a run computes on, with all that it starts.
     """
 
     task: Task = field(kw_only=False)
@@ -133,6 +134,7 @@ class RepositoryEnv:
     checkouts: str | None = None
     cpu_s: PositiveInt = 20
     memory_mb: PositiveInt = 1024
+    cores: PositiveInt = 1
     _instance: _Instance | None = field(default=None, init=False)
     _turns: int = field(default=0, init=False)
     _malformed: int = field(default=0, init=False)
@@ -179,8 +181,8 @@ class RepositoryEnv:
     async def _test(self, instance: _Instance, files: Mapping[str, str]) -> dict[str, bool]:
         """Which tests pass, by name; SandboxError where nothing is known about one of them."""
         sandbox = self.sandbox or own_sandbox(self.tier)
-        wall_s = 3.0 * self.cpu_s
-        limits = RunLimits(cpu_s=self.cpu_s, wall_s=wall_s, memory_mb=self.memory_mb, disk_mb=512, files=50_000)
+        sizes = {"cpu_s": self.cpu_s, "memory_mb": self.memory_mb, "cores": self.cores}
+        limits = RunLimits(wall_s=3.0 * self.cpu_s, disk_mb=512, files=50_000, **sizes)
         if instance.test_patch:
             own = {path: content for path, content in instance.sources.items() if _configures(path)}
             try:

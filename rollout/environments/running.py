@@ -27,6 +27,7 @@ class SandboxedEnv:
         tier: how programs are isolated on this machine.
         cpu_s: CPU seconds of a program; on the clock it has twice as many.
         memory_mb: memory of a program.
+        cores: that a program computes on, with all that it starts.
     """
 
     task: Task = field(kw_only=False)
@@ -35,6 +36,7 @@ class SandboxedEnv:
     tier: Tier = "auto"
     cpu_s: PositiveInt = 20
     memory_mb: PositiveInt = 512
+    cores: PositiveInt = 1
 
     @property
     def runner(self) -> Runner:
@@ -46,7 +48,7 @@ class SandboxedEnv:
     @property
     def limits(self) -> RunLimits:
         """Of each run."""
-        return RunLimits(cpu_s=self.cpu_s, wall_s=2.0 * self.cpu_s, memory_mb=self.memory_mb)
+        return RunLimits(cpu_s=self.cpu_s, wall_s=2.0 * self.cpu_s, memory_mb=self.memory_mb, cores=self.cores)
 
 
 class CalculatingEnv(SandboxedEnv):

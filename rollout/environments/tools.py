@@ -163,6 +163,7 @@ async def python_tools(
     files: bool = True,
     cell_s: PositiveFloat = 10.0,
     memory_mb: PositiveInt = 512,
+    cores: PositiveInt = 1,
     disk_mb: PositiveInt = 64,
     tier: Tier = "auto",
     sandbox: Sandbox | None = None,
@@ -173,10 +174,11 @@ async def python_tools(
         files: whether the agent may also read, write and list files of that folder directly.
         cell_s: seconds of a program on the clock.
         memory_mb: memory of a program.
+        cores: that a program computes on, with all that it starts.
         disk_mb: size of the folder, and of a file in it.
         tier: how programs are isolated on this machine.
     """
-    limits = RunLimits(wall_s=cell_s, memory_mb=memory_mb, disk_mb=disk_mb, file_mb=disk_mb)
+    limits = RunLimits(wall_s=cell_s, memory_mb=memory_mb, cores=cores, disk_mb=disk_mb, file_mb=disk_mb)
     opened: list[Session] = []
     opening = asyncio.Lock()
     async with AsyncExitStack() as stack:

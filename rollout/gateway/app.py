@@ -17,16 +17,26 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from mcore_mas.rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
-from mcore_mas.rollout.base.http_server import BodyTooLarge, TooLargeResponse, answering, bears, bind, read_body, url_of
+from mcore_mas.rollout.base.http_server import (
+    CROWDED,
+    BodyTooLarge,
+    ClosingResponse,
+    answering,
+    bears,
+    bind,
+    read_body,
+    url_of,
+)
 from mcore_mas.rollout.base.processes import Restarts
 from mcore_mas.rollout.base.task_group import of_loop
 from mcore_mas.rollout.gateway.completions import COMPLETIONS
 from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth
-from mcore_mas.rollout.gateway.messages import MESSAGES
+from mcore_mas.rollout.gateway.messages import MESSAGES, parse_count
 from mcore_mas.rollout.gateway.responses import RESPONSES
 from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
 
 DIALECTS = (COMPLETIONS, RESPONSES, MESSAGES)
+_COUNT = MESSAGES.path + "/count_tokens"
 MAX_CALL_BYTES = 16 << 20
 _RETRIES = "x-stainless-retry-count"  # with it the clients of OpenAI and Anthropic say how often they have asked before
 _OFF_LOOP_BYTES = 64 << 10  # of a body, from which on another thread reads it
@@ -47,6 +57,9 @@ class Answering(Protocol):
     async def ask(self, asked: ChatRequest) -> GatewayCall:
         """Have somebody reply (see `GatewaySession`)."""
 
+    async def count(self, asked: ChatRequest) -> int:
+        """How many tokens somebody would be asked with; GatewayError if nobody can say."""
+
     def unread(self, call: GatewayCall) -> None:
         """Nobody waits for the reply any more."""
 
@@ -62,12 +75,7 @@ class Entrance:
 
     async def answer(self, dialect: Dialect, request: Request) -> Response:
         """Answer a call in its dialect."""
-        session = self.find(request)
-        body = await read_body(request, MAX_CALL_BYTES)
-        far = len(body) > _OFF_LOOP_BYTES
-        asked = await asyncio.to_thread(dialect.parse, body) if far else dialect.parse(body)
-        if agent := request.path_params.get("agent"):
-            asked = replace(asked, model=agent)
+        session, asked = await self._read(dialect.parse, request)
         if request.headers.get(_RETRIES, "0") != "0" and not self.refused:
             asked = replace(asked, again=True)
         if self.calls >= self.most_calls:
@@ -89,6 +97,19 @@ class Entrance:
         if call.task.done():
             call.whole()  # what is wrong with it is a status
         return _Stream(_streamed(dialect, call, asked), session, call)
+
+    async def count(self, request: Request) -> Response:
+        """Say how many tokens Anthropic's Messages would be asked with."""
+        session, asked = await self._read(parse_count, request)
+        return JSONResponse({"input_tokens": await session.count(asked)})
+
+    async def _read(self, parse: Callable[[bytes], ChatRequest], request: Request) -> tuple[Answering, ChatRequest]:
+        session = self.find(request)
+        body = await read_body(request, MAX_CALL_BYTES)
+        asked = await asyncio.to_thread(parse, body) if len(body) > _OFF_LOOP_BYTES else parse(body)
+        if agent := request.path_params.get("agent"):
+            asked = replace(asked, model=agent)
+        return session, asked
 
     def _ended(self, task: asyncio.Task[ChatReply]) -> None:
         self.calls -= 1
@@ -171,15 +192,18 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]], dialect: Dialect
     """The handler with its failures as statuses, in its dialect; None: in the caller's."""
 
     async def answer(request: Request) -> Response:
+        crowd = request.scope.get("state", {}).get(CROWDED)
         try:
+            if crowd:
+                raise GatewayError(429, f"{crowd} connections are open, which is as many as may be")
             return await handler(request)
         except Exception as error:
             told = _told(error)
             headers = {"Retry-After": "1"} if told.status == 429 else {"x-should-retry": "false"}
             spoken = MESSAGES if "anthropic-version" in request.headers else COMPLETIONS
             body = (dialect or spoken).error(told)
-            if told.status == 413:
-                return TooLargeResponse(body)
+            if crowd or told.status == 413:
+                return ClosingResponse(body, told.status, headers)
             return JSONResponse(body, status_code=told.status, headers=headers)
 
     return answer
@@ -211,11 +235,12 @@ def gateway_app(entrance: Entrance, prefix: str) -> Starlette:
         return JSONResponse(_model(name))
 
     async def nowhere(request: Request) -> Response:
-        paths = ", ".join(dialect.path for dialect in DIALECTS)
+        paths = ", ".join([*(dialect.path for dialect in DIALECTS), _COUNT])
         raise GatewayError(404, f"nothing answers {request.method} {request.url.path[:200]}; known: {paths}")
 
     routes = [one for dialect in DIALECTS for one in route(dialect)]
     for place in (prefix, prefix + _AGENT):
+        routes.append(Route(place + _COUNT, _guarded(entrance.count, MESSAGES), methods=["POST"]))
         routes.append(Route(place + "/v1/models", _guarded(models, None)))
         routes.append(Route(place + "/v1/models/{model:path}", _guarded(model, None)))
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]

@@ -36,12 +36,16 @@ class _Tool(dialects.ToolSpec):
     parameters: dict[str, Any] | None = Field(None, alias="input_schema")
 
 
-class _MessagesBody(dialects.Body):
+class _CountBody(dialects.Body):
     messages: list[_Said] = Field(min_length=1)
-    max_tokens: int = Field(ge=1)
+    max_tokens: int | None = Field(None, ge=1)
     system: Content = None
     tools: list[_Tool] | None = None
     stop_sequences: list[str] | None = None
+
+
+class _MessagesBody(_CountBody):
+    max_tokens: int = Field(ge=1)
 
 
 def _messages(said: _Said) -> Iterator[Message]:
@@ -62,8 +66,8 @@ def _messages(said: _Said) -> Iterator[Message]:
         yield Message(role=said.role, content=dialects.text_of(rest), reasoning=thoughts, calls=tuple(calls))
 
 
-def _parse(body: bytes) -> ChatRequest:
-    asked: _MessagesBody = dialects.read(_MessagesBody, body)
+def _parse(body: bytes, kind: type[_CountBody] = _MessagesBody) -> ChatRequest:
+    asked: _CountBody = dialects.read(kind, body)
     return asked.request(
         [message for said in asked.messages for message in _messages(said)],
         asked.tools,
@@ -126,6 +130,11 @@ def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
 
 def _error(error: dialects.GatewayError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": error.kind, "message": str(error)}, "request_id": None}
+
+
+def parse_count(body: bytes) -> ChatRequest:
+    """What `count_tokens` is asked: a call of Messages that need not say how long its reply may be."""
+    return _parse(body, _CountBody)
 
 
 MESSAGES = dialects.Dialect(path="/v1/messages", parse=_parse, render=_render, stream=_stream, error=_error)

@@ -11,13 +11,14 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 import jinja2
 
-from mcore_mas.rollout.base.errors import Defect, PromptTooLong
+from mcore_mas.rollout.base.errors import Defect, EngineError, PromptTooLong
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.rollout.environments.protocol import after_thought
 from mcore_mas.rollout.environments.tools import Tool
@@ -194,6 +195,16 @@ class GatewaySession:
         call.task.add_done_callback(self._ended)
         return call
 
+    async def count(self, asked: ChatRequest) -> int:
+        """How many tokens an agent would be asked with; GatewayError if nobody can say."""
+        agent = self.agent(asked.model)
+        chat, news = self._chat(asked, agent, await _maybe_far(self._place, agent.name, asked), "")
+        with _refused_templates():
+            try:
+                return await chat.prompt_tokens(news)
+            except EngineError as error:
+                raise GatewayError(400, f"agent '{agent.name}': {error}") from None
+
     def fail(self, error: Exception) -> None:
         """Have the trajectory fail, unless it does already."""
         if not self.failure.done():
@@ -229,18 +240,15 @@ class GatewaySession:
         return _Place(hashlib.blake2b(digest + own.encode(), digest_size=16).digest(), found, read)
 
     async def _reply(self, asked: ChatRequest, agent: Agent, place: _Place, call: GatewayCall) -> ChatReply:
-        chat, news = self._chat(asked, agent, place)
+        goes_on = place.said is not None and not place.said.goes_on
+        chat, news = self._chat(asked, agent, place, "" if goes_on else self.team.chat_id(agent.name))
+        if place.said is not None:
+            place.said.goes_on = True
         chat.stops = asked.stop
         if asked.stream:
             chat.hear = lambda raw, form: call.hear(raw, (*asked.stop, *(CALL_MARKS[form] if asked.tools else ())))
-        try:
+        with _refused_templates():
             reply = await chat.go_on(news)
-        except Defect as error:
-            if isinstance(error.__cause__, jinja2.TemplateError):
-                raise GatewayError(
-                    400, f"the model's chat template refuses these messages: {error.__cause__}"
-                ) from None
-            raise
         if any(message.role == "assistant" for message in news):
             self.team.score(reply.turn, root=1.0)
         call.turn = reply.turn
@@ -256,20 +264,18 @@ class GatewaySession:
             self._said[key] = _Said(chat)
         return given
 
-    def _chat(self, asked: ChatRequest, agent: Agent, place: _Place) -> tuple[Chat, list[Message]]:
-        """The chat that a call goes on with, and what is new in it."""
+    def _chat(self, asked: ChatRequest, agent: Agent, place: _Place, name: str) -> tuple[Chat, list[Message]]:
+        """The chat that a call goes on with, under a `name` or that which it has, and what is new in it."""
         limits: dict[str, Any] = asked.sampling if self.own_sampling else {}
         if asked.max_tokens is not None:
             limits = {**limits, "max_tokens": min(asked.max_tokens, agent.sampling.max_tokens)}
         agent = replace(agent, sampling=replace(agent.sampling, **limits))
         tools = [Tool(schema=schema, run=_elsewhere) for schema in asked.tools]
         said, news = place.said, list(asked.messages[place.read :])
-        name = self.team.chat_id(agent.name) if said is None or said.goes_on else said.chat.id
         system = "" if asked.messages[0].role == "system" else agent.role.system
-        chat = Chat(self.team, agent, name, system, tools)
+        chat = Chat(self.team, agent, name or (said.chat.id if said else ""), system, tools)
         if said is None:
             return chat, news
-        said.goes_on = True
         chat.take_over(said.chat)
         theirs, ours = (
             asked.messages[place.read - 1].calls,
@@ -301,6 +307,17 @@ class GatewaySession:
             completion_tokens=len(turn.completion_ids),
         )
         return given, stop is not None
+
+
+@contextmanager
+def _refused_templates() -> Iterator[None]:
+    """Messages that a model's chat template refuses are the caller's fault."""
+    try:
+        yield
+    except Defect as error:
+        if isinstance(error.__cause__, jinja2.TemplateError):
+            raise GatewayError(400, f"the model's chat template refuses these messages: {error.__cause__}") from None
+        raise
 
 
 async def _elsewhere(**arguments: object) -> str:

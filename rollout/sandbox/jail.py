@@ -20,13 +20,35 @@ _LISTING_BYTES = 64 << 20  # 2048 names of the greatest length, each byte writte
 _ASK_S = 60.0  # for a warden to hand a file over
 
 
+class Cores:
+    """The cores that this process may use, of which a job is given those with the fewest jobs."""
+
+    def __init__(self) -> None:
+        own = sorted(os.sched_getaffinity(0))
+        first = os.getpid() % len(own)  # another process' jobs begin with another core
+        self._jobs = dict.fromkeys([*own[first:], *own[:first]], 0)
+
+    def take(self, count: int) -> list[int]:
+        """Give a job so many of them, or all where there are fewer."""
+        taken = sorted(self._jobs, key=lambda core: self._jobs[core])[:count]
+        for core in taken:
+            self._jobs[core] += 1
+        return taken
+
+    def give_back(self, cores: Sequence[int]) -> None:
+        """Those of a job that has ended."""
+        for core in cores:
+            self._jobs[core] -= 1
+
+
 class Jail:
     """A job and all that it starts; closing it ends them."""
 
-    def __init__(self, channel: socket.socket, group: Cgroup | None) -> None:
-        """`channel` leads to the warden, which is in `group`, if there is one."""
+    def __init__(self, channel: socket.socket, group: Cgroup | None, cores: Cores) -> None:
+        """`channel` leads to the warden, which is in `group`, if there is one; it takes some of `cores`."""
         channel.setblocking(False)
         self.group = group
+        self._cores, self._own = cores, list[int]()
         self._channel = channel
         self._jobs = 0  # started so far
         self._ended: dict[str, Any] | None = None  # report on the last one, if it came before it was waited for
@@ -38,7 +60,8 @@ class Jail:
                 self.group.limit((limits.memory_mb + limits.disk_mb) << 20, limits.processes)
             except OSError as error:
                 raise SandboxError(f"a job's group cannot be limited ({error.strerror})") from error
-        self._tell({"do": "open", "limits": limits.wire()})
+        self._own = self._cores.take(limits.cores)
+        self._tell({"do": "open", "limits": limits.wire(), "cores": self._own})
 
     def start(self, kind: str, files: Sequence[int]) -> None:
         """Start a `program` (source, stdin, stdout, stderr) or `cells` (their channel)."""
@@ -109,6 +132,8 @@ class Jail:
     def close(self) -> None:
         """End the job, if it runs, and the warden."""
         self._channel.close()
+        self._cores.give_back(self._own)
+        self._own = []
 
     def _tell(self, message: dict[str, Any], files: Sequence[int] = ()) -> None:
         try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from mcore_mas.rollout.sandbox import cgroup
 from mcore_mas.rollout.sandbox.guest import wire
 from mcore_mas.rollout.sandbox.guest.box import remove_tree
-from mcore_mas.rollout.sandbox.jail import Jail
+from mcore_mas.rollout.sandbox.jail import Cores, Jail
 from mcore_mas.rollout.sandbox.records import SandboxError, SandboxUnavailable
 
 BOXES = Path(tempfile.gettempdir())  # where boxes are, in tiers without a file system of their own
@@ -44,7 +44,7 @@ class JailPool:
     def __init__(self, tier: str, *, warm: int) -> None:
         """Start the zygote, in this thread: the kernel ends it with the thread. `warm` jails wait at a time."""
         self._warm: deque[Jail] = deque()
-        self._size, self._count = warm, 0
+        self._size, self._count, self._cores = warm, 0, Cores()
         self.groups: cgroup.Cgroups | None = None
         self.boxes: Path | None = None  # where jobs' folders are, in tiers without a file system of their own
         _sweep()
@@ -116,7 +116,7 @@ class JailPool:
     def _jail(self) -> Jail:
         try:
             group = self.groups.lend() if self.groups else None
-            return Jail(self._clone(group.open() if group else []), group)
+            return Jail(self._clone(group.open() if group else []), group, self._cores)
         except OSError as error:
             raise SandboxError(f"the sandbox cannot make another jail ({error.strerror})") from error
 

@@ -38,6 +38,7 @@ class RunLimits:
     wall_s: float = 12.0  # generous: on a busy machine processor time is the fair measure
     cpu_s: int = 6  # of one process
     memory_mb: int = 512  # address space of one process beyond the interpreter's
+    cores: int = 1  # that it computes on, with all that it starts
     processes: int = 32  # at once, threads included
     output_kb: int = 1024  # of stdout, and of stderr
     file_mb: int = 16  # of one file

@@ -37,6 +37,8 @@ class ChatHost(Protocol):
 
     def score(self, turn: int, /, **scores: float) -> None: ...
 
+    async def prompt_tokens(self, agent: Agent, messages: Sequence[Message], chat: ChatState) -> int: ...
+
 
 class Chat:
     """A conversation of one agent, who remembers it; opened by `TeamSession.chat`.
@@ -104,6 +106,10 @@ class Chat:
         if self.full:
             raise PromptTooLong(f"chat {self.id} is full: its messages leave no room for a reply")
         return reply
+
+    async def prompt_tokens(self, news: Sequence[Message]) -> int:
+        """How many tokens the agent would be asked with if it were to go on with these messages; nothing changes."""
+        return await self._host.prompt_tokens(self._agent, (*self.messages, *news), self._state)
 
     async def run(self, max_turns: int) -> AgentReply:
         """Make the calls of the latest reply and go on, until a reply makes none, for at most `max_turns` replies.

@@ -13,7 +13,15 @@ from pydantic import Field
 
 from mcore_mas.rollout.base.errors import Defect, PromptTooLong, Undecided
 from mcore_mas.rollout.base.options import Section
-from mcore_mas.rollout.base.task_group import LEFT, Late, Watchdog, cancel_tasks, put_on_record, together
+from mcore_mas.rollout.base.task_group import (
+    LEFT,
+    Late,
+    Watchdog,
+    cancel_tasks,
+    contain_exits,
+    put_on_record,
+    together,
+)
 from mcore_mas.rollout.engines import Heard
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
@@ -92,6 +100,7 @@ class Collector:
         A trajectory whose engine, environment or orchestra fails has status FAILED and its error, one of which
         something is late LATE, one that is given up ABORTED. One that failed by a `Defect` is quarantined.
         """
+        contain_exits()
         options, limits = self.options, self.options.limits
         name = f"{self.step}/{task.id}/{sample}"
         if options.journal and (before := options.journal.trajectory(name)):
@@ -136,7 +145,7 @@ class Collector:
     def _env(self, task: Task) -> Env:
         try:
             return self.make_env(task)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return cast(Env, _Unmade(error))
 
 
@@ -144,7 +153,7 @@ class Collector:
 class _Unmade:
     """An environment that could not be made, and says so when it is opened: a defect of its own trajectory."""
 
-    error: Exception
+    error: Exception | SystemExit
 
     async def open(self, task: Task) -> None:
         raise self.error

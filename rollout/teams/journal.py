@@ -34,6 +34,7 @@ from mcore_mas.rollout.records.trajectory import (
     Status,
     Task,
     Trajectory,
+    changed,
     valid_text,
 )
 from mcore_mas.rollout.teams.team import Team
@@ -150,13 +151,27 @@ class Recording:
     def trajectory(self, id: str) -> Trajectory | None:
         """A trajectory that has been completed."""
         row = self.journal.find(f"{self.name}trajectory {id}")
-        return trajectory_of_row(row["trajectory"]) if row else None
+        if row is None:
+            return None
+        replies = {seed: self.journal.find(f"{self.name}reply {seed}") for seed in row.get("routed", ())}
+        if None in replies.values():
+            return None
+        said = {seed: _REPLY.validate_python(reply["reply"]) for seed, reply in replies.items() if reply}
+        played = trajectory_of_row(row["trajectory"])
+        turns = (changed(t, routing=said[t.seed].completion.routing) if t.seed in said else t for t in played.turns)
+        return replace(played, turns=tuple(turns))
 
     def keep(self, trajectory: Trajectory) -> None:
-        """Write a trajectory down if it has been completed; what has failed may do better."""
+        """Write a trajectory down if it has been completed; what has failed may do better.
+
+        Experts of its tokens are in its replies, and are not written again: they are most of what there is.
+        """
         if trajectory.status is Status.COMPLETED:
-            key = f"{self.name}trajectory {trajectory.id}"
-            self.journal.add(key, _newest(trajectory), trajectory=trajectory)
+            routed = [turn.seed for turn in trajectory.turns if turn.routing]
+            if routed:
+                trajectory = replace(trajectory, turns=tuple(changed(t, routing=b"") for t in trajectory.turns))
+            own: dict[str, Any] = {"trajectory": trajectory} | ({"routed": routed} if routed else {})
+            self.journal.add(f"{self.name}trajectory {trajectory.id}", _newest(trajectory), **own)
 
     def answer(self, key: str) -> Any:
         """What a tool or verifier answered, as plain values."""

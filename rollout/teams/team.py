@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_mas.rollout.base.errors import Defect, EngineError, EnvError, PromptTooLong, Unusable
 from mcore_mas.rollout.base.task_group import Late, LateCall, cancel_tasks
-from mcore_mas.rollout.engines import ChatState, Heard, Listener, PolicyClient, PolicyReply, Record
+from mcore_mas.rollout.engines import ChatState, Heard, Listener, PolicyClient, PolicyReply, Record, prompt_tokens
 from mcore_mas.rollout.environments.tools import Tool
 from mcore_mas.rollout.models.tool_calls import parse_reply
 from mcore_mas.rollout.records.trajectory import Message, Turn, changed, derive_seed
@@ -245,6 +245,11 @@ class TeamSession:
     def waits(self, what: object) -> AbstractContextManager[asyncio.Task[Any]]:
         """Says that the running task, which it gives, waits for `what` for as long as it does."""
         return _Waits(self, what)
+
+    async def prompt_tokens(self, agent: Agent, messages: Sequence[Message], chat: ChatState) -> int:
+        """How many tokens an agent would be asked with; EngineError if nobody here knows."""
+        with Blamed(f"policy {agent.policy}"):
+            return await prompt_tokens(self._team.players[agent.policy], messages, chat)
 
     async def close(self) -> None:
         """End the tasks that an orchestra left behind in `act` or in a step: it has ended."""

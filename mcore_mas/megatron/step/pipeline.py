@@ -194,32 +194,33 @@ class Pipeline:
         turns = self._spec.pp if self._spec.vpp > 1 else 1  # interleaved stages take turns of pp each
         batches = [microbatches[i] for i in own]
         batches += [microbatches[0].idle()] * (-(-rounds // turns) * turns - len(own))
-        batches = [batch.padded(tokens) for batch, tokens in zip(batches, self._lengths(batches), strict=True)]
-        iterators = [uploads(map(self._planned, batches), self._device, self._uploads) for _ in self._stages]
-        ways = self._between_stages(batches) if self._spec.pp > 1 and self._spec.vpp == 1 else {}
+        lengths = self._lengths(batches)
+        iterators = [uploads(map(self._planned, batches, lengths), self._device, self._uploads) for _ in self._stages]
+        ways = self._between_stages(lengths) if self._spec.pp > 1 and self._spec.vpp == 1 else {}
         rows: list[TokenStatistics] = self._run(
             forward_step_func=partial(self._step, self._score if forward_only else self._train),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._stages,
             num_microbatches=len(batches),
-            seq_length=len(batches[0].token_ids),  # read where lengths are equal: between interleaved stages
+            seq_length=lengths[0],  # read where lengths are equal: between interleaved stages
             micro_batch_size=1,
             forward_only=forward_only,
             **ways,
         )
         return dict(zip(own, rows[: len(own)], strict=True)) if rows else {}
 
-    def _planned(self, batch: Microbatch) -> _Input:
+    def _planned(self, batch: Microbatch, tokens: int) -> _Input:
+        batch = batch.padded(tokens)
         part, rows = batch.part(self._spec.cp, parallel_state.get_context_parallel_rank())
         layout = PackedTrees.of(batch.segments, self._device.type, self._tiles)
         # what is asked of numbers is asked here: asking the GPU would wait for it
         with_kl = batch.reference is not None or bool(batch.kl_coef.any())
         return _Input(batch, part, rows, layout, entropy=bool(batch.entropy_coef.any()), kl=with_kl)
 
-    def _between_stages(self, batches: Sequence[Microbatch]) -> dict[str, Any]:
-        """How stages that are not interleaved send each other these micro-batches, and Megatron's groups of ranks."""
+    def _between_stages(self, lengths: Sequence[int]) -> dict[str, Any]:
+        """How stages that are not interleaved send each other micro-batches of these lengths, and Megatron's groups."""
         config = get_model_config(self._stages[0])
-        shapes = [(len(batch.token_ids) // self._multiple, 1, config.hidden_size) for batch in batches]
+        shapes = [(tokens // self._multiple, 1, config.hidden_size) for tokens in lengths]
         names = ["tp", "pp", "cp", "dp", "embd", "pos_embd", "dp_cp", "tp_dp_cp"]
         groups = ProcessGroupCollection.use_mpu_process_groups(names)
         return {"p2p_communicator": _KnownShapes(config, shapes), "pg_collection": groups}

@@ -52,6 +52,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         self._transport = self._settings.transport
         self.folder, self.place = self._settings.folder, Path(self._settings.weights_folder or memory_path())
         self._fleet = Fleet(self._settings, tell=tell, weigh=self._weigh, restore=self._restore)
+        self._fleet.room = lambda: self.room()
         self._replicas = self._fleet.replicas
         self._checks = Checks(self._settings, tell)
         self._last: WeightUpdate | None = None  # that the servers took; None: their weights are the folder's

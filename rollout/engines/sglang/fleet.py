@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,7 @@ class Fleet:
     tell: Callable[[str], None]  # called with one line when a server is started again
     weigh: Callable[[Replica], Awaitable[bool]]  # gives a new server the present weights, or says that it cannot
     restore: Callable[[], Awaitable[None]]  # has an update come, for a server that was left paused
+    room: Callable[[], AbstractAsyncContextManager[object]] = nullcontext  # inside, a server finds memory to start in
 
     def __post_init__(self) -> None:
         """Name the servers; each is started when it is first asked."""
@@ -152,10 +153,9 @@ class Fleet:
     async def _revived(self, replica: Replica, starts: int, error: Unanswered) -> None:
         async with _gate(replica):
             while replica.starts == starts:  # else another call was faster
-                await self._start_again(replica, error)
-                replica.stale = True
                 try:
-                    replica.stale = not await self.weigh(replica)
+                    await self._start_again(replica, error)
+                    replica.stale = "weights" in replica.asleep or not await self.weigh(replica)
                     if replica.stale:
                         await replica.client.call("/pause_generation", {"mode": "retract"})
                 except Unanswered as again:
@@ -175,14 +175,17 @@ class Fleet:
         await self._ready(replica)
         while awake := [tag for tag in tags if tag not in replica.asleep]:
             async with self.reviving(replica):
-                await replica.client.call("/release_memory_occupation", {"tags": awake})
-                replica.asleep.update(awake)
+                await self._release(replica, awake)
+
+    async def _release(self, replica: Replica, tags: Sequence[str]) -> None:
+        await replica.client.call("/release_memory_occupation", {"tags": tags})
+        replica.asleep.update(tags)
 
     async def wake(self, tags: Sequence[Tag]) -> None:
         await self._each(lambda replica: self._wake(replica, _with_graphs(tags)))
 
     async def _wake(self, replica: Replica, tags: Sequence[str]) -> None:
-        """SGLang dies of a tag that does not sleep, as none does in a server that was started again meanwhile."""
+        """SGLang dies of a tag that does not sleep."""
         while sleeping := [tag for tag in tags if tag in replica.asleep]:
             async with self.reviving(replica):
                 await replica.client.call("/resume_memory_occupation", {"tags": sleeping})
@@ -202,14 +205,19 @@ class Fleet:
         if not replica.ours or not self._restarts.take():
             raise EngineError(f"SGLang: {ended}{'; no restart is left' if replica.ours else ''}")
         self.tell(f"SGLang: {ended}; started again, {self._restarts.left} restarts left")
-        try:
-            await replica.start(_ROOM_S if len(self.replicas) > 1 else None)
-        except NoRoom as error:
-            if not self.leave(replica, f"{ended}; {error}"):
-                raise
-            await asyncio.to_thread(replica.close)
-            raise Left from None
-        await replica.wait(self.settings.start_s)
+        asleep = set(replica.asleep)
+        async with self.room():
+            try:
+                await replica.start(_ROOM_S if len(self.replicas) > 1 else None)
+            except NoRoom as error:
+                if not self.leave(replica, f"{ended}; {error}"):
+                    raise
+                await asyncio.to_thread(replica.close)
+                raise Left from None
+            replica.stale = True
+            await replica.wait(self.settings.start_s)
+            if asleep:
+                await self._release(replica, sorted(asleep))
 
     async def _ready(self, replica: Replica) -> None:
         """Wait for the first answer of a server, and for the weights of one that was started again."""

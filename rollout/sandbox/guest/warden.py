@@ -57,7 +57,7 @@ class Warden(_BoxDesk):
         super().__init__(channel, path)
         self._settings = settings
         self._tier: str = settings["tier"]
-        self._limits: dict[str, float] = {}
+        self._limits, self._cores = dict[str, float](), list[int]()
         self._job = 0  # process id; 0 when none runs
         self._number = 0  # of the job, as the host counts
         self._cpu_s = 0.0  # processor time of earlier jobs
@@ -132,8 +132,8 @@ class Warden(_BoxDesk):
             self._killed = "memory"
         return bool(self._killed)
 
-    def _do_open(self, files: list[int], limits: dict[str, float]) -> None:
-        self._limits = limits
+    def _do_open(self, files: list[int], limits: dict[str, float], cores: list[int]) -> None:
+        self._limits, self._cores = limits, cores
         if self._tier == "namespaces":
             jail.furnish_job(int(limits["disk_bytes"]), int(limits["files"]))
         self._box = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -190,7 +190,7 @@ class Warden(_BoxDesk):
         os.environ.update(HOME=self._path, TMPDIR=self._path)
         sys.path.insert(0, self._path)
         sys.argv = ["main.py"]
-        _set_limits(self._settings, self._limits, kind)
+        _set_limits(self._settings, self._limits, kind, self._cores)
         if self._tier == "landlock":
             linux.drop_capabilities()
             filters.confine_files(readable=self._settings["readable"], writable=[self._path])
@@ -255,7 +255,8 @@ def _cpu_s(used: resource.struct_rusage) -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _set_limits(settings: dict[str, Any], allowed: dict[str, float], kind: str) -> None:
+def _set_limits(settings: dict[str, Any], allowed: dict[str, float], kind: str, cores: list[int]) -> None:
+    os.sched_setaffinity(0, cores)  # what it starts inherits them; the filter lets nobody change them
     limits = {name: int(value) for name, value in allowed.items()}
     memory = settings["address_space"] + limits["memory_bytes"]
     cpu_s = limits["cpu_s"]

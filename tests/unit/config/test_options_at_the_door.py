@@ -219,8 +219,8 @@ UNKNOWN = [
     (
         GAME,
         "env.options.goal",
-        "env.options: env 'plan_path' has no option 'goal'; its options: server, tier, cpu_s, memory_mb, max_turns, "
-        "rewards; nearest: rewards.goal",
+        "env.options: env 'plan_path' has no option 'goal'; its options: server, tier, cpu_s, memory_mb, cores, "
+        "max_turns, rewards; nearest: rewards.goal",
     ),
     (MATH, "orchestra.options.loops", "orchestra.options: orchestra 'solver_verifier' has no option 'loops'; its opti"),
     (GAME, "env.options.retriever", "env.options: env 'plan_path' has no option 'retriever'; its options: server"),

@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -318,15 +319,26 @@ def test_only_what_sleeps_is_woken_and_the_reverse(make: Make) -> None:
         pid = await pid_of(engine._replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
+        engine.room = room
         await engine.wake(("weights",))
         await engine.load_weights(tensors(), 4)
         await engine.wake(("kv_cache",))
         return slept, await calls()
 
+    @asynccontextmanager
+    async def room() -> AsyncIterator[None]:
+        rooms.append([*map(str, engine._replicas[0].asleep), str(engine.starts)])
+        yield
+        rooms.append([*await calls(), str(engine.starts)])
+
+    rooms: list[list[str]] = []
     slept, died = asyncio.run(play())
-    assert slept == ["/release_memory_occupation", "/resume_memory_occupation"]
+    give, take = "/release_memory_occupation", "/resume_memory_occupation"
+    assert slept == [give, take]
     assert asleep == [["cuda_graph", "kv_cache"], []]
-    assert died == []  # the new server never slept
+    # it starts and sleeps there
+    assert [sorted(seen) for seen in rooms] == [["1", "cuda_graph", "kv_cache", "weights"], [give, "2"]]
+    assert died == [give, take, take]
     assert engine.starts == 2
 
 

@@ -132,6 +132,7 @@ def test_a_gateway_that_dies_too_often_fails_who_plays_and_who_comes(tmp_path: P
         ({"command": ["/bin/sh", "-c", "yes"]}, "failed", "it printed more than 1048576 bytes"),
         ({"command": ["/bin/sh", "-c", "kill -9 $$"]}, "failed", "ended with status -9: it said nothing"),
         ({"call": f"{PROGRAMS}:exits"}, "failed", "ProgramFailed: SystemExit: 3"),
+        ({"call": f"{PROGRAMS}:exits_in_a_task"}, "failed", r"ProgramFailed: Exited: sys\.exit\(3\)$"),
         ({"call": f"{PROGRAMS}:gives_up"}, "failed", "ProgramFailed: CancelledError: "),
         ({"call": f"{PROGRAMS}:asleep", "rules": HASTY}, "late", "program: nothing came within 0.2 s$"),
         ({"command": ["/bin/sleep", "77"], "rules": HASTY}, "late", "program: nothing came within 0.2 s$"),

@@ -90,6 +90,12 @@ async def speak(url: str) -> None:
             await api.models.retrieve("planner")
         with pytest.raises(openai.NotFoundError, match="the models here: demo_math, solver, verifier"):
             await api.chat.completions.create(model="planner", messages=hi)
+        counting = {"model": "solver", "messages": hi, "system": "S"}
+        counted = httpx.post(f"{url}/v1/messages/count_tokens", json=counting, trust_env=False).json()
+        said = httpx.post(f"{url}/v1/messages", json=counting | {"max_tokens": 1}, timeout=60, trust_env=False).json()
+        assert counted == {"input_tokens": said["usage"]["input_tokens"]}
+        whole = httpx.post(f"{url}/v1/messages/count_tokens", json=counting | {"model": "demo_math"}, trust_env=False)
+        assert (whole.status_code, whole.json()["error"]["type"]) == (400, "invalid_request_error")
         asked = {"model": "demo_math", "messages": hi, "max_tokens": 9, "stop_sequences": [*string.printable.strip()]}
         reply = httpx.post(f"{url}/v1/messages", json=asked, timeout=60, trust_env=False).json()
         assert reply["stop_reason"] == "stop_sequence"

@@ -2,14 +2,18 @@
 
 import asyncio
 import os
+import re
+import time
 from collections.abc import Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import ray
 import torch
 
 from mcore_mas.packing.pack import pack, unpack
@@ -80,6 +84,70 @@ class Seated:
     def _joined(self, rank: int, place: tuple[str, int], _: object) -> Answer:
         self.rank, self.met = rank, place
         return Answer("NVIDIA H200")
+
+
+class Worker:
+    """A rank that notes what it does: each call takes a moment, and the next one waits for it."""
+
+    def __init__(self, said: list[str]) -> None:
+        self._line, self._said = ThreadPoolExecutor(1), said
+        self.update = MagicMock()
+        self.sleep, self.wake = MagicMock(), MagicMock()
+        self.update.remote.side_effect = lambda *_: self._does("updates", ({}, 0.0))
+        self.sleep.remote.side_effect = lambda: self._does("sleeps", 5)
+        self.wake.remote.side_effect = lambda: self._does("wakes", None)
+
+    def _does(self, what: str, value: Any) -> Any:
+        def work() -> Any:
+            time.sleep(0.02)
+            self._said.append(what)
+            return value
+
+        called = self._line.submit(work)
+        return SimpleNamespace(future=lambda: called)
+
+
+def test_experts_on_record_are_mapped_by_a_rank_and_not_copied(running_ray: None) -> None:
+    """How much memory of a process' own 64 MiB of them take."""
+    (batch,) = pack(reference.make_samples()[:1], 1 << 20)
+    routing = torch.arange(64 << 20, dtype=torch.int64).to(torch.uint8).view(16, -1)
+
+    @ray.remote
+    class Rank:
+        def take(self, shared: Any) -> tuple[int, int]:
+            (mapped,) = trainer_group._mapped(shared)
+            experts = 0 if mapped.routing is None else int(mapped.routing.sum(dtype=torch.int64))
+            return experts, int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+
+    rank = Rank.remote()
+    nothing, before = ray.get(rank.take.remote(trainer_group._shared([batch])))
+    experts, after = ray.get(rank.take.remote(trainer_group._shared([replace(batch, routing=routing)])))
+    assert (nothing, experts) == (0, int(routing.sum(dtype=torch.int64)))
+    assert after - before < 16 << 10  # KiB
+
+
+def test_while_it_is_away_a_group_has_no_memory_and_calls_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    reference.make_model("qwen2", tmp_path / "model")
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    group = TrainerGroup("p", ranks.spec_of(str(tmp_path / "model")), threads=1, places=[])
+    group._ranks, group._joined = [Worker(said)], True
+
+    async def play() -> None:
+        first = asyncio.ensure_future(group.update([]))
+        await asyncio.sleep(0)
+        async with group.away():
+            second = asyncio.ensure_future(group.update([]))
+            waking = asyncio.ensure_future(group.wake())
+            await asyncio.sleep(0.1)
+            said.append("a server starts")
+        await asyncio.gather(first, second, waking)
+        await group.sleep()
+        async with group.away():
+            said.append("another one")
+
+    asyncio.run(play())
+    assert said == ["updates", "sleeps", "a server starts", "wakes", "updates", "sleeps", "another one"]
 
 
 def test_ranks_are_numbered_by_node_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import psutil
 import pytest
 
 from mcore_mas.rollout.sandbox import RunLimits, Sandbox, Verdict
+from mcore_mas.rollout.sandbox.jail import Cores
 from tests.support.sandboxes import refused, run
 
 # --- processes
@@ -45,6 +47,31 @@ def test_an_exponential_fork_bomb_ends_with_its_time(spacious: Sandbox) -> None:
     result = run(spacious, source, RunLimits(wall_s=1.0, processes=16))
     assert result.verdict is Verdict.TLE
     assert run(spacious, "print('still here')").stdout == "still here\n"
+
+
+def test_a_program_with_all_that_it_starts_has_one_core_or_as_many_as_it_is_given(box: Sandbox) -> None:
+    source = """
+import os, threading
+seen = [os.sched_getaffinity(0)]
+thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+thread.start(); thread.join()
+print(len(set().union(*seen)))
+"""
+    wider = "import os\nos.sched_setaffinity(0, range(os.cpu_count()))"
+    machine = len(os.sched_getaffinity(0))
+    assert [run(box, source, RunLimits(cores=n)).stdout for n in (1, 2, 99)] == [
+        f"{min(n, machine)}\n" for n in (1, 2, 99)
+    ]
+    assert "PermissionError" in run(box, wider).stderr
+
+
+def test_jobs_are_spread_over_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5})
+    monkeypatch.setattr(os, "getpid", lambda: 4)  # of three cores the second is the first
+    cores = Cores()
+    assert [cores.take(1), cores.take(2), cores.take(1)] == [[3], [5, 2], [3]]
+    cores.give_back([5, 2])
+    assert cores.take(9) == [5, 2, 3]
 
 
 def test_a_daemon_does_not_outlive_its_program(spacious: Sandbox) -> None:

@@ -1,5 +1,6 @@
 """The experts that a mixture's tokens went to survive a death, and a trajectory that is played again."""
 
+import base64
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,11 +24,14 @@ ASKED = (Message(role="user", content="u"),)
 def test_a_journal_has_them_of_replies_and_of_trajectories(tmp_path: Path) -> None:
     trajectory = replace(TRAJECTORIES[0], turns=(replace(TRAJECTORIES[0].turns[0], routing=EVERY_BYTE),))
     written = CollectionJournal(tmp_path / "journal", {3: "w"}).part("")
-    written.keep_reply(1, ASKED, REPLY)
-    written.keep(trajectory)
+    seed = trajectory.turns[0].seed
+    written.keep(trajectory)  # whose reply is not on record
+    assert CollectionJournal(tmp_path / "journal", {3: "w"}).part("").trajectory(trajectory.id) is None
+    written.keep_reply(seed, ASKED, REPLY)
     read = CollectionJournal(tmp_path / "journal", {3: "w"}).part("")
-    assert read.reply(1, ASKED) == REPLY
+    assert read.reply(seed, ASKED) == REPLY
     assert read.trajectory(trajectory.id) == trajectory
+    assert (tmp_path / "journal").read_text().count(base64.urlsafe_b64encode(EVERY_BYTE).decode()) == 1
 
 
 def test_a_quarantined_trajectory_has_them(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A run's Ray, started in a process of its own: what its workers inherit."""
 
+import asyncio
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from mcore_mas.rollout.base.processes import free_port
 from mcore_mas.training import cluster
-from mcore_mas.training.cluster import KEEP_PAGES, ClusterError, joined_ray
+from mcore_mas.training.cluster import KEEP_PAGES, ClusterError, failed_starts, joined_ray
 from mcore_mas.training.ray_cleanup import tidy
 
 _SCRIPT = """
@@ -54,7 +55,7 @@ def get_node(*arguments, **options):
     return found(*arguments, **options)
 
 def sessions():
-    return list(Path(os.environ["RAY_TMPDIR"]).glob(f"ray/session_*_{os.getpid()}"))
+    return list(Path(os.environ["RAY_TMPDIR"]).glob(f"ray-*/ray/session_*_{os.getpid()}"))
 
 def command(process):
     try:
@@ -88,7 +89,7 @@ with running_ray(1, 100):
     doors = {c.name().partition(":")[0] for c in children for d in c.net_connections() if d.status == "LISTEN"}
     [raylet] = [child for child in children if child.name() == "raylet"]
     patience = raylet.environ()["RAY_worker_register_timeout_seconds"]
-    modes = [oct(path.stat().st_mode & 0o777) for path in (session, Path.home() / ".ray/auth_token")]
+    modes = [oct(path.stat().st_mode & 0o777) for path in (session.parents[1], Path.home() / ".ray/auth_token")]
     joining = [sys.executable, "-c", f"import ray; ray.init(address='{ray.get_runtime_context().gcs_address}')"]
     stranger = os.environ | {"RAY_AUTH_MODE": "disabled"}
     said = subprocess.run(joining, env=stranger, capture_output=True, text=True).stderr.splitlines()[-1]
@@ -110,6 +111,54 @@ def test_a_ray_of_a_runs_own_asks_for_a_token_whatever_the_environment_says() ->
     assert doors == ["gcs_server", "ray", "raylet"]  # no dashboard
     assert patience == "300"  # seconds that a busy machine may take to start a worker; by default 60
     assert said.startswith("ConnectionError: Failed to connect to Ray cluster")
+
+
+def test_a_process_that_ended_before_ray_knew_it_is_told_with_what_it_said_last(tmp_path: Path) -> None:
+    gone = [subprocess.Popen(["true"]) for _ in range(2)]
+    assert [process.wait() for process in gone] == [0, 0]
+    lines = [
+        f"(raylet) worker_pool.cc:564: Started worker process with pid {pid} worker_id=ae"
+        for pid in (os.getpid(), gone[0].pid, gone[1].pid)
+    ]
+    (tmp_path / "raylet.out").write_text("\n".join([*lines, ""]))
+    (tmp_path / "raylet.err").write_text("Traceback\nImportError: no libfoo\n[2026-11-28 04:10:25 E] of Ray's own\n")
+    (tmp_path / f"python-core-spill_worker-ae_{gone[0].pid}.log").touch()  # Ray knew it before it ended
+    with pytest.raises(ClusterError) as caught:
+        asyncio.run(asyncio.wait_for(failed_starts(tmp_path), 10))
+    assert str(caught.value) == f"process {gone[1].pid} of Ray ended as it started: ImportError: no libfoo"
+    (tmp_path / "raylet.err").write_text("")
+    with pytest.raises(ClusterError, match=r"it said nothing; the kernel ends processes where memory is full$"):
+        asyncio.run(asyncio.wait_for(failed_starts(tmp_path), 10))
+    impatient = f"[2026] Some workers of the worker process({gone[1].pid}) have not registered within the timeout."
+    (tmp_path / "raylet.err").write_text(impatient)
+    with pytest.raises(TimeoutError):  # Ray has ended it, and starts another
+        asyncio.run(asyncio.wait_for(failed_starts(tmp_path), 0.1))
+
+
+_BROKEN = """
+import sys
+if any("default_worker.py" in word for word in sys.orig_argv):
+    sys.exit("ImportError: libfoo")
+"""
+
+_WAITS = """
+import asyncio, ray
+from mcore_mas.training.cluster import failed_starts, running_ray
+
+with running_ray(1, 100) as logs:
+    waiting = ray.remote(lambda: 1).remote()
+    asyncio.run(failed_starts(logs))
+"""
+
+
+@pytest.mark.slow
+def test_rays_processes_that_cannot_start_are_told_at_once(tmp_path: Path) -> None:
+    """Ray looks after 300 s, and `ray.init` would wait for its first processes for ever."""
+    (tmp_path / "sitecustomize.py").write_text(_BROKEN)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
+    command = [sys.executable, "-c", _WAITS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.splitlines()[-1].endswith(" of Ray ended as it started: SystemExit: ImportError: libfoo")
 
 
 _IN_A_SCRIPT = """

@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic_core import to_json
 
 from mcore_mas.rollout.base.ownership import epoch_of, owned
+from mcore_mas.rollout.engines import PolicyReply
 from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.records.trajectory import Completion, VersionSpan
 from mcore_mas.rollout.teams import journal as journals
 from mcore_mas.rollout.teams.journal import CollectionJournal
 from mcore_mas.training.joblog import Stopped
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.weight_sync import WeightSync
+from tests.support.played import trajectory, turn
 from tests.support.simulated import TOKEN_S, Log, SimulatedEngine, engines_of, handed_over, simulated_run
 from tests.support.virtual_time import run_virtually
 
@@ -206,6 +210,27 @@ def test_a_file_of_trajectories_that_is_damaged_is_played_again(tmp_path: Path) 
     assert train(again)
     assert played(tmp_path) == before
     assert sampled_by(again) == sum(len(turn.completion_ids) for t in before if t.step >= 3 for turn in t.turns)
+
+
+def test_experts_of_a_token_are_written_once_and_found_with_its_reply(tmp_path: Path) -> None:
+    path, routing = tmp_path / "step_000000.jsonl", bytes(range(200, 248))
+    span = VersionSpan(version=0, start=0, end=2)
+    completion = Completion(
+        token_ids=(3, 4), logprobs=(-0.5, -0.5), finish_reason="stop", versions=(span,), routing=routing
+    )
+    turns = [turn(index, seed=index + 7, routing=routing if index else b"") for index in range(2)]
+    played = trajectory(*turns)
+    said = PolicyReply(text="x", prompt_ids=(1, 2), completion=completion)
+    record = CollectionJournal(path, {0: "start"}).part("")
+    record.keep_reply(8, (), said)
+    record.keep(played)
+    assert path.read_bytes().count(to_json(routing, bytes_mode="base64").strip(b'"=')) == 1
+    again = CollectionJournal(path, {0: "start"}).part("")
+    found = again.trajectory(played.id)
+    assert found == played
+    assert found is not None and [turn.routing for turn in found.turns] == [b"", routing]
+    path.write_bytes(b"\n".join(line for line in path.read_bytes().split(b"\n") if b"reply 8" not in line))
+    assert CollectionJournal(path, {0: "start"}).part("").trajectory(played.id) is None  # it is played again
 
 
 def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:

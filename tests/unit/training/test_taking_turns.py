@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,6 +32,12 @@ class Taker:
 
     async def wake(self, tags: tuple[str, ...] = ("all",)) -> None:
         await self._note("takes", tags)
+
+    @asynccontextmanager
+    async def away(self) -> AsyncIterator[None]:
+        await self.sleep()
+        yield
+        await self.wake()
 
     async def _note(self, verb: str, tags: tuple[str, ...]) -> None:
         await asyncio.sleep(0)
@@ -97,6 +105,20 @@ def test_of_trainers_one_by_one_only_the_one_that_works_has_memory() -> None:
     memory = Memory({}, cast("list[TrainerGroup]", trainers), one_by_one=True)
     play(memory, said)
     assert said == ["policy gives all", "critic gives all", "-"]  # and take it when they are asked
+
+
+def test_a_server_that_died_beside_trainers_starts_while_they_have_given_their_memory() -> None:
+    said: list[str] = []
+    engine: Any = Taker("learner", said)
+    trainers: Any = [Taker("trainer", said), Taker("critic", said)]
+    Memory({"learner": engine}, trainers, sleeps=True)
+
+    async def start() -> None:
+        async with engine.room():
+            said.append("starts")
+
+    asyncio.run(start())
+    assert said == ["trainer gives all", "critic gives all", "starts", "critic takes all", "trainer takes all"]
 
 
 @pytest.mark.parametrize("found", [True, False])
