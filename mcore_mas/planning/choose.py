@@ -130,8 +130,21 @@ def choose_placement(config: RunConfig, cluster: Cluster) -> tuple[Placement, Ru
     raise PlanError(f"{config.run}: nothing fits {cluster}; {why}; {nearest}")
 
 
-def _best(config: RunConfig, models: Models, cluster: Cluster) -> tuple[Placement, RunEstimate] | None:
+# what no estimate depends on: runs of a suite often differ in nothing else
+_BESIDE = {"run", "results", "seed", "tracking", "env", "data", "reward", "advantage"}
+_Found = tuple[Placement, RunEstimate] | None
+_known: dict[object, _Found] = {}  # in this process, by all that it depends on
+
+
+def _best(config: RunConfig, models: Models, cluster: Cluster) -> _Found:
     """The fastest placement that fits, or the one that lacks least; None where nothing divides."""
+    key = config.model_dump_json(exclude=_BESIDE), tuple(models.items()), cluster
+    if key not in _known:
+        _known[key] = _searched(config, models, cluster)
+    return _known[key]
+
+
+def _searched(config: RunConfig, models: Models, cluster: Cluster) -> _Found:
     found: tuple[tuple[float, float], Placement] | None = None
     works = workloads(config)
     sizes = dict.fromkeys((config.trainer.microbatch_tokens, config.engine.max_length))

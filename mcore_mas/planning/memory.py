@@ -84,7 +84,7 @@ class TrainerKind:
     distributed_optimizer: bool
     recompute: Recompute
     tokens: int  # of a micro-batch
-    fused: bool = True  # norms, rotations and SwiGLU, as on a GPU; torch's operations on a CPU keep more
+    fused: bool = True  # SwiGLU, and attention in bfloat16, as on a GPU; torch's operations on a CPU keep more
     host_moments: bool = False
     agents: int = 1  # that share the policy
     lora: LoraConfig | None = None
@@ -177,16 +177,17 @@ def activation_bytes(a: Architecture, layout: ParallelLayout, kind: TrainerKind)
     that keeps no scores. Per token and layer, in elements: of each norm its input and output; queries, keys and values
     (queries again with norms of their own), queries and keys after their rotation, attention's output, and 3 f (two
     halves and their product). Experts save that of those a token is sent to, scaled as well, and their inputs. The last
-    norm saves as others do. Without fused kernels norms save their input and what it is scaled to, both in float32,
-    rotations their cosines and sines, and silu its result. Without sequence parallelism what norms save is on every
-    tensor-parallel rank. Selective recomputation leaves out norms' outputs and the products; full keeps a layer's
-    input, and all of the one layer that is computed again. A pipeline holds as many micro-batches as it has stages.
+    norm saves as others do. Without fused kernels silu saves its result, and attention in bfloat16 what it computes in
+    float32. Without sequence parallelism what norms save is on every tensor-parallel rank. Selective recomputation
+    leaves out norms' outputs and the products; full keeps a layer's input, and all of the one layer that is computed
+    again. A pipeline holds as many micro-batches as it has stages.
     """
     queries, values, wide = a.heads * a.head_dim, a.kv_heads * a.head_dim, 2 if kind.bf16 else 1
     again = kind.recompute == "selective"
-    norm = 1 if again else 2 if kind.fused else 2 * wide + 1
-    heads = queries if kind.fused else 2 * wide * (queries + values)  # of their norms
-    cut = 3 * queries + 3 * values + a.qk_norm * heads
+    norm = 1 if again else 2
+    cut = 3 * queries + 3 * values + a.qk_norm * queries
+    if kind.bf16 and not kind.fused:
+        cut += 2 * queries + values + a.qk_norm * (queries + 2 * values)
     gated = 2 if again else 3 if kind.fused else 4  # feed-forward widths
     mlps = [gated * a.ffn]
     if a.experts is not None:
@@ -194,7 +195,7 @@ def activation_bytes(a: Architecture, layout: ParallelLayout, kind: TrainerKind)
         mlps = [sent if sparse else gated * a.ffn for sparse in a.experts.sparse]
     full, repeated = kind.recompute == "full", layout.tp if layout.sp else 1
     mlp = max(mlps) if full else sum(mlps) / len(mlps)
-    layer = 2 * norm * a.hidden / repeated + (cut + mlp) / layout.tp + (0 if kind.fused else 4 * a.head_dim)
+    layer = 2 * norm * a.hidden / repeated + (cut + mlp) / layout.tp
     layers, entry = a.layers // layout.pp, a.hidden / repeated
     layer += 3 * kind.lora.rank * len(kind.lora.targets) if kind.lora is not None else 0  # A x of each, and its parts
     elements = entry * layers * layout.pp + layer if full else layer * layers * layout.pp

@@ -15,6 +15,7 @@ from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite, load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
+from mcore_mas.planning import choose
 from mcore_mas.planning.choose import Cluster, PlanError, choose_placement, placed, shapes_of
 from mcore_mas.planning.estimate import Placement, estimate_run, step_seconds, workloads
 from mcore_mas.planning.memory import GPUS, count_parameters
@@ -161,6 +162,20 @@ def test_what_is_chosen_fits_and_uses_every_gpu(name: str, gpus: str) -> None:
         assert engines * len(run.models) + sum(parts) == cluster.gpus
     for policy, a in shapes_of(run).items():
         check_fit(a, placement.layouts[policy])
+
+
+def test_runs_that_differ_in_no_cost_are_placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+    search = choose._searched
+    monkeypatch.setattr(choose, "_searched", lambda run, *rest: (searched.append(run.run), search(run, *rest))[1])
+    monkeypatch.setattr(choose, "_known", {})
+    name, cluster = "drmas_t1_4b_shared_drmas", Cluster.parse("8xH100")
+    others = ("seed=7", "advantage=dr_grpo", "trainer.group_size=4")
+    found = [
+        choose_placement(config(name, *own), cluster) for own in ((), *((f"run=r{i}", x) for i, x in enumerate(others)))
+    ]
+    assert searched == [name, "r2"]
+    assert found[0] == found[1] == found[2] != found[3]
 
 
 def test_a_run_that_fits_nothing_says_what_would() -> None:

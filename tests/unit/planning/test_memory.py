@@ -122,8 +122,10 @@ def test_bytes_by_hand() -> None:
 
     assert activations(recompute="none") == 200 * (2 * layer + last)
     assert activations(recompute="selective") == 200 * (2 * (layer - 2 * 8 - 16) + last)
-    # unfused: what norms read and scale in float32, sines and cosines, and silu's result
-    assert activations(recompute="none", fused=False) == 200 * (2 * (layer + 2 * 3 * 8 + 16 + 16) + last)
+    # unfused: silu's result, and of attention q, k, v and the output in float32, and the output in bfloat16
+    attention = 2 * (8 + 4 + 4 + 8) + 8
+    assert activations(recompute="none", fused=False) == 200 * (2 * (layer + 16 - 36 + attention) + last)
+    assert activations(recompute="none", fused=False, bf16=False) == 400 * (2 * (layer + 16) + 2 * 8)
     # 2^28 logits and their gradients, 80 weights' gradients, 100 rows of 8 and their gradients
     assert plain.logits == (4 + 2) * 2**28 + 2 * 80 + 2 * 200 * 8
     assert plain.passing == 200 * (3 * 16 + 4 * 8)  # two halves and their product, and four hidden states
