@@ -100,8 +100,9 @@ class Reporter:
 
     def __init__(self, what: str, total: int, first: int = 0) -> None:
         """`what` is being done in `total` steps, of which `first` are done already."""
-        self._what, self._total, self._first = what, total, first
-        self._started = self._last_line = time.monotonic()
+        self._what, self._total = what, total
+        self._last_line = time.monotonic()
+        self._since: tuple[int, float] | None = None  # the first steps that were told, and when: engines had started
         self._bar: Progress | None = None
         self._shared = terminal() if not sys.stderr.isatty() else None
         self._end = "\r" if Console(stderr=True).is_jupyter else "\n"  # a cell of a notebook keeps the last line
@@ -126,14 +127,15 @@ class Reporter:
         if self._bar:
             self._bar.update(self._task, completed=done, status=status)
             return
-        left = ""
-        if done > self._first:
-            seconds = (time.monotonic() - self._started) / (done - self._first) * (self._total - done)
+        left, now = "", time.monotonic()
+        first, started = self._since = self._since or (done, now)
+        if done > first:
+            seconds = (now - started) / (done - first) * (self._total - done)
             left = f"  left {int(seconds // 60)}:{int(seconds % 60):02d}"
         line = f"{self._what}: {done}/{self._total}  {status}{left}"
         say(line, end="\n" if done == self._total else self._end)
-        if self._shared and (done == self._total or time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES):
-            self._last_line = time.monotonic()
+        if self._shared and (done == self._total or now - self._last_line > _SECONDS_BETWEEN_LINES):
+            self._last_line = now
             say(line, self._shared)
 
     def note(self, text: str) -> None:

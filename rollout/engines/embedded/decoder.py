@@ -27,7 +27,8 @@ QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, ski
 # Inductor's linear layer, where torch is built with oneDNN. For few rows it takes up to a third less time than MKL's
 # product, whose own copy of the weight, in blocks, is made anew in each; a call costs 15 us more.
 _one_dnn: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-_WORTH_BLOCKS = 1 << 18  # elements of a weight from which on that pays; in bfloat16 it always does
+_WORTH_BLOCKS = 1 << 18  # elements of a weight from which on that pays; in bfloat16 it always does ...
+_takes_bf16: Callable[[], bool] = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)  # ... if it can
 _BLOCKED_ROWS = 256  # of an input at most: for each number of rows oneDNN compiles kernels, in about a millisecond each
 
 
@@ -249,8 +250,11 @@ def _in_blocks(weights: Weights) -> dict[Tensor, Tensor]:
     """Copies of large weights as oneDNN multiplies them, where it does; a copy takes about 1.5 ns an element."""
     if _one_dnn is None or weights.storage.device.type != "cpu":
         return {}
+    half = weights.storage.dtype == torch.bfloat16
+    if half and not _takes_bf16():  # it refuses processors without AVX512
+        return {}
     matrices = chain.from_iterable((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in weights.layers)
-    least = _WORTH_BLOCKS if weights.storage.dtype == torch.float32 else 0
+    least = 0 if half else _WORTH_BLOCKS
     large = [w for w in (weights.head, *matrices) if w.dim() == 2 and w.numel() >= least]
     return {weight: torch.ops.mkldnn._reorder_linear_weight(weight) for weight in large}
 

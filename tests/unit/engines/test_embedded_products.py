@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +84,17 @@ def test_an_engine_in_bfloat16_is_as_near_as_hugging_faces(blocks: bool, monkeyp
         own = max(rounding(model, prompt, completion) for completion in said)
         assert LOGPROB_TOLERANCE < max(worst(model, prompt, completion) for completion in said) < 2 * own
     assert {tensor.dtype for _, tensor in decoder.weights.tensors()} == {torch.float32}
+
+
+def test_an_engine_in_bfloat16_runs_where_one_dnn_cannot_multiply_in_it() -> None:
+    code = (
+        "from tests.unit.engines.test_embedded_products import EmbeddedEngine, Sampling, drain, make_decoder\n"
+        "engine = EmbeddedEngine(make_decoder(0, bf16=True)); engine.submit(0, [5, 6, 7], Sampling(max_tokens=4, seed=0))\n"
+        "print(len(drain(engine)))"
+    )
+    old = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # a processor without AVX512
+    done = subprocess.run([sys.executable, "-c", code], env=old, capture_output=True, text=True, check=False)
+    assert done.stdout == "1\n", done.stderr
 
 
 def rounding(model: PreTrainedModel, prompt: list[int], completion: Completion) -> float:

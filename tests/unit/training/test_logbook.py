@@ -108,3 +108,15 @@ def test_a_runs_steps_traces_and_end_come_to_mlflow_over_a_restart(
     experiment = client.get_experiment_by_name(config.tracking.experiment)
     assert experiment is not None
     assert len(client.search_traces(locations=[experiment.experiment_id], run_id=str(first))) == 1
+
+
+def test_what_is_left_is_reckoned_without_the_start_of_engines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([0.0, 75.0, 77.0, 79.0])  # made; told of the first validation, a step, and another
+    monkeypatch.setattr(logbook.time, "monotonic", lambda: next(now))
+    reporter = logbook.Reporter("r train", 30)
+    for done in (0, 1, 2):
+        reporter.step(done, {})
+    said = capsys.readouterr().err.split()
+    assert [word for word in said if ":" in word and "train" not in word] == ["0:58", "0:56"]
