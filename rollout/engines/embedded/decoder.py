@@ -27,8 +27,10 @@ QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, ski
 # Inductor's linear layer, where torch is built with oneDNN. For few rows it takes up to a third less time than MKL's
 # product, whose own copy of the weight, in blocks, is made anew in each; a call costs 15 us more.
 _one_dnn: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-_WORTH_BLOCKS = 1 << 18  # elements of a weight from which on that pays; in bfloat16 it always does ...
-_takes_bf16: Callable[[], bool] = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)  # ... if it can
+_WORTH_BLOCKS = 1 << 18  # elements of a weight from which on that pays; in bfloat16 it always does
+# Whether a processor multiplies in bfloat16, twice as fast as in float32; one without AVX512-BF16 takes 3 to 6 times as
+# long (measured with oneDNN kept to older instructions)
+_has_bf16: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
 _BLOCKED_ROWS = 256  # of an input at most: for each number of rows oneDNN compiles kernels, in about a millisecond each
 
 
@@ -61,12 +63,12 @@ class CachedDecoder:
         """Compute on `device` (EngineError if there is none), with `adapters` that add nothing before they are `put`.
 
         `halves` are the buffers of the active and of the next weights, in the host's memory, of their own if not
-        given. A GPU computes from a copy of the active one, and so does what multiplies in bfloat16 (`bf16`; norms,
-        attention, keys and values stay float32).
+        given. A GPU computes from a copy of the active one, and so does what multiplies in bfloat16 (`bf16`, where the
+        processor can; norms, attention, keys and values stay float32).
         """
         self.shape, self.max_length = shape, max_length
         self.device = _usable(device)
-        self.dtype = torch.bfloat16 if bf16 else torch.float32  # of the products' factors
+        self.dtype = torch.bfloat16 if bf16 and (self.device.type != "cpu" or _has_bf16()) else torch.float32
         self.halves = halves or (Weights(shape), Weights(shape))
         self.half = 0  # the one in use
         self._active = self.weights  # what is computed with
@@ -250,11 +252,8 @@ def _in_blocks(weights: Weights) -> dict[Tensor, Tensor]:
     """Copies of large weights as oneDNN multiplies them, where it does; a copy takes about 1.5 ns an element."""
     if _one_dnn is None or weights.storage.device.type != "cpu":
         return {}
-    half = weights.storage.dtype == torch.bfloat16
-    if half and not _takes_bf16():  # it refuses processors without AVX512
-        return {}
     matrices = chain.from_iterable((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in weights.layers)
-    least = 0 if half else _WORTH_BLOCKS
+    least = _WORTH_BLOCKS if weights.storage.dtype == torch.float32 else 0
     large = [w for w in (weights.head, *matrices) if w.dim() == 2 and w.numel() >= least]
     return {weight: torch.ops.mkldnn._reorder_linear_weight(weight) for weight in large}
 
