@@ -34,13 +34,12 @@ _REPLACE_S = 600.0  # that a node which was lost may take to be replaced where t
 class Crew:
     """The engines and trainers of a run; engines outlive a loss of nodes that they are not on."""
 
-    def __init__(self, config: RunConfig, room: Room, *, logs: Path | None) -> None:
-        """Nothing runs before `start`.
+    def __init__(self, config: RunConfig, room: Room, *, joined: bool, logs: Path | None = None) -> None:
+        """Nothing runs before `start`; in a Ray that was `joined`, processes may be on several nodes.
 
         Args:
-            logs: folder of a Ray of the run's own; None: one was joined, and processes may be on several nodes.
+            logs: folder of a Ray of the run's own, in which starts that fail are looked for; None: they are not.
         """
-        joined = logs is None
         threads = room.threads_of(config, joined=joined)
         cluster = config.cluster.model_copy(update={"threads_per_process": threads})
         self._config, self.room, self._joined = config.model_copy(update={"cluster": cluster}), room, joined
@@ -99,6 +98,8 @@ class Crew:
             ProcessLost: `work` failed of a trainer's rank that is gone or hangs.
         """
         used = {node for (_, part), nodes in self._placement.nodes.items() if part != "engine" for node in nodes}
+        if not self._joined and self._logs is None:
+            return await work
         watch = failed_starts(self._logs) if self._logs else lost_nodes(used)
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
         try:

@@ -102,7 +102,7 @@ def train(
             store, pages = object_store_mb(config), room.kind == "CPU"
             own_ray = running_ray(room.cpus, store, gpus=room.gpus, keep_pages=pages, logs=folder / "ray")
             logs = stack.enter_context(own_ray)
-        crew = stack.enter_context(closing(Crew(config, room, logs=logs)))
+        crew = stack.enter_context(closing(Crew(config, room, joined=address != "local", logs=logs)))
         stop = StopSignal(signals=after_step is None)
         run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, recent, after_step, stop)
         done = asyncio.run(run.train(found, warnings)) | {"commit": commit}

@@ -155,7 +155,7 @@ with running_ray(1, 100) as logs:
 def test_rays_processes_that_cannot_start_are_told_at_once(tmp_path: Path) -> None:
     """Ray looks after 300 s, and `ray.init` would wait for its first processes for ever."""
     (tmp_path / "sitecustomize.py").write_text(_BROKEN)
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-c", _WAITS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr.splitlines()[-1].endswith(" of Ray ended as it started: SystemExit: ImportError: libfoo")
