@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
 
@@ -101,6 +102,15 @@ def reward_section(reward: Callable[..., Any] | str, label: str) -> dict[str, An
 def by_trajectory(group: Group, *, reward: str) -> Group:
     """The allocator of a reward of one trajectory, by its import path."""
     return allocator_of(lookup("reward", reward, {}))(group)
+
+
+def plain(value: Any) -> Any:
+    """`value` with Python's numbers in the place of numpy's, as files of configs have them."""
+    if isinstance(value, Mapping):
+        return {key: plain(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(own) for own in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def allocator_of(reward: Callable[..., Any]) -> Callable[[Group], Group]:

@@ -98,7 +98,7 @@ def failure_message(logs: Iterable[str], since: float, workflow_logs: Iterable[P
     """What failed: one line for each cause, then the logs of the jobs it ended.
 
     A job that died without a word (killed, out of memory) is followed by what Slurm says of it, or else by the last
-    `lines` lines of its log.
+    `lines` lines of its log, unless Ctrl-C or SIGTERM has stopped the pipeline.
 
     Args:
         logs: of jobs that have not finished; those failed which wrote anything, or of which Slurm says so.
@@ -107,12 +107,13 @@ def failure_message(logs: Iterable[str], since: float, workflow_logs: Iterable[P
     """
     said_by = [Path(log) for log in workflow_logs]
     events = [event for log in said_by for event in re.split(r"^ *\[.*\]", _text(log), flags=re.MULTILINE)]
+    stopped = any("Terminating processes on user request" in event for event in events)
     found: list[tuple[str, str, str | None]] = []
     for log in dict.fromkeys(logs):
         written = Path(log).is_file() and Path(log).stat().st_mtime >= since
         told = next((said for event in reversed(events) if log in event and (said := _slurm_says(event))), None)
         if written or told:
-            found.append((log, _why(Path(log), lines, told, written=written), told))
+            found.append((log, _why(Path(log), lines, told, written=written, stopped=stopped), told))
     explained = {told for _, why, told in found if told != why}  # of a group, the log of one stage says why
     by_cause: dict[str, list[str]] = {}
     for log, why, told in found:
@@ -165,13 +166,15 @@ def tell_of_failed_jobs() -> None:
         group_job.rule = property(lambda group: next(iter(group.jobs)).rule)
 
 
-def _why(log: Path, lines: int, told: str | None, *, written: bool) -> str:
+def _why(log: Path, lines: int, told: str | None, *, written: bool, stopped: bool) -> str:
     tail = _text(log).rpartition(_AGAIN)[2].rstrip().splitlines()[-lines:] if written else []
     causes = [line for line in tail if line.startswith(CAUSE)]
     if causes:
         return causes[-1]
     if told:
         return told
+    if stopped:
+        return f"{CAUSE}the pipeline was stopped; the same command goes on from what is saved"
     last = "\n".join(f"  | {shown_line(line)}" for line in tail) or "  | (empty)"
     return f"{CAUSE}the job ended without saying why (killed, or out of memory?); the end of its log:\n{last}"
 

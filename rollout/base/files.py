@@ -1,5 +1,6 @@
 """Atomic files and folders, complete or absent, and their digests; YAML and JSON within bounds."""
 
+import codecs
 import contextlib
 import fcntl
 import hashlib
@@ -150,7 +151,7 @@ def read_json(path: Path, most: int = 64 << 20) -> Any:
     if path.stat().st_size > most:
         raise ValueError(f"more than {most} bytes")
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except RecursionError:
         raise ValueError("too many brackets in each other") from None
 

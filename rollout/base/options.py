@@ -213,14 +213,24 @@ class Registry:
 
 
 def check_call(
-    what: str, found: Any, takes: Sequence[str], *, coroutine: bool = False, given: Sequence[str] | None = None
+    what: str,
+    found: Any,
+    takes: Sequence[str],
+    *,
+    coroutine: bool = False,
+    given: Sequence[str] | None = None,
+    yields: bool = False,
 ) -> None:
     """Refuse what cannot be called with arguments `takes`, in this order, and keywords `given`; None: with options.
+
+    Where it does not say `yields`, generators are refused too.
 
     Raises:
         OptionsError: `what` must take these, and what it takes instead.
     """
-    if trouble := _trouble(found, takes, coroutine, given):
+    trouble = _trouble(found, takes, coroutine, given)
+    if trouble or (not yields and inspect.isgeneratorfunction(_function(found))):
+        trouble = trouble or " and may not yield"
         words = [*takes, *(["*"] if given or given is None else []), *(["..."] if given is None else given)]
         raise OptionsError(f"{what} must take ({', '.join(words)}){trouble}")
 

@@ -38,9 +38,9 @@ class Generator:
     passages: Callable[[int], list[Article]] | None = None  # (seed), where the tasks are about passages
 
     def __post_init__(self) -> None:
-        check_call("tasks of a Generator", self.tasks, ("seed", "sizes"))
+        check_call("tasks of a Generator", self.tasks, ("seed", "sizes"), yields=True)
         if self.demonstrations is not None:
-            check_call("demonstrations of a Generator", self.demonstrations, ("seed", "n"))
+            check_call("demonstrations of a Generator", self.demonstrations, ("seed", "n"), yields=True)
 
     @property
     def task_options(self) -> type[BaseModel]:

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -74,7 +75,7 @@ def _json(path: Path) -> Iterator[Any]:
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:  # programs on Windows write a mark at the beginning
         for number, line in enumerate(iter(lambda: lines.readline(_MOST_LINE + 1), ""), start=1):
             if len(line) > _MOST_LINE:
                 raise RecordError(f"{path}: line {number} has more than {_MOST_LINE} characters")
@@ -178,7 +179,7 @@ def distinct(placed: Iterable[Placed], seen: dict[str, Placed], *, drop: bool) -
 
 def problem_task(problem: Problem, env: str, split: str, source: str) -> Task:
     """The task of a row's problem, whose id is its source, the row's own id and a digest of the question."""
-    digest = hashlib.blake2b(problem.question.encode(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(problem.question.encode(errors="surrogatepass"), digest_size=6).hexdigest()
     name = f"{problem.name}-{digest}" if problem.name else digest
     return Task(
         id=f"{source}/{name}", prompt=problem.prompt, answers=problem.answers, env=env, source=source, split=split
@@ -190,6 +191,7 @@ _ALSO = {"validation": ("valid", "val", "dev"), "train": ("training",), "test": 
 
 def located_dataset(path: str) -> str:
     """`path` itself; of a hub's id that was downloaded (`hf download --repo-type dataset ID`) its folder."""
+    path = os.path.expanduser(path)
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.endswith(tuple(READERS)):
         return path
     from huggingface_hub import snapshot_download

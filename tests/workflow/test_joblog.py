@@ -92,6 +92,16 @@ def test_success_names_what_was_made(tmp_path: Path) -> None:
     assert f"Done.   Report: {tmp_path}/reports/demo.html\n" in success_message(tmp_path, "demo")
 
 
+def test_a_job_that_ends_well_while_the_pipeline_is_stopped_was_not_killed(tmp_path: Path) -> None:
+    job, snakemake = tmp_path / "job.log", tmp_path / "snakemake.log"
+    job.write_text("step 8\n")
+    snakemake.write_text("[Sat Nov 28]\nFinished\nTerminating processes on user request, this might take some time.\n")
+    said = f"\nerror: the pipeline was stopped; the same command goes on from what is saved\n  logs: {job}"
+    assert failure_message([str(job)], 0.0, [str(snakemake)]) == said
+    job.write_text("error: stopped by SIGTERM after step 3\n")
+    assert "error: stopped by SIGTERM after step 3" in failure_message([str(job)], 0.0, [str(snakemake)])
+
+
 def test_failure_names_each_cause_and_log(tmp_path: Path) -> None:
     said, again, silent = tmp_path / "said.log", tmp_path / "again.log", tmp_path / "silent.log"
     for path in (said, again):

@@ -271,5 +271,6 @@ class ContextAttention(TreeAttention):
         heads = whole.split([part.shape[2] for part in parts], dim=1)
         attended = super().forward(*(x[:, None] for x in heads), *args, **kwargs)  # [T, 1, heads / cp · head_dim]
         # [cp, T / cp, heads / cp · head_dim]
-        back: Tensor = all_to_all(group, attended.squeeze(1).unflatten(0, (group.size(), -1)))
+        own = attended.squeeze(1).unflatten(0, (group.size(), -1)).to(value.dtype)  # queries on a CPU are float32
+        back: Tensor = all_to_all(group, own)
         return back.transpose(0, 1).reshape(query.shape[0], 1, -1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mcore_mas as mm
@@ -37,6 +38,10 @@ def plain(task):
 
 def waits(task):
     return SimpleNamespace(reset=str, step=str)
+
+
+def yields(trajectory):
+    yield 1.0
 
 
 def breaks(task):
@@ -132,6 +137,7 @@ def test_a_team_that_ships_brings_all_but_what_is_given(tmp_path: Path) -> None:
             r"reward own.reward must take \(trajectory\), not \(\); expected a function",
         ),
         ({"reward": lambda one, other: 3}, TaskError, r"must take \(trajectory\), not \(one, other\); expected a func"),
+        ({"reward": yields}, TaskError, r"must take \(trajectory\) and may not yield; expected a function"),
         ({"policies": "models/none"}, TaskError, r"policies.shared: models/none: no model here \(config.json is miss"),
     ],
 )
@@ -139,6 +145,17 @@ def test_a_mistake_is_one_line(tmp_path: Path, settings: dict[str, Any], error: 
     with pytest.raises(error, match=words) as refused:
         made(tmp_path, **settings)
     assert "\n" not in str(refused.value)
+
+
+def test_numbers_of_numpy_and_paths_from_home_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mm.make_tiny_model(tmp_path / "tiny")
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in TASKS))
+    sizes = {"steps": np.int64(3), "lr": np.float32(0.5), "engine": {"slots": np.int32(4)}}
+    run = made(tmp_path, tasks="~/own.jsonl", policies="~/tiny", folder="~/run", **sizes)
+    assert (run.folder, run.config.trainer.steps, run.config.engine.slots) == (tmp_path / "run", 3, 4)
+    assert {policy.lr for policy in run.config.policies.values()} == {0.5}
+    assert run._prepared().is_file()
 
 
 def test_tasks_come_in_the_forms_that_people_have_them_in() -> None:

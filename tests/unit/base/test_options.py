@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -189,6 +189,10 @@ def hidden(task: object, *, _laps: int = 1) -> None: ...
 def shadowed(task: object, *, model_config: int = 1) -> None: ...
 
 
+def yielding(task: object) -> Iterator[object]:
+    yield task
+
+
 number = 3
 
 
@@ -198,6 +202,7 @@ number = 3
         ("backwards", "env '{}:backwards' must take (task, *, ...), not (environment, task, *, laps=1)"),
         ("unstarred", "env '{}:unstarred' must take (task, *, ...), not (task, laps=1)"),
         ("relay", "env '{}:relay' must take (task, *, ...) and may not be async"),
+        ("yielding", "env '{}:yielding' must take (task, *, ...) and may not yield"),
         ("number", "env '{}:number' must take (task, *, ...); it is of type int"),
         (
             "open_type",

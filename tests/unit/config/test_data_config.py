@@ -171,6 +171,13 @@ def test_a_generator_takes_what_it_is_given(parts: dict[str, Any], words: str) -
         Generator(**parts)
 
 
+def test_a_generator_may_yield_its_tasks() -> None:
+    def drawn(seed: int, sizes: dict[str, int]) -> Any:
+        yield from made(seed, sizes)
+
+    assert len(list(Generator(tasks=drawn).tasks(1, {"train": 2}))) == 2
+
+
 def test_tasks_of_a_run(tmp_path: Path) -> None:
     """The resolved config names the files, and the run's tasks are theirs; files of tasks are taken as they are."""
     own = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="test")

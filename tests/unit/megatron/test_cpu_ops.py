@@ -11,6 +11,7 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
+from mcore_mas.megatron.model import attention
 from mcore_mas.megatron.model.attention import TreeAttention
 from mcore_mas.megatron.model.cpu_ops import Normed, turned
 from mcore_mas.megatron.model.layout import PackedTrees
@@ -95,15 +96,27 @@ def test_rotation_is_megatrons() -> None:
     assert relative(half[1], want[1]) < 2**-8  # but the gradient, once
 
 
+def test_attention_over_context_ranks_gives_back_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention.parallel_state, "get_context_parallel_group", lambda: SimpleNamespace(size=lambda: 1))
+    monkeypatch.setattr(attention, "all_to_all", lambda group, parts: parts)  # of one rank
+    sizes = {"num_query_groups": 2, "tensor_model_parallel_size": 1, "context_parallel_size": 1}
+    config = SimpleNamespace(kv_channels=16, deterministic_mode=False, **sizes)
+    layout, draw = PackedTrees.of([Segment(tokens=9)]), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(9, 1, heads, 16, generator=draw) for heads in (4, 2, 2))  # turned queries and keys: float32
+    kinds = (attention.TreeAttention, attention.ContextAttention)
+    one, several = (kind(config, 1, None, "self")(q, k, v.bfloat16(), packed_seq_params=layout) for kind in kinds)
+    assert several.dtype == torch.bfloat16 and torch.equal(one, several)
+
+
 def test_attention_of_bfloat16_is_float32s_rounded_once() -> None:
     draw = torch.Generator().manual_seed(0)
     layout = PackedTrees.of([Segment(tokens=24), Segment(tokens=16, parent=0), Segment(tokens=17, parent=0)])
     q, k, v = (torch.randn(57, 1, heads, 16, generator=draw).bfloat16() for heads in (4, 2, 2))
     slope = torch.randn(57, 1, 64, generator=draw).bfloat16()
-    attention = TreeAttention(SimpleNamespace(kv_channels=16, deterministic_mode=False), 1, None, "self")
+    whole_attention = TreeAttention(SimpleNamespace(kv_channels=16, deterministic_mode=False), 1, None, "self")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, packed_seq_params=layout)
+        return whole_attention(q, k, v, packed_seq_params=layout)
 
     half = results(attend, slope, q, k, v)
     whole = results(attend, slope.float(), q.float(), k.float(), v.float())

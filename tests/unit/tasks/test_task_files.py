@@ -242,6 +242,18 @@ def test_a_published_row(tmp_path: Path, format: str, suffix: str, row: dict[str
     )
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv"])
+def test_a_mark_of_windows_at_the_beginning_is_passed_over(tmp_path: Path, name: str) -> None:
+    text = {"x.jsonl": '{"a": "1"}', "x.json": '[{"a": "1"}]', "x.csv": "a\n1\n"}[name]
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert list(read_rows(tmp_path / name)) == [{"a": "1"}]
+
+
+def test_half_a_character_becomes_the_sign_for_one(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a \\ud83d b", "answer": "1"}')  # a text that was cut by its length
+    assert [task.prompt for task in load(tmp_path / "x.jsonl", "plain")] == ["a \ufffd b"]
+
+
 def test_ids_stay_when_rows_move(tmp_path: Path) -> None:
     pair = [{"problem": "One?", "answer": 1}, {"problem": "Two?", "answer": 2}]
     first = load(write(tmp_path / "a.json", pair), "math")
