@@ -1,6 +1,5 @@
 """Models of a run: where a name leads, and whether each can be trained and asked as the config says."""
 
-import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ def layout_of(policy: PolicyConfig) -> ParallelLayout:
 
 def located(model: str) -> str:
     """The folder of a model: `model` itself, or of a hub's id its snapshot in this machine's cache, if there is one."""
-    model = os.path.expanduser(model)
+    if model.startswith("~/"):
+        model = str(Path(model).expanduser())
     if Path(model).exists() or model.count("/") != 1:
         return model
     from huggingface_hub import try_to_load_from_cache

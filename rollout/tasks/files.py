@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -191,7 +190,8 @@ _ALSO = {"validation": ("valid", "val", "dev"), "train": ("training",), "test": 
 
 def located_dataset(path: str) -> str:
     """`path` itself; of a hub's id that was downloaded (`hf download --repo-type dataset ID`) its folder."""
-    path = os.path.expanduser(path)
+    if path.startswith("~/"):
+        path = str(Path(path).expanduser())
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.endswith(tuple(READERS)):
         return path
     from huggingface_hub import snapshot_download

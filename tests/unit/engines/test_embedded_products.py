@@ -89,8 +89,8 @@ def test_an_engine_in_bfloat16_is_as_near_as_hugging_faces(blocks: bool, monkeyp
 def test_an_engine_in_bfloat16_runs_where_one_dnn_cannot_multiply_in_it() -> None:
     code = (
         "from tests.unit.engines.test_embedded_products import EmbeddedEngine, Sampling, drain, make_decoder\n"
-        "engine = EmbeddedEngine(make_decoder(0, bf16=True)); engine.submit(0, [5, 6, 7], Sampling(max_tokens=4, seed=0))\n"
-        "print(len(drain(engine)))"
+        "engine = EmbeddedEngine(make_decoder(0, bf16=True))\n"
+        "engine.submit(0, [5, 6, 7], Sampling(max_tokens=4, seed=0)); print(len(drain(engine)))"
     )
     old = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}  # a processor without AVX512
     done = subprocess.run([sys.executable, "-c", code], env=old, capture_output=True, text=True, check=False)
