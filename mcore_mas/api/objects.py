@@ -104,12 +104,12 @@ def by_trajectory(group: Group, *, reward: str) -> Group:
     return allocator_of(lookup("reward", reward, {}))(group)
 
 
-def plain(value: Any) -> Any:
+def pure(value: Any) -> Any:
     """`value` with Python's numbers in the place of numpy's, as files of configs have them."""
     if isinstance(value, Mapping):
-        return {key: plain(own) for key, own in value.items()}
+        return {key: pure(own) for key, own in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(own) for own in value]
+        return [pure(own) for own in value]
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from rich.console import Console
 
-from mcore_mas.api.objects import AgentSpec, Conversation, TaskError, known_here, plain, reward_section, split_tasks
+from mcore_mas.api.objects import AgentSpec, Conversation, TaskError, known_here, pure, reward_section, split_tasks
 from mcore_mas.config.compose import GROUPS, resolve
 from mcore_mas.config.policy import PolicyConfig, TrainerConfig
 from mcore_mas.config.run import RunConfig
@@ -88,7 +88,7 @@ class Run:
         own |= {**team, **_policies(agents, policies)}
         chosen += [f"team={agents}"] if isinstance(agents, str) else []
         overrides = ["~experiment", f"results={json.dumps(str(self.folder.parent))}", *chosen]
-        self._values = resolve(overrides, own=plain(merged(own, sections)))
+        self._values = resolve(overrides, own=pure(merged(own, sections)))
         world = self._values["env"]["name"]
         self._tasks = {split: [replace(t, env=t.env or world) for t in tasks] for split, tasks in given.items()}
         self.config = _checked(self._values, f"run '{name}'", self._tasks)

@@ -202,11 +202,16 @@ ConfigFile = Annotated[
 
 
 @run_commands.command("ls", rich_help_panel=_RUNS_PANEL)
-def list_runs(results: Annotated[Path, typer.Argument(help="The folder of the runs.")] = Path("results")) -> None:
+def list_runs(
+    results: Annotated[Path, typer.Argument(help="The folder of the runs, or that of one.")] = Path("results"),
+) -> None:
     """List the runs of a folder: steps taken, last reward and validation, scores before training and after it."""
     from mcore_mas.reports.runs import run_states
 
     states = run_states(results)
+    if not states:
+        print(f"no runs in {shown_line(str(results))}")
+        return
     names = list(dict.fromkeys(["base", "trained", *(name for state in states for name in state.scores)]))
     table = Table("run", "steps", "reward", "validation", *names, show_edge=False)
     for state in states:

@@ -58,8 +58,8 @@ def runs_in(results: Path) -> list[Path]:
 
 
 def run_states(results: Path) -> list[RunState]:
-    """Where the runs of a results folder stand; raises as `runs_in`."""
-    return [_state(run) for run in runs_in(results)]
+    """Where the runs of a results folder stand, or one run by its own folder; raises as `runs_in`."""
+    return [_state(run) for run in ([results] if (results / "config.yaml").is_file() else runs_in(results))]
 
 
 def _state(run: Path) -> RunState:

@@ -43,6 +43,9 @@ def test_a_list_says_where_runs_stand(runs: list[Path]) -> None:
     said = CliRunner().invoke(app, ["ls", str(runs[0].parent)], env={"COLUMNS": "80"}).stdout
     row = [cell.strip() for cell in said.splitlines()[2].split("│")]
     assert row == ["a", "2/4", "0.750", "0.250", "", "0.500"]
+    assert run_states(runs[0]) == [a]  # by its own folder
+    empty = runs[0] / "train"
+    assert CliRunner().invoke(app, ["ls", str(empty)], env={"COLUMNS": "80"}).stdout == f"no runs in {empty}\n"
     with pytest.raises(FolderError, match="none: no such folder"):
         run_states(runs[0] / "none")
 
