@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -115,8 +116,9 @@ def pure(value: Any) -> Any:
 
 def allocator_of(reward: Callable[..., Any]) -> Callable[[Group], Group]:
     """An allocator: `reward` itself if its argument is called `group`, else one that asks it for each trajectory."""
-    if next(iter(inspect.signature(reward).parameters), "") == "group":
-        return reward
+    with suppress(ValueError):  # of some that are written in C the signature cannot be read
+        if next(iter(inspect.signature(reward).parameters), "") == "group":
+            return reward
 
     def allocate(group: Group) -> Group:
         return Group(task=group.task, trajectories=tuple(map(paid, group.trajectories)))

@@ -125,7 +125,7 @@ def _module(name: str) -> Path | None:
     if _IMPORT_PATH.fullmatch(name) and not name.startswith("mcore_mas."):
         with suppress(ImportError, ValueError):
             spec = find_spec(name.partition(":")[0])
-            return Path(spec.origin) if spec is not None and spec.origin else None
+            return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,7 @@ from mcore_mas.config.run import ConfigError
 from mcore_mas.rollout.base.options import HERE, UnknownName, lookup
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.rewards.allocation import shared_outcome
+from mcore_mas.training.recipe import input_digests
 from tests.support.played import group, trajectory, turn
 
 AGENTS = [mm.AgentSpec("writer", "{problem}"), mm.AgentSpec("editor", "{problem} {draft}", policy="second")]
@@ -205,6 +207,14 @@ def test_a_reward_of_a_trajectory_is_an_allocator() -> None:
     each = allocator_of(lambda t: {"writer": 1, "editor": len(t.turns)})(played)
     assert [t.reward for t in each.trajectories[0].turns] == [1.0, 2.0]
     assert allocator_of(shared_outcome) is shared_outcome
+
+
+def test_a_reward_may_be_written_in_c(tmp_path: Path) -> None:
+    paid = allocator_of(operator.attrgetter("outcome"))(group(trajectory(turn(0), outcome=0.5))).trajectories[0]
+    assert paid.turns[0].reward == 0.5
+    run = made(tmp_path, reward=len)  # of a module without a file
+    assert run.config.reward.options["reward"] == "builtins:len"
+    assert not [name for name in input_digests(run.config) if "builtins" in name]
 
 
 def test_an_object_has_its_import_path_or_a_name_of_this_process() -> None:
