@@ -34,7 +34,7 @@ from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from mcore_mas.rollout.teams.collect import CollectOptions, Collector
 from mcore_mas.rollout.teams.journal import Quarantined
 from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
-from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal
+from mcore_mas.training.joblog import StopSignal
 from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.measure import Scoreboard, Shards, measure, score_rows
 from mcore_mas.training.placement import gpus_of_servers, shared_out
@@ -170,14 +170,10 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard, stop: StopSignal) 
         async def play() -> None:
             stop.listen()
             in_flight = config.trajectories_in_flight(sum(map(len, gpus_of_servers(config).values())))
-            await stop.unless(
-                measure(board, collector, in_flight=in_flight, retries=config.evaluation.retries, keep=keep)
-            )
+            measuring = measure(board, collector, in_flight=in_flight, retries=config.evaluation.retries, keep=keep)
+            await stop.unless(measuring, "; the same command goes on from what was played")
 
-        try:
-            runner.run(play())
-        except Abandoned:
-            raise Stopped(f"stopped by {stop.by}; the same command goes on from what was played") from None
+        runner.run(play())
 
 
 def seated(config: RunConfig, state: str, seats: Mapping[str, Any]) -> RunConfig:

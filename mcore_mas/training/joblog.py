@@ -267,17 +267,18 @@ class StopSignal:
         """Whether the run was told to stop."""
         return self._told.is_set()
 
-    async def unless(self, work: Coroutine[Any, Any, _T]) -> _T:
+    async def unless(self, work: Coroutine[Any, Any, _T], then: str = "") -> _T:
         """What `work` comes to.
 
         Raises:
             Abandoned: the run was told to stop first, and `work` has been cancelled.
+            Stopped: so it was, and the process is to end: by whom it was stopped, and `then`.
         """
         working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(self._told.wait())
         try:
             await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise Abandoned
+                raise Stopped(f"stopped by {self.by}{then}") if then else Abandoned
             return working.result()
         finally:
             await cancel_tasks([working, waiting])

@@ -1,8 +1,7 @@
 """The newest state of a run in this machine's memory: a lost rank costs the step, not all since the last checkpoint."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,11 @@ from mcore_mas.planning.choose import placement_of, shapes_of
 from mcore_mas.planning.estimate import trainer_kinds
 from mcore_mas.planning.memory import checkpoint_bytes
 from mcore_mas.rollout.base.ownership import remove_path
-from mcore_mas.rollout.sync import MEMORY, memory_path
+from mcore_mas.rollout.sync import MEMORY
 from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Saved, Write, newest
 from mcore_mas.training.recipe import Identity
 
 _CGROUPS = Path("/sys/fs/cgroup")
-
-
-@contextmanager
-def recent_folder() -> Iterator[Path]:
-    """A folder in shared memory for the block, this user's alone; after a SIGKILL the next run removes it."""
-    folder = memory_path()
-    try:
-        yield folder
-    finally:
-        remove_path(folder)
 
 
 def recent_state(folder: Path, identity: Identity, told: Callable[[str], None]) -> Saved | None:

@@ -13,7 +13,7 @@ from mcore_mas.rollout.base.processes import restart_metrics
 from mcore_mas.rollout.base.task_group import together
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.checkpoint import Checkpoints
-from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal, TrainingError
+from mcore_mas.training.joblog import StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook
 from mcore_mas.training.metrics import (
     StepMetrics,
@@ -108,12 +108,8 @@ async def _settled(session: TrainingSession) -> None:
         Stopped: the run was told to stop meanwhile. Saved now, the rest would be sampled by the next version.
     """
     if session.config.engine.deterministic and (under_way := session.rollouts.under_way.values()):
-        try:
-            await session.stop.unless(asyncio.wait(under_way))
-        except Abandoned:
-            raise Stopped(
-                f"stopped by {session.stop.by}; the same command goes on from the newest checkpoint and from its files"
-            ) from None
+        goes_on = "; the same command goes on from the newest checkpoint and from its files"
+        await session.stop.unless(asyncio.wait(under_way), goes_on)
 
 
 def _with_ages(session: TrainingSession, samples: Sequence[Sample]) -> list[Sample]:

@@ -18,7 +18,7 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.planning.machine import on_its_devices
 from mcore_mas.rollout.base.files import atomic_folder, tree_sha256, writable, write_json
-from mcore_mas.rollout.base.ownership import check_owner, epoch_of, owned
+from mcore_mas.rollout.base.ownership import check_owner, epoch_of, owned, remove_path
 from mcore_mas.rollout.base.processes import ProcessLost, Restarts, forget_restarts
 from mcore_mas.rollout.base.task_group import Watchdog, contain_exits
 from mcore_mas.rollout.config.data import prepared_tasks
@@ -27,18 +27,19 @@ from mcore_mas.rollout.engines.remote.caller import RemoteClient
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.rewards.coach import Coach
+from mcore_mas.rollout.sync import memory_path
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
 from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Saved
 from mcore_mas.training.cluster import joined_ray, running_ray
 from mcore_mas.training.crew import Crew
 from mcore_mas.training.engine_factory import make_players, make_renderers, open_remotes, world
 from mcore_mas.training.full_disk import until_room
-from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal, TrainingError
+from mcore_mas.training.joblog import StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import room_for
 from mcore_mas.training.ray_client import train_at
-from mcore_mas.training.recent import RecentState, recent_folder, recent_state, state_bytes
+from mcore_mas.training.recent import RecentState, recent_state, state_bytes
 from mcore_mas.training.recipe import identity_of, input_digests, lineage_of
 from mcore_mas.training.step import AfterStep, TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
@@ -95,7 +96,8 @@ def train(
         coach = Coach(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")
         make_env = stack.enter_context(world(config, "train/retriever"))
-        recent = stack.enter_context(recent_folder())  # until the ranks are gone
+        recent = memory_path()
+        stack.callback(remove_path, recent)  # once the ranks are gone; after a SIGKILL the next run does it
         if room is None:
             room, logs = room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json"))), None
         else:
@@ -235,10 +237,7 @@ async def _train(session: TrainingSession, found: Saved | None, *, again: bool) 
     Args:
         again: engines may have later weights than those that training starts from.
     """
-    try:
-        await session.stop.unless(_load(session, found, again=again))
-    except Abandoned:
-        raise Stopped(f"stopped by {session.stop.by} while it was loading; the same command goes on") from None
+    await session.stop.unless(_load(session, found, again=again), " while it was loading; the same command goes on")
     async with watched(session.weight_sync.values()):
         await train_steps(session, found.step if found else 0, found.state["unreported"] if found else None)
     best = session.checkpoints.best(session.logbook.note) if session.config.trainer.final == "best" else None

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.rollout.base.files import Digest, write_chunks
-from mcore_mas.rollout.sync import MEMORY
+from mcore_mas.rollout.base.ownership import remove_path
+from mcore_mas.rollout.sync import MEMORY, memory_path
 from mcore_mas.training import recent
 from mcore_mas.training.checkpoint import Written
-from mcore_mas.training.recent import RecentState, free_memory, recent_folder, recent_state
+from mcore_mas.training.recent import RecentState, free_memory, recent_state
 from mcore_mas.training.recipe import Identity
 
 IDENTITY = Identity(run="r", models={"p": {"vocab": 5}})
@@ -37,20 +38,21 @@ def test_the_newest_is_kept_in_memory_and_nothing_stays_of_it(tmp_path: Path) ->
             await states.keep(step, {"kl": step}, write)
         await states.finish()
 
-    with recent_folder() as folder:
-        folder.mkdir()
-        asyncio.run(keep(folder, 1, 2, 3))
-        assert folder.is_relative_to(MEMORY)
-        assert [path.name for path in folder.iterdir()] == ["step_000003"]
-        found = recent_state(folder, IDENTITY, pytest.fail)
-        assert found is not None and found.step == 3 and found.state == {"kl": 3}
-        (folder / "step_000003" / "p" / "weights").write_bytes(b"v" * 10)
-        said: list[str] = []
-        assert recent_state(folder, IDENTITY, said.append) is None  # the disk's newest is taken then
-        assert said == [f"{folder}/step_000003: p/weights is not what was written"]
-        asyncio.run(keep(folder, 2))  # after a start from the disk's
-        assert [path.name for path in folder.iterdir()] == ["step_000002"]
+    folder = memory_path()
+    folder.mkdir()
+    asyncio.run(keep(folder, 1, 2, 3))
+    assert folder.is_relative_to(MEMORY)
+    assert [path.name for path in folder.iterdir()] == ["step_000003"]
+    found = recent_state(folder, IDENTITY, pytest.fail)
+    assert found is not None and found.step == 3 and found.state == {"kl": 3}
+    (folder / "step_000003" / "p" / "weights").write_bytes(b"v" * 10)
+    said: list[str] = []
+    assert recent_state(folder, IDENTITY, said.append) is None  # the disk's newest is taken then
+    assert said == [f"{folder}/step_000003: p/weights is not what was written"]
     assert not folder.exists()
+    asyncio.run(keep(folder, 2))  # after a start from the disk's
+    assert [path.name for path in folder.iterdir()] == ["step_000002"]
+    remove_path(folder)
 
 
 def test_without_room_a_line_says_so_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
