@@ -109,15 +109,14 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
+        writing, self._writing = self._writing, None
+        if writing is not None:
             await writing
 
     async def abandon(self) -> None:
         """Give up the checkpoint that is being written, if one is."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            await cancel_tasks([writing])
+        writing, self._writing = self._writing, None
+        await cancel_tasks([writing] if writing else ())
 
     def newest(self, told: Callable[[str], None]) -> Saved | None:
         """The newest checkpoint that can be used, None if there is none at all.
@@ -220,8 +219,8 @@ class Checkpoints:
         for folder in _steps(self._folder):
             with suppress(_BadManifest):
                 rated.append(_saved(folder))
-        known = ((saved.metric, saved.step, saved) for saved in rated if saved.metric is not None)
-        return [saved for _, _, saved in sorted(known, key=lambda row: row[:2], reverse=True)]
+        known = [saved for saved in rated if saved.metric is not None]
+        return sorted(known, key=lambda saved: (saved.metric, saved.step), reverse=True)
 
 
 def newest(folder: Path, identity: Identity, told: Callable[[str], None]) -> Saved | None:

@@ -91,7 +91,7 @@ def chosen(groups: Sequence[Group], count: int) -> list[Trajectory]:
 def write_trace(trajectory: Trajectory, advantages: Mapping[TurnId, float], experiment_id: str, run_id: str) -> None:
     """Write one trace to MLflow's current store; its exporter logs what goes wrong."""
     import mlflow
-    from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey
+    from mlflow.tracing.constant import TraceMetadataKey
 
     events: list[Turn | ToolEvent] = [*trajectory.turns, *trajectory.tools]
     events.sort(key=lambda event: event.started_s)
@@ -109,14 +109,8 @@ def write_trace(trajectory: Trajectory, advantages: Mapping[TurnId, float], expe
         start_time_ns=round(first * 1e9),
     )
     for event in events:
-        place = (trajectory.id, event.node, event.index) if isinstance(event, Turn) else None
-        advantage = advantages.get(place) if place else None
-        result, told = _span(event, advantage)
+        result, told = _span(event, trajectory.id, advantages)
         span = mlflow.start_span_no_context(parent_span=root, start_time_ns=round(event.started_s * 1e9), **told)
-        if isinstance(event, Turn):
-            read, said = len(event.prompt_ids), len(event.completion_ids)
-            usage = {"input_tokens": read, "output_tokens": said, "total_tokens": read + said}
-            span.set_attribute(SpanAttributeKey.CHAT_USAGE, usage)
         span.end(outputs=result, end_time_ns=round((event.started_s + event.took_s) * 1e9))
     well = trajectory.status is Status.COMPLETED
     outputs = {"outcome": trajectory.outcome, "answer": trajectory.answer, "status": trajectory.status.value}
@@ -127,28 +121,26 @@ def write_trace(trajectory: Trajectory, advantages: Mapping[TurnId, float], expe
     )
 
 
-def _span(event: Turn | ToolEvent, advantage: float | None) -> tuple[str, dict[str, Any]]:
+_TOLD = ("agent", "policy", "node", "temperature", "finish_reason", "valid", "masked", "reward")  # of a turn
+
+
+def _span(event: Turn | ToolEvent, trajectory: str, advantages: Mapping[TurnId, float]) -> tuple[str, dict[str, Any]]:
     """(what came of an event, what else MLflow is told of its span); what was not measured is left out."""
+    from mlflow.tracing.constant import SpanAttributeKey
+
     if isinstance(event, ToolEvent):
         of_tool = {"inputs": {"query": event.query}, "attributes": {"failed": event.failed, "node": event.node}}
         return event.result, {"name": event.tool, "span_type": "TOOL", **of_tool}
-    messages = [{"role": message.role, "content": message.text} for message in event.messages]
-    attributes = {
-        "agent": event.agent,
-        "policy": event.policy,
+    read, said = len(event.prompt_ids), len(event.completion_ids)
+    attributes = {name: getattr(event, name) for name in _TOLD} | {
         "versions": sorted({span.version for span in event.versions} or {event.policy_version}),
         "turn": event.index,
-        "node": event.node,
-        "tokens": len(event.completion_ids),
+        "tokens": said,
         "logprob": sum(event.logprobs),
-        "temperature": event.temperature,
-        "finish_reason": event.finish_reason,
-        "valid": event.valid,
-        "masked": event.masked,
-        "reward": event.reward,
-        "advantage": advantage,
+        "advantage": advantages.get((trajectory, event.node, event.index)),
+        SpanAttributeKey.CHAT_USAGE: {"input_tokens": read, "output_tokens": said, "total_tokens": read + said},
         **{f"score.{name}": value for name, value in event.scores.items()},
     }
     known = {name: value for name, value in attributes.items() if value is not None}
-    inputs = {"messages": messages}
+    inputs = {"messages": [{"role": message.role, "content": message.text} for message in event.messages]}
     return event.text, {"name": event.agent, "span_type": "CHAT_MODEL", "inputs": inputs, "attributes": known}
