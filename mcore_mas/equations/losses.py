@@ -169,15 +169,6 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueTokens:
-    """What a critic's loss may look at, for N trained tokens."""
-
-    values: Tensor  # [N] of the critic being trained; carries the gradient
-    old_values: Tensor  # [N] of the critic at the start of the step
-    returns: Tensor  # [N] targets
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ValueObjective:
     """What a critic's update minimises: L = ½ max((V − R)², (clip(V, V_old ± clip) − R)²), per token.
 
@@ -187,20 +178,26 @@ class ValueObjective:
 
     clip: float = 0.2  # in reward units; inf is plain regression
 
-    def __call__(self, tokens: ValueTokens) -> tuple[Tensor, Statistics]:
-        """(loss [N] before token weights, statistics [N] by name)."""
-        held = torch.clamp(tokens.values, tokens.old_values - self.clip, tokens.old_values + self.clip)
-        plain = (tokens.values - tokens.returns).square()
-        clipped = (held - tokens.returns).square()
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Tensor, Statistics]:
+        """(loss [N] before token weights, statistics [N] by name).
+
+        Args:
+            values: [N] of the critic being trained; carries the gradient.
+            old_values: [N] of the critic at the start of the step.
+            returns: [N] targets.
+        """
+        held = torch.clamp(values, old_values - self.clip, old_values + self.clip)
+        plain = (values - returns).square()
+        clipped = (held - returns).square()
         with torch.no_grad():
-            error = tokens.returns - tokens.values
+            error = returns - values
             statistics = {
-                "value": tokens.values.detach(),
+                "value": values.detach(),
                 "value_clip_fraction": (clipped > plain).float(),
                 "value_error": error,
                 "value_error_squared": error.square(),
-                "return": tokens.returns,
-                "return_squared": tokens.returns.square(),
+                "return": returns,
+                "return_squared": returns.square(),
             }
         return 0.5 * torch.maximum(plain, clipped), statistics
 

@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_mas.equations.divergence import gap_statistics, histogram_quantile, log_histogram
-from mcore_mas.equations.losses import Tokens, ValueTokens
+from mcore_mas.equations.losses import Tokens
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
 from mcore_mas.megatron.device import beat, download, kernels_run, rank_device, uploads
 from mcore_mas.megatron.model.decoder import PackedGPTModel
@@ -296,8 +296,7 @@ class Pipeline:
     def _value_loss(self, predicted: _Output, given: _Input) -> tuple[Tensor, TokenStatistics]:
         batch = given.whole
         assert batch.values is not None and batch.returns is not None, "a critic's samples carry values and returns"
-        tokens = ValueTokens(values=predicted[0], old_values=batch.values, returns=batch.returns)
-        return self._spec.objective(tokens)  # type: ignore[arg-type]
+        return self._spec.objective(predicted[0], batch.values, batch.returns)  # type: ignore[call-arg, arg-type]
 
 
 def speaks() -> bool:

@@ -16,7 +16,6 @@ from mcore_mas.equations.losses import (
     Objective,
     Tokens,
     ValueObjective,
-    ValueTokens,
     cross_entropy,
     explained_variance,
     gspo,
@@ -254,31 +253,24 @@ def test_an_objective_is_plain_data() -> None:
 
 
 def test_the_critics_loss_by_hand() -> None:
-    given_tokens = ValueTokens(
-        values=doubles(1.0, 2.0, 2.0, 0.0).requires_grad_(),
-        old_values=doubles(1.0, 1.0, 1.0, 1.0),
-        returns=doubles(3.0, 3.0, 1.0, 3.0),
-    )
-    loss, statistics = ValueObjective(clip=0.5)(given_tokens)
+    values = doubles(1.0, 2.0, 2.0, 0.0).requires_grad_()
+    old, returns = doubles(1.0, 1.0, 1.0, 1.0), doubles(3.0, 3.0, 1.0, 3.0)
+    loss, statistics = ValueObjective(clip=0.5)(values, old, returns)
     # held values 1, 1.5, 1.5, 0.5: ½ max(2², 2²), ½ max(1², 1.5²), ½ max(1², 0.5²), ½ max(3², 2.5²)
     assert loss.tolist() == pytest.approx([2.0, 1.125, 0.5, 4.5])
     assert statistics["value_clip_fraction"].tolist() == [0, 1, 0, 0]
     # V − R, and no pull from the clipped one, which already moved far enough towards its return
-    assert torch.autograd.grad(loss.sum(), given_tokens.values)[0].tolist() == pytest.approx([-2.0, 0.0, 1.0, -3.0])
+    assert torch.autograd.grad(loss.sum(), values)[0].tolist() == pytest.approx([-2.0, 0.0, 1.0, -3.0])
 
 
 def test_a_critic_without_clip_is_regression() -> None:
-    loss, _ = ValueObjective(clip=math.inf)(
-        ValueTokens(values=doubles(5.0), old_values=doubles(0.0), returns=doubles(2.0))
-    )
+    loss, _ = ValueObjective(clip=math.inf)(doubles(5.0), doubles(0.0), doubles(2.0))
     assert loss.tolist() == [4.5]
 
 
 def test_explained_variance_by_hand() -> None:
     def explained(values: list[float], returns: list[float]) -> float:
-        _, statistics = ValueObjective()(
-            ValueTokens(values=doubles(*values), old_values=doubles(*values), returns=doubles(*returns))
-        )
+        _, statistics = ValueObjective()(doubles(*values), doubles(*values), doubles(*returns))
         return explained_variance({name: float(value.mean()) for name, value in statistics.items()})
 
     assert explained([1.0, 3.0], [1.0, 3.0]) == pytest.approx(1.0)
