@@ -23,7 +23,7 @@ from mcore_mas.rollout.config.sections import build_allocator
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.files import write_trajectories
-from mcore_mas.rollout.records.trajectory import Group, Status, Task, Turn, derive_seed
+from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, Turn, derive_seed
 from mcore_mas.rollout.rewards.allocation import judge_undecided
 from mcore_mas.rollout.rewards.coach import Coach
 from mcore_mas.rollout.teams.collect import CollectOptions, Collector, collect
@@ -133,9 +133,10 @@ class AsyncRollouts:
             else:
                 played = await self._rewarded(step, batch, began)
             groups += played
-            if batches > whole:
-                await until_room(partial(_write, file, groups), file)
-            self._check_progress(step, groups)
+            every = [t for group in groups for t in group.trajectories]
+            if batches > whole:  # in a thread: of a large step it takes seconds, and others play on
+                await until_room(partial(asyncio.to_thread, write_trajectories, file, every), file)
+            self._check_progress(step, every)
             fresh = to_samples(played)
             samples += keep(fresh, wanted) if wanted else fresh
             tasks = list(dict.fromkeys(sample.task for sample in samples))
@@ -211,29 +212,19 @@ class AsyncRollouts:
         return self._journals[step]
 
     def _options(self, **options: Any) -> CollectOptions:
-        limits, env = self.config.collection, self.config.env.name
-        return CollectOptions(limits=limits, watchdog=self.watchdog, quarantine=self._quarantine, env=env, **options)
+        limits, env, quarantine = self.config.collection, self.config.env.name, self.folder.with_name("quarantine")
+        return CollectOptions(limits=limits, watchdog=self.watchdog, quarantine=quarantine, env=env, **options)
 
-    @property
-    def _quarantine(self) -> Path:
-        return self.folder.with_name("quarantine")
-
-    def _check_progress(self, step: int, groups: Sequence[Group]) -> None:
-        played = [t for group in groups for t in group.trajectories]
+    def _check_progress(self, step: int, played: Sequence[Trajectory]) -> None:
         defects = [t for t in played if "quarantined" in t.metrics]
         if len(defects) > self.config.collection.max_quarantined * len(played):
             raise TrainingError(
                 f"step {step}: {len(defects)} of {len(played)} trajectories are quarantined, more than "
                 f"collection.max_quarantined allows; the first: {defects[0].error}; see to it with `mcore-mas replay` "
-                f"and a file of {self._quarantine}"
+                f"and a file of {self.folder.with_name('quarantine')}"
             )
         if all(t.status is not Status.COMPLETED for t in played):
             raise TrainingError(f"step {step}: all {len(played)} trajectories failed; the first: {played[0].error}")
-
-
-async def _write(file: Path, groups: Sequence[Group]) -> None:
-    played = [t for group in groups for t in group.trajectories]
-    await asyncio.to_thread(write_trajectories, file, played)  # of a large step in seconds; others play on
 
 
 def _beside(group: Group) -> Group:

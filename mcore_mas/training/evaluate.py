@@ -42,7 +42,6 @@ from mcore_mas.training.recipe import identity_of_play
 from mcore_mas.training.tracking import noted
 
 _EVALUATION, _CHAT = -2, -3  # the step in the seeds of trajectories of an evaluation, and of a chat
-NO_SEATS: Mapping[str, Any] = MappingProxyType({})
 
 
 class EvaluationError(RuntimeError):
@@ -53,7 +52,7 @@ def evaluate(
     run: RunConfig | Path,
     state: str,
     out_path: Path,
-    seats: Mapping[str, Any] = NO_SEATS,
+    seats: Mapping[str, Any] = MappingProxyType({}),
     stop: StopSignal | None = None,
 ) -> dict[str, Any]:
     """Measure the team of a run, or of the one with this config, on its test tasks; gives what is written.
@@ -98,7 +97,7 @@ def converse(run: RunConfig, state: str, prompts: Iterable[str]) -> Generator[Tr
     Raises:
         FolderError: the training has not finished.
     """
-    return _conversation(seated(run, state, NO_SEATS), prompts)  # which refuses before anything is asked
+    return _conversation(seated(run, state), prompts)  # which refuses before anything is asked
 
 
 def _conversation(config: RunConfig, prompts: Iterable[str]) -> Generator[Trajectory, None, None]:
@@ -176,7 +175,7 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard, stop: StopSignal) 
         runner.run(play())
 
 
-def seated(config: RunConfig, state: str, seats: Mapping[str, Any]) -> RunConfig:
+def seated(config: RunConfig, state: str, seats: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
     """The run with each agent playing the model that an evaluation gives it, as a policy with that model's folder.
 
     Args:

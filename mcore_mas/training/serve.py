@@ -26,7 +26,7 @@ from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.teams.collect import Collector
 from mcore_mas.rollout.teams.episode import Episode
 from mcore_mas.rollout.teams.roles import Agent
-from mcore_mas.training.evaluate import NO_SEATS, playing, seated
+from mcore_mas.training.evaluate import playing, seated
 
 _DRAIN_S = 10
 
@@ -161,7 +161,7 @@ def serve(
         ListenError: the token cannot be used, or nobody may listen there.
         FolderError: the run has not finished its training, or is served already.
     """
-    config = seated(RunConfig.load(run / "config.yaml"), state, NO_SEATS)
+    config = seated(RunConfig.load(run / "config.yaml"), state)
     if config.run in config.agents:
         raise ConfigError(f"{run}: an agent has the name of the run, which is the whole team's")
     listener, token = listen(host, port, token_file)

@@ -51,8 +51,8 @@ def _wandb(config: RunConfig, first: int) -> _Run:
     import wandb
 
     folder = config.folder / "train"
-    if not (kept := folder / "wandb.id").is_file():  # of one that began before there were such files, the run's name
-        write_text(kept, config.run if _began(config, "wandb") else f"{config.run}-{uuid.uuid4().hex[:8]}")
+    if not (kept := folder / "wandb.id").is_file():  # others of its name are in other folders, or were removed
+        write_text(kept, f"{config.run}-{uuid.uuid4().hex[:8]}")
     own = {"id": kept.read_text(), "dir": str(folder)}
     return _Run(config, wandb, **own, resume="allow", settings=wandb.Settings(console="off"))
 
@@ -60,12 +60,8 @@ def _wandb(config: RunConfig, first: int) -> _Run:
 def _trackio(config: RunConfig, first: int) -> _Run:
     import trackio
 
-    return _Run(config, trackio, resume="allow" if _began(config, "trackio") else "never", embed=False)
-
-
-def _began(config: RunConfig, name: str) -> bool:
-    """Whether the tracker has steps of this training; others of its name are in other folders, or were removed."""
-    return (config.folder / "train" / f"{name}.json").is_file()
+    began = (config.folder / "train" / "trackio.json").is_file()  # it has steps of this training
+    return _Run(config, trackio, resume="allow" if began else "never", embed=False)
 
 
 TRACKERS: dict[str, Callable[[RunConfig, int], _TensorBoard | _Run]] = {
@@ -76,8 +72,6 @@ TRACKERS: dict[str, Callable[[RunConfig, int], _TensorBoard | _Run]] = {
 
 
 class _Fed(Feed):
-    """One tracker."""
-
     def __init__(self, name: str, config: RunConfig, first: int, note: Callable[[str], None]) -> None:
         path, following = config.folder / "train" / "metrics.jsonl", -1  # step to draw
         self._name, self._config = name, config

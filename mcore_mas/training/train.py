@@ -227,7 +227,6 @@ def _done(session: TrainingSession, written: Saved | None) -> dict[str, Any]:
 
 
 def _model(config: RunConfig, policy: str) -> Path:
-    """The folder of a finished policy."""
     return config.folder / "train" / "models" / policy
 
 
