@@ -3,7 +3,6 @@
 A run's advantages are watched: too large, none at all, or from rewards of very different scales.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from functools import partial
 from itertools import count, islice
 from statistics import fmean
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -195,11 +195,6 @@ def _alike(samples: Sequence[Sample], similarity: float) -> Tensor:
     return torch.tensor(numbers)
 
 
-def _nan_last(number: float) -> float:
-    """What orders numbers with NaN above all of them, which `max` may else pass over."""
-    return math.inf if math.isnan(number) else number
-
-
 _SCALES_APART = 10.0  # times the smallest range of an agent's rewards, from which a warning is due
 
 
@@ -219,16 +214,15 @@ class CreditWatch:
                 `trainer.signal_within` steps had one other than 0.
         """
         bound, within = trainer.max_advantage, trainer.signal_within
-        sizes = [max(map(abs, sample.advantages or (0.0,)), key=_nan_last) for sample in samples]
-        largest = max(sizes, default=0.0, key=_nan_last)
-        if bound is not None and not largest <= bound:  # nor may it be no number
-            sample = samples[sizes.index(largest)]
+        sizes = np.array([np.abs(sample.advantages or (0.0,)).max() for sample in samples])
+        if bound is not None and not (sizes <= bound).all():  # nor may one be no number, which is the largest here
+            largest, sample = sizes.max(), samples[int(sizes.argmax())]
             raise CreditError(
                 f"step {step}: agent {sample.agent} has an advantage of {largest:.2g} (trajectory {sample.trajectory}, "
                 f"turn {sample.turn}), beyond trainer.max_advantage {bound:g}; its rewards are out of scale, or their "
                 "σ is next to nothing: see `mcore-mas explain`, change advantage or reward, or the bound"
             )
-        self._seen = self._seen or any(sizes)
+        self._seen = self._seen or bool(sizes.any())
         self._without += not self._seen
         if within is not None and self._without == within and step + 1 == within:
             raise CreditError(
