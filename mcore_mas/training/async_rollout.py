@@ -161,18 +161,9 @@ class AsyncRollouts:
 
     async def _rewarded(self, step: int, tasks: Sequence[Task], began: float) -> list[Group]:
         """Some tasks, played and with a reward for every turn; with their greedy trajectory where that is compared."""
-        config, trainer = self.config, self.config.trainer
-        collections = [
-            self._play(
-                tasks,
-                step,
-                trainer.group_size,
-                began=began,
-                tree=trainer.branching,
-                # of 10 at 1.1 one more, whatever binary fractions say
-                surplus=math.ceil(trainer.group_size * (trainer.oversample - 1.0) - 1e-9),
-            )
-        ]
+        config, trainer, size = self.config, self.config.trainer, self.config.trainer.group_size
+        surplus = math.ceil(size * (trainer.oversample - 1.0) - 1e-9)  # of 10 at 1.1 one, whatever binary fractions say
+        collections = [self._play(tasks, step, size, began=began, tree=trainer.branching, surplus=surplus)]
         if any(NEEDS.get(config.advantage_of(agent).name) == "greedy" for agent in config.agents):
             collections.append(self._play(tasks, step, 1, began=began, sampling={"temperature": 0.0}))
         groups, *greedy = await together(collections)

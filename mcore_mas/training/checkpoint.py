@@ -322,10 +322,9 @@ def _foreign(manifest: Mapping[str, Any], identity: Identity) -> str:
                 return f"policy '{name}' has {what} {models[name][what]}, the run's model {value}"
     if extra := set(models) - set(identity.models):
         return f"has policy '{min(extra)}', which the run does not have"
-    different = "" if identity.may_change else differences(manifest, identity)
-    return (
-        different and f"trained with {different}; fork it with --adopt (trainer.resume=changed), or name the run anew"
-    )
+    if identity.may_change or not (different := differences(manifest, identity)):
+        return ""
+    return f"trained with {different}; fork it with --adopt (trainer.resume=changed), or name the run anew"
 
 
 def _name(step: int) -> str:
@@ -360,9 +359,8 @@ def _damage(folder: Path, manifest: Mapping[str, Any]) -> str:
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written"
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # digesting leaves the interpreter to others
-        for (name, expected), found in zip(
-            files.items(), threads.map(lambda name: sha256(folder / name), files), strict=True
-        ):
+        digests = threads.map(lambda name: sha256(folder / name), files)
+        for (name, expected), found in zip(files.items(), digests, strict=True):
             if found != expected["sha256"]:
                 return f"{name} is not what was written"
     for name in files:

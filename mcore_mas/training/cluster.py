@@ -141,13 +141,8 @@ def _private_folder() -> Path:
 
 
 def _started(cpus: int, gpus: int, object_store_mb: int) -> Any:
-    folder = _private_folder() / "ray"
-
-    def sessions() -> set[Path]:
-        """Of this process: Ray ends their names with its number."""
-        return set(folder.glob(f"session_*_{os.getpid()}"))
-
-    before = sessions()
+    folder, ours = _private_folder() / "ray", f"session_*_{os.getpid()}"  # Ray ends their names with its process
+    before = set(folder.glob(ours))
     for last in (False, False, True):
         try:
             return ray.init(
@@ -162,7 +157,7 @@ def _started(cpus: int, gpus: int, object_store_mb: int) -> Any:
             )
         except Exception as error:  # Ray has no type for a machine too busy to start it within its fixed 30 s
             ray.shutdown()
-            for session in sessions() - before:
+            for session in {*folder.glob(ours)} - before:
                 sweep(session)
                 tidy(session, None, keep=False)
             slow = "timed out during startup" in str(error)

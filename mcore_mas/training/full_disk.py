@@ -32,9 +32,8 @@ async def until_room(write: Callable[[], Awaitable[_T]], path: Path, room_s: flo
             if not any(why in str(error) for why in _FULL) or time() + pause > deadline:
                 raise
             if pause == _FIRST_S:
-                free = (
-                    shutil.disk_usage(next(folder for folder in path.absolute().parents if folder.exists())).free >> 20
-                )
+                there = next(folder for folder in path.absolute().parents if folder.exists())
+                free = shutil.disk_usage(there).free >> 20
                 say(
                     f"{path}: the disk or a quota is full ({free} MiB are free); make room: it is tried again for "
                     f"{room_s / 60:.0f} minutes, and nothing is lost"

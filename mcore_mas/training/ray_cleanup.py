@@ -43,9 +43,8 @@ def sweep(session: Path) -> None:
     spared = os.getpid(), os.getppid()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.pid not in spared and any(
-                Path(file.path).is_relative_to(session) for file in process.open_files()
-            ):
+            files = process.open_files() if process.pid not in spared else ()
+            if any(Path(file.path).is_relative_to(session) for file in files):
                 process.kill()
 
 
