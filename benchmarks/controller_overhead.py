@@ -12,7 +12,7 @@ from mcore_mas.rollout.engines import EngineClient
 from mcore_mas.rollout.environments.protocol import Step
 from mcore_mas.rollout.orchestras.sequential import solver_verifier
 from mcore_mas.rollout.records.trajectory import Completion, Sampling, Task, VersionSpan
-from mcore_mas.rollout.teams.collect import CollectOptions, collect
+from mcore_mas.rollout.teams.collect import CollectOptions, Collector
 from mcore_mas.rollout.teams.roles import ROLES, Agent
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.rollout.teams.tree import Branching
@@ -83,7 +83,8 @@ def turns_per_second(repeat: int, tree: Branching | None = None) -> float:
     async def timed() -> float:
         """As a training collects, in a loop that goes on: Python 3.11 spells out what a loop's main task returns."""
         start, options = time.process_time(), CollectOptions(tree=tree)
-        groups = await collect(tasks, team, Yes, orchestra, group_size=GROUP, seed=0, step=repeat, options=options)
+        own = Collector(team=team, make_env=Yes, orchestra=orchestra, seed=0, step=repeat, options=options)
+        groups = await own.collect(tasks, GROUP)
         seconds = time.process_time() - start
         turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
         assert turns == TASKS * GROUP * (2 * LOOPS - 1) * (tree.width if tree else 1)

@@ -28,7 +28,7 @@ from mcore_mas.rollout.engines.embedded.batching import LocalEngine
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.records.trajectory import Demonstration, Task
-from mcore_mas.rollout.teams.collect import collect
+from mcore_mas.rollout.teams.collect import Collector
 from mcore_mas.training.checkpoint import Checkpoints
 from mcore_mas.training.engine_factory import world
 from mcore_mas.training.joblog import STOP_SIGNALS, Stopped
@@ -136,7 +136,8 @@ def _measurement(
 
     async def measure(trainer: MegatronTrainer, step: int) -> tuple[float, float]:
         await engine.load_weights(trainer.model.weights(), version=step)
-        return success(await collect(tasks, team, make_env, orchestra, group_size=1, seed=config.seed, step=step))
+        collector = Collector(team=team, make_env=make_env, orchestra=orchestra, seed=config.seed, step=step)
+        return success(await collector.collect(tasks, 1))
 
     return lambda trainer, step: asyncio.run(measure(trainer, step))
 

@@ -26,7 +26,7 @@ from mcore_mas.rollout.records.files import write_trajectories
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, Turn, derive_seed
 from mcore_mas.rollout.rewards.allocation import judge_undecided
 from mcore_mas.rollout.rewards.coach import Coach
-from mcore_mas.rollout.teams.collect import CollectOptions, Collector, collect
+from mcore_mas.rollout.teams.collect import CollectOptions, Collector
 from mcore_mas.rollout.teams.journal import CollectionJournal, Lineage
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.training.full_disk import until_room
@@ -85,14 +85,8 @@ class AsyncRollouts:
     async def validate(self) -> Scoreboard:
         """The validation tasks, measured as an evaluation measures the test tasks."""
         config, board = self.config, Scoreboard(self.validation, self.config.trainer.validation_samples)
-        collector = Collector(
-            team=self.team,
-            make_env=self.make_env,
-            orchestra=self.config.orchestra.call,
-            seed=config.seed,
-            step=_VALIDATION,
-            options=self._options(began=asyncio.get_running_loop().time(), sampling=config.evaluation.sampling),
-        )
+        began = asyncio.get_running_loop().time()
+        collector = self._collector(_VALIDATION, began=began, sampling=config.evaluation.sampling)
         in_flight = config.trajectories_in_flight(len(config.models) * config.engine.servers)
         await measure(board, collector, in_flight=in_flight, retries=config.evaluation.retries)
         return board
@@ -185,16 +179,7 @@ class AsyncRollouts:
         journal = None
         if self.config.collection.journal:
             journal = self._journal(step).part(" ".join(options.get("sampling", ())))
-        return await collect(
-            tasks,
-            self.team,
-            self.make_env,
-            self.config.orchestra.call,
-            group_size=group_size,
-            seed=self.config.seed,
-            step=step,
-            options=self._options(journal=journal, **options),
-        )
+        return await self._collector(step, journal=journal, **options).collect(tasks, group_size)
 
     def _journal(self, step: int) -> CollectionJournal:
         if step not in self._journals:
@@ -202,9 +187,17 @@ class AsyncRollouts:
             self._journals[step] = CollectionJournal(path, self.lineage)
         return self._journals[step]
 
-    def _options(self, **options: Any) -> CollectOptions:
-        limits, env, quarantine = self.config.collection, self.config.env.name, self.folder.with_name("quarantine")
-        return CollectOptions(limits=limits, watchdog=self.watchdog, quarantine=quarantine, env=env, **options)
+    def _collector(self, step: int, **options: Any) -> Collector:
+        config, quarantine = self.config, self.folder.with_name("quarantine")
+        options |= {"limits": config.collection, "watchdog": self.watchdog, "quarantine": quarantine}
+        return Collector(
+            team=self.team,
+            make_env=self.make_env,
+            orchestra=config.orchestra.call,
+            seed=config.seed,
+            step=step,
+            options=CollectOptions(env=config.env.name, **options),
+        )
 
     def _check_progress(self, step: int, played: Sequence[Trajectory]) -> None:
         defects = [t for t in played if "quarantined" in t.metrics]

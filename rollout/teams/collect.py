@@ -55,44 +55,29 @@ class CollectOptions:
     env: str = ""  # name of the environment that is played; "": that of the tasks
 
 
-_PLAIN = CollectOptions()
-
-
-async def collect(
-    tasks: Sequence[Task],
-    team: Team,
-    make_env: Callable[[Task], Env],
-    orchestra: Orchestra,
-    *,
-    group_size: int,
-    seed: int,
-    step: int,
-    options: CollectOptions = _PLAIN,
-) -> list[Group]:
-    """Play each task until `group_size` trajectories are completed and return one group per task, in their order.
-
-    Raises:
-        Unusable: the run cannot go on.
-    """
-    collector = Collector(team=team, make_env=make_env, orchestra=orchestra, seed=seed, step=step, options=options)
-    quotas = [_Quota(group_size) if options.surplus else None for _ in tasks]
-    size = group_size + options.surplus
-    played = await together(
-        collector.play(task, sample, quota) for task, quota in zip(tasks, quotas, strict=True) for sample in range(size)
-    )
-    return [Group(task=task, trajectories=tuple(played[i * size : (i + 1) * size])) for i, task in enumerate(tasks)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector:
-    """Plays trajectories one by one, with what they have in common."""
+    """Plays trajectories, with what they have in common."""
 
     team: Team
     make_env: Callable[[Task], Env]
     orchestra: Orchestra
     seed: int
     step: int
-    options: CollectOptions = _PLAIN
+    options: CollectOptions = field(default_factory=CollectOptions)
+
+    async def collect(self, tasks: Sequence[Task], group_size: int) -> list[Group]:
+        """Play each task until `group_size` trajectories are completed and return one group per task, in their order.
+
+        Raises:
+            Unusable: the run cannot go on.
+        """
+        quotas = [_Quota(group_size) if self.options.surplus else None for _ in tasks]
+        size = group_size + self.options.surplus
+        played = await together(
+            self.play(task, sample, quota) for task, quota in zip(tasks, quotas, strict=True) for sample in range(size)
+        )
+        return [Group(task=task, trajectories=tuple(played[i * size : (i + 1) * size])) for i, task in enumerate(tasks)]
 
     async def play(self, task: Task, sample: int, quota: _Quota | None = None) -> Trajectory:
         """Play a task as its group's member `sample`; the same again draws the same.

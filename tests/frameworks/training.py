@@ -55,7 +55,7 @@ from mcore_mas.rollout.records.trajectory import (
     VersionSpan,
     derive_seed,
 )
-from mcore_mas.rollout.teams.collect import collect
+from mcore_mas.rollout.teams.collect import Collector
 from mcore_mas.rollout.teams.team import Team
 
 HERE = Path(__file__).resolve().parent
@@ -240,9 +240,9 @@ class Lesson:
         Raises:
             RuntimeError: a trajectory failed.
         """
-        groups = await collect(
-            sums(), self.team(player), self.env, self.orchestra, group_size=group_size, seed=self.seed, step=step
-        )
+        team, make_env, orchestra = self.team(player), self.env, self.orchestra
+        collector = Collector(team=team, make_env=make_env, orchestra=orchestra, seed=self.seed, step=step)
+        groups = await collector.collect(sums(), group_size)
         failed = [t.error for group in groups for t in group.trajectories if t.error]
         if failed:
             raise RuntimeError(f"{len(failed)} trajectories failed; the first: {failed[0]}")

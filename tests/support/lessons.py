@@ -39,9 +39,9 @@ from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.models.tensors import whole
 from mcore_mas.rollout.records.trajectory import Message, Sampling, Status, Task
 from mcore_mas.rollout.sandbox.judge import StdinTest
-from mcore_mas.rollout.teams.collect import collect
 from mcore_mas.rollout.teams.roles import Agent
 from tests.support import worlds
+from tests.support.play import collect
 from tests.support.shipped import TEAMS, Library
 
 STEPS = 2

@@ -10,7 +10,7 @@ from mcore_mas.rollout.engines import EngineClient
 from mcore_mas.rollout.environments.protocol import Step, ToolCall
 from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
 from mcore_mas.rollout.records.trajectory import Group, Message, Sampling, Task, Turn, derive_seed
-from mcore_mas.rollout.teams import collect as collecting
+from mcore_mas.rollout.teams.collect import CollectOptions, Collector
 from mcore_mas.rollout.teams.roles import Agent, Role
 from mcore_mas.rollout.teams.team import Team
 from tests.support.scripted_engine import ScriptedEngine
@@ -20,10 +20,21 @@ TASK = Task(id="t", prompt="say numbers", answers=("0",), env="adder", source="s
 AGENTS = ("a", "b")
 
 
-async def collect(*played: Any, group_size: int, seed: int, step: int, **options: Any) -> list[Group]:
-    """`mcore_mas.rollout.teams.collect.collect` with the options beside the rest."""
-    chosen = collecting.CollectOptions(**options)
-    return await collecting.collect(*played, group_size=group_size, seed=seed, step=step, options=chosen)
+async def collect(
+    tasks: Sequence[Task],
+    team: Team,
+    make_env: Any,
+    orchestra: Any,
+    *,
+    group_size: int,
+    seed: int,
+    step: int,
+    **how: Any,
+) -> list[Group]:
+    """Groups of trajectories of the tasks; `how` are fields of `CollectOptions`."""
+    options = CollectOptions(**how)
+    own = Collector(team=team, make_env=make_env, orchestra=orchestra, seed=seed, step=step, options=options)
+    return await own.collect(tasks, group_size)
 
 
 class Bytes:

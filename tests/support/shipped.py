@@ -22,8 +22,7 @@ from mcore_mas.rollout.config.sections import (
 from mcore_mas.rollout.engines import EngineClient
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from mcore_mas.rollout.tasks.encyclopedia import Article
-from mcore_mas.rollout.teams.collect import collect
-from tests.support.play import Bytes
+from tests.support.play import Bytes, collect
 from tests.support.scripted_engine import ScriptedEngine
 
 TEAMS = {

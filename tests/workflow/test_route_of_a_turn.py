@@ -20,9 +20,9 @@ from mcore_mas.credit.samples import to_samples
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from mcore_mas.rollout.config.sections import build_allocator, build_env, build_player, build_team
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.teams.collect import collect
 from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec
 from tests.support.in_process import Bytes, Engine, Group, make_model
+from tests.support.play import collect
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from mcore_mas.rollout.config.sections import AgentConfig, build_team
 from mcore_mas.rollout.engines import EngineClient
 from mcore_mas.rollout.records.trajectory import Group, Task, Trajectory
 from mcore_mas.rollout.rewards import ALLOCATORS
-from mcore_mas.rollout.teams.collect import CollectOptions, collect
+from mcore_mas.rollout.teams.collect import Collector
 from mcore_mas.rollout.teams.roles import ROLES
 from mcore_mas.training.metrics import credit_metrics
 from tests.support.play import Bytes
@@ -173,8 +173,8 @@ def play(codebook: Any, orchestra: Any, agents: tuple[str, ...], letters: list[s
         {"p": EngineClient(engine=engine, renderer=Bytes())},  # type: ignore[arg-type]
     )
     task = Task(id="t", prompt="12 30 5", answers=("",), env="codes", source="codes", split="train")
-    played = collect([task], team, codebook.guess, orchestra, group_size=1, seed=1, step=0, options=CollectOptions())
-    [found] = asyncio.run(played)
+    collector = Collector(team=team, make_env=codebook.guess, orchestra=orchestra, seed=1, step=0)
+    [found] = asyncio.run(collector.collect([task], 1))
     return found.trajectories[0]
 
 

@@ -285,7 +285,7 @@ class Pipeline:
             proximal=batch.proximal,
             reference=batch.reference,
         )
-        loss, statistics = self._spec.objective(tokens)  # type: ignore[arg-type]
+        loss, statistics = self._spec.objective(tokens)  # type: ignore[call-arg, arg-type]
         behaviour, started = batch.behaviour, logprobs
         if batch.proximal is not None:  # earlier updates of the step have changed the weights that the sampler had
             started = torch.where(batch.proximal.isnan(), logprobs, batch.proximal)

@@ -14,8 +14,7 @@ from mcore_mas.rollout.environments.search import SearchEnv
 from mcore_mas.rollout.orchestras.graph import Graph, graph
 from mcore_mas.rollout.orchestras.search import search_team
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
-from mcore_mas.rollout.teams.collect import collect
-from tests.support.play import TASK, Adder, Bytes, make_team
+from tests.support.play import TASK, Adder, Bytes, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.shipped import TEAMS, Library, play_shipped
 

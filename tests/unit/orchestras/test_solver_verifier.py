@@ -11,9 +11,9 @@ from mcore_mas.rollout.orchestras import ORCHESTRAS
 from mcore_mas.rollout.orchestras.replies import parse_approval, parse_boxed
 from mcore_mas.rollout.orchestras.sequential import slots, solver_verifier
 from mcore_mas.rollout.records.trajectory import Sampling, Status, Task
-from mcore_mas.rollout.teams.collect import collect
 from mcore_mas.rollout.teams.roles import ROLES, Agent
 from mcore_mas.rollout.teams.team import Team
+from tests.support.play import collect
 from tests.support.scripted_engine import ScriptedEngine
 
 TASK = Task(id="t", prompt="What is 3+4?", answers=("7",), env="math", source="sums", split="train")

@@ -19,9 +19,9 @@ from mcore_mas.rollout.orchestras import ORCHESTRAS
 from mcore_mas.rollout.records.files import RecordError, write_tasks, write_trajectories
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from mcore_mas.rollout.tasks.games import draw_tasks
-from mcore_mas.rollout.teams.collect import collect
 from tests.support.canned import Canned
 from tests.support.casts import make_team
+from tests.support.play import collect
 from tests.support.scripted_engine import ScriptedEngine
 
 SMALL = {

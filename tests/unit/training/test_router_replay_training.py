@@ -18,10 +18,10 @@ from mcore_mas.rollout.engines import EngineConfig
 from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
 from mcore_mas.rollout.records.trajectory import Group as Played
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.teams.collect import collect
 from mcore_mas.training.engine_factory import _engine_settings
 from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec
 from tests.support.in_process import Bytes, Engine, Group
+from tests.support.play import collect
 
 TASK = Task(id="1", prompt="task 1", answers=("1",), env="math", source="s", split="train")
 STEPS = 2
