@@ -26,7 +26,7 @@ from mcore_mas.rollout.records.trajectory import Group
 from mcore_mas.training.joblog import Stopped, terminal
 from mcore_mas.training.traces import Traces, chosen
 from mcore_mas.training.trackers import open_trackers
-from mcore_mas.training.tracking import CLOCK, EPOCH, Feed, Tracker, open_tracker
+from mcore_mas.training.tracking import CLOCK, EPOCH, Feed, Tracker
 
 _SHOWN = {
     "reward": "reward/mean",
@@ -74,7 +74,7 @@ def open_logbook(config: RunConfig, config_path: Path, first: int, mlflow_run: s
     with Reporter(f"{config.run} train", config.trainer.steps, first) as reporter:
         journal = Journal(path, first, reporter.note)  # before trackers: they draw what it has from now on
         others = open_trackers(config, first, reporter.note)
-        tracker = open_tracker(config, config_path, first, mlflow_run, reporter.note)
+        tracker = Tracker(config, config_path, first, mlflow_run, reporter.note)
         feeds = [tracker, *others]
         try:
             yield Logbook(reporter, journal, tracker, Traces(tracker, reporter.note), config.tracking.traces, feeds)

@@ -13,7 +13,7 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.costs import answer_costs, training_costs
 from mcore_mas.rollout.base.files import read_json, read_record, sha256
 from mcore_mas.rollout.tasks.splits import SPLITS
-from mcore_mas.training.tracking import Sink, inputs_of, open_tracker, store_of, tags_of
+from mcore_mas.training.tracking import Sink, Tracker, inputs_of, store_of, tags_of
 from mcore_mas.training.tracking_store import Store, key_of, one_line
 
 LOCAL_PAGES = "http://127.0.0.1:5000"  # of a local store, by `make ui`
@@ -102,7 +102,7 @@ def _training(store: Store, config: RunConfig, path: Path, warn: Callable[[str],
     if not done.is_file():
         return None, []
     written = read_record(done, "policies")
-    tracker = open_tracker(config, path, config.trainer.steps, written.get("mlflow_run"), warn, ended=True)
+    tracker = Tracker(config, path, config.trainer.steps, written.get("mlflow_run"), warn, ended=True)
     if not tracker.finish("FINISHED") or tracker.run_id is None:
         raise RuntimeError(f"the steps of {config.run} are not all there")  # it has said why
     at, last = done.stat().st_mtime, config.trainer.steps - 1

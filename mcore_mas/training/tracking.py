@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,42 +114,39 @@ class Feed:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackedRun:
-    """What MLflow is told of a run."""
-
-    name: str
-    params: Mapping[str, Any]
-    tags: Mapping[str, str]
-    inputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # of a data set by name: digest, where it lies
-    id: str | None = None  # of the MLflow run to go on in, if the store knows it
-    first: int = 0  # step at which it goes on
-    zeros: bool = False  # send metrics that never leave zero, too
-    ended: bool = False  # it is not this process's: tags that its own process wrote down hold
-
-
 class Tracker(Feed):
-    """One MLflow run; metrics of each agent are `agent/<name>/<metric>`.
+    """The MLflow run of a training; metrics of each agent are `agent/<name>/<metric>`.
 
     A store that was removed since is filled again. Beside metrics.jsonl, mlflow.json says what was sent.
     """
 
     def __init__(
         self,
-        store: Store,
-        run: TrackedRun,
-        journal: Path,
-        warn: Callable[[str], None] = print,
-        child_of: RunConfig | None = None,
+        config: RunConfig,
+        config_path: Path,
+        first: int,
+        run_id: str | None,
+        warn: Callable[[str], None],
+        *,
+        ended: bool = False,
     ) -> None:
-        """Begin to connect; returns at once."""
-        self.store, self._run, self._child_of = store, run, child_of
+        """Begin to connect; returns at once.
+
+        Args:
+            first: step at which the training goes on.
+            run_id: of the run to go on in, if the store knows it.
+            ended: it has ended, and another process sends what MLflow lacks of it; tags that its own wrote down hold.
+        """
+        self.store, self._config, self._first, self._ended = store_of(config), config, first, ended
+        self._inputs = inputs_of(config, "train", "validation")
+        journal = config.folder / "train" / "metrics.jsonl"
         self._before = _read_record(journal)
         written = self._before.get("tags", {})
+        tags = {"stage": "train", **tags_of(config, config_path, self._inputs), **({} if ended else made_here())}
         # at its start once more, of the same code and config: it ended before its first checkpoint
-        again = bool(written) and all(written.get(name) == run.tags.get(name) for name in ("config_sha256", "commit"))
-        self._known = [run_id for run_id in (run.id, self._before.get("run") if run.first or again else None) if run_id]
-        self._tags = written if run.ended and written else _also(run.tags, written if self._known else {})
+        again = bool(written) and all(written.get(name) == tags.get(name) for name in ("config_sha256", "commit"))
+        self._known = [known for known in (run_id, self._before.get("run") if first or again else None) if known]
+        self._tags = written if ended and written else _also(tags, written if self._known else {})
         self.run_id: str | None = next(iter(self._known), None)
         self._key = uuid.uuid4().hex  # of a run that is to be made
         self._connected = False
@@ -171,26 +167,26 @@ class Tracker(Feed):
     def _had(self, run_id: str | None) -> int:
         """The last step that MLflow has of a run, as far as it is written down."""
         same = run_id is not None and run_id == self._before.get("run")
-        return int(self._before["sent"]) if same else self._run.first - 1
+        return int(self._before["sent"]) if same else self._first - 1
 
     def _connect(self) -> None:
         store = self.store
         self._save()  # the tags too wait there
         store.connect()
         run_id = next((run_id for run_id in self._known if store.knows(run_id)), None)
-        parent = store.parent(self._child_of) if self._child_of else None
+        parent = store.parent(self._config)
         if run_id is None:
             first = next(iter(json_lines(self._journal)[0]), {})
             # two processes may send what is left of one that has ended
-            key = key_of(self._journal, str(first.get(CLOCK))) if self._run.ended else self._key
-            run_id = store.run(key, self._run.name, self._tags, parent, first.get(CLOCK))
+            key = key_of(self._journal, str(first.get(CLOCK))) if self._ended else self._key
+            run_id = store.run(key, f"{self._config.run} train", self._tags, parent, first.get(CLOCK))
             self._sent = -2
             self._log_params(run_id)
         else:
             self._sent = self._had(run_id)
             store.client.update_run(run_id, status="RUNNING")
-            store.tag(run_id, self._tags if parent is None else {**self._tags, PARENT: parent})
-        store.inputs(run_id, self._run.inputs)
+            store.tag(run_id, {**self._tags, PARENT: parent})
+        store.inputs(run_id, self._inputs)
         self._connected, self.run_id = True, run_id
 
     def _save(self) -> None:
@@ -199,7 +195,8 @@ class Tracker(Feed):
 
     def _log_params(self, run_id: str) -> None:
         param = self.store.entities.Param
-        rows = [param(metric_name(key), str(value)[:_LONGEST_PARAM]) for key, value in leaves(self._run.params)]
+        params = leaves(self._config.model_dump(mode="json"))
+        rows = [param(metric_name(key), str(value)[:_LONGEST_PARAM]) for key, value in params]
         with self.store.alone():  # MLflow takes the same twice, but not at once
             for first in range(0, len(rows), _PARAMS_PER_CALL):
                 self.store.client.log_batch(run_id, params=rows[first : first + _PARAMS_PER_CALL])
@@ -221,7 +218,7 @@ class Tracker(Feed):
                 for name, value in [*row.items(), *((_KEY[key], row[key]) for key in _KEY if key in row)]
                 if isinstance(value, float | int) and name not in NO_METRICS
             ]
-            released = metrics if self._run.zeros else self._released(metrics, history)
+            released = metrics if self._config.tracking.zeros else self._released(metrics, history)
             waiting += [metric for metric in released if row["step"] > self._sent]
             if row["step"] > self._sent and (len(waiting) > most or number + 1 == len(rows)):
                 self.store.metrics(self.run_id or "", waiting)
@@ -267,34 +264,6 @@ def _read_record(journal: Path) -> dict[str, Any]:
 def store_of(config: RunConfig) -> Store:
     """Where a run's config has it tracked."""
     return Store(config.tracking.uri, config.tracking.experiment, config.results)
-
-
-def open_tracker(
-    config: RunConfig,
-    config_path: Path,
-    first: int,
-    mlflow_run: str | None,
-    warn: Callable[[str], None],
-    *,
-    ended: bool = False,
-) -> Tracker:
-    """The tracker of a training that goes on at step `first`, in the MLflow run of before if there is one.
-
-    Args:
-        ended: it has ended, and another process sends what MLflow lacks of it.
-    """
-    inputs = inputs_of(config, "train", "validation")
-    run = TrackedRun(
-        name=f"{config.run} train",
-        params=config.model_dump(mode="json"),
-        tags={"stage": "train", **tags_of(config, config_path, inputs), **({} if ended else made_here())},
-        inputs=inputs,
-        id=mlflow_run,
-        first=first,
-        zeros=config.tracking.zeros,
-        ended=ended,
-    )
-    return Tracker(store_of(config), run, config.folder / "train" / "metrics.jsonl", warn, config)
 
 
 def tags_of(config: RunConfig, config_path: Path, inputs: Mapping[str, tuple[str, str]]) -> dict[str, str]:

@@ -60,12 +60,12 @@ def test_mlflow_has_every_step_once(tmp_path: Path, mlflow_server: Server, name:
         tracker = tracked(tmp_path, proxy.url, said)
         idle(tracker)
         for at in (0, 3):
-            write(tmp_path / "metrics.jsonl", STEPS[at : at + 3])
+            write(tmp_path / "train" / "metrics.jsonl", STEPS[at : at + 3])
             proxy.faulty, tracker._again = (name, 1), 0.0
             tracker.log()
             idle(tracker)
         tracker._again = 0.0
-        write(tmp_path / "metrics.jsonl", STEPS[6:])
+        write(tmp_path / "train" / "metrics.jsonl", STEPS[6:])
         assert tracker.finish("FINISHED"), said
         assert proxy.done[name] == 3
     assert everything(mlflow_server.uri, tracker.run_id) == WANTED

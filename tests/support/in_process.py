@@ -156,7 +156,7 @@ def training_here(monkeypatch: pytest.MonkeyPatch, *, tracked: bool = False) -> 
     monkeypatch.setattr(train, "room_for", room_here)
     monkeypatch.setattr(train, "running_ray", lambda *_, **__: nullcontext())
     silent = SimpleNamespace(run_id=None, log=nothing, finish=nothing, send=nothing, close=nothing)
-    for name in () if tracked else ("open_tracker", "Traces"):
+    for name in () if tracked else ("Tracker", "Traces"):
         monkeypatch.setattr(logbook, name, lambda *_: silent)
     init_process_groups(rank=0, threads=1)
     try:

@@ -17,8 +17,8 @@ from mlflow.tracking import MlflowClient
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
 from mcore_mas.rollout.base.processes import free_port
-from mcore_mas.training.tracking import CLOCK, TrackedRun, Tracker
-from mcore_mas.training.tracking_store import Store
+from mcore_mas.training.tracking import CLOCK, Tracker
+from tests.support.trackable import opened_tracker
 
 STEPS = range(-1, 6)
 WANTED = [(step + 1, float(step)) for step in STEPS]
@@ -93,16 +93,14 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def write(path: Path, steps: Iterable[int]) -> None:
     lines = [f'{{"step": {step}, "x": {step}.0, "never": 0.0, "{CLOCK}": {1e9 + step}}}\n' for step in steps]
+    path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.write("".join(lines))
 
 
 def tracked(folder: Path, uri: str, said: list[str], **run: Any) -> Tracker:
-    path = folder / "metrics.jsonl"
-    path.touch()
-    return Tracker(
-        Store(uri, "e", folder), TrackedRun(name="r", params={"a": 1}, tags={"t": "1"}, **run), path, said.append
-    )
+    write(folder / "train" / "metrics.jsonl", ())
+    return opened_tracker(folder, uri, said.append, params={"a": 1}, tags={"t": "1"}, **run)
 
 
 def idle(tracker: Tracker) -> None:
@@ -114,7 +112,9 @@ def idle(tracker: Tracker) -> None:
 
 def everything(uri: str, run_id: str | None) -> list[tuple[int, float]]:
     client = MlflowClient(tracking_uri=uri)
-    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])  # made once
+    everywhere = [e.experiment_id for e in client.search_experiments()]
+    (run,) = client.search_runs(everywhere, "tags.stage = 'train'")  # made once, as is what it is of
+    (_,) = client.search_runs(everywhere, "tags.stage = 'experiment'")
     assert (run.info.run_id, run.info.status, run.data.params, run.data.tags["t"]) == (
         run_id,
         "FINISHED",

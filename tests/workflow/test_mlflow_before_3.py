@@ -15,10 +15,9 @@ from mcore_mas.rollout.base.files import write_text
 from mcore_mas.rollout.base.processes import free_port, start_group, stop_group
 from mcore_mas.training.publish import publish
 from mcore_mas.training.traces import Traces
-from mcore_mas.training.tracking import TrackedRun, Tracker
-from mcore_mas.training.tracking_store import Store
 from tests.support.finished import STEPS, finished
 from tests.support.played import trajectory, turn
+from tests.support.trackable import opened_tracker
 
 SERVER = Path(__file__).resolve().parents[2] / ".venv-mlflow2/bin/mlflow"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not SERVER.exists(), reason="`make test-mlflow` makes MLflow 2")]
@@ -81,10 +80,10 @@ def test_finished_runs_are_there_once(server: str, tmp_path: Path) -> None:
 
 
 def test_it_refuses_no_trace(server: str, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "metrics.jsonl").touch()
     said: list[str] = []
-    run = TrackedRun(name="traced", params={}, tags={})
-    tracker = Tracker(Store(server, "traces", tmp_path), run, tmp_path / "metrics.jsonl", said.append)
+    tracker = opened_tracker(tmp_path, server, said.append)
     traces = Traces(tracker, said.append)
     traces.send([trajectory(turn(0, "solver", started_s=1.7e9, took_s=1.0))] * 2, {})
     tracker.finish("FINISHED")

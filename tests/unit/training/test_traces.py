@@ -14,9 +14,8 @@ from mlflow.tracking import MlflowClient
 
 from mcore_mas.rollout.records.trajectory import Message, Status, ToolEvent, VersionSpan
 from mcore_mas.training.traces import Traces, chosen
-from mcore_mas.training.tracking import TrackedRun, Tracker
-from mcore_mas.training.tracking_store import Store
 from tests.support.played import group, trajectory, turn
+from tests.support.trackable import opened_tracker
 
 BEGAN = 1_700_000_000.0
 PLAYED = trajectory(
@@ -45,13 +44,9 @@ def store(tmp_path_factory):
     """A tracking URI, and a run there."""
     folder = tmp_path_factory.mktemp("store")
     uri = f"sqlite:///{folder}/mlflow.db"
-    (folder / "metrics.jsonl").touch()
-    tracker = Tracker(
-        Store(uri, "teams", folder),
-        TrackedRun(name="r", params={}, tags={}),
-        folder / "metrics.jsonl",
-        warn=pytest.fail,
-    )
+    (folder / "train").mkdir()
+    (folder / "train" / "metrics.jsonl").touch()
+    tracker = opened_tracker(folder, uri, pytest.fail)
     yield uri, tracker
     tracker.finish("FINISHED")
     mlflow.set_tracking_uri(None)

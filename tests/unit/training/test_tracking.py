@@ -23,15 +23,16 @@ from requests.utils import get_environ_proxies
 from mcore_mas.reports.study import MetricsError, read_metrics
 from mcore_mas.training import tracking
 from mcore_mas.training.logbook import Journal
-from mcore_mas.training.tracking import CLOCK, Sink, TrackedRun, Tracker, noted
+from mcore_mas.training.tracking import CLOCK, Sink, Tracker, noted
 from mcore_mas.training.tracking_store import Store, unfinished
+from tests.support.trackable import opened_tracker
 
 
 def opened(folder: Path, uri: str, warn: Callable[[str], None], **run: object) -> tuple[Journal, Tracker]:
-    path = folder / "metrics.jsonl"
+    path = folder / "train" / "metrics.jsonl"
+    path.parent.mkdir(exist_ok=True)
     journal = Journal(path, int(str(run.get("first", 0))), warn)
-    tracked = TrackedRun(name="r", params={"a": {"b": 1}}, tags={}, zeros=True, **run)  # type: ignore[arg-type]
-    return journal, Tracker(Store(uri, "e", folder), tracked, path, warn)
+    return journal, opened_tracker(folder, uri, warn, params={"a": {"b": 1}}, zeros=True, **run)  # type: ignore[arg-type]
 
 
 def step(journal: Journal, tracker: Tracker, number: int) -> float:
@@ -178,7 +179,7 @@ def test_a_server_that_hangs_holds_up_neither_start_nor_steps(
     assert max(step(journal, tracker, number) for number in range(5)) < 1.0
     tracker.finish("FINISHED")
     assert time.monotonic() - began < 10.0
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in read_metrics(tmp_path / "train" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     assert said[-1].startswith("MLflow hangs: steps from 0 on are in ")
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "10"
 
