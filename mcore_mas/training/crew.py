@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from ray.exceptions import RayError
 
 from mcore_mas.config.run import RunConfig, for_policy
-from mcore_mas.equations.divergence import AdaptiveKL
 from mcore_mas.megatron.device import WatchFiles
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.planning.jobs import GroupKey, Part, PlacementError
@@ -183,12 +182,4 @@ class Crew:
         if config.policies[name].critic is not None:
             base = group if config.policies[name].share_base else None
             critic = group_of(f"{name}-critic", critic_spec(name, config), "critic", base)
-        return PolicyTrainer(name, config, group, critic=critic, kl=_adaptive_kl(for_policy(config, name), kl))
-
-
-def _adaptive_kl(config: RunConfig, saved: Mapping[str, float] | None) -> AdaptiveKL | None:
-    """The coefficient of a policy's KL term if it adapts, as a checkpoint has it or from the start."""
-    kl = config.loss.kl
-    if kl.target is None:
-        return None
-    return AdaptiveKL(**saved) if saved else AdaptiveKL(coefficient=kl.coef, target=kl.target, horizon=kl.horizon)
+        return PolicyTrainer(name, config, group, critic=critic, kl=kl)

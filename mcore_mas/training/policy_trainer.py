@@ -47,16 +47,20 @@ class PolicyTrainer:
         group: TrainerGroup,
         *,
         critic: TrainerGroup | None = None,
-        kl: AdaptiveKL | None = None,
+        kl: Mapping[str, float] | None = None,
     ) -> None:
-        """`kl` is the coefficient of the KL term if it adapts; each step replaces it."""
+        """`kl` is the coefficient of the KL term, if it adapts, as a checkpoint has it; None: the config's."""
         self._policy, self._config = policy, for_policy(config, policy)
         self._group, self._critic = group, critic
         self._aligned = {name: config.advantage_of(name).align for name in config.agents}
         self._precision = config.precision_of(policy)
         self._places = step_places(config, policy)
         self._lost = 0  # steps in a row in which no gradient was finite, so that every update was left out
-        self.kl = kl
+        self.kl: AdaptiveKL | None = None  # replaced in each step
+        own = self._config.loss.kl
+        if own.target is not None:
+            start = AdaptiveKL(coefficient=own.coef, target=own.target, horizon=own.horizon)
+            self.kl = AdaptiveKL(**kl) if kl else start
 
     @property
     def groups(self) -> dict[str, TrainerGroup]:
