@@ -96,8 +96,7 @@ def train(
         coach = Coach(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")
         make_env = stack.enter_context(world(config, "train/retriever"))
-        recent = memory_path()
-        stack.callback(remove_path, recent)  # once the ranks are gone; after a SIGKILL the next run does it
+        stack.callback(remove_path, recent := memory_path())  # once the ranks are gone; after a SIGKILL the next run
         if room is None:
             room, logs = room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json"))), None
         else:

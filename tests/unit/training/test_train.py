@@ -136,7 +136,7 @@ def test_who_has_lost_the_folder_while_it_trained_does_not_write_its_models_over
     session = SimpleNamespace(
         config=config, trainers={"solver": SimpleNamespace(groups={"solver": group})}, weight_sync={}
     )
-    session.stop = SimpleNamespace(unless=lambda work: work)
+    session.stop = SimpleNamespace(unless=lambda work, _: work)
     monkeypatch.setattr(training, "_load", nothing)
     lock = config.folder / "train" / "lock.json"
 
