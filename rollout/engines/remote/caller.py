@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import Refused, Unanswered, retried
-from mcore_mas.rollout.base.task_group import LateCall, cancel_tasks
+from mcore_mas.rollout.base.task_group import LateCall, cancel_tasks, of_loop
 from mcore_mas.rollout.engines import ChatState, PolicyReply, remote
 from mcore_mas.rollout.engines.remote import Answer, Provider, RemoteConfig, RemoteError, ReplySettings
 from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
@@ -58,7 +59,6 @@ class _Flight:
 class _Live:
     """What belongs to one event loop."""
 
-    loop: asyncio.AbstractEventLoop
     provider: Provider
     slots: asyncio.Semaphore
     flights: dict[str, _Flight] = field(default_factory=dict)
@@ -73,10 +73,9 @@ class Caller:
         """Read the key and open the ledger in `folder`; RemoteError if there is no key, no library or no ledger."""
         self._config = config
         self._key = remote.read_key(config.key_variable, config.key_file)
-        self._make = remote.provider_class(config.provider)
-        self._spare: Provider | None = self._make(config, self._key)  # now, so that a missing library is known now
+        self._make = partial(remote.provider_class(config.provider), config, self._key)
+        self._make()  # so that a missing library is known now
         self._ledger = Ledger(folder / "ledger.sqlite", config.budget)
-        self._live: _Live | None = None
         self._not_before = 0.0  # time.monotonic() until which the server asked everyone to wait
 
     @property
@@ -87,7 +86,7 @@ class Caller:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[float]:
         """A place among `concurrency` that ask, until the time.monotonic() that is yielded; TimeoutError after that."""
-        async with self._enter_loop().slots, asyncio.timeout(self._config.deadline_s):
+        async with self._live.slots, asyncio.timeout(self._config.deadline_s):
             yield time.monotonic() + self._config.deadline_s
 
     async def ask(
@@ -112,7 +111,7 @@ class Caller:
         if found is not None:
             tally.cache_hits += 1
             return found
-        live = self._enter_loop()
+        live = self._live
         flights = live.flights
         flight = flights.get(digest)
         if flight is None:
@@ -134,20 +133,13 @@ class Caller:
 
     async def aclose(self) -> None:
         """End what is in flight and close the connections and the ledger."""
-        live, self._live = self._live, None
-        if live is not None and live.loop is asyncio.get_running_loop():
-            await cancel_tasks(live.tasks)
-            await live.provider.aclose()
-        if self._spare is not None:
-            await self._spare.aclose()
+        await cancel_tasks(self._live.tasks)
+        await self._live.provider.aclose()
         self._ledger.close()
 
-    def _enter_loop(self) -> _Live:
-        loop = asyncio.get_running_loop()
-        if self._live is None or self._live.loop is not loop:
-            provider, self._spare = self._spare or self._make(self._config, self._key), None
-            self._live = _Live(loop, provider, asyncio.Semaphore(self._config.concurrency))
-        return self._live
+    @property
+    def _live(self) -> _Live:
+        return of_loop(self, lambda: _Live(self._make(), asyncio.Semaphore(self._config.concurrency)))
 
     async def _fetch(
         self,
@@ -193,10 +185,10 @@ class Caller:
         start = time.monotonic()
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                answer = await self._enter_loop().provider.complete(messages, settings)
+                answer = await self._live.provider.complete(messages, settings)
             answer = replace(answer, text=self._redact(valid_text(answer.text)))
             cost = self._cost(answer.prompt_tokens, answer.completion_tokens, reservation.worst)
-            kept = Kept(digest, self._config.model, answer)
+            kept = digest, self._config.model, answer
             tally.seconds += time.monotonic() - start
             tally.answers += 1
             return answer
@@ -219,10 +211,8 @@ class Caller:
             charged = cost or reservation.worst
             tally.tokens += charged.tokens
             tally.nanos += charged.nanos
-            live = self._live
-            if live is not None:
-                live.settled.set()
-                live.settled = asyncio.Event()
+            self._live.settled.set()
+            self._live.settled = asyncio.Event()
 
     async def _reserve(self, agent: str, worst: Spending) -> Reservation:
         while True:
@@ -231,7 +221,7 @@ class Caller:
             except BudgetExhausted as exhausted:
                 if not self._ledger.in_flight:  # nobody's worst case can turn into room any more
                     raise BudgetExhausted(f"{self._config.provider} '{self._config.model}': {exhausted}") from None
-                await self._enter_loop().settled.wait()
+                await self._live.settled.wait()
 
     def _redact(self, text: str) -> str:
         return self._key.redact(text) if self._key else text

@@ -46,13 +46,7 @@ class Reservation:
     worst: Spending
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A reply to be found again."""
-
-    digest: str  # of everything that decided it
-    model: str
-    answer: Answer
+Kept = tuple[str, str, Answer]  # a reply to be found again: digest of everything that decided it, model, and what it said
 
 
 class Ledger:
@@ -99,9 +93,7 @@ class Ledger:
         row = self._db.execute(
             "SELECT text, finish_reason, prompt_tokens, completion_tokens FROM replies WHERE digest = ?", (digest,)
         ).fetchone()
-        if row is None:
-            return None
-        return Answer(text=row[0], finish_reason=row[1], prompt_tokens=row[2], completion_tokens=row[3])
+        return row and Answer(text=row[0], finish_reason=row[1], prompt_tokens=row[2], completion_tokens=row[3])
 
     def reserve(self, agent: str, worst: Spending) -> Reservation:
         """Charge what a call may cost at most, before it is sent; BudgetExhausted if that might pass a limit."""
@@ -138,10 +130,9 @@ class Ledger:
                     (cost.tokens, cost.nanos, reservation.id),
                 )
             if kept is not None:
-                self._db.execute(
-                    "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)",
-                    (kept.digest, kept.model, *astuple(kept.answer)),
-                )
+                digest, model, answer = kept
+                row = (digest, model, *astuple(answer))
+                self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)", row)
         self.in_flight -= 1
         if cost is not None:
             self.spent += cost - reservation.worst
