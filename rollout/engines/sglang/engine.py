@@ -101,7 +101,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
     async def begin_update(self) -> SyncRoute:
         """The folder to write to; or the servers themselves, which then pause until `commit_update`."""
         self._new = await self._fleet.meet()
-        await self._fleet.alive()
+        await self._fleet.all("/model_info")  # those that have died run again; /health fails during a pause
         await self._learn()
         began = self._update.began if self._update else time.perf_counter()  # one that failed has left them paused
         self._update = _Update(began, self.starts)
@@ -205,11 +205,11 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         """Release the servers' memory; they must be idle and have been started with enable_memory_saver."""
         await self._fleet.all(f"/flush_cache?timeout={_IDLE_S:g}", {})
         await self._learn()
-        await self._fleet.sleep(tags)
+        await self._fleet.move(tags, asleep=True)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Take the memory again; weights that were released come with the next update."""
-        await self._fleet.wake(tags)
+        await self._fleet.move(tags, asleep=False)
 
     def close(self) -> None:
         """End the servers that are ours, and remove what was written for them."""
