@@ -15,7 +15,7 @@ import torch
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import Restarts, say
-from mcore_mas.rollout.engines import TRANSPORTS, Tag, TrainedEngine
+from mcore_mas.rollout.engines import Tag, TrainedEngine
 from mcore_mas.rollout.engines.embedded.batching import BUSY, Ask, Dispatcher, EmbeddedEngine, Report
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.models.architecture import read_architecture
@@ -52,7 +52,7 @@ class ActorDied(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostedSettings:
-    """Settings of an embedded engine in an actor; EngineError if there is no such transport."""
+    """Settings of an embedded engine in an actor."""
 
     max_length: int  # tokens of prompt and reply
     rows: int = 192  # sequences held at once
@@ -64,16 +64,9 @@ class HostedSettings:
     place: Mapping[str, Any] | None = None  # actor options; None: nothing set aside
     transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
     weights_folder: Path | str | None = None  # ... this folder, which the trainer sees too; None: one in shared memory
-    far: bool = False  # its actor is on another node: nothing is mapped here, and new weights come through the folder
+    far: bool = False  # its actor is on another node: nothing is mapped here, and weights come by "disk" in a folder
     restarts: int = 2  # in an hour
     hang_s: float = 600.0  # that the actor may take for one call
-
-    def __post_init__(self) -> None:
-        known = sorted(TRANSPORTS["embedded"])
-        if self.transport not in known:
-            raise EngineError(f"the embedded engine has no transport '{self.transport}'; known: {', '.join(known)}")
-        if self.far and (self.transport != "disk" or self.weights_folder is None):
-            raise EngineError("an engine on another node takes its weights by transport disk, in a folder both see")
 
 
 class Host(EmbeddedEngine):
