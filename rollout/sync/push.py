@@ -5,7 +5,7 @@ import io
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate
@@ -105,17 +105,17 @@ class _Push(WeightSender):
 
     def _settle(self) -> None:
         """Wait until the servers have what was sent last."""
-        _all_of(self._answers)
+        _done(self._answers)
 
     def _end(self) -> None:
         self._settle()
         self._ask_for("/end_weight_update")
         # while all pause: nothing was computed by half of the weights, and nothing old is cached
-        _all_of(self._post("/flush_cache", [None] * len(self._urls)))
+        _done(self._post("/flush_cache", [None] * len(self._urls)))
 
     def _ask_for(self, path: str) -> None:
         if self._route.options.get("sessions", True):
-            _all_of(self._post(path, [{}] * len(self._urls)))
+            _done(self._post(path, [{}] * len(self._urls)))
 
     def _together(self, act: Callable[[], None]) -> None:
         """Have rank 0 act; every rank waits for it, and raises what it raises."""
@@ -250,7 +250,7 @@ class GroupSender(_Push):
         bodies = [{**fields, "rank_offset": 1 + self._tp * number} for number in range(len(self._urls))]
         joined = self._post("/init_weights_update_group", bodies)
         here = self._pool.submit(_group_of, listener, world, backend, self._name)
-        _first_failure_of([*joined, here])
+        _done([*joined, here], FIRST_EXCEPTION)
         return here.result()
 
     def _bucket(self, bucket: list[tuple[str, Tensor]], form: str, version: int) -> None:
@@ -275,7 +275,9 @@ class GroupSender(_Push):
     def _settle(self) -> None:
         (answers, self._answers), (sent, self._kept) = (self._answers, ()), (self._kept, None)
         with self._left_if_it_fails():
-            _first_failure_of(answers)  # a server that refuses or dies does not receive: what was sent may never end
+            _done(
+                answers, FIRST_EXCEPTION
+            )  # a server that refuses or dies does not receive: what was sent may never end
             if sent:
                 sent[0].wait()
 
@@ -294,17 +296,12 @@ class GroupSender(_Push):
             dist.distributed_c10d._abort_process_group(group)  # NCCL would wait for what was sent
 
 
-def _all_of(posts: Iterable[Future[None]]) -> None:
-    """Wait for all, then raise what the first of those that failed has raised."""
-    for failed in [post.exception() for post in posts]:
-        if failed is not None:
-            raise failed
-
-
-def _first_failure_of(posts: Sequence[Future[Any]]) -> None:
-    """Wait for all, unless one fails; raise what it has raised."""
-    done, _ = wait(posts, return_when=FIRST_EXCEPTION)
-    _all_of(post for post in posts if post in done)
+def _done(posts: Sequence[Future[Any]], until: str = ALL_COMPLETED) -> None:
+    """Wait for all, or `until` one fails, and raise what the first that has failed has raised."""
+    done, _ = wait(posts, return_when=until)
+    for post in posts:
+        if post in done:
+            post.result()
 
 
 class _Shared:

@@ -46,7 +46,7 @@ class Reservation:
     worst: Spending
 
 
-Kept = tuple[str, str, Answer]  # a reply to be found again: digest of everything that decided it, model, and what it said
+Kept = tuple[str, str, Answer]  # a reply to be found again: digest of everything that decided it, its model, itself
 
 
 class Ledger:

@@ -159,7 +159,7 @@ class Fleet:
     async def move(self, tags: Sequence[Tag], *, asleep: bool) -> None:
         """Have the servers give memory away (`asleep`) or take it again, of each only what is not so already.
 
-        SGLang's memory saver ends it over a tag that sleeps already, as after a rollout that never began, or that wakes.
+        SGLang's memory saver ends it over a tag that is: of one that sleeps, as after a rollout that never began, too.
         """
         # CUDA graphs go with keys and values, where a server can do without them (SGLANG_MEMORY_SAVER_CUDA_GRAPH)
         wanted = [*tags, "cuda_graph"] if "kv_cache" in tags else [*tags]
@@ -311,7 +311,7 @@ class Checks:
 
     def _known(self) -> dict[str, str]:
         """Of the first layer's tensors, and those of none."""
-        digest, files = SGLangDigest(**self._settings.held), TensorFiles.of_folder(self._settings.folder)
+        digest, files = SGLangDigest(**self._settings.held), TensorFiles(self._settings.folder)
         for name in files:
             if layer_of(name) in (None, 0):
                 digest.add(name, files.read(name))

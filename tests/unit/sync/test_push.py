@@ -182,11 +182,11 @@ def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
 def test_every_rank_sums_its_share_of_the_engines_tensors(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summed: dict[int, list[int]] = {}  # by thread, which is a rank
 
-    def hashed(tensor: Tensor) -> int:
+    def hashed(tensor: Tensor, *, gpu: bool) -> str:
         summed.setdefault(threading.get_ident(), []).append(tensor.numel())
-        return tensor.numel()
+        return f"{tensor.numel()}"
 
-    monkeypatch.setattr(digests, "_sha", hashed)
+    monkeypatch.setattr(digests, "sum_of", hashed)
     held = {"dtype": "float32", "tp": 2, "kv_heads": 2, "gpu": False, "vocab": 64}
     to = SyncRoute(
         transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"digest": "sglang", "held": held}
