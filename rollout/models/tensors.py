@@ -62,10 +62,10 @@ def buckets(
 class TensorFiles:
     """The tensors in safetensors files, by Hugging Face name; what is read of them is what is sliced."""
 
-    def __init__(self, folder: Path | str) -> None:
-        """Map those of a folder: what its index names, else all; ModelError if none is there to be read."""
+    def __init__(self, folder: Path | str, *files: Path) -> None:
+        """Map `files` of a folder, or what its index names, else all; ModelError if none is there to be read."""
         self.where = folder
-        self.opened = {file: open_tensors(file, "pt") for file in tensor_files(folder)}
+        self.opened = {file: open_tensors(file, "pt") for file in files or tensor_files(folder)}
         self._files = {name: opened for opened in self.opened.values() for name in opened.keys()}  # noqa: SIM118
 
     def __contains__(self, name: str) -> bool:

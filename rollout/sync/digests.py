@@ -69,10 +69,8 @@ def sum_of(tensor: Tensor, *, gpu: bool) -> str:
 
 def digest_of(route: SyncRoute, share: tuple[int, int] = (0, 1)) -> WeightDigest:
     """The digest that the engine at the end of `route` is compared by, or one rank's `share` of it."""
-    wanted = route.options.get("digest", "plain")
-    if wanted == "sglang":
-        return SGLangDigest(**route.options["held"], share=share)
-    return WeightDigest(plain=wanted == "plain")
+    held = route.options.get("held")  # as `SGLangLayout` is told; {}: nothing is compared
+    return SGLangDigest(**held, share=share) if held else WeightDigest(plain=held is None)
 
 
 def digested(

@@ -102,7 +102,7 @@ class SharedCheck:
         wait, longest = _LOOK_S
         while not self._stopped.wait(wait):
             more = np.flatnonzero(self._written > self.read)
-            for at in more:
+            for at in more.tolist():
                 self._take(at, int(self._written[at]))
             wait = _LOOK_S[0] if len(more) else min(2 * wait, longest)
 

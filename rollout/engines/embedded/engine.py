@@ -166,8 +166,8 @@ class HostedEngine(Dispatcher, TrainedEngine):
             settings: the fields of `HostedSettings`.
 
         Raises:
-            EngineError: Ray is not running, or there is no room for the weights. What else is wrong with the folder
-                comes with the first call.
+            EngineError: Ray is not running, there is no room for the weights, or no model that is computed here. What
+                is wrong with its tensors comes with the first call.
         """
         super().__init__()
         if not ray.is_initialized():
@@ -183,19 +183,11 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self._source = source or self.folder  # what an actor reads that does not find its weights in shared memory
         self.held = [Held(file=None if self._settings.far or adapters else memory_path(), version=version)]
         self.held += [Held(file=memory_path(), adapter=adapter) for adapter in adapters]
-        self._shared = self._mapped()
+        shape, held = read_architecture(self.folder), enumerate(self.held)
+        # what this process maps of it, made before the actor does
+        self._shared = {n: SharedWeights(own.file, shape, own.adapter, create=True) for n, own in held if own.file}
         self._host: Any = self._start()
         self._closed = False
-
-    def _mapped(self) -> list[SharedWeights | None]:
-        """What is held as this process sees it, made before the actor maps it."""
-        try:
-            shape = read_architecture(self.folder)
-        except EngineError:
-            if len(self.held) > 1:
-                raise
-            return [None]  # the actor says so with the first call
-        return [SharedWeights(own.file, shape, own.adapter, create=True) if own.file else None for own in self.held]
 
     def _start(self) -> Any:
         self.starts += 1
@@ -210,12 +202,9 @@ class HostedEngine(Dispatcher, TrainedEngine):
 
     async def route(self, number: int) -> SyncRoute:
         """The way into the free half of the weights (0), or of an adapter by number."""
-        own, shared = self.held[number], self._shared[number]
-        if shared is None:
-            await self._call("pid")  # says what is wrong with the folder
-        else:
-            shared.written[own.free] = 0
-            self._host.follow.remote(own.free, number)  # not waited for: `take` reads what it misses
+        own = self.held[number]
+        self._shared[number].written[own.free] = 0
+        self._host.follow.remote(own.free, number)  # not waited for: `take` reads what it misses
         options, state = {"adapter": own.adapter} if own.adapter else {}, {"half": own.free}
         return SyncRoute(transport="shared", place=str(own.file), model=self.folder, options=options, state=state)
 

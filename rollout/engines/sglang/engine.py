@@ -109,8 +109,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         if self._transport not in PUSHED:
             known = self._last is not None and not self._fleet.stale and not self._new
             state = {"base": self.version if known else None}
-            return SyncRoute(place=str(self.place), options=self._settings.digest, state=state, **common)
-        options = self._settings.digest | {"tp": self._settings.tp, "starts": self.starts}
+            return SyncRoute(place=str(self.place), options={"held": self._settings.held}, state=state, **common)
+        options = {"held": self._settings.held, "tp": self._settings.tp, "starts": self.starts}
         options["direct"] = self._checks.direct
         options["key"] = self._settings.own_key
         options["sessions"] = await self._replicas[0].client.has("/begin_weight_update")
