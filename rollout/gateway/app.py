@@ -120,19 +120,17 @@ async def _awaited(request: Request, session: Answering, call: GatewayCall, stre
     """Wait until a reply is whole, or of a stream begins; False where the caller has gone before."""
     gone = asyncio.create_task(_gone(request))
     ready = asyncio.create_task(call.begun.wait()) if stream else call.task
+    there = False
     try:
         await asyncio.wait({ready, gone}, return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:  # it is the caller's connection that ends
-        session.unread(call)
-        raise
-    finally:
+        there = call.task.done() or call.begun.is_set()
+    finally:  # cancelled where the caller's connection ends
         gone.cancel()
         if stream:
             ready.cancel()
-    if call.task.done() or call.begun.is_set():
-        return True
-    session.unread(call)
-    return False
+        if not there:
+            session.unread(call)
+    return there
 
 
 async def _gone(request: Request) -> None:

@@ -25,10 +25,6 @@ _REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # 
 TEMPLATE_TOKENS = 64  # that a chat template may add to a message
 
 
-class _TooLate(Exception):
-    """The server asked for a pause that reaches past the deadline."""
-
-
 @dataclass(slots=True)
 class Tally:
     """What asking on behalf of one agent took."""
@@ -156,7 +152,7 @@ class Caller:
             nonlocal calls
             while (wait := self._not_before - time.monotonic()) > 0:  # another call may push it further meanwhile
                 if time.monotonic() + wait > deadline:
-                    raise _TooLate(f"the next try is due in {wait:.3g} s, past the deadline")
+                    raise Unanswered(f"the server asked to wait for {wait:.3g} s more", retry_after_s=wait)
                 await asyncio.sleep(wait)
             reservation = await self._reserve(agent, self._worst(messages, settings))
             calls += 1
@@ -170,8 +166,6 @@ class Caller:
         retries, patience_s = self._config.retries, deadline - time.monotonic()
         try:
             return await retried(attempt, retries=retries, backoff_s=CALL_BACKOFF_S, patience_s=patience_s)
-        except _TooLate as late:
-            raise Unanswered(str(late)) from None
         except Unanswered as failure:
             why = f"after {calls} calls" if calls > retries else "the next try is due past the deadline"
             raise Unanswered(f"{failure} ({why})") from None
@@ -187,7 +181,10 @@ class Caller:
             async with asyncio.timeout(self._config.timeout_s):
                 answer = await self._live.provider.complete(messages, settings)
             answer = replace(answer, text=self._redact(valid_text(answer.text)))
-            cost = self._cost(answer.prompt_tokens, answer.completion_tokens, reservation.worst)
+            if answer.prompt_tokens is None or answer.completion_tokens is None:
+                cost = reservation.worst  # the server did not say
+            else:
+                cost = self._spending(answer.prompt_tokens, answer.completion_tokens)
             kept = digest, self._config.model, answer
             tally.seconds += time.monotonic() - start
             tally.answers += 1
@@ -231,11 +228,9 @@ class Caller:
         prompt = sum(len(message.content.encode()) + TEMPLATE_TOKENS for message in messages)
         asked = (self._config.request.get(name) for name in _REPLY_LIMITS)
         reply = max([settings.max_tokens, *(limit for limit in asked if isinstance(limit, int))])
-        return Spending(calls=1, tokens=prompt + reply, nanos=self._config.prices.nanos(prompt, reply))
+        return self._spending(prompt, reply)
 
-    def _cost(self, prompt: int | None, reply: int | None, worst: Spending) -> Spending:
-        if prompt is None or reply is None:
-            return worst  # the server did not say
+    def _spending(self, prompt: int, reply: int) -> Spending:
         return Spending(calls=1, tokens=prompt + reply, nanos=self._config.prices.nanos(prompt, reply))
 
     def _digest(self, messages: Sequence[Message], settings: ReplySettings) -> str:
