@@ -25,7 +25,7 @@ from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.models.tensors import WeightStream, buckets, complete, tensor_shapes, whole
 from mcore_mas.rollout.sync import Stored, WeightSender
 from mcore_mas.rollout.sync.digests import digest_of, digested, sum_of
-from mcore_mas.rollout.sync.sglang_layout import VOCABULARY, SGLangLayout, held_by, is_expert, kind_of, of_rank
+from mcore_mas.rollout.sync.sglang_layout import VOCABULARY, SGLangLayout, held_by, kind_of, of_rank
 
 _TIMEOUT_S = 600.0
 _FULL = "flattened_bucket"  # SGLang's load_format for full tensors, of which its ranks take their parts
@@ -171,7 +171,7 @@ class TensorSender(_Push):
         rows, vocab = self._layout().vocab_rows, self._held["vocab"]
         # Megatron's vocabulary is padded to be cut evenly, SGLang's to more than that; no rank is to have nothing of it
         alike = rows == -(-vocab // ranks) and rows * (ranks - 1) < vocab
-        names = (name for name in self._manifest if self._sent_directly(name) and not is_expert(name))
+        names = (name for name in self._manifest if self._sent_directly(name) and ".experts." not in name)
         return frozenset(name for name in names if alike or name not in VOCABULARY)
 
     def _sent_directly(self, name: str) -> bool:

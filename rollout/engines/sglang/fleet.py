@@ -1,12 +1,10 @@
 """The SGLang servers of one policy: started, restarted, and checked against the trainer's checksums."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import Unanswered
@@ -17,12 +15,9 @@ from mcore_mas.rollout.engines.sglang.client import StreamedReply
 from mcore_mas.rollout.engines.sglang.server import NoRoom, Replica, owned_replica
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from mcore_mas.rollout.models.tensors import TensorFiles, compare
+from mcore_mas.rollout.sync import WeightUpdate
 from mcore_mas.rollout.sync.digests import SGLangDigest
 from mcore_mas.rollout.sync.sglang_layout import kind_of, layer_of, of_rank
-
-if TYPE_CHECKING:
-    from mcore_mas.rollout.sync import WeightUpdate
-
 
 _ROOM_S = 120.0  # that Ray may look for another node for a server whose own is lost, while others go on
 
