@@ -29,16 +29,15 @@ TEMPLATE_TOKENS = 64  # that a chat template may add to a message
 class Tally:
     """What asking on behalf of one agent took."""
 
-    calls: int = 0  # requests sent, retries included
-    tokens: int = 0
-    nanos: int = 0
+    spent: Spending = field(default_factory=Spending)  # on requests sent, retries included
     seconds: float = 0.0  # over `answers`
     answers: int = 0
     cache_hits: int = 0  # answered without a request of its own
 
     def metrics(self) -> dict[str, float]:
         """By name; the mean seconds of an answer where there was one."""
-        found = {"calls": self.calls, "tokens": self.tokens, "cost": self.nanos / 1e9, "cache_hits": self.cache_hits}
+        spent = self.spent
+        found = {"calls": spent.calls, "tokens": spent.tokens, "cost": spent.nanos / 1e9, "cache_hits": self.cache_hits}
         found |= {"latency_s": self.seconds / self.answers} if self.answers else {}
         return {name: float(value) for name, value in found.items()}
 
@@ -156,7 +155,6 @@ class Caller:
                 await asyncio.sleep(wait)
             reservation = await self._reserve(agent, self._worst(messages, settings))
             calls += 1
-            tally.calls += 1
             try:
                 return await self._call(reservation, digest, messages, settings, tally)
             except Unanswered as failure:
@@ -205,9 +203,7 @@ class Caller:
             raise RemoteError(f"{where}: {self._redact(str(refusal))}; check key, model, url and quota") from None
         finally:
             self._ledger.settle(reservation, cost, kept)
-            charged = cost or reservation.worst
-            tally.tokens += charged.tokens
-            tally.nanos += charged.nanos
+            tally.spent += cost or reservation.worst
             self._live.settled.set()
             self._live.settled = asyncio.Event()
 
