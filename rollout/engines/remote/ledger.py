@@ -85,8 +85,8 @@ class Ledger:
                 for statement in LEDGER_SCHEMA.split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {LEDGER_VERSION}")
-            calls, tokens, nanos = self._db.execute("SELECT count(*), sum(tokens), sum(nanos) FROM calls").fetchone()
-        return Spending(calls=calls, tokens=tokens or 0, nanos=nanos or 0)
+            spent = "SELECT count(*), coalesce(sum(tokens), 0), coalesce(sum(nanos), 0) FROM calls"
+            return Spending(*self._db.execute(spent).fetchone())
 
     def find(self, digest: str) -> Answer | None:
         """The reply to an earlier call, None if there is none."""

@@ -126,8 +126,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 their checksums are not the trainer's.
         """
         began, begun = time.perf_counter(), self._update
-        whole = update.transport == "disk"
-        if begun is not None and not whole:
+        if begun is not None and update.transport != "disk":
             if begun.starts != self.starts:
                 raise EngineError("SGLang: a server was started again while new weights came; they must come again")
             began = begun.began if update.transport in PUSHED else began

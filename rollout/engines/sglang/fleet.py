@@ -154,7 +154,8 @@ class Fleet:
     async def move(self, tags: Sequence[Tag], *, asleep: bool) -> None:
         """Have the servers give memory away (`asleep`) or take it again, of each only what is not so already.
 
-        SGLang's memory saver ends it over a tag that is: of one that sleeps, as after a rollout that never began, too.
+        SGLang's memory saver ends a server over a tag that sleeps already, as after a rollout that never began, and
+        over one to wake that does not sleep.
         """
         # CUDA graphs go with keys and values, where a server can do without them (SGLANG_MEMORY_SAVER_CUDA_GRAPH)
         wanted = [*tags, "cuda_graph"] if "kv_cache" in tags else [*tags]
@@ -197,8 +198,6 @@ class Fleet:
 
     async def _ready(self, replica: Replica) -> None:
         """Wait for the first answer of a server, and for the weights of one that was started again."""
-        if replica.ready and not _gate(replica).locked():
-            return
         async with _gate(replica):
             if not replica.ready:
                 await replica.wait(self.settings.start_s)

@@ -176,8 +176,8 @@ class Replica:
         self._client = self._client_of(self.url, self.settings.key) if self.url else None
 
     def _client_of(self, url: str, key: str | None) -> SGLangClient:
-        limits: dict[str, Any] = {"timeout_s": self.settings.timeout_s, "connections": self.settings.rows + 8}
-        return SGLangClient(url.rstrip("/"), key=key, **limits)
+        connections = self.settings.rows + 8
+        return SGLangClient(url.rstrip("/"), timeout_s=self.settings.timeout_s, connections=connections, key=key)
 
     @property
     def ours(self) -> bool:
