@@ -313,8 +313,9 @@ _FUSED: dict[str, tuple[Projection, ...]] = {
     "down": ("down",),
 }
 Add = Callable[[str, Tensor, Tensor], object]  # (linear layer, its input [N, inputs], its output [N, rows], in place)
-# by linear layer A of its projections, one above the other [R ..., inputs], and by projection (scale · B)ᵀ [R, rows]
-_SideBySide = dict[str, tuple[Tensor, dict[Projection, Tensor]]]
+# by linear layer A of its projections, one above the other [R ..., inputs], and by projection its place in the layer's
+# output and (scale · B)ᵀ [R, rows]
+_SideBySide = dict[str, tuple[Tensor, dict[Projection, tuple[slice, Tensor]]]]
 
 
 class LowRank:
@@ -333,16 +334,17 @@ class LowRank:
         self._others = torch.ones(1 + len(adapters), ends[-1], dtype=torch.bool, device=device)
         for number, ranks in enumerate(self._ranks, 1):
             self._others[number, ranks] = False
-        self._rows: dict[Projection, slice] = {}  # of a projection in its linear layer's output
+        places: dict[Projection, slice] = {}
         for fused in _FUSED.values():
             rows = pairwise(accumulate((shape.projections[x][0] for x in fused), initial=0))
-            self._rows |= {x: slice(*ends) for x, ends in zip(fused, rows, strict=True)}
+            places |= {x: slice(*own) for x, own in zip(fused, rows, strict=True)}
         held = {x for adapter in adapters for x in adapter.targets}
         self._layers: list[_SideBySide] = [{} for _ in range(shape.layers)]
         for layer, linear in product(self._layers, _FUSED):
             if own := [x for x in _FUSED[linear] if x in held]:
                 a = torch.zeros(len(own) * ends[-1], shape.projections[own[0]][1], device=device)
-                layer[linear] = a, {x: torch.zeros(ends[-1], shape.projections[x][0], device=device) for x in own}
+                b = {x: torch.zeros(ends[-1], shape.projections[x][0], device=device) for x in own}
+                layer[linear] = a, {x: (places[x], b[x]) for x in own}
 
     def put(self, number: int, weights: AdapterWeights) -> None:
         """Compute adapter `number`, counted from 1, with `weights` from now on.
@@ -358,7 +360,7 @@ class LowRank:
             for held, parts in layer.values():
                 for x, rows in zip(parts, held.chunk(len(parts)), strict=True):
                     if x in own:
-                        rows[ranks], parts[x][ranks] = own[x][0], scale * own[x][1].t()
+                        rows[ranks], parts[x][1][ranks] = own[x][0], scale * own[x][1].t()
 
     def of_rows(self, numbers: Tensor) -> list[Add]:
         """By layer, what adds for each row [N] what its adapter, by number, adds."""
@@ -371,5 +373,5 @@ class LowRank:
             return
         a, parts = layer[linear]
         low = F.linear(x, a).unflatten(-1, (len(parts), -1)).masked_fill_(others, 0.0)
-        for number, (projection, b) in enumerate(parts.items()):
-            out[:, self._rows[projection]].addmm_(low[:, number], b)
+        for number, (rows, b) in enumerate(parts.values()):
+            out[:, rows].addmm_(low[:, number], b)
