@@ -116,7 +116,7 @@ def load(rank: int, folder: Path) -> None:
     started = time.perf_counter()
     with Peak() as peak:
         parameters = build_model(architecture, TrainerSpec(model=str(folder), tp=TP, bf16=True)).numbered_parameters()
-        import_weights(parameters, architecture, SafeTensors.of_folder(folder))
+        import_weights(parameters, architecture, SafeTensors(folder))
     seconds = time.perf_counter() - started
     shard = sum(parameter.nbytes for parameter in parameters.values())
     ours = parameters["embedding.word_embeddings.weight"]

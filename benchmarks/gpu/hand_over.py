@@ -57,7 +57,7 @@ def _sent(folder: Path, tiny: bool) -> None:
     shapes = {name: tuple(shape) for name, (shape, _) in Weights(architecture, NOWHERE).places.items()}
     write_headers(folder, shapes)
     with receiver() as url:
-        options: dict[str, Any] = {"digest": "nothing"} | ({"bucket_bytes": 1 << 16} if tiny else {})
+        options: dict[str, Any] = {"held": {}} | ({"bucket_bytes": 1 << 16} if tiny else {})
         sender = TensorSender(SyncRoute(transport="tensor", place=url, model=str(folder), options=options))
         for version in (1, 2):  # the first time the receiver has no tensors yet
             weights = _drawn(shapes, version)

@@ -21,6 +21,14 @@ def gpus_here() -> int:
     return there if named is None else min(there, sum(name not in ("", "-1") for name in named.split(",")))
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process sees, as it would name them to a child."""
+    import torch
+
+    named = os.environ.get(_VISIBLE, "").split(",")
+    return [named[i] if i < len(named) and named[i] else str(i) for i in range(torch.cuda.device_count())]
+
+
 @contextmanager
 def on_its_devices(config: RunConfig) -> Iterator[None]:
     """For the block, this process and those that it starts see no GPU if the run computes on CPUs.

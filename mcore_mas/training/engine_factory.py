@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_mas.config.policy import sharing
 from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.planning.machine import visible_gpus
 from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from mcore_mas.rollout.base.errors import ModelError
@@ -19,7 +20,6 @@ from mcore_mas.rollout.engines import TRANSPORTS, EngineConfig, PolicyClient, en
 from mcore_mas.rollout.engines.adapters import adapter_engines
 from mcore_mas.rollout.engines.remote import hide
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
-from mcore_mas.rollout.engines.sglang.server import visible_gpus
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.models.fused_weights import AdapterShape

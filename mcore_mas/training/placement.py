@@ -24,10 +24,10 @@ from mcore_mas.planning.jobs import (
     server_gpus,
     tenants_of,
 )
+from mcore_mas.planning.machine import visible_gpus
 from mcore_mas.planning.memory import engine_weights, kv_bytes
 from mcore_mas.rollout.base.options import merged
 from mcore_mas.rollout.engines import EngineConfig
-from mcore_mas.rollout.engines.sglang.server import visible_gpus
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.records.trajectory import grouped

@@ -86,7 +86,7 @@ class ServedTeam:
             GatewayError: nobody can.
         """
         if self.agent(asked.model) is None:
-            call = GatewayCall(key=b"", head=ChatReply(id=str(next(self.numbers)), model=asked.model))
+            call = GatewayCall(head=ChatReply(id=str(next(self.numbers)), model=asked.model))
             return call.start(self._play(asked, call.head))
         return await GatewaySession(self._seat(), own_sampling=True).ask(asked)
 

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
@@ -55,7 +55,6 @@ _LEAST_REQUEST_S = 600.0
 _LEAST_TOKENS_PER_S = 2000.0  # of a server; of a 32B on eight H100s some 6000 where 256 decode at 25 tokens/s each
 
 
-@runtime_checkable
 class StreamingEngine(Protocol):
     """An engine that can tell tokens as they are sampled."""
 
@@ -230,10 +229,6 @@ class EngineClient:
     deadline_s: float | None = None  # of a reply, once it has a slot
     max_length: int | None = None  # tokens of prompt and reply; None: the engine refuses what is longer
     overlong_prompts: str = "wrong"  # what becomes of a prompt without room for its reply, see `render_within`
-    _streaming: StreamingEngine | None = field(init=False, repr=False)  # the engine, if it is one: a slow question
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_streaming", self.engine if isinstance(self.engine, StreamingEngine) else None)
 
     async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
         """Go on with a chat, token by token (see `PolicyClient`); `LateCall` if no reply came in time."""
@@ -261,7 +256,8 @@ class EngineClient:
         It ends with the token that completes a stop of the chat, wherever the engine has noticed that and ended.
         """
         heard: list[int] = []
-        given_up, engine = False, self._streaming
+        given_up = False
+        engine: Any = self.engine if hasattr(self.engine, "resumes") else None  # where it is a `StreamingEngine`
         tell, stops = (chat.hear, chat.stops) if chat else (None, ())
         record = on_record() if engine and engine.resumes else None
         words = None

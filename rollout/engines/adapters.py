@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.rollout.base.options import imported
-from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine
+from mcore_mas.rollout.engines import ENGINES, Hear, StreamingEngine, Tag, TrainedEngine
 from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
@@ -45,10 +45,7 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
         self.host.close()
 
 
-_HOSTS = {  # by engine, imported where it is needed
-    "embedded": "mcore_mas.rollout.engines.embedded.engine:HostedEngine",
-    "sglang": "mcore_mas.rollout.engines.sglang.adapters:AdapterServers",
-}
+_HOSTS = ENGINES | {"sglang": "mcore_mas.rollout.engines.sglang.adapters:AdapterServers"}
 
 
 def adapter_engines(

@@ -1,7 +1,5 @@
 """Partial rollouts: a reply's tokens are recorded as they are sampled, and a restarted engine goes on behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 

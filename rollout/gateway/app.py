@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from starlette.applications import Starlette
@@ -119,19 +120,17 @@ async def _awaited(request: Request, session: Answering, call: GatewayCall, stre
     """Wait until a reply is whole, or of a stream begins; False where the caller has gone before."""
     gone = asyncio.create_task(_gone(request))
     ready = asyncio.create_task(call.begun.wait()) if stream else call.task
+    there = False
     try:
         await asyncio.wait({ready, gone}, return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:  # it is the caller's connection that ends
-        session.unread(call)
-        raise
-    finally:
+        there = call.task.done() or call.begun.is_set()
+    finally:  # cancelled where the caller's connection ends
         gone.cancel()
         if stream:
             ready.cancel()
-    if call.task.done() or call.begun.is_set():
-        return True
-    session.unread(call)
-    return False
+        if not there:
+            session.unread(call)
+    return there
 
 
 async def _gone(request: Request) -> None:
@@ -218,13 +217,6 @@ def _model(name: str) -> dict[str, object]:
 def gateway_app(entrance: Entrance, prefix: str) -> Starlette:
     """The HTTP application; its addresses begin with `prefix`, whose parameters `entrance.find` reads."""
 
-    def route(dialect: Dialect) -> Iterator[Route]:
-        async def call(request: Request) -> Response:
-            return await entrance.answer(dialect, request)
-
-        for place in (prefix, prefix + _AGENT):
-            yield Route(place + dialect.path, _guarded(call, dialect), methods=["POST"])
-
     async def models(request: Request) -> Response:
         listed = [_model(name) for name in entrance.find(request).models]
         return JSONResponse({"object": "list", "data": listed, "has_more": False})
@@ -238,8 +230,11 @@ def gateway_app(entrance: Entrance, prefix: str) -> Starlette:
         paths = ", ".join([*(dialect.path for dialect in DIALECTS), _COUNT])
         raise GatewayError(404, f"nothing answers {request.method} {request.url.path[:200]}; known: {paths}")
 
-    routes = [one for dialect in DIALECTS for one in route(dialect)]
+    routes = []
     for place in (prefix, prefix + _AGENT):
+        for dialect in DIALECTS:
+            call = _guarded(partial(entrance.answer, dialect), dialect)
+            routes.append(Route(place + dialect.path, call, methods=["POST"]))
         routes.append(Route(place + _COUNT, _guarded(entrance.count, MESSAGES), methods=["POST"]))
         routes.append(Route(place + "/v1/models", _guarded(models, None)))
         routes.append(Route(place + "/v1/models/{model:path}", _guarded(model, None)))

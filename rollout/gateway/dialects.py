@@ -211,13 +211,12 @@ class Body(BaseModel):
         self, messages: Sequence[Message], tools: Iterable[ToolSpec] | None, *, system: str | None = None, **own: Any
     ) -> ChatRequest:
         """What is asked, with the fields that are the dialect's `own`; `system` is said before the messages."""
-        named = {"temperature": self.temperature, "top_p": self.top_p}
         opening = [Message(role="system", content=system)] if system else []
         return ChatRequest(
             model=self.model,
             messages=conversation([*opening, *messages]),
             tools=tuple(tool.told() for tool in tools or ()),
-            sampling={name: value for name, value in named.items() if value is not None},
+            sampling=self.model_dump(include={"temperature", "top_p"}, exclude_none=True),
             stream=bool(self.stream),
             **own,
         )

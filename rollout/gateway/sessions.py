@@ -11,9 +11,11 @@ import asyncio
 import hashlib
 import json
 import secrets
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import jinja2
@@ -54,7 +56,6 @@ class _Place:
 class GatewayCall:
     """A call that is being answered."""
 
-    key: bytes  # digest of all that is asked
     head: ChatReply  # what is known of the reply before it is whole
     task: asyncio.Task[ChatReply] = field(init=False)  # what the whole reply comes from
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # set as soon as there is anything to stream
@@ -140,8 +141,7 @@ class GatewaySession:
         self._said: dict[bytes, _Said] = {}  # by digest of the conversation up to the reply, as the program knows it
         self._given: dict[str, tuple[Message, ...]] = {}  # by a reply's id, the conversation up to it
         self._running: set[asyncio.Task[ChatReply]] = set()
-        self._unread: dict[bytes, list[GatewayCall]] = {}  # by what was asked, as is what was asked once; None: oftener
-        self._once: dict[bytes, GatewayCall | None] = {}
+        self._calls: dict[bytes, list[GatewayCall]] = defaultdict(list)  # by digest of all that is asked
         self._asked = 0  # calls so far
 
     @property
@@ -178,19 +178,16 @@ class GatewaySession:
                 earlier, news = (news[0], *(m for m in earlier if m.role != "system")), news[1:]
             asked = replace(asked, messages=earlier + news)
         place = await _maybe_far(self._place, agent.name, asked)
-        waiting = self._unread.get(place.key, [])
-        while waiting:
-            if not (call := waiting.pop()).ended:
+        same = self._calls[place.key]
+        for call in reversed(same):
+            if not call.ended and (not call.wanted or (asked.again and len(same) == 1 and call.turn >= 0)):
                 call.wanted = True
                 return call
-        lost = self._once.get(place.key) if asked.again else None
-        if lost is not None and lost.turn >= 0 and not lost.ended:
-            return lost
         if self._asked >= self.most_turns:
             raise GatewayError(403, "this session has had all the calls that it may make", "turns_exhausted")
-        call = GatewayCall(key=place.key, head=ChatReply(id=f"{self._name}_{self._asked}", model=asked.model))
+        call = GatewayCall(head=ChatReply(id=f"{self._name}_{self._asked}", model=asked.model))
         self._asked += 1
-        self._once[place.key] = None if place.key in self._once else call
+        same.append(call)
         self._running.add(call.start(self._reply(asked, agent, place, call)).task)
         call.task.add_done_callback(self._ended)
         return call
@@ -213,13 +210,12 @@ class GatewaySession:
     def unread(self, call: GatewayCall) -> None:
         """Keep a reply that its caller did not wait for, for whoever asks the same again; of a stream, end it."""
         call.wanted = False
-        self._unread.setdefault(call.key, []).append(call)
 
     async def close(self) -> None:
         """End the calls that are under way; replies that nobody has read do not train, and have the score `unread`."""
         await cancel_tasks(self._running)
-        for call in (call for calls in self._unread.values() for call in calls):
-            if call.turn >= 0:
+        for call in chain.from_iterable(self._calls.values()):
+            if not call.wanted and call.turn >= 0:
                 self.team.mask(call.turn)
 
     def _ended(self, task: asyncio.Task[ChatReply]) -> None:

@@ -230,13 +230,8 @@ def planned_architecture(folder: str) -> Architecture:
     """
     if (Path(folder) / "config.json").is_file():
         return read_architecture(folder)
-    return _published(Path(folder).name, folder)
-
-
-@cache
-def _published(name: str, folder: str) -> Architecture:
     table = published_shapes()
-    plain = name.removesuffix("-Instruct").removesuffix("-Base")
+    plain = Path(folder).name.removesuffix("-Instruct").removesuffix("-Base")
     row = table["models"].get(table["like"].get(plain, plain))
     if row is None:
         known = ", ".join([*table["models"], *table["like"]])

@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -62,19 +62,11 @@ def buckets(
 class TensorFiles:
     """The tensors in safetensors files, by Hugging Face name; what is read of them is what is sliced."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        """Map `files`."""
-        self.where = files[0].parent
-        self.opened: dict[Path, Any] = {}
-        self._files: dict[str, Any] = {}  # opened file by the name of each tensor in it
-        for file in files:
-            self.opened[file] = opened = open_tensors(file, "pt")
-            self._files |= dict.fromkeys(opened.keys(), opened)
-
-    @classmethod
-    def of_folder(cls, folder: Path | str) -> Self:
-        """Those of a Hugging Face folder: what its index names, else all; ModelError if none is there to be read."""
-        return cls(tensor_files(folder))
+    def __init__(self, folder: Path | str, *files: Path) -> None:
+        """Map `files` of a folder, or what its index names, else all; ModelError if none is there to be read."""
+        self.where = folder
+        self.opened = {file: open_tensors(file, "pt") for file in files or tensor_files(folder)}
+        self._files = {name: opened for opened in self.opened.values() for name in opened.keys()}  # noqa: SIM118
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -94,13 +86,13 @@ class TensorFiles:
 
 def read_tensors(folder: Path | str) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of all in a folder, one at a time."""
-    files = TensorFiles.of_folder(folder)
+    files = TensorFiles(folder)
     return ((name, files.read(name)) for name in files)
 
 
 def tensor_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
     """Shape by name of every tensor of a folder, from the files' headers alone."""
-    files = TensorFiles.of_folder(folder)
+    files = TensorFiles(folder)
     return {name: tuple(files.sliced(name).get_shape()) for name in files}
 
 

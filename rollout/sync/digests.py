@@ -14,24 +14,20 @@ from mcore_mas.rollout.sync.sglang_layout import SGLangLayout, of_rank
 
 
 class WeightDigest:
-    """Collects what an engine will say of the same weights: nothing."""
+    """Collects what an engine will say of the same weights: nothing, or `plain`, as the embedded one holds them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, plain: bool = False) -> None:
+        self._plain = plain
         self._sums: dict[str, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take the next tensor of the stream."""
+        if self._plain:
+            self._sums[name] = checksum(tensor.float())
 
     def finish(self) -> dict[str, str]:
         """Checksums by the engine's names."""
         return self._sums
-
-
-class PlainDigest(WeightDigest):
-    """Of every tensor in float32, as the embedded engine holds it."""
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        self._sums[name] = checksum(tensor.float())
 
 
 class SGLangDigest(WeightDigest):
@@ -65,15 +61,16 @@ class SGLangDigest(WeightDigest):
 
 def sum_of(tensor: Tensor, *, gpu: bool) -> str:
     """The checksum that a server of SGLang's with or without a GPU says of one of its tensors."""
-    return f"{gpu_hash(tensor) if gpu else _sha(tensor):016x}"
+    if gpu:
+        return f"{gpu_hash(tensor):016x}"
+    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data.data).hexdigest()[:16]
 
 
 def digest_of(route: SyncRoute, share: tuple[int, int] = (0, 1)) -> WeightDigest:
     """The digest that the engine at the end of `route` is compared by, or one rank's `share` of it."""
-    wanted = route.options.get("digest", "plain")
-    if wanted == "sglang":
-        return SGLangDigest(**route.options["held"], share=share)
-    return PlainDigest() if wanted == "plain" else WeightDigest()
+    held = route.options.get("held")  # as `SGLangLayout` is told; {}: nothing is compared
+    return SGLangDigest(**held, share=share) if held else WeightDigest(plain=held is None)
 
 
 def digested(
@@ -84,8 +81,3 @@ def digested(
         tensor = whole(rows).detach()
         digest.add(name, tensor)
         yield name, tensor
-
-
-def _sha(tensor: Tensor) -> int:
-    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return int.from_bytes(hashlib.sha256(data.data).digest()[:8], "big")

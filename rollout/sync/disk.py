@@ -135,7 +135,7 @@ def patched(tensors: Iterable[tuple[str, Tensor]], folder: Path, held: int) -> I
     Raises:
         EngineError: the folder does not start from that version.
     """
-    files = TensorFiles.of_folder(folder)
+    files = TensorFiles(folder)
     for path, opened in files.opened.items():
         base = json.loads(opened.metadata()["base"])
         if base is not None and base != held:

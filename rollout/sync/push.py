@@ -5,7 +5,7 @@ import io
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate
@@ -25,7 +25,7 @@ from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.models.tensors import WeightStream, buckets, complete, tensor_shapes, whole
 from mcore_mas.rollout.sync import Stored, WeightSender
 from mcore_mas.rollout.sync.digests import digest_of, digested, sum_of
-from mcore_mas.rollout.sync.sglang_layout import VOCABULARY, SGLangLayout, held_by, is_expert, kind_of, of_rank
+from mcore_mas.rollout.sync.sglang_layout import VOCABULARY, SGLangLayout, held_by, kind_of, of_rank
 
 _TIMEOUT_S = 600.0
 _FULL = "flattened_bucket"  # SGLang's load_format for full tensors, of which its ranks take their parts
@@ -105,17 +105,17 @@ class _Push(WeightSender):
 
     def _settle(self) -> None:
         """Wait until the servers have what was sent last."""
-        _all_of(self._answers)
+        _done(self._answers)
 
     def _end(self) -> None:
         self._settle()
         self._ask_for("/end_weight_update")
         # while all pause: nothing was computed by half of the weights, and nothing old is cached
-        _all_of(self._post("/flush_cache", [None] * len(self._urls)))
+        _done(self._post("/flush_cache", [None] * len(self._urls)))
 
     def _ask_for(self, path: str) -> None:
         if self._route.options.get("sessions", True):
-            _all_of(self._post(path, [{}] * len(self._urls)))
+            _done(self._post(path, [{}] * len(self._urls)))
 
     def _together(self, act: Callable[[], None]) -> None:
         """Have rank 0 act; every rank waits for it, and raises what it raises."""
@@ -171,7 +171,7 @@ class TensorSender(_Push):
         rows, vocab = self._layout().vocab_rows, self._held["vocab"]
         # Megatron's vocabulary is padded to be cut evenly, SGLang's to more than that; no rank is to have nothing of it
         alike = rows == -(-vocab // ranks) and rows * (ranks - 1) < vocab
-        names = (name for name in self._manifest if self._sent_directly(name) and not is_expert(name))
+        names = (name for name in self._manifest if self._sent_directly(name) and ".experts." not in name)
         return frozenset(name for name in names if alike or name not in VOCABULARY)
 
     def _sent_directly(self, name: str) -> bool:
@@ -250,7 +250,7 @@ class GroupSender(_Push):
         bodies = [{**fields, "rank_offset": 1 + self._tp * number} for number in range(len(self._urls))]
         joined = self._post("/init_weights_update_group", bodies)
         here = self._pool.submit(_group_of, listener, world, backend, self._name)
-        _first_failure_of([*joined, here])
+        _done([*joined, here], FIRST_EXCEPTION)
         return here.result()
 
     def _bucket(self, bucket: list[tuple[str, Tensor]], form: str, version: int) -> None:
@@ -275,7 +275,9 @@ class GroupSender(_Push):
     def _settle(self) -> None:
         (answers, self._answers), (sent, self._kept) = (self._answers, ()), (self._kept, None)
         with self._left_if_it_fails():
-            _first_failure_of(answers)  # a server that refuses or dies does not receive: what was sent may never end
+            _done(
+                answers, FIRST_EXCEPTION
+            )  # a server that refuses or dies does not receive: what was sent may never end
             if sent:
                 sent[0].wait()
 
@@ -294,17 +296,12 @@ class GroupSender(_Push):
             dist.distributed_c10d._abort_process_group(group)  # NCCL would wait for what was sent
 
 
-def _all_of(posts: Iterable[Future[None]]) -> None:
-    """Wait for all, then raise what the first of those that failed has raised."""
-    for failed in [post.exception() for post in posts]:
-        if failed is not None:
-            raise failed
-
-
-def _first_failure_of(posts: Sequence[Future[Any]]) -> None:
-    """Wait for all, unless one fails; raise what it has raised."""
-    done, _ = wait(posts, return_when=FIRST_EXCEPTION)
-    _all_of(post for post in posts if post in done)
+def _done(posts: Sequence[Future[Any]], until: str = ALL_COMPLETED) -> None:
+    """Wait for all, or `until` one fails, and raise what the first that has failed has raised."""
+    done, _ = wait(posts, return_when=until)
+    for post in posts:
+        if post in done:
+            post.result()
 
 
 class _Shared:

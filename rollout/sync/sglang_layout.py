@@ -109,11 +109,6 @@ def held_by(name: str) -> str:
     return f"{stem}.{_PART[leaf][0]}.{kind}" if leaf in _PART else name
 
 
-def is_expert(name: str) -> bool:
-    """Whether a Hugging Face tensor is one expert's."""
-    return _EXPERT.fullmatch(name) is not None
-
-
 def of_rank(name: str, rank: int, ranks: int) -> str:
     """What the tensor of one rank is called here."""
     return f"{name} of rank {rank}" if ranks > 1 else name

@@ -76,10 +76,12 @@ class SharedCheck:
     """
 
     def __init__(self, shared: SharedWeights, half: int) -> None:
-        self._written = shared.written[half]
-        self._parts = [_Follower(shape, view) for shape, view in shared.halves[half].places.values()]
-        self._names = tuple(shared.numbers)
-        self.read = np.zeros(len(self._parts), dtype=np.int64)  # bytes of each tensor so far
+        self._written, self._names = shared.written[half], tuple(shared.numbers)
+        places = shared.halves[half].places.values()
+        self._digests, self._views = [begun_checksum(shape) for shape, _ in places], [view for _, view in places]
+        # of those that do not lie in the order of the indices None: they are read when all of one is there
+        self._flat = [flat_bytes(view) if view.is_contiguous() else None for view in self._views]
+        self.read = np.zeros(len(self._views), dtype=np.int64)  # bytes of each tensor so far
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -92,41 +94,26 @@ class SharedCheck:
         """The checksum of every tensor by Hugging Face name; all must have been written."""
         self.stop()
         self._thread.join()
-        return {name: part.finish() for name, part in zip(self._names, self._parts, strict=True)}
+        for at, view in enumerate(self._views):
+            self._take(at, view.nbytes)
+        return {name: digest.hexdigest() for name, digest in zip(self._names, self._digests, strict=True)}
 
     def _follow(self) -> None:
         wait, longest = _LOOK_S
         while not self._stopped.wait(wait):
             more = np.flatnonzero(self._written > self.read)
-            for at in more:
-                self.read[at] = self._parts[at].follow(int(self._written[at]))
+            for at in more.tolist():
+                self._take(at, int(self._written[at]))
             wait = _LOOK_S[0] if len(more) else min(2 * wait, longest)
 
-
-class _Follower:
-    """The checksum of one tensor that is being written."""
-
-    def __init__(self, shape: torch.Size, view: torch.Tensor) -> None:
-        self._digest = begun_checksum(shape)
-        # what does not lie in the order of the indices is read when all of it is there
-        self._flat = flat_bytes(view) if view.is_contiguous() else None
-        self._view = view
-        self._read = 0
-
-    def follow(self, written: int) -> int:
-        """Read on, up to this many bytes; returns them."""
-        if self._flat is not None:
-            self._digest.update(self._flat[self._read : written].data)
-            self._read = written
-        elif self._read < written == self._view.nbytes:
-            self._digest.update(flat_bytes(self._view.contiguous()).data)
-            self._read = written
-        return written
-
-    def finish(self) -> str:
-        """Read the rest."""
-        self.follow(self._view.nbytes)
-        return self._digest.hexdigest()
+    def _take(self, at: int, written: int) -> None:
+        """Read on in a tensor, up to this many bytes."""
+        flat, view = self._flat[at], self._views[at]
+        if flat is not None:
+            self._digests[at].update(flat[self.read[at] : written].data)
+        elif self.read[at] < written == view.nbytes:
+            self._digests[at].update(flat_bytes(view.contiguous()).data)
+        self.read[at] = written
 
 
 class SharedSender(WeightSender):

@@ -379,6 +379,5 @@ def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: N
     assert isinstance(waiting, EngineError)
     assert "actor failed" in str(waiting)
     assert isinstance(late, EngineError)
-    missing = engine_class("embedded")("/nowhere", max_length=MAX_LENGTH)
     with pytest.raises(EngineError, match="/nowhere: no model here"):
-        asyncio.run(missing.stats())
+        engine_class("embedded")("/nowhere", max_length=MAX_LENGTH)

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     ),
     "an index of tensors is large": (
         lambda folder: hollow(folder / "m" / "model.safetensors.index.json", "{}").parent,
-        "from mcore_mas.rollout.models.tensors import TensorFiles; TensorFiles.of_folder(sys.argv[1])",
+        "from mcore_mas.rollout.models.tensors import TensorFiles; TensorFiles(sys.argv[1])",
         "ModelError: .*index.json: not readable .more than",
     ),
     "a data file is large": (lambda folder: hollow(folder / "d.json", "[]"), READ_ROWS, "RecordError: .*more than"),

@@ -191,4 +191,4 @@ class AdapterFolder(SafeTensors):
             if (got := said.get(key)) != want:
                 told = f"{key} is {got}, but the policy's lora section says {want}"
                 raise ModelError(f"{config}: {told}; make them equal")
-        super().__init__([tensors])
+        super().__init__(folder, tensors)

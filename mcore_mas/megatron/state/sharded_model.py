@@ -103,7 +103,7 @@ class ShardedModel:
     def _start(self) -> SafeTensors | RandomTensors:
         """The weights that training starts from."""
         if self._spec.init == "folder":
-            return SafeTensors.of_folder(Path(self._spec.model))
+            return SafeTensors(Path(self._spec.model))
         drawn = {name: parameter for name, parameter in self._base.items() if name != weight_import.VALUE_HEAD}
         return RandomTensors(
             weight_import.full_shapes(drawn, self.architecture), std=self.architecture.init_std, seed=self._spec.seed

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, product
 
 import numpy as np
 import torch
@@ -313,6 +313,9 @@ _FUSED: dict[str, tuple[Projection, ...]] = {
     "down": ("down",),
 }
 Add = Callable[[str, Tensor, Tensor], object]  # (linear layer, its input [N, inputs], its output [N, rows], in place)
+# by linear layer A of its projections, one above the other [R ..., inputs], and by projection its place in the layer's
+# output and (scale · B)ᵀ [R, rows]
+_SideBySide = dict[str, tuple[Tensor, dict[Projection, tuple[slice, Tensor]]]]
 
 
 class LowRank:
@@ -331,8 +334,17 @@ class LowRank:
         self._others = torch.ones(1 + len(adapters), ends[-1], dtype=torch.bool, device=device)
         for number, ranks in enumerate(self._ranks, 1):
             self._others[number, ranks] = False
+        places: dict[Projection, slice] = {}
+        for fused in _FUSED.values():
+            rows = pairwise(accumulate((shape.projections[x][0] for x in fused), initial=0))
+            places |= {x: slice(*own) for x, own in zip(fused, rows, strict=True)}
         held = {x for adapter in adapters for x in adapter.targets}
-        self._layers = [_Layer(shape, held, ends[-1], device) for _ in range(shape.layers)]
+        self._layers: list[_SideBySide] = [{} for _ in range(shape.layers)]
+        for layer, linear in product(self._layers, _FUSED):
+            if own := [x for x in _FUSED[linear] if x in held]:
+                a = torch.zeros(len(own) * ends[-1], shape.projections[own[0]][1], device=device)
+                b = {x: torch.zeros(ends[-1], shape.projections[x][0], device=device) for x in own}
+                layer[linear] = a, {x: (places[x], b[x]) for x in own}
 
     def put(self, number: int, weights: AdapterWeights) -> None:
         """Compute adapter `number`, counted from 1, with `weights` from now on.
@@ -345,40 +357,21 @@ class LowRank:
                 raise EngineError(f"the adapter's tensor '{name}' has numbers that are not finite; see what trained it")
         ranks, scale = self._ranks[number - 1], self._scales[number - 1]
         for layer, own in zip(self._layers, weights.layers, strict=True):
-            for x, (a, b) in own.items():
-                layer.a[x][ranks] = a
-                layer.b[x][ranks] = scale * b.t()
+            for held, parts in layer.values():
+                for x, rows in zip(parts, held.chunk(len(parts)), strict=True):
+                    if x in own:
+                        rows[ranks], parts[x][1][ranks] = own[x][0], scale * own[x][1].t()
 
     def of_rows(self, numbers: Tensor) -> list[Add]:
         """By layer, what adds for each row [N] what its adapter, by number, adds."""
         others = self._others[numbers, None]
-        return [partial(layer.add, others) for layer in self._layers]
+        return [partial(self._add, layer, others) for layer in self._layers]
 
-
-class _Layer:
-    """Of a decoder layer, by projection, A [R, inputs] and (scale · B)ᵀ [R, rows]; a linear layer's A lie in one."""
-
-    def __init__(self, shape: Architecture, held: set[Projection], ranks: int, device: torch.device) -> None:
-        self.a: dict[Projection, Tensor] = {}
-        self.b: dict[Projection, Tensor] = {}
-        self._fused: dict[str, tuple[Tensor, list[tuple[slice, Tensor]]]] = {}
-        for linear, projections in _FUSED.items():
-            own = [x for x in projections if x in held]
-            rows = list(accumulate((shape.projections[x][0] for x in projections), initial=0))
-            places = {x: slice(first, last) for x, (first, last) in zip(projections, pairwise(rows), strict=True)}
-            inputs = shape.projections[projections[0]][1]
-            a = torch.zeros(len(own), ranks, inputs, device=device)
-            for number, x in enumerate(own):
-                self.a[x] = a[number]
-                self.b[x] = torch.zeros(ranks, shape.projections[x][0], device=device)
-            if own:
-                self._fused[linear] = a.flatten(0, 1), [(places[x], self.b[x]) for x in own]
-
-    def add(self, others: Tensor, linear: str, x: Tensor, out: Tensor) -> None:
+    def _add(self, layer: _SideBySide, others: Tensor, linear: str, x: Tensor, out: Tensor) -> None:
         """Add to `out` [N, rows], in place, scale · B A x of each row but for ranks that are `others` [N, 1, R]."""
-        if linear not in self._fused:
+        if linear not in layer:
             return
-        a, parts = self._fused[linear]
+        a, parts = layer[linear]
         low = F.linear(x, a).unflatten(-1, (len(parts), -1)).masked_fill_(others, 0.0)
-        for number, (rows, b) in enumerate(parts):
+        for number, (rows, b) in enumerate(parts.values()):
             out[:, rows].addmm_(low[:, number], b)

@@ -15,7 +15,7 @@ import torch
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import Restarts, say
-from mcore_mas.rollout.engines import TRANSPORTS, Tag, TrainedEngine
+from mcore_mas.rollout.engines import Tag, TrainedEngine
 from mcore_mas.rollout.engines.embedded.batching import BUSY, Ask, Dispatcher, EmbeddedEngine, Report
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.models.architecture import read_architecture
@@ -52,7 +52,7 @@ class ActorDied(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostedSettings:
-    """Settings of an embedded engine in an actor; EngineError if there is no such transport."""
+    """Settings of an embedded engine in an actor."""
 
     max_length: int  # tokens of prompt and reply
     rows: int = 192  # sequences held at once
@@ -64,16 +64,9 @@ class HostedSettings:
     place: Mapping[str, Any] | None = None  # actor options; None: nothing set aside
     transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
     weights_folder: Path | str | None = None  # ... this folder, which the trainer sees too; None: one in shared memory
-    far: bool = False  # its actor is on another node: nothing is mapped here, and new weights come through the folder
+    far: bool = False  # its actor is on another node: nothing is mapped here, and weights come by "disk" in a folder
     restarts: int = 2  # in an hour
     hang_s: float = 600.0  # that the actor may take for one call
-
-    def __post_init__(self) -> None:
-        known = sorted(TRANSPORTS["embedded"])
-        if self.transport not in known:
-            raise EngineError(f"the embedded engine has no transport '{self.transport}'; known: {', '.join(known)}")
-        if self.far and (self.transport != "disk" or self.weights_folder is None):
-            raise EngineError("an engine on another node takes its weights by transport disk, in a folder both see")
 
 
 class Host(EmbeddedEngine):
@@ -173,8 +166,8 @@ class HostedEngine(Dispatcher, TrainedEngine):
             settings: the fields of `HostedSettings`.
 
         Raises:
-            EngineError: Ray is not running, or there is no room for the weights. What else is wrong with the folder
-                comes with the first call.
+            EngineError: Ray is not running, there is no room for the weights, or no model that is computed here. What
+                is wrong with its tensors comes with the first call.
         """
         super().__init__()
         if not ray.is_initialized():
@@ -190,19 +183,11 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self._source = source or self.folder  # what an actor reads that does not find its weights in shared memory
         self.held = [Held(file=None if self._settings.far or adapters else memory_path(), version=version)]
         self.held += [Held(file=memory_path(), adapter=adapter) for adapter in adapters]
-        self._shared = self._mapped()
+        shape, held = read_architecture(self.folder), enumerate(self.held)
+        # what this process maps of it, made before the actor does
+        self._shared = {n: SharedWeights(own.file, shape, own.adapter, create=True) for n, own in held if own.file}
         self._host: Any = self._start()
         self._closed = False
-
-    def _mapped(self) -> list[SharedWeights | None]:
-        """What is held as this process sees it, made before the actor maps it."""
-        try:
-            shape = read_architecture(self.folder)
-        except EngineError:
-            if len(self.held) > 1:
-                raise
-            return [None]  # the actor says so with the first call
-        return [SharedWeights(own.file, shape, own.adapter, create=True) if own.file else None for own in self.held]
 
     def _start(self) -> Any:
         self.starts += 1
@@ -217,12 +202,9 @@ class HostedEngine(Dispatcher, TrainedEngine):
 
     async def route(self, number: int) -> SyncRoute:
         """The way into the free half of the weights (0), or of an adapter by number."""
-        own, shared = self.held[number], self._shared[number]
-        if shared is None:
-            await self._call("pid")  # says what is wrong with the folder
-        else:
-            shared.written[own.free] = 0
-            self._host.follow.remote(own.free, number)  # not waited for: `take` reads what it misses
+        own = self.held[number]
+        self._shared[number].written[own.free] = 0
+        self._host.follow.remote(own.free, number)  # not waited for: `take` reads what it misses
         options, state = {"adapter": own.adapter} if own.adapter else {}, {"half": own.free}
         return SyncRoute(transport="shared", place=str(own.file), model=self.folder, options=options, state=state)
 

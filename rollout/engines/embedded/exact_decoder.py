@@ -70,9 +70,6 @@ class ExactDecoder(CachedDecoder):
     def _plus(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
         return x + row_product(mixed, weight)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        return row_product(self._norm(x, self._active.norm), self._active.head)
-
 
 def _halves(pairs: Tensor) -> Tensor:
     """[..., D] in which the two elements that are rotated together are half a head apart, in place of neighbours."""

@@ -152,22 +152,19 @@ def read_key(variable: str | None, file: Path | None) -> ApiKey | None:
         RemoteError: both or the named one cannot be read; the message never holds the value.
     """
     if file is not None:
-        return _checked(_read(file), str(file))
+        try:
+            if file.stat().st_mode & 0o077:
+                raise RemoteError(f"{file}: others may read this key; run `chmod 600 {file}`")
+            return _checked(file.read_text(), str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            why = f"cannot read the key ({type(error).__name__}); expected one line of text"
+            raise RemoteError(f"{file}: {why}") from None
     if variable is None:
         return None
     hide(variable)
     if variable not in _taken:
         raise RemoteError(f"the environment has no {variable}; set it, or name a file in key_file")
     return _checked(_taken[variable].get_secret_value(), variable)
-
-
-def _read(file: Path) -> str:
-    try:
-        if file.stat().st_mode & 0o077:
-            raise RemoteError(f"{file}: others may read this key; run `chmod 600 {file}`")
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RemoteError(f"{file}: cannot read the key ({type(error).__name__}); expected one line of text") from None
 
 
 def _checked(value: str, where: str) -> ApiKey:

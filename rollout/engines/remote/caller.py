@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import Refused, Unanswered, retried
-from mcore_mas.rollout.base.task_group import LateCall, cancel_tasks
+from mcore_mas.rollout.base.task_group import LateCall, cancel_tasks, of_loop
 from mcore_mas.rollout.engines import ChatState, PolicyReply, remote
 from mcore_mas.rollout.engines.remote import Answer, Provider, RemoteConfig, RemoteError, ReplySettings
 from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
@@ -24,24 +25,19 @@ _REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # 
 TEMPLATE_TOKENS = 64  # that a chat template may add to a message
 
 
-class _TooLate(Exception):
-    """The server asked for a pause that reaches past the deadline."""
-
-
 @dataclass(slots=True)
 class Tally:
     """What asking on behalf of one agent took."""
 
-    calls: int = 0  # requests sent, retries included
-    tokens: int = 0
-    nanos: int = 0
+    spent: Spending = field(default_factory=Spending)  # on requests sent, retries included
     seconds: float = 0.0  # over `answers`
     answers: int = 0
     cache_hits: int = 0  # answered without a request of its own
 
     def metrics(self) -> dict[str, float]:
         """By name; the mean seconds of an answer where there was one."""
-        found = {"calls": self.calls, "tokens": self.tokens, "cost": self.nanos / 1e9, "cache_hits": self.cache_hits}
+        spent = self.spent
+        found = {"calls": spent.calls, "tokens": spent.tokens, "cost": spent.nanos / 1e9, "cache_hits": self.cache_hits}
         found |= {"latency_s": self.seconds / self.answers} if self.answers else {}
         return {name: float(value) for name, value in found.items()}
 
@@ -58,7 +54,6 @@ class _Flight:
 class _Live:
     """What belongs to one event loop."""
 
-    loop: asyncio.AbstractEventLoop
     provider: Provider
     slots: asyncio.Semaphore
     flights: dict[str, _Flight] = field(default_factory=dict)
@@ -73,10 +68,9 @@ class Caller:
         """Read the key and open the ledger in `folder`; RemoteError if there is no key, no library or no ledger."""
         self._config = config
         self._key = remote.read_key(config.key_variable, config.key_file)
-        self._make = remote.provider_class(config.provider)
-        self._spare: Provider | None = self._make(config, self._key)  # now, so that a missing library is known now
+        self._make = partial(remote.provider_class(config.provider), config, self._key)
+        self._make()  # so that a missing library is known now
         self._ledger = Ledger(folder / "ledger.sqlite", config.budget)
-        self._live: _Live | None = None
         self._not_before = 0.0  # time.monotonic() until which the server asked everyone to wait
 
     @property
@@ -87,7 +81,7 @@ class Caller:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[float]:
         """A place among `concurrency` that ask, until the time.monotonic() that is yielded; TimeoutError after that."""
-        async with self._enter_loop().slots, asyncio.timeout(self._config.deadline_s):
+        async with self._live.slots, asyncio.timeout(self._config.deadline_s):
             yield time.monotonic() + self._config.deadline_s
 
     async def ask(
@@ -112,7 +106,7 @@ class Caller:
         if found is not None:
             tally.cache_hits += 1
             return found
-        live = self._enter_loop()
+        live = self._live
         flights = live.flights
         flight = flights.get(digest)
         if flight is None:
@@ -134,20 +128,13 @@ class Caller:
 
     async def aclose(self) -> None:
         """End what is in flight and close the connections and the ledger."""
-        live, self._live = self._live, None
-        if live is not None and live.loop is asyncio.get_running_loop():
-            await cancel_tasks(live.tasks)
-            await live.provider.aclose()
-        if self._spare is not None:
-            await self._spare.aclose()
+        await cancel_tasks(self._live.tasks)
+        await self._live.provider.aclose()
         self._ledger.close()
 
-    def _enter_loop(self) -> _Live:
-        loop = asyncio.get_running_loop()
-        if self._live is None or self._live.loop is not loop:
-            provider, self._spare = self._spare or self._make(self._config, self._key), None
-            self._live = _Live(loop, provider, asyncio.Semaphore(self._config.concurrency))
-        return self._live
+    @property
+    def _live(self) -> _Live:
+        return of_loop(self, lambda: _Live(self._make(), asyncio.Semaphore(self._config.concurrency)))
 
     async def _fetch(
         self,
@@ -164,11 +151,10 @@ class Caller:
             nonlocal calls
             while (wait := self._not_before - time.monotonic()) > 0:  # another call may push it further meanwhile
                 if time.monotonic() + wait > deadline:
-                    raise _TooLate(f"the next try is due in {wait:.3g} s, past the deadline")
+                    raise Unanswered(f"the server asked to wait for {wait:.3g} s more", retry_after_s=wait)
                 await asyncio.sleep(wait)
             reservation = await self._reserve(agent, self._worst(messages, settings))
             calls += 1
-            tally.calls += 1
             try:
                 return await self._call(reservation, digest, messages, settings, tally)
             except Unanswered as failure:
@@ -178,8 +164,6 @@ class Caller:
         retries, patience_s = self._config.retries, deadline - time.monotonic()
         try:
             return await retried(attempt, retries=retries, backoff_s=CALL_BACKOFF_S, patience_s=patience_s)
-        except _TooLate as late:
-            raise Unanswered(str(late)) from None
         except Unanswered as failure:
             why = f"after {calls} calls" if calls > retries else "the next try is due past the deadline"
             raise Unanswered(f"{failure} ({why})") from None
@@ -193,10 +177,13 @@ class Caller:
         start = time.monotonic()
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                answer = await self._enter_loop().provider.complete(messages, settings)
+                answer = await self._live.provider.complete(messages, settings)
             answer = replace(answer, text=self._redact(valid_text(answer.text)))
-            cost = self._cost(answer.prompt_tokens, answer.completion_tokens, reservation.worst)
-            kept = Kept(digest, self._config.model, answer)
+            if answer.prompt_tokens is None or answer.completion_tokens is None:
+                cost = reservation.worst  # the server did not say
+            else:
+                cost = self._spending(answer.prompt_tokens, answer.completion_tokens)
+            kept = digest, self._config.model, answer
             tally.seconds += time.monotonic() - start
             tally.answers += 1
             return answer
@@ -216,13 +203,9 @@ class Caller:
             raise RemoteError(f"{where}: {self._redact(str(refusal))}; check key, model, url and quota") from None
         finally:
             self._ledger.settle(reservation, cost, kept)
-            charged = cost or reservation.worst
-            tally.tokens += charged.tokens
-            tally.nanos += charged.nanos
-            live = self._live
-            if live is not None:
-                live.settled.set()
-                live.settled = asyncio.Event()
+            tally.spent += cost or reservation.worst
+            self._live.settled.set()
+            self._live.settled = asyncio.Event()
 
     async def _reserve(self, agent: str, worst: Spending) -> Reservation:
         while True:
@@ -231,7 +214,7 @@ class Caller:
             except BudgetExhausted as exhausted:
                 if not self._ledger.in_flight:  # nobody's worst case can turn into room any more
                     raise BudgetExhausted(f"{self._config.provider} '{self._config.model}': {exhausted}") from None
-                await self._enter_loop().settled.wait()
+                await self._live.settled.wait()
 
     def _redact(self, text: str) -> str:
         return self._key.redact(text) if self._key else text
@@ -241,11 +224,9 @@ class Caller:
         prompt = sum(len(message.content.encode()) + TEMPLATE_TOKENS for message in messages)
         asked = (self._config.request.get(name) for name in _REPLY_LIMITS)
         reply = max([settings.max_tokens, *(limit for limit in asked if isinstance(limit, int))])
-        return Spending(calls=1, tokens=prompt + reply, nanos=self._config.prices.nanos(prompt, reply))
+        return self._spending(prompt, reply)
 
-    def _cost(self, prompt: int | None, reply: int | None, worst: Spending) -> Spending:
-        if prompt is None or reply is None:
-            return worst  # the server did not say
+    def _spending(self, prompt: int, reply: int) -> Spending:
         return Spending(calls=1, tokens=prompt + reply, nanos=self._config.prices.nanos(prompt, reply))
 
     def _digest(self, messages: Sequence[Message], settings: ReplySettings) -> str:

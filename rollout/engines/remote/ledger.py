@@ -46,13 +46,7 @@ class Reservation:
     worst: Spending
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A reply to be found again."""
-
-    digest: str  # of everything that decided it
-    model: str
-    answer: Answer
+Kept = tuple[str, str, Answer]  # a reply to be found again: digest of everything that decided it, its model, itself
 
 
 class Ledger:
@@ -91,17 +85,15 @@ class Ledger:
                 for statement in LEDGER_SCHEMA.split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {LEDGER_VERSION}")
-            calls, tokens, nanos = self._db.execute("SELECT count(*), sum(tokens), sum(nanos) FROM calls").fetchone()
-        return Spending(calls=calls, tokens=tokens or 0, nanos=nanos or 0)
+            spent = "SELECT count(*), coalesce(sum(tokens), 0), coalesce(sum(nanos), 0) FROM calls"
+            return Spending(*self._db.execute(spent).fetchone())
 
     def find(self, digest: str) -> Answer | None:
         """The reply to an earlier call, None if there is none."""
         row = self._db.execute(
             "SELECT text, finish_reason, prompt_tokens, completion_tokens FROM replies WHERE digest = ?", (digest,)
         ).fetchone()
-        if row is None:
-            return None
-        return Answer(text=row[0], finish_reason=row[1], prompt_tokens=row[2], completion_tokens=row[3])
+        return row and Answer(text=row[0], finish_reason=row[1], prompt_tokens=row[2], completion_tokens=row[3])
 
     def reserve(self, agent: str, worst: Spending) -> Reservation:
         """Charge what a call may cost at most, before it is sent; BudgetExhausted if that might pass a limit."""
@@ -138,10 +130,9 @@ class Ledger:
                     (cost.tokens, cost.nanos, reservation.id),
                 )
             if kept is not None:
-                self._db.execute(
-                    "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)",
-                    (kept.digest, kept.model, *astuple(kept.answer)),
-                )
+                digest, model, answer = kept
+                row = (digest, model, *astuple(answer))
+                self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)", row)
         self.in_flight -= 1
         if cost is not None:
             self.spent += cost - reservation.worst

@@ -27,8 +27,7 @@ class SGLangClient:
 
     def __init__(self, url: str, *, timeout_s: float, connections: int, key: str | None = None) -> None:
         self.url = url
-        limits: dict[str, Any] = {"timeout_s": timeout_s, "most_bytes": _REPLY_BYTES}
-        self._http = HttpClient(url, token=key, connections=connections, **limits)
+        self._http = HttpClient(url, token=key, connections=connections, timeout_s=timeout_s, most_bytes=_REPLY_BYTES)
 
     async def call(
         self, path: str, body: Mapping[str, Any] | None = None, *, stream: StreamedReply | None = None

@@ -101,7 +101,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
     async def begin_update(self) -> SyncRoute:
         """The folder to write to; or the servers themselves, which then pause until `commit_update`."""
         self._new = await self._fleet.meet()
-        await self._fleet.alive()
+        await self._fleet.all("/model_info")  # those that have died run again; /health fails during a pause
         await self._learn()
         began = self._update.began if self._update else time.perf_counter()  # one that failed has left them paused
         self._update = _Update(began, self.starts)
@@ -109,8 +109,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         if self._transport not in PUSHED:
             known = self._last is not None and not self._fleet.stale and not self._new
             state = {"base": self.version if known else None}
-            return SyncRoute(place=str(self.place), options=self._settings.digest, state=state, **common)
-        options = self._settings.digest | {"tp": self._settings.tp, "starts": self.starts}
+            return SyncRoute(place=str(self.place), options={"held": self._settings.held}, state=state, **common)
+        options = {"held": self._settings.held, "tp": self._settings.tp, "starts": self.starts}
         options["direct"] = self._checks.direct
         options["key"] = self._settings.own_key
         options["sessions"] = await self._replicas[0].client.has("/begin_weight_update")
@@ -126,8 +126,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 their checksums are not the trainer's.
         """
         began, begun = time.perf_counter(), self._update
-        whole = update.transport == "disk"
-        if begun is not None and not whole:
+        if begun is not None and update.transport != "disk":
             if begun.starts != self.starts:
                 raise EngineError("SGLang: a server was started again while new weights came; they must come again")
             began = begun.began if update.transport in PUSHED else began
@@ -205,11 +204,11 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         """Release the servers' memory; they must be idle and have been started with enable_memory_saver."""
         await self._fleet.all(f"/flush_cache?timeout={_IDLE_S:g}", {})
         await self._learn()
-        await self._fleet.sleep(tags)
+        await self._fleet.move(tags, asleep=True)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Take the memory again; weights that were released come with the next update."""
-        await self._fleet.wake(tags)
+        await self._fleet.move(tags, asleep=False)
 
     def close(self) -> None:
         """End the servers that are ours, and remove what was written for them."""

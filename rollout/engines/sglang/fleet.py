@@ -1,12 +1,10 @@
 """The SGLang servers of one policy: started, restarted, and checked against the trainer's checksums."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import Unanswered
@@ -17,19 +15,11 @@ from mcore_mas.rollout.engines.sglang.client import StreamedReply
 from mcore_mas.rollout.engines.sglang.server import NoRoom, Replica, owned_replica
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from mcore_mas.rollout.models.tensors import TensorFiles, compare
+from mcore_mas.rollout.sync import WeightUpdate
 from mcore_mas.rollout.sync.digests import SGLangDigest
 from mcore_mas.rollout.sync.sglang_layout import kind_of, layer_of, of_rank
 
-if TYPE_CHECKING:
-    from mcore_mas.rollout.sync import WeightUpdate
-
-
 _ROOM_S = 120.0  # that Ray may look for another node for a server whose own is lost, while others go on
-
-
-def _with_graphs(tags: Sequence[Tag]) -> list[str]:
-    """CUDA graphs go with keys and values, where a server can do without them (SGLANG_MEMORY_SAVER_CUDA_GRAPH)."""
-    return [*tags, "cuda_graph"] if "kv_cache" in tags else [*tags]
 
 
 class Left(EngineError):
@@ -116,14 +106,9 @@ class Fleet:
             async with self.reviving(replica):
                 return await replica.client.call(path, body, stream=stream)
 
-    async def all(self, path: str, body: Mapping[str, Any]) -> None:
+    async def all(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         """`call` every server."""
         await self._each(lambda replica: self.call(replica, path, body))
-
-    async def alive(self) -> None:
-        """Every server runs, those that have died again."""
-        # /health takes a second, and fails during a pause
-        await self._each(lambda replica: self.call(replica, "/model_info"))
 
     async def _each(self, act: Callable[[Replica], Awaitable[Any]]) -> None:
         async def one(replica: Replica) -> None:
@@ -166,30 +151,22 @@ class Fleet:
         """Whether a server waits without the present weights."""
         return any(replica.stale for replica in self.replicas)
 
-    async def sleep(self, tags: Sequence[Tag]) -> None:
-        """Release the servers' memory."""
-        await self._each(lambda replica: self._sleep(replica, _with_graphs(tags)))
+    async def move(self, tags: Sequence[Tag], *, asleep: bool) -> None:
+        """Have the servers give memory away (`asleep`) or take it again, of each only what is not so already.
 
-    async def _sleep(self, replica: Replica, tags: Sequence[str]) -> None:
-        """SGLang's memory saver ends it over a tag that sleeps already, as after a rollout that never began."""
-        await self._ready(replica)
-        while awake := [tag for tag in tags if tag not in replica.asleep]:
-            async with self.reviving(replica):
-                await self._release(replica, awake)
+        SGLang's memory saver ends a server over a tag that sleeps already, as after a rollout that never began, and
+        over one to wake that does not sleep.
+        """
+        # CUDA graphs go with keys and values, where a server can do without them (SGLANG_MEMORY_SAVER_CUDA_GRAPH)
+        wanted = [*tags, "cuda_graph"] if "kv_cache" in tags else [*tags]
 
-    async def _release(self, replica: Replica, tags: Sequence[str]) -> None:
-        await replica.client.call("/release_memory_occupation", {"tags": tags})
-        replica.asleep.update(tags)
+        async def one(replica: Replica) -> None:
+            await self._ready(replica)
+            while left := [tag for tag in wanted if (tag in replica.asleep) is not asleep]:
+                async with self.reviving(replica):
+                    await _move(replica, left, asleep=asleep)
 
-    async def wake(self, tags: Sequence[Tag]) -> None:
-        await self._each(lambda replica: self._wake(replica, _with_graphs(tags)))
-
-    async def _wake(self, replica: Replica, tags: Sequence[str]) -> None:
-        """SGLang dies of a tag that does not sleep."""
-        while sleeping := [tag for tag in tags if tag in replica.asleep]:
-            async with self.reviving(replica):
-                await replica.client.call("/resume_memory_occupation", {"tags": sleeping})
-                replica.asleep.difference_update(sleeping)
+        await self._each(one)
 
     def close(self) -> None:
         """End the servers that are ours."""
@@ -217,15 +194,18 @@ class Fleet:
             replica.stale = True
             await replica.wait(self.settings.start_s)
             if asleep:
-                await self._release(replica, sorted(asleep))
+                await _move(replica, sorted(asleep), asleep=True)
 
     async def _ready(self, replica: Replica) -> None:
         """Wait for the first answer of a server, and for the weights of one that was started again."""
-        if replica.ready and not _gate(replica).locked():
-            return
         async with _gate(replica):
             if not replica.ready:
                 await replica.wait(self.settings.start_s)
+
+
+async def _move(replica: Replica, tags: Sequence[str], *, asleep: bool) -> None:
+    await replica.client.call(f"/{'release' if asleep else 'resume'}_memory_occupation", {"tags": tags})
+    (replica.asleep.update if asleep else replica.asleep.difference_update)(tags)
 
 
 def _gate(replica: Replica) -> asyncio.Lock:
@@ -325,7 +305,7 @@ class Checks:
 
     def _known(self) -> dict[str, str]:
         """Of the first layer's tensors, and those of none."""
-        digest, files = SGLangDigest(**self._settings.held), TensorFiles.of_folder(self._settings.folder)
+        digest, files = SGLangDigest(**self._settings.held), TensorFiles(self._settings.folder)
         for name in files:
             if layer_of(name) in (None, 0):
                 digest.add(name, files.read(name))

@@ -4,13 +4,14 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import without_proxy
@@ -58,8 +59,6 @@ class Server:
 
     def devices(self) -> list[str]:
         """The GPUs that Ray gave this actor."""
-        import ray
-
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def start(self, devices: Sequence[str] = ()) -> str:
@@ -68,7 +67,10 @@ class Server:
         It sees the GPUs `devices`, or without any all that this process sees.
         """
         self.stop()
-        address, network = self._at_its_node() if self.far else ("127.0.0.1", {})
+        address, network = "127.0.0.1", dict[str, str]()
+        if self.far:
+            address = str(ray.util.get_node_ip_address())
+            network = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface_of(address))
         port = free_port(address)
         inherited = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
@@ -79,14 +81,6 @@ class Server:
         network |= without_proxy(address)  # a server sends itself requests, with its key
         self._process = start_group(command, log=self._log, env=inherited | seen | network | dict(self.environment))
         return f"http://{address}:{port}"
-
-    def _at_its_node(self) -> tuple[str, dict[str, str]]:
-        """Address and environment of a server that other nodes reach."""
-        import ray
-
-        address = str(ray.util.get_node_ip_address())
-        name = interface_of(address)
-        return address, {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
     def _fraction(self, devices: Sequence[str]) -> list[str]:
         """Arguments for its `share`, as the part that it is of what is free now: SGLang takes it of that."""
@@ -182,8 +176,8 @@ class Replica:
         self._client = self._client_of(self.url, self.settings.key) if self.url else None
 
     def _client_of(self, url: str, key: str | None) -> SGLangClient:
-        limits: dict[str, Any] = {"timeout_s": self.settings.timeout_s, "connections": self.settings.rows + 8}
-        return SGLangClient(url.rstrip("/"), key=key, **limits)
+        connections = self.settings.rows + 8
+        return SGLangClient(url.rstrip("/"), timeout_s=self.settings.timeout_s, connections=connections, key=key)
 
     @property
     def ours(self) -> bool:
@@ -212,8 +206,6 @@ class Replica:
         self.asleep.clear()
 
     async def _start_actor(self, make: Callable[[], Sequence[Any]], room_s: float | None) -> str:
-        import ray
-
         try:
             await self.host.pid.remote()
         except ray.exceptions.RayActorError:  # with its node, of which Ray finds another
@@ -257,8 +249,6 @@ class Replica:
             return f"the server at {self.client.url} is gone, and it is not ours to start"
         if self.actors is None:
             return str(self.host.ended())
-        import ray
-
         try:
             return str(await self.host.ended.remote())
         except ray.exceptions.RayActorError:
@@ -272,20 +262,10 @@ class Replica:
         if self.actors is None:
             host.stop()
             return
-        import ray
-
         with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # ends with its actor
             ray.get(host.stop.remote(), timeout=30)
         for actor in (host, *self._fellows):
             ray.kill(actor)
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process sees, as it would name them to a child."""
-    import torch
-
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return [named[i] if i < len(named) and named[i] else str(i) for i in range(torch.cuda.device_count())]
 
 
 def owned_replica(settings: SGLangSettings, number: int) -> Replica:
@@ -294,22 +274,13 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     words = server_arguments(settings)
     told = (settings.python or "", words, log, settings.variables, settings.own_key, settings.far, settings.share)
     server = Server(*told)  # complains here rather than in an actor
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    if not ray.is_initialized():
         gpus = settings.gpus[number] if settings.gpus else ()
         return Replica(settings, server, gpus=gpus, seats=gpus if settings.in_turn else ())
     own = slice(number * settings.tp, (number + 1) * settings.tp)
-    places = settings.places[own] if settings.places else None  # of each of its GPUs
+    places = settings.places and settings.places[own]  # of each of its GPUs
+    if not places:
+        places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * settings.tp
+    made: Any = ray.remote(num_cpus=0)(Server)
     seats = range(own.start, own.stop) if settings.in_turn else ()
-    return Replica(
-        settings, actors=lambda: [actor.remote(*told) for actor in _actors(settings.tp, places)], seats=seats
-    )
-
-
-def _actors(tp: int, places: Sequence[Mapping[str, Any]] | None) -> list[Any]:
-    """One for each GPU of a server."""
-    import ray
-
-    if places is None:
-        places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * tp
-    return [ray.remote(num_cpus=0)(Server).options(**place) for place in places]
+    return Replica(settings, actors=lambda: [made.options(**place).remote(*told) for place in places], seats=seats)

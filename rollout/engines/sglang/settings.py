@@ -144,11 +144,6 @@ class SGLangSettings:
         return {"dtype": self._dtype, "tp": self.tp, "kv_heads": heads, "gpu": gpu, "vocab": self.vocab}
 
     @property
-    def digest(self) -> dict[str, Any]:
-        """Options of a route: what the servers are compared by."""
-        return {"digest": "sglang", "held": self.held} if self.held else {"digest": "nothing"}
-
-    @property
     def _dtype(self) -> str:
         """Of the servers' weights: auto is the checkpoint's, but not float32 (`_get_and_verify_dtype` of 0.5.23)."""
         asked = str(self.arguments.get("dtype", "auto"))

@@ -14,7 +14,7 @@ import pytest
 
 from mcore_mas.rollout.engines.remote import Answer, BudgetConfig, RemoteError, ReplySettings
 from mcore_mas.rollout.engines.remote.caller import Caller, Tally
-from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Spending
+from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted, Ledger, Spending
 from mcore_mas.rollout.records.trajectory import Message
 from mcore_mas.rollout.rewards.coach import Coach
 from tests.support.chat_server import chat_server, says
@@ -81,7 +81,7 @@ def test_the_ledger_by_hand(tmp_path) -> None:
     first = ledger.reserve("a", Spending(calls=1, tokens=60, nanos=6))
     with pytest.raises(BudgetExhausted, match="120 tokens would pass the limit of 100"):
         ledger.reserve("a", Spending(calls=1, tokens=60))
-    ledger.settle(first, Spending(calls=1, tokens=10, nanos=1), Kept("d", "m", ANSWER))
+    ledger.settle(first, Spending(calls=1, tokens=10, nanos=1), ("d", "m", ANSWER))
     second = ledger.reserve("b", Spending(calls=1, tokens=90, nanos=9))
     ledger.settle(second, None)  # its end is not known
     assert ledger.spent == Spending(calls=2, tokens=100, nanos=10)

@@ -143,7 +143,10 @@ def test_an_actor_that_dies_while_nobody_asks_it_leaves_all_the_same(
 
 @pytest.mark.slow
 def test_a_model_that_is_not_there_ends_the_engine_at_once(tmp_path: Path, running_ray: None) -> None:
-    engine = ReplicatedEngine("/nowhere", places=[{}, {}], weights_folder=tmp_path / "w", max_length=8)
     with pytest.raises(EngineError, match="/nowhere: no model here"):
+        ReplicatedEngine("/nowhere", places=[{}], weights_folder=tmp_path / "w", max_length=8)
+    make_model(0).config.save_pretrained(tmp_path)
+    engine = ReplicatedEngine(tmp_path, places=[{}, {}], weights_folder=tmp_path / "w", max_length=8)
+    with pytest.raises(EngineError, match=r"no \*.safetensors file"):
         asyncio.run(engine.generate([1], Sampling(max_tokens=1)))
     engine.close()

@@ -128,7 +128,7 @@ def test_stacks_of_experts_are_read_like_single_ones(alone: None, tmp_path: Path
 def test_a_part_of_an_expert_is_read_from_its_place_in_the_stack(tmp_path: Path) -> None:
     model = reference.make_model("qwen3_moe", tmp_path)
     model.save_pretrained(tmp_path, save_original_format=False)
-    up = SafeTensors.of_folder(tmp_path)("model.layers.0.mlp.experts.2.up_proj.weight")
+    up = SafeTensors(tmp_path)("model.layers.0.mlp.experts.2.up_proj.weight")
     whole = model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"]
     assert up.shape == (48, 64)
     assert torch.equal(up.read(slice(24, 48), slice(0, 5)), whole[2, 72:96, :5])
@@ -141,7 +141,7 @@ def test_tensors_of_another_model_are_refused(alone: None, tmp_path: Path) -> No
     with pytest.raises(ModelError, match=r"gate_proj.weight' has shape \(96, 64\); config.json makes it \(64, 64\)"):
         MegatronTrainer(ranks.spec_of(str(tmp_path)))
     with pytest.raises(ModelError, match=r"no tensor 'model.layers.0.mlp.experts.7.up_proj.weight'"):
-        SafeTensors.of_folder(tmp_path)("model.layers.0.mlp.experts.7.up_proj.weight")
+        SafeTensors(tmp_path)("model.layers.0.mlp.experts.7.up_proj.weight")
 
 
 def test_a_config_alone_is_trained_from_seeded_weights_only_when_asked(alone: None, tmp_path: Path) -> None:

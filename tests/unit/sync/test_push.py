@@ -57,7 +57,7 @@ def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> No
         refuses = request.url.path == refused
         return httpx.Response(400 if refuses else 200, json={"success": not refuses, "message": "not now"})
 
-    to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"digest": "nothing"})
+    to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"held": {}})
     sender = TensorSender(to, rank=0, exchange=alone)
     sender._http = httpx.Client(transport=httpx.MockTransport(answer))
     if refused:
@@ -80,7 +80,7 @@ def test_a_rank_that_no_server_is_beside_shares_nothing(model: Path, monkeypatch
             sent.append(json.loads(request.content)["serialized_named_tensors"])
         return httpx.Response(200, json={"success": True})
 
-    to = SyncRoute(transport="t", place="http://a http://b", model=str(model), options={"digest": "nothing"})
+    to = SyncRoute(transport="t", place="http://a http://b", model=str(model), options={"held": {}})
     shared = itertools.count(1)
 
     def play(rank: int, exchange: Callable[[Any], list[Any]]) -> None:
@@ -133,7 +133,7 @@ def test_the_next_bucket_is_gathered_while_servers_load_one(
             drawn[name].set()
             yield name, tensor
 
-    options = {"digest": "nothing", "bucket_bytes": 1}  # a bucket for every tensor
+    options = {"held": {}, "bucket_bytes": 1}  # a bucket for every tensor
     to = SyncRoute(transport="t", place="http://127.0.0.1:9", model=str(model), options=options)
     sender = kind(to, rank=0, exchange=alone)
     sender._http = httpx.Client(transport=httpx.MockTransport(answer))
@@ -153,7 +153,7 @@ def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
         refuses = update and len(updates) == 2
         return httpx.Response(400 if refuses else 200, json={"success": not refuses, "message": "no memory"})
 
-    options = {"digest": "nothing", "bucket_bytes": 1}  # a bucket for every tensor
+    options = {"held": {}, "bucket_bytes": 1}  # a bucket for every tensor
     to = SyncRoute(transport="t", place="http://127.0.0.1:9", model=str(model), options=options)
     drawn: dict[int, list[str]] = {0: [], 1: []}
 
@@ -182,15 +182,13 @@ def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
 def test_every_rank_sums_its_share_of_the_engines_tensors(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summed: dict[int, list[int]] = {}  # by thread, which is a rank
 
-    def hashed(tensor: Tensor) -> int:
+    def hashed(tensor: Tensor, *, gpu: bool) -> str:
         summed.setdefault(threading.get_ident(), []).append(tensor.numel())
-        return tensor.numel()
+        return f"{tensor.numel()}"
 
-    monkeypatch.setattr(digests, "_sha", hashed)
+    monkeypatch.setattr(digests, "sum_of", hashed)
     held = {"dtype": "float32", "tp": 2, "kv_heads": 2, "gpu": False, "vocab": 64}
-    to = SyncRoute(
-        transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"digest": "sglang", "held": held}
-    )
+    to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"held": held})
 
     def play(rank: int, exchange: Callable[[Any], list[Any]]) -> dict[str, str]:
         sender = TensorSender(to, rank=rank, exchange=exchange)
@@ -257,7 +255,7 @@ def pushed(
     model: Path, streams: Sequence[Iterable[tuple[str, Tensor]]], **options: Any
 ) -> tuple[Server, list[WeightUpdate]]:
     """What a server at tp 2 is given, one stream a rank."""
-    options = {"digest": "sglang", "held": HELD, "tp": 2, "direct": DIRECT, **options}
+    options = {"held": HELD, "tp": 2, "direct": DIRECT, **options}
     to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(model), options=options)
     server = Server()
 

@@ -21,11 +21,12 @@ import yaml
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig, for_policy
 from mcore_mas.planning.jobs import PlacementError
+from mcore_mas.planning.machine import visible_gpus
 from mcore_mas.planning.memory import engine_weights
 from mcore_mas.rollout.base.files import write_json
 from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.engines.embedded.batching import LocalReplicas
-from mcore_mas.rollout.engines.sglang.server import Replica, Server, visible_gpus
+from mcore_mas.rollout.engines.sglang.server import Replica, Server
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.records.files import read_tasks, read_trajectories
