@@ -21,7 +21,7 @@ from mcore_mas.rollout.environments.running import PRINTED_CHARS, Tier, own_sand
 from mcore_mas.rollout.models.tool_calls import ToolSchema
 from mcore_mas.rollout.records.trajectory import ToolUse
 from mcore_mas.rollout.sandbox import Sandbox, Session
-from mcore_mas.rollout.sandbox.records import RunLimits, Verdict, render_result
+from mcore_mas.rollout.sandbox.records import RunLimits, Verdict, render_result, without_middle
 
 
 class ToolFailed(Exception):
@@ -95,10 +95,8 @@ async def call_tool(tools: Mapping[str, Tool], use: ToolUse, *, call_s: float, m
         result = f"{use.name}: nothing came within {call_s:g} s"
     except (AgentMistake, ToolFailed) as error:
         result = str(error)
-    if len(result) > most_chars:
-        half = most_chars // 2
-        result = f"{result[:half]}\n[... {len(result) - 2 * half} characters ...]\n{result[-half:]}"
-    return ToolCall(tool=use.name, query=use.arguments, result=result, failed=failed)
+    shown = without_middle(result, most_chars)
+    return ToolCall(tool=use.name, query=use.arguments, result=shown, failed=failed)
 
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {

@@ -256,22 +256,21 @@ class SandboxFusion(Runner):
             "fetch_files": list(program.fetch),
         }
 
-        async def attempt() -> dict[str, Any]:
+        async def attempt() -> RunResult:
             timeout_s = 2 * program.limits.wall_s + _ROOM_S
             reply = (await self._http.send("POST", "/run_code", body, timeout_s=timeout_s)).succeeded()
             try:
-                answer = dict(reply.json())
-                failed = answer["status"] == "SandboxError"
+                answer = reply.json()
+                if answer["status"] != "SandboxError":
+                    return _read(answer, program.limits)
             except (KeyError, TypeError, ValueError) as error:
-                raise Unanswered(f"malformed reply ({type(error).__name__})") from None
-            if failed:
-                raise Unanswered(f"its sandbox failed: {str(answer.get('message'))[:200]}")
-            return answer
+                raise Unanswered(f"malformed reply ({type(error).__name__}: {error})") from None
+            raise Unanswered(f"its sandbox failed: {str(answer.get('message'))[:200]}")
 
         url = self._http.url
         try:
             # whatever it says but a verdict is tried again, except for a refusal
-            return _read(await retried(attempt, retries=self._retries), program.limits)
+            return await retried(attempt, retries=self._retries)
         except Refused as refusal:
             raise SandboxError(f"{url}/run_code refused the request, {refusal}") from None
         except Unanswered as trouble:
@@ -279,22 +278,18 @@ class SandboxFusion(Runner):
 
 
 def _read(answer: dict[str, Any], limits: RunLimits) -> RunResult:
-    """The result in an answer, if that has the fields it should have."""
-    try:
-        run = answer["run_result"] or answer["compile_result"]
-        stdout, stderr = str(run["stdout"] or ""), str(run["stderr"] or "")
-        code = run["return_code"]
-        files = {name: base64.b64decode(content) for name, content in (answer.get("files") or {}).items()}
-        return RunResult(
-            verdict=_verdict(run["status"], code, max(len(stdout), len(stderr)), limits, stderr),
-            stdout=stdout[: limits.output_kb << 10],
-            stderr=stderr[: limits.output_kb << 10],
-            exit_code=-9 if code is None else int(code),
-            wall_s=float(run["execution_time"] or 0.0),
-            files=files,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise SandboxError(f"the sandbox server's answer is malformed ({type(error).__name__}: {error})") from error
+    """The result in an answer; KeyError, TypeError or ValueError where it has not the fields it should have."""
+    run = answer["run_result"] or answer["compile_result"]
+    stdout, stderr = str(run["stdout"] or ""), str(run["stderr"] or "")
+    code = run["return_code"]
+    return RunResult(
+        verdict=_verdict(run["status"], code, max(len(stdout), len(stderr)), limits, stderr),
+        stdout=stdout[: limits.output_kb << 10],
+        stderr=stderr[: limits.output_kb << 10],
+        exit_code=-9 if code is None else int(code),
+        wall_s=float(run["execution_time"] or 0.0),
+        files={name: base64.b64decode(content) for name, content in (answer.get("files") or {}).items()},
+    )
 
 
 def _verdict(status: str, code: int | None, length: int, limits: RunLimits, stderr: str) -> Verdict:

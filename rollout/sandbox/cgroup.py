@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,10 +73,15 @@ class Cgroups:
     """The groups of one sandbox: made when they are needed, lent, used again."""
 
     def __init__(self, parents: dict[str, Path]) -> None:
-        """`parents`: the folder by controller under which groups can be made; see `writable_parents`."""
+        """`parents`: the folder by controller under which groups can be made; see `writable_parents`.
+
+        Groups that a killed process left there are removed.
+        """
         self._parents = parents
         self._free: list[Cgroup] = []
         self._all: list[Cgroup] = []
+        for folder in (left for parent in set(parents.values()) for left in abandoned(parent)):
+            _remove(folder)
         self._owner = f"{PREFIX}{os.getpid()}-{started(os.getpid())}-{id(self):x}"
 
     def lend(self) -> Cgroup:
@@ -123,18 +129,12 @@ def writable_parents() -> dict[str, Path] | None:
     return {"memory": parent, "pids": parent} if parent else None
 
 
-def sweep_groups(parents: dict[str, Path]) -> None:
-    """Remove groups that a killed process left."""
-    for parent in set(parents.values()):
-        for folder in parent.glob(f"{PREFIX}*"):
-            if abandoned(folder.name):
-                _remove(folder)
-
-
-def abandoned(name: str) -> bool:
-    """Whether the process that made `name` (prefix, process id, its start, ...) is gone."""
-    pid, _, rest = name.removeprefix(PREFIX).partition("-")
-    return pid.isdecimal() and started(int(pid)) != rest.partition("-")[0]
+def abandoned(parent: Path) -> Iterator[Path]:
+    """The folders in `parent` that a killed process left: their names are the prefix, its id, its start, ..."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        pid, _, rest = folder.name.removeprefix(PREFIX).partition("-")
+        if pid.isdecimal() and started(int(pid)) != rest.partition("-")[0]:
+            yield folder
 
 
 def started(pid: int) -> str:

@@ -22,7 +22,6 @@ from mcore_mas.rollout.sandbox.records import SandboxError, SandboxUnavailable
 
 BOXES = Path(tempfile.gettempdir())  # where boxes are, in tiers without a file system of their own
 
-
 _HERE = Path(__file__).resolve().parent
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from guest.warden import main; del sys.path[0]; main()"
 _ENVIRONMENT: Mapping[str, str] = {  # all of it: nothing of the parent's environment goes in
@@ -52,7 +51,6 @@ class JailPool:
             prefix = f"{cgroup.PREFIX}{os.getpid()}-{cgroup.started(os.getpid())}-"
             self.boxes = Path(tempfile.mkdtemp(prefix=prefix, dir=BOXES))
         elif parents := cgroup.writable_parents():
-            cgroup.sweep_groups(parents)
             self.groups = cgroup.Cgroups(parents)
         settings = {"tier": tier, "parent": os.getpid(), "readable": readable_paths(), "packages": packages()}
         self._channel, theirs = wire.pair()
@@ -158,9 +156,9 @@ class JailPool:
 
 def _sweep() -> None:
     """Remove folders that a killed process left; one that cannot be removed stays."""
-    for folder in BOXES.glob(f"{cgroup.PREFIX}*"):
+    for folder in cgroup.abandoned(BOXES):
         with suppress(OSError):
-            if folder.lstat().st_uid == os.geteuid() and cgroup.abandoned(folder.name):
+            if folder.lstat().st_uid == os.geteuid():
                 remove_tree(str(folder))
 
 

@@ -87,6 +87,12 @@ class RunResult:
     fresh: bool = True  # nothing of an earlier cell was there: always so outside a session
 
 
+def without_middle(text: str, most: int) -> str:
+    """The text, or of one that has more than `most` characters so many from its ends."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
 NO_OUTPUT = "[no output]"
 ENDINGS = {  # in words
     Verdict.TLE: "out of time",
@@ -102,9 +108,7 @@ def render_result(result: RunResult, max_chars: int) -> str:
     Of longer output the middle is left out.
     """
     text = "\n".join(part for part in (result.stdout.rstrip(), result.stderr.rstrip()) if part)
-    if len(text) > max_chars:
-        half = max_chars // 2
-        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+    text = without_middle(text, max_chars)
     ending = ENDINGS.get(result.verdict)
     if ending and not (result.verdict is Verdict.RE and result.stderr):
         text = f"{text}\n[{ending}]".lstrip()
