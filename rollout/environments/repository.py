@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import Any, Literal
@@ -98,11 +99,10 @@ def pack_instance(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instance:
     sources: dict[str, str]
-    shown: tuple[str, ...]
-    checks: tuple[CheckCall, ...] = ()
-    fail_to_pass: tuple[str, ...] = ()
-    pass_to_pass: tuple[str, ...] = ()
-    test_patch: str = ""
+    shown: Sequence[str]
+    checks: Sequence[CheckCall]
+    tests: Mapping[str, Sequence[str]]  # names of `fail_to_pass` and `pass_to_pass`
+    test_patch: str
 
 
 @dataclass(eq=False, kw_only=True)
@@ -163,11 +163,10 @@ class RepositoryEnv:
         except BadPatch as error:
             self._malformed += 1
             observation, applied = str(error), False
-        rates = {kind: _share(names, passed) for kind, names in _tests(instance).items()}
+        rates = {kind: _share(names, passed) for kind, names in instance.tests.items()}
         solved = all(rate == 1 for rate in rates.values())
         done = solved or self._turns == self.max_turns
-        names = [name for kind in _tests(instance).values() for name in kind]
-        paid = float(solved) if self.reward == "all" else _share(names, passed)
+        paid = float(solved) if self.reward == "all" else _share([*chain(*instance.tests.values())], passed)
         counts = {"applied": float(applied), "malformed_patches": float(self._malformed)}
         return Step(
             observation=observation if not done else "",
@@ -191,10 +190,9 @@ class RepositoryEnv:
             except BadPatch:  # the agent has changed what the tests change
                 return {}
         folder = {path: content.encode() for path, content in files.items()}
-        names = [*instance.fail_to_pass, *instance.pass_to_pass]
-        modules = " ".join(sorted({name.split(":", 1)[0] for name in names}))
         try:
             if instance.test_patch:
+                modules = " ".join(sorted({name.split(":", 1)[0] for name in chain(*instance.tests.values())}))
                 mark = token_hex()  # unknown to what the tested code prints
                 result = await sandbox.run(_PYTEST, stdin=f"{mark} {modules}", limits=limits, files=folder)
                 return dict.fromkeys(re.findall(rf"^{mark} (\S+)", result.stdout, re.MULTILINE), True)
@@ -215,13 +213,6 @@ def _as_call(check: CheckCall) -> tuple[str, CallTest]:
     return source, CallTest(function=check.function, arguments=check.arguments, accepted=(check.expected,))
 
 
-def _tests(instance: _Instance) -> dict[str, Sequence[str]]:
-    return {
-        "fail_to_pass": [*instance.fail_to_pass, *(check.name for check in instance.checks if not check.passes)],
-        "pass_to_pass": [*instance.pass_to_pass, *(check.name for check in instance.checks if check.passes)],
-    }
-
-
 def _share(names: Sequence[str], passed: Mapping[str, bool]) -> float:
     return sum(passed.get(name, False) for name in names) / len(names) if names else 1.0
 
@@ -229,7 +220,8 @@ def _share(names: Sequence[str], passed: Mapping[str, bool]) -> float:
 def _read(task: Task, checkouts: Path | None) -> _Instance:
     sources: dict[str, str] = {}
     checks: list[CheckCall] = []
-    rest: dict[str, Any] = {}
+    tests: dict[str, list[str]] = {"fail_to_pass": [], "pass_to_pass": []}
+    shown, test_patch = None, ""
     try:
         for text in task.answers:
             fields = json.loads(text)
@@ -238,18 +230,19 @@ def _read(task: Task, checkouts: Path | None) -> _Instance:
             elif "check" in fields:
                 check = fields["check"]
                 checks.append(CheckCall(**{**check, "arguments": tuple(check["arguments"])}))
+                tests["pass_to_pass" if checks[-1].passes else "fail_to_pass"].append(checks[-1].name)
             else:
                 sources |= _checkout(checkouts, fields["instance"])
-                rest = {key: tuple(fields[key]) for key in ("fail_to_pass", "pass_to_pass", "shown")}
-                rest["test_patch"] = fields["test_patch"]
+                tests = {kind: [*names, *fields[kind]] for kind, names in tests.items()}
+                shown, test_patch = fields["shown"], fields["test_patch"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvError(
             f"task {task.id}: its answers are no files and tests ({type(error).__name__}: {error})"
         ) from error
-    instance = _Instance(**{"sources": sources, "shown": tuple(sorted(sources)), "checks": tuple(checks), **rest})
-    if not sources or not any(_tests(instance)["fail_to_pass"]):
+    if not sources or not tests["fail_to_pass"]:
         raise EnvError(f"task {task.id} has no files or no test that fails; a repair needs both")
-    return instance
+    shown = sorted(sources) if shown is None else shown
+    return _Instance(sources=sources, shown=shown, checks=checks, tests=tests, test_patch=test_patch)
 
 
 def _checkout(checkouts: Path | None, instance: str) -> dict[str, str]:
