@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -18,11 +18,10 @@ from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.task_group import once, together
 from mcore_mas.rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from mcore_mas.rollout.environments.protocol import Step, ToolCall
-from mcore_mas.rollout.environments.running import Tier, own_sandbox
+from mcore_mas.rollout.environments.running import SandboxedEnv
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox import Sandbox
 from mcore_mas.rollout.sandbox.judge import CallTest, judge
-from mcore_mas.rollout.sandbox.records import RunLimits, Verdict
+from mcore_mas.rollout.sandbox.records import Verdict
 
 _FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["patch"]
 _HERE = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
@@ -106,7 +105,7 @@ class _Instance:
 
 
 @dataclass(eq=False, kw_only=True)
-class RepositoryEnv:
+class RepositoryEnv(SandboxedEnv):
     """An issue of a repository, resolved by patches that hidden tests decide on.
 
     Every step is a patch of the files as they were. It ends when the patch resolves the issue, or with the
@@ -117,24 +116,16 @@ class RepositoryEnv:
     `malformed_patches` so far.
 
     Args:
-        tier: how tests are isolated on this machine.
         max_turns: patches at most.
         reward: `all`, 1 when every test passes, else 0; or `rate`, the share that does. Only the last step is paid.
         checkouts: folder of repositories by instance, for tasks that name one.
         cpu_s: CPU seconds of a run; on the clock it has three times as many.
-        memory_mb: memory of a run.
-        cores: that a run computes on, with all that it starts.
     """
 
-    task: Task = field(kw_only=False)
-    sandbox: Sandbox | None = None  # in place of this process's own
-    tier: Tier = "auto"
     max_turns: PositiveInt = 1
     reward: Literal["all", "rate"] = "all"
     checkouts: str | None = None
-    cpu_s: PositiveInt = 20
     memory_mb: PositiveInt = 1024
-    cores: PositiveInt = 1
     _instance: _Instance | None = field(default=None, init=False)
     _turns: int = field(default=0, init=False)
     _malformed: int = field(default=0, init=False)
@@ -179,9 +170,7 @@ class RepositoryEnv:
 
     async def _test(self, instance: _Instance, files: Mapping[str, str]) -> dict[str, bool]:
         """Which tests pass, by name; SandboxError where nothing is known about one of them."""
-        sandbox = self.sandbox or own_sandbox(self.tier)
-        sizes = {"cpu_s": self.cpu_s, "memory_mb": self.memory_mb, "cores": self.cores}
-        limits = RunLimits(wall_s=3.0 * self.cpu_s, disk_mb=512, files=50_000, **sizes)
+        limits = replace(self.limits, wall_s=3.0 * self.cpu_s, disk_mb=512, files=50_000)
         if instance.test_patch:
             own = {path: content for path, content in instance.sources.items() if _configures(path)}
             try:
@@ -194,10 +183,10 @@ class RepositoryEnv:
             if instance.test_patch:
                 modules = " ".join(sorted({name.split(":", 1)[0] for name in chain(*instance.tests.values())}))
                 mark = token_hex()  # unknown to what the tested code prints
-                result = await sandbox.run(_PYTEST, stdin=f"{mark} {modules}", limits=limits, files=folder)
+                result = await self.runner.run(_PYTEST, stdin=f"{mark} {modules}", limits=limits, files=folder)
                 return dict.fromkeys(re.findall(rf"^{mark} (\S+)", result.stdout, re.MULTILINE), True)
             judged = await together(
-                judge(sandbox, *_as_call(check), limits=limits, files=folder) for check in instance.checks
+                judge(self.runner, *_as_call(check), limits=limits, files=folder) for check in instance.checks
             )
         except (OSError, ValueError) as error:  # a file where a folder is, or a name that is none
             raise BadPatch("The patched files cannot be written.") from error

@@ -17,6 +17,7 @@ import pytest
 from mcore_mas.rollout.base import http
 from mcore_mas.rollout.config.sections import EnvConfig, build_env
 from mcore_mas.rollout.environments.code import pack_test
+from mcore_mas.rollout.environments.repository import CheckCall, pack_check, pack_source
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.sandbox import RunLimits, SandboxError, SandboxFusion, Verdict
 from mcore_mas.rollout.sandbox.judge import StdinTest, judge_all
@@ -226,3 +227,18 @@ def test_an_environment_has_its_programs_run_there(server: Server) -> None:
     step = asyncio.run(env.step("```python\nprint(2 * int(input()))\n```"))
     assert step.reward == 0.75
     assert len(server.seen) == 4
+
+
+def test_the_tests_of_a_repair_run_there_too(server: Server) -> None:
+    server.script = [
+        (200, {}, lambda body: finished("6" if b"2 * n" in base64.b64decode(body["files"]["m.py"]) else "5"))
+    ]
+    check = CheckCall(name="a", module="m", function="double", arguments=(3,), expected=6, passes=False)
+    answers = (pack_source("m.py", "def double(n):\n    return n + 2\n"), pack_check(check))
+    task = Task(id="t", prompt="double(3) is 5.", answers=answers, env="repository", source="s", split="test")
+    env = build_env(EnvConfig(name="repository", options={"server": server.url, "max_turns": 2}))(task)
+    env.reset(task)
+    patch = "m.py\n<<<<<<< SEARCH\n    return n + 2\n=======\n    return {}\n>>>>>>> REPLACE"
+    steps = [asyncio.run(env.step(patch.format(right))) for right in ("n + n", "2 * n")]
+    assert [(step.reward, step.done) for step in steps] == [(0.0, False), (1.0, True)]
+    assert (server.seen[0][0]["run_timeout"], server.seen[0][0]["memory_limit_MB"]) == (60.0, 1024)
