@@ -140,13 +140,17 @@ class Sandbox(Runner):
         """
         limits = limits or self.limits
         await self.start()
-        await self._revive()
         with self._jail() as jail:
             jail.open(limits)
             yield Session(jail, limits, self._slot)
 
     async def start(self) -> None:
+        """Start the pool, again if its zygote is gone, unless that was too often; of many that ask, one does."""
         async with of_loop((self, "starting"), asyncio.Lock):
+            if self._pool is not None and not self._pool.alive:
+                if not self._restarts.take():
+                    raise SandboxUnavailable(f"the sandbox has ended {_RESTARTS} times within an hour; see who ends it")
+                self.close()
             if self._pool is None:
                 await self._start()
 
@@ -187,15 +191,6 @@ class Sandbox(Runner):
             if result.verdict is not Verdict.OK:
                 raise SandboxUnavailable(f"its walls have a hole: {result.stderr.strip() or result.verdict}")
 
-    async def _revive(self) -> None:
-        """Start the pool again if its zygote is gone, unless that was too often; of many that find it so, one does."""
-        async with of_loop((self, "starting"), asyncio.Lock):
-            if self._pool is None or not self._pool.alive:
-                if self._pool is not None and not self._restarts.take():
-                    raise SandboxUnavailable(f"the sandbox has ended {_RESTARTS} times within an hour; see who ends it")
-                self.close()
-                await self._start()
-
     async def _run(self, program: Program) -> RunResult:
         try:
             return await self._attempt(program)
@@ -203,7 +198,7 @@ class Sandbox(Runner):
             raise
         except SandboxError:  # once more
             self.faults += 1
-            await self._revive()
+            await self.start()
         return await self._attempt(program)
 
     async def _attempt(self, program: Program) -> RunResult:

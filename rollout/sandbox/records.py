@@ -55,11 +55,6 @@ class RunLimits:
                 f"limits of the sandbox: output_kb is {self.output_kb}, more than file_mb ({self.file_mb})"
             )
 
-    def wire(self) -> dict[str, float]:
-        """The limits in bytes and seconds, as the guest reads them."""
-        plain = {name: getattr(self, name) for name in ("wall_s", "cpu_s", "processes", "files", "open_files")}
-        return plain | {f"{what}_bytes": getattr(self, f"{what}_mb") << 20 for what in ("memory", "file", "disk")}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:

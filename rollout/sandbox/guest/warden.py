@@ -57,7 +57,7 @@ class Warden(_BoxDesk):
         super().__init__(channel, path)
         self._settings = settings
         self._tier: str = settings["tier"]
-        self._limits, self._cores = dict[str, float](), list[int]()
+        self._limits, self._cores = dict[str, Any](), list[int]()  # those of the host's RunLimits
         self._job = 0  # process id; 0 when none runs
         self._number = 0  # of the job, as the host counts
         self._cpu_s = 0.0  # processor time of earlier jobs
@@ -124,18 +124,18 @@ class Warden(_BoxDesk):
             self._killed = "wall"
         elif self._tier != "namespaces":
             unlinked = usage.unlinked_bytes(self._job)
-            if box.overfull(self._path, allowed["disk_bytes"], allowed["files"], unlinked):
+            if box.overfull(self._path, allowed["disk_mb"] << 20, allowed["files"], unlinked):
                 self._killed = "disk"
             elif usage.threads(self._job) > allowed["processes"]:
                 self._killed = "threads"
-        elif self._proc >= 0 and usage.tree_over(self._proc, allowed["memory_bytes"] + _SPARE_BYTES):
+        elif self._proc >= 0 and usage.tree_over(self._proc, (allowed["memory_mb"] << 20) + _SPARE_BYTES):
             self._killed = "memory"
         return bool(self._killed)
 
-    def _do_open(self, files: list[int], limits: dict[str, float], cores: list[int]) -> None:
+    def _do_open(self, files: list[int], limits: dict[str, Any], cores: list[int]) -> None:
         self._limits, self._cores = limits, cores
         if self._tier == "namespaces":
-            jail.furnish_job(int(limits["disk_bytes"]), int(limits["files"]))
+            jail.furnish_job(limits["disk_mb"] << 20, limits["files"])
         self._box = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.chdir(self._path)
         linux.prctl(linux.SET_DUMPABLE, 0)  # the job has our user id and must not look into this process
@@ -255,16 +255,15 @@ def _cpu_s(used: resource.struct_rusage) -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _set_limits(settings: dict[str, Any], allowed: dict[str, float], kind: str, cores: list[int]) -> None:
+def _set_limits(settings: dict[str, Any], limits: dict[str, Any], kind: str, cores: list[int]) -> None:
     os.sched_setaffinity(0, cores)  # what it starts inherits them; the filter lets nobody change them
-    limits = {name: int(value) for name, value in allowed.items()}
-    memory = settings["address_space"] + limits["memory_bytes"]
+    memory, file = settings["address_space"] + (limits["memory_mb"] << 20), limits["file_mb"] << 20
     cpu_s = limits["cpu_s"]
     for which, soft, hard in (
         (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
         (resource.RLIMIT_AS, memory, memory),
         (resource.RLIMIT_NPROC, limits["processes"] + 1, limits["processes"] + 1),  # and the warden
-        (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
+        (resource.RLIMIT_FSIZE, file, file),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_STACK, _STACK_BYTES, _STACK_BYTES),
         (resource.RLIMIT_CORE, 0, 0),
