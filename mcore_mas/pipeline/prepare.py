@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from html import escape
 from pathlib import Path
@@ -108,7 +109,7 @@ def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
         stride = max(1, len(corpus) // PROBES)
         golden = [Golden(corpus[row].title) for row in range(0, len(corpus), stride)][:PROBES]
     with sidecar_of(retriever, index_dir) as url:
-        found = probe(url, golden)
+        found = asyncio.run(probe(url, golden))
     print(f"recall@1 {found['recall_at_1']:.2f}, median {found['latency_ms_median']:.1f} ms")
     write_json(out, found)
     rows = "".join(f"<tr><td>{escape(key)}</td><td>{escape(f'{value}')}</td></tr>" for key, value in found.items())
