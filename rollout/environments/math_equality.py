@@ -42,10 +42,9 @@ class Comparer:
 
     def __init__(self, *, limit_s: int = 5) -> None:
         """`limit_s` CPU seconds for one comparison."""
-        self._children = [_Child(limit_s) for _ in range(_WORKERS)]
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()  # the last one used goes first: it is running
-        for child in self._children:
-            self._idle.put(child)
+        for _ in range(_WORKERS):
+            self._idle.put(_Child(limit_s))
 
     def compare(self, given: str, truth: str) -> AnswerComparison:
         """Whether two LaTeX answers are equal. The order matters: `x=5` is 5 when 5 is the truth.
@@ -57,13 +56,6 @@ class Comparer:
         try:
             return child.ask(given, truth)
         finally:
-            self._idle.put(child)
-
-    def close(self) -> None:
-        """End the children, after what they are at; a later question starts them again."""
-        idle = [self._idle.get() for _ in self._children]
-        for child in idle:
-            child.stop()
             self._idle.put(child)
 
 
