@@ -110,23 +110,16 @@ class Cgroups:
 
 def writable_parents() -> dict[str, Path] | None:
     """The folder by controller where this process may make groups with limits, nearest first; None without one."""
-    unified: str | None = None
-    legacy: dict[str, str] = {}
+    own: dict[str, str] = {}  # path by controller; of "" that of all in version 2
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            unified = path
-        legacy |= {name: path for name in controllers.split(",") if name in ("memory", "pids")}
-    if set(legacy) == {"memory", "pids"}:
-        found = {
-            name: _nearest(_ROOT / name, path, ("pids.max",) if name == "pids" else ("memory.limit_in_bytes",))
-            for name, path in legacy.items()
-        }
-        return {name: path for name, path in found.items() if path} if all(found.values()) else None
-    if unified is None:
-        return None
-    parent = _nearest(_ROOT, unified, ("memory.max", "pids.max"))
-    return {"memory": parent, "pids": parent} if parent else None
+        own |= dict.fromkeys(controllers.split(","), path)
+    if {"memory", "pids"} <= own.keys():
+        memory = _nearest(_ROOT / "memory", own["memory"], "memory.limit_in_bytes")
+        pids = _nearest(_ROOT / "pids", own["pids"], "pids.max")
+    else:
+        memory = pids = _nearest(_ROOT, own[""], "memory.max", "pids.max") if "" in own else None
+    return {"memory": memory, "pids": pids} if memory and pids else None
 
 
 def abandoned(parent: Path) -> Iterator[Path]:
@@ -145,7 +138,7 @@ def started(pid: int) -> str:
         return ""
 
 
-def _nearest(root: Path, path: str, files: tuple[str, ...]) -> Path | None:
+def _nearest(root: Path, path: str, *files: str) -> Path | None:
     own = root / path.strip("/")
     for folder in (own, *own.parents):
         if not folder.is_relative_to(root):

@@ -257,23 +257,19 @@ def _cpu_s(used: resource.struct_rusage) -> float:
 
 def _set_limits(settings: dict[str, Any], limits: dict[str, Any], kind: str, cores: list[int]) -> None:
     os.sched_setaffinity(0, cores)  # what it starts inherits them; the filter lets nobody change them
-    memory, file = settings["address_space"] + (limits["memory_mb"] << 20), limits["file_mb"] << 20
-    cpu_s = limits["cpu_s"]
-    for which, soft, hard in (
-        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
-        (resource.RLIMIT_AS, memory, memory),
-        (resource.RLIMIT_NPROC, limits["processes"] + 1, limits["processes"] + 1),  # and the warden
-        (resource.RLIMIT_FSIZE, file, file),
-        (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
-        (resource.RLIMIT_STACK, _STACK_BYTES, _STACK_BYTES),
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
-    ):
-        if which == resource.RLIMIT_NPROC and settings["tier"] != "namespaces":
-            continue  # it counts all of a user's processes, which here is everybody's
-        if which == resource.RLIMIT_CPU and kind == "cells":
-            continue  # a session's cells are limited one by one, by wall time
+    bounds = {
+        resource.RLIMIT_AS: settings["address_space"] + (limits["memory_mb"] << 20),
+        resource.RLIMIT_FSIZE: limits["file_mb"] << 20,
+        resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_STACK: _STACK_BYTES,
+        **dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0),
+    }
+    if settings["tier"] == "namespaces":  # elsewhere it counts all of a user's processes, which is everybody's
+        bounds[resource.RLIMIT_NPROC] = limits["processes"] + 1  # and the warden
+    if kind == "program":  # a session's cells are limited one by one, by wall time
+        bounds[resource.RLIMIT_CPU] = limits["cpu_s"]
+    for which, soft in bounds.items():
+        hard = soft + (which == resource.RLIMIT_CPU)  # that SIGXCPU comes before SIGKILL
         ceiling = resource.getrlimit(which)[1]
         if ceiling != resource.RLIM_INFINITY:
             soft, hard = min(soft, ceiling), min(hard, ceiling)
