@@ -7,7 +7,7 @@ import base64
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,6 @@ class Runner(ABC):
         stdin: str | bytes = b"",
         limits: RunLimits | None = None,
         files: Mapping[str, bytes] | None = None,
-        fetch: Sequence[str] = (),
     ) -> RunResult:
         """Run a program to its end; cancelling the call kills it where it runs on this machine.
 
@@ -48,14 +47,13 @@ class Runner(ABC):
             stdin: what it reads.
             limits: instead of the sandbox's own.
             files: put into its working folder first, by relative path.
-            fetch: files to bring back from there; what it did not leave behind is left out.
 
         Raises:
             SandboxError: the sandbox failed, also when tried again; nothing is known about the program.
             ValueError: a path leads out of the folder.
         """
-        program = Program(source=source, stdin=stdin, limits=limits or self.limits, files=files or {}, fetch=fetch)
-        for name in (*program.files, *program.fetch):
+        program = Program(source=source, stdin=stdin, limits=limits or self.limits, files=files or {})
+        for name in program.files:
             check_name(name)
         async with self._slot():
             return await self._run(program)
@@ -145,8 +143,7 @@ class Sandbox(Runner):
             yield Session(jail, limits, self._slot)
 
     async def start(self) -> None:
-        """Start the pool, again if its zygote is gone, unless that was too often; of many that ask, one does."""
-        async with of_loop((self, "starting"), asyncio.Lock):
+        async with of_loop((self, "starting"), asyncio.Lock):  # of many that find the zygote gone, one starts another
             if self._pool is not None and not self._pool.alive:
                 if not self._restarts.take():
                     raise SandboxUnavailable(f"the sandbox has ended {_RESTARTS} times within an hour; see who ends it")
@@ -248,7 +245,6 @@ class SandboxFusion(Runner):
             "run_timeout": program.limits.wall_s,
             "memory_limit_MB": program.limits.memory_mb,
             "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
-            "fetch_files": list(program.fetch),
         }
 
         async def attempt() -> RunResult:
@@ -283,7 +279,6 @@ def _read(answer: dict[str, Any], limits: RunLimits) -> RunResult:
         stderr=stderr[: limits.output_kb << 10],
         exit_code=-9 if code is None else int(code),
         wall_s=float(run["execution_time"] or 0.0),
-        files={name: base64.b64decode(content) for name, content in (answer.get("files") or {}).items()},
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from mcore_mas.rollout.base.errors import EnvError
@@ -64,7 +64,6 @@ class Program:
     stdin: str | bytes = b""
     limits: RunLimits
     files: Mapping[str, bytes] = field(default_factory=dict)  # put into its folder first, by relative path
-    fetch: Sequence[str] = ()  # to bring back from there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,6 @@ class RunResult:
     wall_s: float
     cpu_s: float = 0.0  # of all its processes
     memory_mb: float = 0.0  # resident at the peak, of its largest process
-    files: Mapping[str, bytes] = field(default_factory=dict)  # of those asked for, the ones it left behind
     fresh: bool = True  # nothing of an earlier cell was there: always so outside a session
 
 
