@@ -46,7 +46,10 @@ class JailPool:
         self._size, self._count, self._cores = warm, 0, Cores()
         self.groups: cgroup.Cgroups | None = None
         self.boxes: Path | None = None  # where jobs' folders are, in tiers without a file system of their own
-        _sweep()
+        for folder in cgroup.abandoned(BOXES):  # one that cannot be removed stays
+            with suppress(OSError):
+                if folder.lstat().st_uid == os.geteuid():
+                    remove_tree(str(folder))
         if tier != NAMESPACES:
             prefix = f"{cgroup.PREFIX}{os.getpid()}-{cgroup.started(os.getpid())}-"
             self.boxes = Path(tempfile.mkdtemp(prefix=prefix, dir=BOXES))
@@ -152,14 +155,6 @@ class JailPool:
             self.groups.close()
         if self.boxes is not None:
             remove_tree(str(self.boxes))  # what stays, the next start sweeps
-
-
-def _sweep() -> None:
-    """Remove folders that a killed process left; one that cannot be removed stays."""
-    for folder in cgroup.abandoned(BOXES):
-        with suppress(OSError):
-            if folder.lstat().st_uid == os.geteuid():
-                remove_tree(str(folder))
 
 
 NAMESPACES = "namespaces"  # own root, processes, network and user; seccomp; limits per job

@@ -185,7 +185,7 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
 
 
 def test_what_is_answered_comes_back_as_it_was_and_what_raised_is_asked_again(tmp_path: Path) -> None:
-    result = RunResult(verdict=Verdict.RE, stdout="\u2028\0", stderr="", exit_code=-9, wall_s=0.1, files={"f": b"1"})
+    result = RunResult(verdict=Verdict.RE, stdout="\u2028\0", stderr="", exit_code=-9, wall_s=0.1)
     answers = {
         AnswerComparison: AnswerComparison.UNDECIDED,
         RunResult: result,
