@@ -89,7 +89,8 @@ def remove_tree(path: str) -> bool:
     """Remove a folder with all that is in it, however deep or closed; whether it is gone."""
     with suppress(RecursionError):  # deeper than Python goes
         shutil.rmtree(path, ignore_errors=True)
-    if os.path.isdir(path) and not os.path.islink(path):
-        for command in (["chmod", "-R", "u+rwx", path], ["rm", "-rf", path]):
-            subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
+    with suppress(OSError):  # without these programs it stays
+        if os.path.isdir(path) and not os.path.islink(path):
+            for command in (["chmod", "-R", "u+rwx", path], ["rm", "-rf", path]):
+                subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
     return not os.path.lexists(path)
