@@ -15,9 +15,7 @@ import numpy as np
 from mcore_mas.retrieval.corpus import Passage
 from mcore_mas.retrieval.wire import Where
 
-EncodeFunction = Callable[[list[str]], np.ndarray]  # queries -> [Q, dim], each row whatever its batch
 FilteredQuery = tuple[str, Where]  # a query, of some passages or, with (), of all
-SearchFunction = Callable[[list[FilteredQuery], np.ndarray, int], list[list[Passage]]]  # with vectors and k
 QueryKey = tuple[FilteredQuery, int]  # with k
 Made = TypeVar("Made")
 
@@ -66,8 +64,8 @@ class Batcher:
     smaller k a prefix of a larger one's answer: requests of different k share a batch.
     """
 
-    encode: EncodeFunction
-    search: SearchFunction
+    encode: Callable[[list[str]], np.ndarray]  # queries -> [Q, dim], each row whatever its batch
+    search: Callable[[list[FilteredQuery], np.ndarray, int], list[list[Passage]]]  # with vectors and k
     _: KW_ONLY
     max_batch: int = 64
     max_wait_s: float = 0.002

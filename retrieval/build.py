@@ -36,7 +36,6 @@ from mcore_mas.rollout.base.processes import say
 CHUNK = 4096  # passages encoded together; shards begin at a multiple of it, so that their number changes no bit
 TELL_S = 30.0  # between two lines of progress
 
-
 TRAINED_ON = 100_000  # passages that an index learns its cells and ranges from, at most
 PER_CELL = 39  # FAISS warns below so many of them for a cell of IVF, and for a centroid of PQ
 PQ_DIMS = 8  # of a vector that one code of PQ stands for

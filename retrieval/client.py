@@ -16,7 +16,7 @@ from mcore_mas.retrieval.corpus import Passage, RetrievalError
 from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest, Where
 from mcore_mas.rollout.base.http import HttpClient, Refused, Unanswered, retried
 from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.base.task_group import settle
+from mcore_mas.rollout.base.task_group import of_loop, settle
 
 __all__ = ["BadRequest", "NoRetriever", "Passage", "RetrievalClient", "RetrievalError", "RetrievalUnavailable"]
 
@@ -30,6 +30,7 @@ MEETS_S = 1.0  # between two looks into the folder of members
 STALE_S = 30.0  # without a heartbeat after which a member is gone
 
 Parsed = TypeVar("Parsed")
+_Waiting = dict[tuple[str, int, Where], list[asyncio.Future[list[Passage]]]]  # by query, k and filter
 Balance = Literal["round_robin", "random", "least_loaded"]
 
 
@@ -78,8 +79,6 @@ class RetrievalClient:
         self._pool = EndpointPool(urls, members=members, token=token, balance=balance)
         self._timeout_s, self._retries, self._patience_s = timeout_s, retries, patience_s
         self._revive = revive
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[tuple[str, int, Where], list[asyncio.Future[list[Passage]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def search(
@@ -92,11 +91,11 @@ class RetrievalClient:
         Servers of others know no `where`.
         """
         key = (wire.check_query(query), wire.check_topk(k), wire.check_where(where))
-        loop = self._enter_loop()
-        if not self._waiting:
-            loop.call_soon(self._flush)
+        loop, waiting = asyncio.get_running_loop(), of_loop((self, "waiting"), _Waiting)
+        if not waiting:
+            loop.call_soon(self._flush, waiting)
         future: asyncio.Future[list[Passage]] = loop.create_future()
-        self._waiting.setdefault(key, []).append(future)
+        waiting.setdefault(key, []).append(future)
         return await future
 
     async def passages(self, id: str, around: int = 0) -> list[Passage]:
@@ -109,7 +108,7 @@ class RetrievalClient:
 
     async def info(self) -> dict[str, Any]:
         """What the server says about its index: encoder, ntotal, sha256 and counts."""
-        return await self._request("GET", "/info", None, _parse_info)
+        return await self._request("GET", "/info", None, json.loads)
 
     async def aclose(self) -> None:
         """Closes the connections of the running event loop."""
@@ -121,14 +120,9 @@ class RetrievalClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _enter_loop(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._waiting, self._tasks, self._outage = loop, {}, set(), asyncio.Lock()
-        return loop
-
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, {}
+    def _flush(self, all_waiting: _Waiting) -> None:
+        waiting = all_waiting.copy()
+        all_waiting.clear()
         for k, where in sorted({(k, where) for _, k, where in waiting}):
             for queries in _bodies([query for query, *rest in waiting if rest == [k, where]]):
                 task = asyncio.create_task(self._deliver({one: waiting[one, k, where] for one in queries}, k, where))
@@ -153,7 +147,6 @@ class RetrievalClient:
 
         A failure while servers answer /health is the request's own: it is tried once more, and given up.
         """
-        self._enter_loop()
         failures, trouble = 0, ""
 
         async def ask_each() -> Parsed:
@@ -191,8 +184,9 @@ class RetrievalClient:
 
     async def _waited_out(self, trouble: str) -> bool:
         """Whether no server answered, and now one does; NoRetriever where none did within the client's patience."""
-        others_wait = self._outage.locked()
-        async with self._outage:
+        outage = of_loop((self, "outage"), asyncio.Lock)
+        others_wait = outage.locked()
+        async with outage:
             if await self._pool.alive():
                 return others_wait
             began, self.outages = time.monotonic(), self.outages + 1
@@ -225,13 +219,6 @@ def _bodies(queries: list[str]) -> Iterator[list[str]]:
         room -= size
     if run:
         yield run
-
-
-def _parse_info(body: bytes) -> dict[str, Any]:
-    info = json.loads(body)
-    if not isinstance(info, dict):
-        raise ValueError("expected an object")
-    return info
 
 
 class Endpoint:

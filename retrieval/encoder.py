@@ -25,8 +25,6 @@ MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9d
 BATCH = 64
 
 Pooling = Literal["mean", "cls"]
-
-
 ENCODERS: dict[str, dict[str, Any]] = {  # how a family is asked, as its identity says it; `retriever.encoder` names one
     "minilm": {"pooling": "mean"},
     "e5": {"pooling": "mean", "query_prefix": "query: ", "passage_prefix": "passage: "},

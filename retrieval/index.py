@@ -160,10 +160,6 @@ class Index:
             raise BadRequest("where: the index knows nothing to filter by; build it again")
         return self.facets.rows(where) if where and self.facets else None
 
-    def vector(self, row: int) -> np.ndarray:
-        """`[dim]` float32, the stored vector of a corpus row."""
-        return np.asarray(self._stored.reconstruct(row))
-
     @property
     def _stored(self) -> faiss.Index:
         if self._vectors is None:
@@ -329,7 +325,7 @@ def check_canary(index: Index, encoder: Encoder) -> None:
     total = len(index.corpus)
     for row in sorted({0, total // 2, total - 1}):
         vector = encoder.encode_passages([index.corpus[row].contents])
-        stored = float(index.vector(row) @ vector[0])
+        stored = float(index._stored.reconstruct(row) @ vector[0])
         own = float(vector[0] @ vector[0])
         best = float(index.search(vector, 1)[1][0, 0])
         margin = index.manifest.tolerance * own

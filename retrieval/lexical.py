@@ -5,7 +5,6 @@ import math
 from array import array
 from collections.abc import Iterator
 from functools import lru_cache
-from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -178,4 +177,4 @@ def _in(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def _hash(name: str, value: str) -> int:
-    return int.from_bytes(blake2b(f"{name}\0{value}".encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(f"{name}\0{value}".encode(), digest_size=8).digest(), "little")

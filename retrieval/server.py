@@ -31,18 +31,14 @@ class ReadyServer(uvicorn.Server):
         super().__init__(config)
         self._ready_file, self._said = ready_file, said
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._announce()
-
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second: the heartbeat, which also writes a file anew that was removed."""
+        """Called ten times a second from when it listens: the heartbeat, which writes a file anew that was removed."""
         if counter % BEAT_TICKS == 0 and self._ready_file:
-            try:
-                os.utime(self._ready_file)
-            except OSError:
-                self._announce()
+            with contextlib.suppress(OSError):  # its file system may be away for a while: no reason to end
+                if counter and self._ready_file.exists():
+                    os.utime(self._ready_file)
+                else:
+                    write_json(self._ready_file, self._said)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -52,12 +48,6 @@ class ReadyServer(uvicorn.Server):
             with contextlib.suppress(OSError):
                 self._ready_file.unlink()
         os._exit(0)
-
-    def _announce(self) -> None:
-        if self._ready_file:
-            # its file system may be away for a while: no reason to end
-            with contextlib.suppress(OSError):
-                write_json(self._ready_file, self._said)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -1,6 +1,5 @@
 """The server as a child process of a run, and a probe of a server with passages that it should find."""
 
-import asyncio
 import json
 import math
 import statistics
@@ -161,7 +160,7 @@ def read_golden(path: Path) -> list[Golden]:
     return golden
 
 
-def probe(server: str | RetrieverSidecar, golden: Sequence[Golden], k: int = DEFAULT_TOPK) -> dict[str, Any]:
+async def probe(url: str, golden: Sequence[Golden], k: int = DEFAULT_TOPK) -> dict[str, Any]:
     """Ask a server the golden queries, one after the other.
 
     Returns:
@@ -170,15 +169,10 @@ def probe(server: str | RetrieverSidecar, golden: Sequence[Golden], k: int = DEF
 
     Raises:
         RetrievalUnavailable: there is no answer.
-        RetrievalError: no queries, or a sidecar that is not running.
+        RetrievalError: no queries.
     """
-    url = server.url if isinstance(server, RetrieverSidecar) else server
-    if url is None or not golden:
-        raise RetrievalError("probe needs a running server and at least one query")
-    return asyncio.run(_probe(url, golden, k))
-
-
-async def _probe(url: str, golden: Sequence[Golden], k: int) -> dict[str, Any]:
+    if not golden:
+        raise RetrievalError("probe needs at least one query")
     latency_ms, at_1, at_k = list[float](), list[float](), list[float]()
     async with RetrievalClient(url) as client:
         info = await client.info()

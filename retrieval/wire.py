@@ -39,7 +39,6 @@ _WHOLE = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integ
 Topk = Annotated[int, Field(ge=0, le=MAX_TOPK), _WHOLE] | None  # null and 0 are DEFAULT_TOPK
 _LIMITS = ConfigDict(strict=True, frozen=True, extra="ignore")  # other servers have parameters of their own
 
-
 _Value = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
 _Values = _Value | Annotated[list[_Value], Field(min_length=1, max_length=MAX_VALUES)]
 # by name the value of a passage's title, or of what its line says besides; of several values it has one

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from html import escape
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.retrieval.corpus import Corpus, Passage, copy_corpus, write_corpus
+from mcore_mas.retrieval.corpus import Corpus, copy_corpus, write_corpus
 from mcore_mas.retrieval.sidecar import Golden, probe, read_golden
 from mcore_mas.rollout.base.files import write_json, write_text
 from mcore_mas.rollout.base.options import lookup
@@ -44,8 +44,7 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
         return
     generator = lookup("task generator", config.data.generator, GENERATORS)
     if generator.passages is not None:
-        entries = enumerate(generator.passages(config.seed))
-        write_corpus(out_dir / "passages.jsonl", (Passage.compose(str(i), e.title, e.text) for i, e in entries))
+        write_corpus(out_dir / "passages.jsonl", generator.passages(config.seed))
 
 
 def make_tiny_file(path: Path, format: str) -> None:
@@ -53,8 +52,7 @@ def make_tiny_file(path: Path, format: str) -> None:
     if format != "passages":
         write_tiny_file(path, format)
         return
-    entries = enumerate(islice(encyclopedia_passages(1), TINY_PASSAGES))
-    write_corpus(path, (Passage.compose(str(i), e.title, e.text) for i, e in entries))
+    write_corpus(path, encyclopedia_passages(1)[:TINY_PASSAGES])
 
 
 def encode_passages(config_path: Path, passages: Path, out_dir: Path, number: int) -> None:
@@ -111,7 +109,7 @@ def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
         stride = max(1, len(corpus) // PROBES)
         golden = [Golden(corpus[row].title) for row in range(0, len(corpus), stride)][:PROBES]
     with sidecar_of(retriever, index_dir) as url:
-        found = probe(url, golden)
+        found = asyncio.run(probe(url, golden))
     print(f"recall@1 {found['recall_at_1']:.2f}, median {found['latency_ms_median']:.1f} ms")
     write_json(out, found)
     rows = "".join(f"<tr><td>{escape(key)}</td><td>{escape(f'{value}')}</td></tr>" for key, value in found.items())

@@ -119,24 +119,20 @@ class DataScienceEnv:
         assert target is not None
         content = await self._opened().get(SUBMISSION)
         metrics = {"submitted": float(content is not None), "malformed_submission": 0.0, "normalised": 0.0}
+        answer = observation = ""
         try:
             if content is None:
                 raise AgentMistake(f"there is no {SUBMISSION}")
             score = target.score(content.decode("utf-8", errors="replace"))
-            reward = target.normalise(score, self.reward)
+            reward, answer = target.normalise(score, self.reward), f"{score:.6g}"
+            normalised, solved = target.normalise(score, "normalised"), float(target.beats_baseline(score))
+            metrics |= {target.metric: score, "normalised": normalised, "solved": solved}
         except AgentMistake as error:
             metrics |= {"malformed_submission": metrics["submitted"], "solved": 0.0}
-            observation = f"The submission cannot be scored: {error}."
-            reward = self.malformed
-            return Step(observation=observation, reward=reward, done=True, answer="", tools=tools, metrics=metrics)
+            observation, reward = f"The submission cannot be scored: {error}.", self.malformed
         except ValueError as error:  # the task's own fault
             raise EnvError(str(error)) from error
-        metrics |= {
-            target.metric: score,
-            "normalised": TABLE_METRICS[target.metric].normalise(score),
-            "solved": float(target.beats_baseline(score)),
-        }
-        return Step(reward=reward, done=True, answer=f"{score:.6g}", tools=tools, metrics=metrics)
+        return Step(observation=observation, reward=reward, done=True, answer=answer, tools=tools, metrics=metrics)
 
     def _opened(self) -> Session:
         if self._session is None:

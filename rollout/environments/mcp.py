@@ -18,7 +18,7 @@ from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.task_group import cancel_tasks, once, settle
 from mcore_mas.rollout.environments.protocol import AgentMistake, Step, ToolCall, last_tag
 from mcore_mas.rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
-from mcore_mas.rollout.environments.tools import Tool, ToolFailed, check_arguments
+from mcore_mas.rollout.environments.tools import Tool, ToolFailed, chosen_tool
 from mcore_mas.rollout.models.tool_calls import ToolSchema
 from mcore_mas.rollout.records.trajectory import Task
 
@@ -78,8 +78,7 @@ async def _live(servers: Mapping[str, McpServer], ready: asyncio.Future[list[Too
             ready.set_result(list(tools.values()))
             await over.wait()
     except Exception as grouped:  # of a server or the library; whoever waits for a call hears of it there
-        error = _innermost(grouped)
-        settle(ready, error if isinstance(error, EnvError) else EnvError(_why("MCP servers", error)))
+        settle(ready, _failure("MCP servers", grouped))
 
 
 async def _started(stack: AsyncExitStack, server: str, settings: McpServer) -> list[Tool]:
@@ -99,7 +98,7 @@ async def _started(stack: AsyncExitStack, server: str, settings: McpServer) -> l
         await session.initialize()
         listed = (await session.list_tools()).tools
     except Exception as error:
-        raise EnvError(_why(f"MCP server '{server}'", error)) from error
+        raise _failure(f"MCP server '{server}'", error) from error
     return [_tool(session, about, settings.outside) for about in listed]
 
 
@@ -112,7 +111,7 @@ def _tool(session: Any, about: Any, outside: bool) -> Tool:
             result = await session.call_tool(name, arguments)
             text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
         except Exception as error:
-            raise EnvError(_why(f"MCP tool '{name}'", error)) from error
+            raise _failure(f"MCP tool '{name}'", error) from error
         return text, bool(result.is_error)
 
     async def run(**arguments: Any) -> str:
@@ -228,20 +227,12 @@ def _read(call: str | None, tools: Mapping[str, Tool]) -> tuple[Tool, dict[str, 
             raise TypeError("expected a name and an object")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise AgentMistake(f"This is no call.\n{_FORM}") from error
-    if name not in tools:
-        raise AgentMistake(f"There is no tool '{name}'; tools: {', '.join(tools)}")
-    check_arguments(name, arguments, tools[name].schema.parameters)
-    return tools[name], arguments
+    return chosen_tool(tools, name, arguments), arguments
 
 
-def _innermost(error: BaseException) -> BaseException:
+def _failure(what: str, error: BaseException) -> EnvError:
+    """One line on what went wrong, the innermost of grouped errors; our own as it is."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error
-
-
-def _why(what: str, error: BaseException) -> str:
-    """One line on what went wrong, the innermost of grouped errors."""
-    error = _innermost(error)
     lines = str(error).splitlines() or [""]
-    return f"{what} failed ({type(error).__name__}: {lines[0]})"
+    return error if isinstance(error, EnvError) else EnvError(f"{what} failed ({type(error).__name__}: {lines[0]})")

@@ -4,8 +4,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from typing import Any, Literal
@@ -17,11 +18,10 @@ from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.task_group import once, together
 from mcore_mas.rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from mcore_mas.rollout.environments.protocol import Step, ToolCall
-from mcore_mas.rollout.environments.running import Tier, own_sandbox
+from mcore_mas.rollout.environments.running import SandboxedEnv
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox import Sandbox
 from mcore_mas.rollout.sandbox.judge import CallTest, judge
-from mcore_mas.rollout.sandbox.records import RunLimits, Verdict
+from mcore_mas.rollout.sandbox.records import Verdict
 
 _FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["patch"]
 _HERE = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
@@ -98,15 +98,14 @@ def pack_instance(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instance:
     sources: dict[str, str]
-    shown: tuple[str, ...]
-    checks: tuple[CheckCall, ...] = ()
-    fail_to_pass: tuple[str, ...] = ()
-    pass_to_pass: tuple[str, ...] = ()
-    test_patch: str = ""
+    shown: Sequence[str]
+    checks: Sequence[CheckCall]
+    tests: Mapping[str, Sequence[str]]  # names of `fail_to_pass` and `pass_to_pass`
+    test_patch: str
 
 
 @dataclass(eq=False, kw_only=True)
-class RepositoryEnv:
+class RepositoryEnv(SandboxedEnv):
     """An issue of a repository, resolved by patches that hidden tests decide on.
 
     Every step is a patch of the files as they were. It ends when the patch resolves the issue, or with the
@@ -117,24 +116,16 @@ class RepositoryEnv:
     `malformed_patches` so far.
 
     Args:
-        tier: how tests are isolated on this machine.
         max_turns: patches at most.
         reward: `all`, 1 when every test passes, else 0; or `rate`, the share that does. Only the last step is paid.
         checkouts: folder of repositories by instance, for tasks that name one.
         cpu_s: CPU seconds of a run; on the clock it has three times as many.
-        memory_mb: memory of a run.
-        cores: that a run computes on, with all that it starts.
     """
 
-    task: Task = field(kw_only=False)
-    sandbox: Sandbox | None = None  # in place of this process's own
-    tier: Tier = "auto"
     max_turns: PositiveInt = 1
     reward: Literal["all", "rate"] = "all"
     checkouts: str | None = None
-    cpu_s: PositiveInt = 20
     memory_mb: PositiveInt = 1024
-    cores: PositiveInt = 1
     _instance: _Instance | None = field(default=None, init=False)
     _turns: int = field(default=0, init=False)
     _malformed: int = field(default=0, init=False)
@@ -163,11 +154,10 @@ class RepositoryEnv:
         except BadPatch as error:
             self._malformed += 1
             observation, applied = str(error), False
-        rates = {kind: _share(names, passed) for kind, names in _tests(instance).items()}
+        rates = {kind: _share(names, passed) for kind, names in instance.tests.items()}
         solved = all(rate == 1 for rate in rates.values())
         done = solved or self._turns == self.max_turns
-        names = [name for kind in _tests(instance).values() for name in kind]
-        paid = float(solved) if self.reward == "all" else _share(names, passed)
+        paid = float(solved) if self.reward == "all" else _share([*chain(*instance.tests.values())], passed)
         counts = {"applied": float(applied), "malformed_patches": float(self._malformed)}
         return Step(
             observation=observation if not done else "",
@@ -180,9 +170,7 @@ class RepositoryEnv:
 
     async def _test(self, instance: _Instance, files: Mapping[str, str]) -> dict[str, bool]:
         """Which tests pass, by name; SandboxError where nothing is known about one of them."""
-        sandbox = self.sandbox or own_sandbox(self.tier)
-        sizes = {"cpu_s": self.cpu_s, "memory_mb": self.memory_mb, "cores": self.cores}
-        limits = RunLimits(wall_s=3.0 * self.cpu_s, disk_mb=512, files=50_000, **sizes)
+        limits = replace(self.limits, wall_s=3.0 * self.cpu_s, disk_mb=512, files=50_000)
         if instance.test_patch:
             own = {path: content for path, content in instance.sources.items() if _configures(path)}
             try:
@@ -191,15 +179,14 @@ class RepositoryEnv:
             except BadPatch:  # the agent has changed what the tests change
                 return {}
         folder = {path: content.encode() for path, content in files.items()}
-        names = [*instance.fail_to_pass, *instance.pass_to_pass]
-        modules = " ".join(sorted({name.split(":", 1)[0] for name in names}))
         try:
             if instance.test_patch:
+                modules = " ".join(sorted({name.split(":", 1)[0] for name in chain(*instance.tests.values())}))
                 mark = token_hex()  # unknown to what the tested code prints
-                result = await sandbox.run(_PYTEST, stdin=f"{mark} {modules}", limits=limits, files=folder)
+                result = await self.runner.run(_PYTEST, stdin=f"{mark} {modules}", limits=limits, files=folder)
                 return dict.fromkeys(re.findall(rf"^{mark} (\S+)", result.stdout, re.MULTILINE), True)
             judged = await together(
-                judge(sandbox, *_as_call(check), limits=limits, files=folder) for check in instance.checks
+                judge(self.runner, *_as_call(check), limits=limits, files=folder) for check in instance.checks
             )
         except (OSError, ValueError) as error:  # a file where a folder is, or a name that is none
             raise BadPatch("The patched files cannot be written.") from error
@@ -215,13 +202,6 @@ def _as_call(check: CheckCall) -> tuple[str, CallTest]:
     return source, CallTest(function=check.function, arguments=check.arguments, accepted=(check.expected,))
 
 
-def _tests(instance: _Instance) -> dict[str, Sequence[str]]:
-    return {
-        "fail_to_pass": [*instance.fail_to_pass, *(check.name for check in instance.checks if not check.passes)],
-        "pass_to_pass": [*instance.pass_to_pass, *(check.name for check in instance.checks if check.passes)],
-    }
-
-
 def _share(names: Sequence[str], passed: Mapping[str, bool]) -> float:
     return sum(passed.get(name, False) for name in names) / len(names) if names else 1.0
 
@@ -229,7 +209,8 @@ def _share(names: Sequence[str], passed: Mapping[str, bool]) -> float:
 def _read(task: Task, checkouts: Path | None) -> _Instance:
     sources: dict[str, str] = {}
     checks: list[CheckCall] = []
-    rest: dict[str, Any] = {}
+    tests: dict[str, list[str]] = {"fail_to_pass": [], "pass_to_pass": []}
+    shown, test_patch = None, ""
     try:
         for text in task.answers:
             fields = json.loads(text)
@@ -238,18 +219,19 @@ def _read(task: Task, checkouts: Path | None) -> _Instance:
             elif "check" in fields:
                 check = fields["check"]
                 checks.append(CheckCall(**{**check, "arguments": tuple(check["arguments"])}))
+                tests["pass_to_pass" if checks[-1].passes else "fail_to_pass"].append(checks[-1].name)
             else:
                 sources |= _checkout(checkouts, fields["instance"])
-                rest = {key: tuple(fields[key]) for key in ("fail_to_pass", "pass_to_pass", "shown")}
-                rest["test_patch"] = fields["test_patch"]
+                tests = {kind: [*names, *fields[kind]] for kind, names in tests.items()}
+                shown, test_patch = fields["shown"], fields["test_patch"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvError(
             f"task {task.id}: its answers are no files and tests ({type(error).__name__}: {error})"
         ) from error
-    instance = _Instance(**{"sources": sources, "shown": tuple(sorted(sources)), "checks": tuple(checks), **rest})
-    if not sources or not any(_tests(instance)["fail_to_pass"]):
+    if not sources or not tests["fail_to_pass"]:
         raise EnvError(f"task {task.id} has no files or no test that fails; a repair needs both")
-    return instance
+    shown = sorted(sources) if shown is None else shown
+    return _Instance(sources=sources, shown=shown, checks=checks, tests=tests, test_patch=test_patch)
 
 
 def _checkout(checkouts: Path | None, instance: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from pydantic import PositiveInt
 
-from mcore_mas.retrieval.client import BadRequest, NoRetriever, RetrievalError
+from mcore_mas.retrieval.client import BadRequest, NoRetriever, Passage, RetrievalError
 from mcore_mas.rollout.base.errors import EnvError, Unusable
 from mcore_mas.rollout.base.task_group import once
 from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
@@ -55,20 +55,10 @@ _WANTED = re.compile(r"(.*?)(?: \+([0-5]))?", re.DOTALL)  # a passage's id, and 
 _MAX_QUERY_CHARS = 500  # a longer one is a reply gone wrong, and retrievers refuse it
 
 
-class Hit(Protocol):
-    """One retrieved passage."""
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def text(self) -> str: ...
-
-
 class Retriever(Protocol):
     """Whatever finds passages: the HTTP client, or an index in memory."""
 
-    async def search(self, query: str, k: int) -> Sequence[Hit]:
+    async def search(self, query: str, k: int) -> Sequence[Passage]:
         """The best `k` passages for `query`, best first.
 
         Raises:
@@ -81,10 +71,10 @@ class Retriever(Protocol):
 class PassageSource(Protocol):
     """What a retriever can do besides."""
 
-    async def search(self, query: str, k: int, where: Mapping[str, str | list[str]]) -> Sequence[Hit]:
+    async def search(self, query: str, k: int, where: Mapping[str, str | list[str]]) -> Sequence[Passage]:
         """As a retriever's, of passages that are as `where` says only."""
 
-    async def passages(self, id: str, around: int) -> Sequence[Hit]:
+    async def passages(self, id: str, around: int) -> Sequence[Passage]:
         """A passage by its id, among up to `around` neighbours of its document on each side; none if there is none."""
 
 
@@ -139,7 +129,7 @@ class SearchEnv:
         shown = tuple(passage.strip() for passage in passages)
         return Step(observation=observation, answer="", tools=(call,), passages=shown, metrics=self._counts())
 
-    async def _found(self, query: str, where: str | None) -> Sequence[Hit]:
+    async def _found(self, query: str, where: str | None) -> Sequence[Passage]:
         if where is None:
             return await self.retriever.search(query, self.top_k)
         try:
@@ -161,11 +151,13 @@ class SearchEnv:
         call = ToolCall(tool="read_passage", query=wanted, result=shown, failed=not text)
         return Step(observation=shown, answer="", tools=(call,), metrics=self._counts())
 
-    async def _asked(self, find: Callable[..., Awaitable[Sequence[Hit]]], *asked: object) -> list[str] | None:
+    async def _asked(self, find: Callable[..., Awaitable[Sequence[Passage]]], *asked: object) -> list[str] | None:
         """What the retriever finds, as it is shown; None where no retriever would take the question."""
 
         async def shown() -> list[str]:
-            return [self._shown(rank, hit) for rank, hit in enumerate(await find(*asked), start=1)]
+            form = PASSAGE_STYLES[self.style].format
+            found = enumerate(await find(*asked), start=1)
+            return [form(rank=rank, id=hit.id, title=hit.title, text=hit.text) for rank, hit in found]
 
         try:
             return await once(list[str], shown, find.__name__, *asked)
@@ -175,10 +167,6 @@ class SearchEnv:
             raise Unusable(f"{failure}; start it, and the run again, which goes on where it was") from failure
         except RetrievalError as failure:
             raise EnvError(f"the retriever failed: {failure}") from failure
-
-    def _shown(self, rank: int, hit: Hit) -> str:
-        id = getattr(hit, "id", "")  # of an index in memory there is none
-        return PASSAGE_STYLES[self.style].format(rank=rank, id=id, title=hit.title, text=hit.text)
 
     async def preview(self, action: str) -> Step:
         return await copy(self).step(action)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -56,7 +56,8 @@ class WorldEnv:
     malformed: float = 0.0
     deadline_s: PositiveFloat = 60.0
     _env: Any = field(default=None, init=False)  # of the library, once the game has started
-    _own: ThreadPoolExecutor | None = field(default=None, init=False)
+    # what makes the calls
+    _thread: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="world"), init=False)
     _scene: Scene | None = field(default=None, init=False)
     _turns: int = field(default=0, init=False)
     _bad: int = field(default=0, init=False)
@@ -68,11 +69,6 @@ class WorldEnv:
     def act(self, action: str) -> Scene:
         """Do something; AgentMistake if the text is no action, and nothing was changed."""
         raise NotImplementedError
-
-    def thread(self) -> Executor:
-        """What makes the calls."""
-        self._own = self._own or ThreadPoolExecutor(1, thread_name_prefix="world")
-        return self._own
 
     async def open(self, task: Task) -> None:
         """Start the world."""
@@ -87,8 +83,8 @@ class WorldEnv:
                 if env is not None:
                     await self._call(env.close)
         finally:
-            if self._own is not None:
-                self._own.shutdown(wait=False, cancel_futures=True)
+            if self._thread is not _SHOP:
+                self._thread.shutdown(wait=False, cancel_futures=True)
 
     def reset(self, task: Task) -> str:
         self._turns = self._bad = 0
@@ -125,7 +121,7 @@ class WorldEnv:
         return f"{scene.text}\nPossible actions: {', '.join(scene.choices)}"
 
     async def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        future = asyncio.get_running_loop().run_in_executor(self.thread(), function, *arguments)
+        future = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         try:
             return await asyncio.wait_for(future, self.deadline_s)
         except TimeoutError as error:
@@ -276,9 +272,7 @@ class WebshopEnv(WorldEnv):
     num_products: Literal[100, 1000, 100000] | None = 1000
     max_turns: PositiveInt = 15
     deadline_s: PositiveFloat = 600.0
-
-    def thread(self) -> Executor:
-        return _SHOP
+    _thread: Executor = field(default=_SHOP, init=False)
 
     def start(self, key: str) -> Scene:
         if not key.isdecimal():

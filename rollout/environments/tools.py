@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -21,7 +21,7 @@ from mcore_mas.rollout.environments.running import PRINTED_CHARS, Tier, own_sand
 from mcore_mas.rollout.models.tool_calls import ToolSchema
 from mcore_mas.rollout.records.trajectory import ToolUse
 from mcore_mas.rollout.sandbox import Sandbox, Session
-from mcore_mas.rollout.sandbox.records import RunLimits, Verdict, render_result
+from mcore_mas.rollout.sandbox.records import RunLimits, Verdict, render_result, without_middle
 
 
 class ToolFailed(Exception):
@@ -58,17 +58,20 @@ def tool_of(function: Callable[..., Awaitable[str]], **flags: bool) -> Tool:
     return Tool(schema=schema, run=function, **flags)
 
 
-def check_arguments(name: str, arguments: object, schema: Mapping[str, Any]) -> None:
-    """Refuse, with AgentMistake, what is not as the tool's schema says; EnvError if that is no schema."""
+def chosen_tool(tools: Mapping[str, Tool], name: str, arguments: object) -> Tool:
+    """The tool of a call; AgentMistake if there is none or its schema forbids these, EnvError if that is no schema."""
     import jsonschema
 
+    if name not in tools:
+        raise AgentMistake(f"There is no tool '{name}'; tools: {', '.join(tools)}")
     try:
-        jsonschema.validate(arguments, schema)
+        jsonschema.validate(arguments, tools[name].schema.parameters)
     except jsonschema.ValidationError as error:
         place = "/".join(map(str, error.absolute_path)) or "arguments"
         raise AgentMistake(f"{name}: {place}: {error.message}") from error
     except Exception as error:
         raise EnvError(f"the schema of tool '{name}' failed ({type(error).__name__}: {error})") from error
+    return tools[name]
 
 
 async def call_tool(tools: Mapping[str, Tool], use: ToolUse, *, call_s: float, most_chars: int) -> ToolCall:
@@ -83,10 +86,8 @@ async def call_tool(tools: Mapping[str, Tool], use: ToolUse, *, call_s: float, m
     """
     failed = True
     try:
-        if use.name not in tools:
-            raise AgentMistake(f"There is no tool '{use.name}'; tools: {', '.join(tools)}")
-        tool, arguments = tools[use.name], json.loads(use.arguments)
-        check_arguments(use.name, arguments, tool.schema.parameters)
+        arguments = json.loads(use.arguments)
+        tool = chosen_tool(tools, use.name, arguments)
         # a step of the environment's own has the run's limit: that a retriever is away is nothing to tell a model
         async with asyncio.timeout(None if tool.noted else call_s):
             result = await tool.run(**arguments)
@@ -95,10 +96,8 @@ async def call_tool(tools: Mapping[str, Tool], use: ToolUse, *, call_s: float, m
         result = f"{use.name}: nothing came within {call_s:g} s"
     except (AgentMistake, ToolFailed) as error:
         result = str(error)
-    if len(result) > most_chars:
-        half = most_chars // 2
-        result = f"{result[:half]}\n[... {len(result) - 2 * half} characters ...]\n{result[-half:]}"
-    return ToolCall(tool=use.name, query=use.arguments, result=result, failed=failed)
+    shown = without_middle(result, most_chars)
+    return ToolCall(tool=use.name, query=use.arguments, result=shown, failed=failed)
 
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {

@@ -22,9 +22,7 @@ from mcore_mas.rollout.records.trajectory import Group
 from mcore_mas.rollout.rewards.allocation import discounts, majority, shared_outcome, shares
 from mcore_mas.rollout.rewards.turn_scores import coach, local_team, shaping, tree_shaping, turn_difference
 
-Allocator = Callable[..., Group]  # (group, **options) -> the group with rewards on its turns
-
-ALLOCATORS: dict[str, Allocator] = {
+ALLOCATORS: dict[str, Callable[..., Group]] = {  # (group, **options) -> the group with rewards on its turns
     allocator.__name__: allocator
     for allocator in (
         *(shared_outcome, shares, discounts, majority),

@@ -7,7 +7,7 @@ import base64
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,6 @@ class Runner(ABC):
         stdin: str | bytes = b"",
         limits: RunLimits | None = None,
         files: Mapping[str, bytes] | None = None,
-        fetch: Sequence[str] = (),
     ) -> RunResult:
         """Run a program to its end; cancelling the call kills it where it runs on this machine.
 
@@ -48,14 +47,13 @@ class Runner(ABC):
             stdin: what it reads.
             limits: instead of the sandbox's own.
             files: put into its working folder first, by relative path.
-            fetch: files to bring back from there; what it did not leave behind is left out.
 
         Raises:
             SandboxError: the sandbox failed, also when tried again; nothing is known about the program.
             ValueError: a path leads out of the folder.
         """
-        program = Program(source=source, stdin=stdin, limits=limits or self.limits, files=files or {}, fetch=fetch)
-        for name in (*program.files, *program.fetch):
+        program = Program(source=source, stdin=stdin, limits=limits or self.limits, files=files or {})
+        for name in program.files:
             check_name(name)
         async with self._slot():
             return await self._run(program)
@@ -140,13 +138,16 @@ class Sandbox(Runner):
         """
         limits = limits or self.limits
         await self.start()
-        await self._revive()
         with self._jail() as jail:
             jail.open(limits)
             yield Session(jail, limits, self._slot)
 
     async def start(self) -> None:
-        async with of_loop((self, "starting"), asyncio.Lock):
+        async with of_loop((self, "starting"), asyncio.Lock):  # of many that find the zygote gone, one starts another
+            if self._pool is not None and not self._pool.alive:
+                if not self._restarts.take():
+                    raise SandboxUnavailable(f"the sandbox has ended {_RESTARTS} times within an hour; see who ends it")
+                self.close()
             if self._pool is None:
                 await self._start()
 
@@ -187,15 +188,6 @@ class Sandbox(Runner):
             if result.verdict is not Verdict.OK:
                 raise SandboxUnavailable(f"its walls have a hole: {result.stderr.strip() or result.verdict}")
 
-    async def _revive(self) -> None:
-        """Start the pool again if its zygote is gone, unless that was too often; of many that find it so, one does."""
-        async with of_loop((self, "starting"), asyncio.Lock):
-            if self._pool is None or not self._pool.alive:
-                if self._pool is not None and not self._restarts.take():
-                    raise SandboxUnavailable(f"the sandbox has ended {_RESTARTS} times within an hour; see who ends it")
-                self.close()
-                await self._start()
-
     async def _run(self, program: Program) -> RunResult:
         try:
             return await self._attempt(program)
@@ -203,7 +195,7 @@ class Sandbox(Runner):
             raise
         except SandboxError:  # once more
             self.faults += 1
-            await self._revive()
+            await self.start()
         return await self._attempt(program)
 
     async def _attempt(self, program: Program) -> RunResult:
@@ -253,25 +245,23 @@ class SandboxFusion(Runner):
             "run_timeout": program.limits.wall_s,
             "memory_limit_MB": program.limits.memory_mb,
             "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
-            "fetch_files": list(program.fetch),
         }
 
-        async def attempt() -> dict[str, Any]:
+        async def attempt() -> RunResult:
             timeout_s = 2 * program.limits.wall_s + _ROOM_S
             reply = (await self._http.send("POST", "/run_code", body, timeout_s=timeout_s)).succeeded()
             try:
-                answer = dict(reply.json())
-                failed = answer["status"] == "SandboxError"
+                answer = reply.json()
+                if answer["status"] != "SandboxError":
+                    return _read(answer, program.limits)
             except (KeyError, TypeError, ValueError) as error:
-                raise Unanswered(f"malformed reply ({type(error).__name__})") from None
-            if failed:
-                raise Unanswered(f"its sandbox failed: {str(answer.get('message'))[:200]}")
-            return answer
+                raise Unanswered(f"malformed reply ({type(error).__name__}: {error})") from None
+            raise Unanswered(f"its sandbox failed: {str(answer.get('message'))[:200]}")
 
         url = self._http.url
         try:
             # whatever it says but a verdict is tried again, except for a refusal
-            return _read(await retried(attempt, retries=self._retries), program.limits)
+            return await retried(attempt, retries=self._retries)
         except Refused as refusal:
             raise SandboxError(f"{url}/run_code refused the request, {refusal}") from None
         except Unanswered as trouble:
@@ -279,22 +269,17 @@ class SandboxFusion(Runner):
 
 
 def _read(answer: dict[str, Any], limits: RunLimits) -> RunResult:
-    """The result in an answer, if that has the fields it should have."""
-    try:
-        run = answer["run_result"] or answer["compile_result"]
-        stdout, stderr = str(run["stdout"] or ""), str(run["stderr"] or "")
-        code = run["return_code"]
-        files = {name: base64.b64decode(content) for name, content in (answer.get("files") or {}).items()}
-        return RunResult(
-            verdict=_verdict(run["status"], code, max(len(stdout), len(stderr)), limits, stderr),
-            stdout=stdout[: limits.output_kb << 10],
-            stderr=stderr[: limits.output_kb << 10],
-            exit_code=-9 if code is None else int(code),
-            wall_s=float(run["execution_time"] or 0.0),
-            files=files,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise SandboxError(f"the sandbox server's answer is malformed ({type(error).__name__}: {error})") from error
+    """The result in an answer; KeyError, TypeError or ValueError where it has not the fields it should have."""
+    run = answer["run_result"] or answer["compile_result"]
+    stdout, stderr = str(run["stdout"] or ""), str(run["stderr"] or "")
+    code = run["return_code"]
+    return RunResult(
+        verdict=_verdict(run["status"], code, max(len(stdout), len(stderr)), limits, stderr),
+        stdout=stdout[: limits.output_kb << 10],
+        stderr=stderr[: limits.output_kb << 10],
+        exit_code=-9 if code is None else int(code),
+        wall_s=float(run["execution_time"] or 0.0),
+    )
 
 
 def _verdict(status: str, code: int | None, length: int, limits: RunLimits, stderr: str) -> Verdict:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,10 +73,15 @@ class Cgroups:
     """The groups of one sandbox: made when they are needed, lent, used again."""
 
     def __init__(self, parents: dict[str, Path]) -> None:
-        """`parents`: the folder by controller under which groups can be made; see `writable_parents`."""
+        """`parents`: the folder by controller under which groups can be made; see `writable_parents`.
+
+        Groups that a killed process left there are removed.
+        """
         self._parents = parents
         self._free: list[Cgroup] = []
         self._all: list[Cgroup] = []
+        for folder in (left for parent in set(parents.values()) for left in abandoned(parent)):
+            _remove(folder)
         self._owner = f"{PREFIX}{os.getpid()}-{started(os.getpid())}-{id(self):x}"
 
     def lend(self) -> Cgroup:
@@ -104,37 +110,24 @@ class Cgroups:
 
 def writable_parents() -> dict[str, Path] | None:
     """The folder by controller where this process may make groups with limits, nearest first; None without one."""
-    unified: str | None = None
-    legacy: dict[str, str] = {}
+    own: dict[str, str] = {}  # path by controller; of "" that of all in version 2
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            unified = path
-        legacy |= {name: path for name in controllers.split(",") if name in ("memory", "pids")}
-    if set(legacy) == {"memory", "pids"}:
-        found = {
-            name: _nearest(_ROOT / name, path, ("pids.max",) if name == "pids" else ("memory.limit_in_bytes",))
-            for name, path in legacy.items()
-        }
-        return {name: path for name, path in found.items() if path} if all(found.values()) else None
-    if unified is None:
-        return None
-    parent = _nearest(_ROOT, unified, ("memory.max", "pids.max"))
-    return {"memory": parent, "pids": parent} if parent else None
+        own |= dict.fromkeys(controllers.split(","), path)
+    if {"memory", "pids"} <= own.keys():
+        memory = _nearest(_ROOT / "memory", own["memory"], "memory.limit_in_bytes")
+        pids = _nearest(_ROOT / "pids", own["pids"], "pids.max")
+    else:
+        memory = pids = _nearest(_ROOT, own[""], "memory.max", "pids.max") if "" in own else None
+    return {"memory": memory, "pids": pids} if memory and pids else None
 
 
-def sweep_groups(parents: dict[str, Path]) -> None:
-    """Remove groups that a killed process left."""
-    for parent in set(parents.values()):
-        for folder in parent.glob(f"{PREFIX}*"):
-            if abandoned(folder.name):
-                _remove(folder)
-
-
-def abandoned(name: str) -> bool:
-    """Whether the process that made `name` (prefix, process id, its start, ...) is gone."""
-    pid, _, rest = name.removeprefix(PREFIX).partition("-")
-    return pid.isdecimal() and started(int(pid)) != rest.partition("-")[0]
+def abandoned(parent: Path) -> Iterator[Path]:
+    """The folders in `parent` that a killed process left: their names are the prefix, its id, its start, ..."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        pid, _, rest = folder.name.removeprefix(PREFIX).partition("-")
+        if pid.isdecimal() and started(int(pid)) != rest.partition("-")[0]:
+            yield folder
 
 
 def started(pid: int) -> str:
@@ -145,7 +138,7 @@ def started(pid: int) -> str:
         return ""
 
 
-def _nearest(root: Path, path: str, files: tuple[str, ...]) -> Path | None:
+def _nearest(root: Path, path: str, *files: str) -> Path | None:
     own = root / path.strip("/")
     for folder in (own, *own.parents):
         if not folder.is_relative_to(root):

@@ -8,6 +8,7 @@ import socket
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -61,7 +62,7 @@ class Jail:
             except OSError as error:
                 raise SandboxError(f"a job's group cannot be limited ({error.strerror})") from error
         self._own = self._cores.take(limits.cores)
-        self._tell({"do": "open", "limits": limits.wire(), "cores": self._own})
+        self._tell({"do": "open", "limits": asdict(limits), "cores": self._own})
 
     def start(self, kind: str, files: Sequence[int]) -> None:
         """Start a `program` (source, stdin, stdout, stderr) or `cells` (their channel)."""

@@ -22,7 +22,6 @@ from mcore_mas.rollout.sandbox.records import SandboxError, SandboxUnavailable
 
 BOXES = Path(tempfile.gettempdir())  # where boxes are, in tiers without a file system of their own
 
-
 _HERE = Path(__file__).resolve().parent
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from guest.warden import main; del sys.path[0]; main()"
 _ENVIRONMENT: Mapping[str, str] = {  # all of it: nothing of the parent's environment goes in
@@ -47,12 +46,14 @@ class JailPool:
         self._size, self._count, self._cores = warm, 0, Cores()
         self.groups: cgroup.Cgroups | None = None
         self.boxes: Path | None = None  # where jobs' folders are, in tiers without a file system of their own
-        _sweep()
+        for folder in cgroup.abandoned(BOXES):  # one that cannot be removed stays
+            with suppress(OSError):
+                if folder.lstat().st_uid == os.geteuid():
+                    remove_tree(str(folder))
         if tier != NAMESPACES:
             prefix = f"{cgroup.PREFIX}{os.getpid()}-{cgroup.started(os.getpid())}-"
             self.boxes = Path(tempfile.mkdtemp(prefix=prefix, dir=BOXES))
         elif parents := cgroup.writable_parents():
-            cgroup.sweep_groups(parents)
             self.groups = cgroup.Cgroups(parents)
         settings = {"tier": tier, "parent": os.getpid(), "readable": readable_paths(), "packages": packages()}
         self._channel, theirs = wire.pair()
@@ -154,14 +155,6 @@ class JailPool:
             self.groups.close()
         if self.boxes is not None:
             remove_tree(str(self.boxes))  # what stays, the next start sweeps
-
-
-def _sweep() -> None:
-    """Remove folders that a killed process left; one that cannot be removed stays."""
-    for folder in BOXES.glob(f"{cgroup.PREFIX}*"):
-        with suppress(OSError):
-            if folder.lstat().st_uid == os.geteuid() and cgroup.abandoned(folder.name):
-                remove_tree(str(folder))
 
 
 NAMESPACES = "namespaces"  # own root, processes, network and user; seccomp; limits per job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from mcore_mas.rollout.base.errors import EnvError
@@ -55,11 +55,6 @@ class RunLimits:
                 f"limits of the sandbox: output_kb is {self.output_kb}, more than file_mb ({self.file_mb})"
             )
 
-    def wire(self) -> dict[str, float]:
-        """The limits in bytes and seconds, as the guest reads them."""
-        plain = {name: getattr(self, name) for name in ("wall_s", "cpu_s", "processes", "files", "open_files")}
-        return plain | {f"{what}_bytes": getattr(self, f"{what}_mb") << 20 for what in ("memory", "file", "disk")}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
@@ -69,7 +64,6 @@ class Program:
     stdin: str | bytes = b""
     limits: RunLimits
     files: Mapping[str, bytes] = field(default_factory=dict)  # put into its folder first, by relative path
-    fetch: Sequence[str] = ()  # to bring back from there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +77,13 @@ class RunResult:
     wall_s: float
     cpu_s: float = 0.0  # of all its processes
     memory_mb: float = 0.0  # resident at the peak, of its largest process
-    files: Mapping[str, bytes] = field(default_factory=dict)  # of those asked for, the ones it left behind
     fresh: bool = True  # nothing of an earlier cell was there: always so outside a session
+
+
+def without_middle(text: str, most: int) -> str:
+    """The text, or of one that has more than `most` characters so many from its ends."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
 NO_OUTPUT = "[no output]"
@@ -102,9 +101,7 @@ def render_result(result: RunResult, max_chars: int) -> str:
     Of longer output the middle is left out.
     """
     text = "\n".join(part for part in (result.stdout.rstrip(), result.stderr.rstrip()) if part)
-    if len(text) > max_chars:
-        half = max_chars // 2
-        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+    text = without_middle(text, max_chars)
     ending = ENDINGS.get(result.verdict)
     if ending and not (result.verdict is Verdict.RE and result.stderr):
         text = f"{text}\n[{ending}]".lstrip()

@@ -154,7 +154,6 @@ async def execute(jail: Jail, program: Program) -> RunResult:
         jail.start("program", handles)
         ended = await _end(jail, limits.wall_s + _GRACE_S)
         wall_s = time.monotonic() - began
-        found = {name: await jail.get(name, limits.file_mb << 20) for name in program.fetch}
         (stdout, stderr), complete = take_texts(handles[2:], limits.output_kb << 10)
     return RunResult(
         verdict=judge_end(ended, limits, complete),
@@ -164,7 +163,6 @@ async def execute(jail: Jail, program: Program) -> RunResult:
         wall_s=wall_s,
         cpu_s=ended["cpu_s"],
         memory_mb=ended["memory_bytes"] / 2**20,
-        files={name: content for name, content in found.items() if content is not None},
     )
 
 

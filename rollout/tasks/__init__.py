@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from mcore_mas.retrieval.client import Passage
 from mcore_mas.rollout.base.options import check_call, options_model
 from mcore_mas.rollout.environments.games import PUZZLES
 from mcore_mas.rollout.environments.games.game import PuzzleSource
@@ -16,7 +17,6 @@ from mcore_mas.rollout.records.trajectory import Demonstration, Task
 from mcore_mas.rollout.tasks.arithmetic import arithmetic_demonstrations, arithmetic_tasks
 from mcore_mas.rollout.tasks.chats import program_demonstrations, program_tasks
 from mcore_mas.rollout.tasks.encyclopedia import (
-    Article,
     encyclopedia_demonstrations,
     encyclopedia_tasks,
     memory_demonstrations,
@@ -35,7 +35,7 @@ class Generator:
     # (seed, n, *, roles or agents, the options of the tasks, options of its own), on training tasks only; None: none
     demonstrations: Callable[..., Iterator[Demonstration]] | None = None
     options: Callable[..., object] | None = None  # whose keyword arguments say which tasks; None: those of `tasks`
-    passages: Callable[[int], list[Article]] | None = None  # (seed), where the tasks are about passages
+    passages: Callable[[int], list[Passage]] | None = None  # (seed), where the tasks are about passages
 
     def __post_init__(self) -> None:
         check_call("tasks of a Generator", self.tasks, ("seed", "sizes"), yields=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import PositiveInt
 
+from mcore_mas.retrieval.client import Passage
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import Share
 from mcore_mas.rollout.environments.protocol import Env
@@ -40,22 +41,12 @@ _UNKNOWN = "<answer> unknown </answer>"
 _SIBLING = {"trade": "home", "home": "trade", "river": "goods", "goods": "river"}  # told by the same passage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Article:
-    """One passage of the encyclopedia."""
-
-    title: str
-    text: str
-
-
-def passages(seed: int) -> list[Article]:
+def passages(seed: int) -> list[Passage]:
     """The whole encyclopedia of `seed`, one passage a person and one a town, in a fixed order."""
     world = make_encyclopedia(seed)
-    people = [Article(title=p.name, text=f"{p.name} is a {p.trade} who lives in {p.home.name}.") for p in world.people]
-    towns = [
-        Article(title=t.name, text=f"{t.name} lies on the river {t.river} and sells {t.goods}.") for t in world.towns
-    ]
-    return people + towns
+    people = [(p.name, f"{p.name} is a {p.trade} who lives in {p.home.name}.") for p in world.people]
+    towns = [(t.name, f"{t.name} lies on the river {t.river} and sells {t.goods}.") for t in world.towns]
+    return [Passage.compose(str(row), *entry) for row, entry in enumerate(people + towns)]
 
 
 def encyclopedia_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
@@ -144,15 +135,15 @@ def _fact(person: Person, fact: str) -> str:
 class _Book:
     """The encyclopedia opened by title: an exact title first, then titles that share a word with the query."""
 
-    def __init__(self, entries: Sequence[Article]) -> None:
+    def __init__(self, entries: Sequence[Passage]) -> None:
         self._by_title = {entry.title: entry for entry in entries}
-        self._by_word: dict[str, list[Article]] = {}
+        self._by_word: dict[str, list[Passage]] = {}
         for entry in entries:
             for word in entry.title.split():
                 self._by_word.setdefault(word, []).append(entry)
         self._first = entries[0]
 
-    async def search(self, query: str, k: int) -> list[Article]:
+    async def search(self, query: str, k: int) -> list[Passage]:
         exact = [self._by_title[query]] if query in self._by_title else []
         similar = [entry for word in reversed(query.split()) for entry in self._by_word.get(word, [])]
         return list(dict.fromkeys([*exact, *similar, self._first]))[:k]

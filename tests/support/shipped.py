@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from mcore_mas.config.compose import CHOICES, CONFIGS
+from mcore_mas.retrieval.client import Passage
 from mcore_mas.rollout.config.sections import (
     AgentConfig,
     EnvConfig,
@@ -21,7 +22,6 @@ from mcore_mas.rollout.config.sections import (
 )
 from mcore_mas.rollout.engines import EngineClient
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
-from mcore_mas.rollout.tasks.encyclopedia import Article
 from tests.support.play import Bytes, collect
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -43,9 +43,10 @@ class Library:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
 
-    async def search(self, query: str, k: int) -> list[Article]:
+    async def search(self, query: str, k: int) -> list[Passage]:
         self.asked.append((query, k))
-        return [] if query == "nothing" else [Article(title=query, text=f"{query} {rank}") for rank in range(1, k + 1)]
+        ranks = () if query == "nothing" else range(1, k + 1)
+        return [Passage.compose(str(rank), query, f"{query} {rank}") for rank in ranks]
 
 
 def play_shipped(

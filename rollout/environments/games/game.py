@@ -20,7 +20,6 @@ from mcore_mas.rollout.records.trajectory import Task
 _State = TypeVar("_State")
 _Action = TypeVar("_Action")
 
-
 RULES: Mapping[str, str] = read_yaml(Path(__file__).with_name("rules.yaml"))  # as players are told
 
 

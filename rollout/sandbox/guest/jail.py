@@ -86,13 +86,18 @@ def furnish_job(disk_bytes: int, files: int) -> None:
 
 
 def _build_root(readable: list[str]) -> None:
-    places = [_Place(path) for path in sorted(readable) if os.path.lexists(path)]
+    held = {  # before the new root covers them
+        path: os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        for path in sorted(readable)
+        if os.path.lexists(path)
+    }
     linux.mount("root", _STAGE, "tmpfs", linux.NOSUID | linux.NODEV, "size=1m,mode=0755")
     os.umask(0o022)
     for folder in ("dev", "proc", BOX[1:]):
         os.mkdir(f"{_STAGE}/{folder}")
-    for place in places:
-        place.bind()
+    for path, handle in held.items():
+        _show(handle, PurePosixPath(f"{_STAGE}{path}"))
+        os.close(handle)
     with suppress(PermissionError):  # a container has covered parts of /proc: jobs do without
         linux.mount("proc", f"{_STAGE}/proc", "proc", linux.NOSUID | linux.NODEV | linux.NOEXEC)
     for name, target in _LINKS.items():
@@ -105,32 +110,21 @@ def _build_root(readable: list[str]) -> None:
     linux.mount("none", "/", "", linux.BIND | linux.REMOUNT | linux.RDONLY | linux.NOSUID | linux.NODEV)
 
 
-class _Place:
-    """Something of the old root, held before the new one covers it."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._link = os.readlink(path) if os.path.islink(path) else None
-        self._handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-
-    def bind(self) -> None:
-        """Show it in the new root under its old name, read-only."""
-        target = PurePosixPath(f"{_STAGE}{self._path}")
-        if not os.path.lexists(target):
-            os.makedirs(target.parent, exist_ok=True)
-            if self._link is not None:
-                os.symlink(self._link, target)
-            else:
-                self._mount(str(target))
-        os.close(self._handle)
-
-    def _mount(self, target: str) -> None:
-        if stat.S_ISDIR(os.fstat(self._handle).st_mode):
-            os.mkdir(target)
-        else:
-            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
-        linux.mount(f"/proc/self/fd/{self._handle}", target, "", linux.BIND | linux.REC)
-        linux.mount_read_only(target)
+def _show(handle: int, place: PurePosixPath) -> None:
+    """Show something of the old root at a place in the new one, read-only."""
+    if os.path.lexists(place):
+        return
+    os.makedirs(place.parent, exist_ok=True)
+    kind = os.fstat(handle).st_mode
+    if stat.S_ISLNK(kind):
+        os.symlink(os.readlink("", dir_fd=handle), place)
+        return
+    if stat.S_ISDIR(kind):
+        os.mkdir(place)
+    else:
+        os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
+    linux.mount(f"/proc/self/fd/{handle}", str(place), "", linux.BIND | linux.REC)
+    linux.mount_read_only(str(place))
 
 
 def _write(proc: int, name: str, text: str) -> None:

@@ -10,6 +10,10 @@ CALLS = {  # asm/unistd_64.h
     "openat2": 437,
     "pivot_root": 155,
     "capset": 126,
+    "prctl": 157,
+    "mount": 165,
+    "umount2": 166,
+    "unshare": 272,
     "mount_setattr": 442,
     "landlock_create_ruleset": 444,
     "landlock_add_rule": 445,
@@ -28,26 +32,24 @@ _RESOLVE_INSIDE = 0x01 | 0x02 | 0x04 | 0x08  # no other mount, no magic link, no
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """The system call `name`; OSError if the kernel refused it."""
+def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None, on: str = "") -> int:
+    """The system call `name`; OSError, which says it and `on` what, if the kernel refused it."""
     plain = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in arguments]
     result = int(_libc.syscall(ctypes.c_long(CALLS[name]), *plain))
     if result < 0:
-        raise _refused(name)
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name} {on}".strip() + f": {os.strerror(number)}")
     return result
 
 
 def prctl(option: int, *arguments: int) -> None:
     """Set one of this process's properties."""
-    four = [*arguments, 0, 0, 0, 0][:4]
-    if _libc.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, four)) != 0:
-        raise _refused(f"prctl {option}")
+    call("prctl", option, *[*arguments, 0, 0, 0, 0][:4], on=str(option))
 
 
 def unshare(flags: int) -> None:
     """Leave the namespaces named by `flags` for new ones."""
-    if _libc.unshare(ctypes.c_int(flags)) != 0:
-        raise _refused(f"unshare {flags:#x}")
+    call("unshare", flags, on=f"{flags:#x}")
 
 
 def clone(flags: int) -> int:
@@ -61,14 +63,12 @@ def clone(flags: int) -> int:
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     """mount(2)."""
     names = [text.encode() for text in (source, target, kind)]
-    if _libc.mount(*names, ctypes.c_ulong(flags), options.encode() or None) != 0:
-        raise _refused(f"mount {kind or 'bind'} on {target}")
+    call("mount", *names, flags, options.encode() or None, on=f"{kind or 'bind'} on {target}")
 
 
 def detach(target: str) -> None:
     """Unmount `target`, lazily."""
-    if _libc.umount2(target.encode(), DETACH) != 0:
-        raise _refused(f"unmount {target}")
+    call("umount2", target.encode(), DETACH, on=target)
 
 
 def mount_read_only(path: str) -> None:
@@ -95,8 +95,3 @@ def drop_capabilities() -> None:
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
     call("capset", header, ctypes.create_string_buffer(24))
     prctl(SET_NO_NEW_PRIVS, 1)
-
-
-def _refused(what: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{what}: {os.strerror(number)}")

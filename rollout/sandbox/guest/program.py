@@ -73,14 +73,9 @@ def _run_cell(text: bytes, name: str, scope: dict[str, Any]) -> str:
             if value is not None:
                 print(repr(value))
         error = ""
-    except SystemExit as end:
-        error = "SystemExit" if _report_error(end) else ""
-    except MemoryError as end:
-        _report_error(end)
-        error = "MemoryError"
     except BaseException as end:
-        _report_error(end)
-        error = type(end).__name__
+        kind = "MemoryError" if isinstance(end, MemoryError) else type(end).__name__
+        error = kind if _report_error(end) else ""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -27,7 +27,7 @@ def unlinked_bytes(process: int) -> int:
     return used
 
 
-def tree_over(proc: int, limit: float) -> bool:
+def tree_over(proc: int, limit: int) -> bool:
     """Whether all processes that descend from this one hold more than so many bytes of memory together.
 
     `proc` is an open /proc. Pages that several share count once, which is dear to find out: that is asked only where

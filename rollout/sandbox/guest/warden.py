@@ -57,7 +57,7 @@ class Warden(_BoxDesk):
         super().__init__(channel, path)
         self._settings = settings
         self._tier: str = settings["tier"]
-        self._limits, self._cores = dict[str, float](), list[int]()
+        self._limits, self._cores = dict[str, Any](), list[int]()  # those of the host's RunLimits
         self._job = 0  # process id; 0 when none runs
         self._number = 0  # of the job, as the host counts
         self._cpu_s = 0.0  # processor time of earlier jobs
@@ -124,18 +124,18 @@ class Warden(_BoxDesk):
             self._killed = "wall"
         elif self._tier != "namespaces":
             unlinked = usage.unlinked_bytes(self._job)
-            if box.overfull(self._path, allowed["disk_bytes"], allowed["files"], unlinked):
+            if box.overfull(self._path, allowed["disk_mb"] << 20, allowed["files"], unlinked):
                 self._killed = "disk"
             elif usage.threads(self._job) > allowed["processes"]:
                 self._killed = "threads"
-        elif self._proc >= 0 and usage.tree_over(self._proc, allowed["memory_bytes"] + _SPARE_BYTES):
+        elif self._proc >= 0 and usage.tree_over(self._proc, (allowed["memory_mb"] << 20) + _SPARE_BYTES):
             self._killed = "memory"
         return bool(self._killed)
 
-    def _do_open(self, files: list[int], limits: dict[str, float], cores: list[int]) -> None:
+    def _do_open(self, files: list[int], limits: dict[str, Any], cores: list[int]) -> None:
         self._limits, self._cores = limits, cores
         if self._tier == "namespaces":
-            jail.furnish_job(int(limits["disk_bytes"]), int(limits["files"]))
+            jail.furnish_job(limits["disk_mb"] << 20, limits["files"])
         self._box = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.chdir(self._path)
         linux.prctl(linux.SET_DUMPABLE, 0)  # the job has our user id and must not look into this process
@@ -255,26 +255,21 @@ def _cpu_s(used: resource.struct_rusage) -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _set_limits(settings: dict[str, Any], allowed: dict[str, float], kind: str, cores: list[int]) -> None:
+def _set_limits(settings: dict[str, Any], limits: dict[str, Any], kind: str, cores: list[int]) -> None:
     os.sched_setaffinity(0, cores)  # what it starts inherits them; the filter lets nobody change them
-    limits = {name: int(value) for name, value in allowed.items()}
-    memory = settings["address_space"] + limits["memory_bytes"]
-    cpu_s = limits["cpu_s"]
-    for which, soft, hard in (
-        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
-        (resource.RLIMIT_AS, memory, memory),
-        (resource.RLIMIT_NPROC, limits["processes"] + 1, limits["processes"] + 1),  # and the warden
-        (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
-        (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
-        (resource.RLIMIT_STACK, _STACK_BYTES, _STACK_BYTES),
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
-    ):
-        if which == resource.RLIMIT_NPROC and settings["tier"] != "namespaces":
-            continue  # it counts all of a user's processes, which here is everybody's
-        if which == resource.RLIMIT_CPU and kind == "cells":
-            continue  # a session's cells are limited one by one, by wall time
+    bounds = {
+        resource.RLIMIT_AS: settings["address_space"] + (limits["memory_mb"] << 20),
+        resource.RLIMIT_FSIZE: limits["file_mb"] << 20,
+        resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_STACK: _STACK_BYTES,
+        **dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0),
+    }
+    if settings["tier"] == "namespaces":  # elsewhere it counts all of a user's processes, which is everybody's
+        bounds[resource.RLIMIT_NPROC] = limits["processes"] + 1  # and the warden
+    if kind == "program":  # a session's cells are limited one by one, by wall time
+        bounds[resource.RLIMIT_CPU] = limits["cpu_s"]
+    for which, soft in bounds.items():
+        hard = soft + (which == resource.RLIMIT_CPU)  # that SIGXCPU comes before SIGKILL
         ceiling = resource.getrlimit(which)[1]
         if ceiling != resource.RLIM_INFINITY:
             soft, hard = min(soft, ceiling), min(hard, ceiling)

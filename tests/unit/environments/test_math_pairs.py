@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.rollout.environments.math import compare_answers
-from mcore_mas.rollout.environments.math_equality import AnswerRefused, check_answer
+from mcore_mas.rollout.environments.math_equality import is_refused
 
 PAIRS = [
     json.loads(line) for line in (Path(__file__).parents[2] / "data" / "math_pairs.jsonl").read_text().splitlines()
@@ -27,31 +27,30 @@ def test_pairs_are_all_different():
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    "text",
     [
-        ("", "nothing"),
-        ("x" * 401, "401 characters; at most 400"),
-        ("1," * 101 + "1", "101 commas; at most 100"),
-        ("1" * 101, "a number of more than 100 digits"),
-        ("(" * 31 + "1" + ")" * 31, "31 brackets in each other; at most 30"),
-        ("10001!", "a factorial of more than 10000"),
-        ("(10001)!", "a factorial of more than 10000"),
-        ("8!!", "a factorial of more than 10000"),  # (8!)! = 40320!
-        ("x^{10001}", "an exponent of more than 10000"),
-        ("2^{10^{5}}", "an exponent of more than 10000"),
-        ("9^9^9", "an exponent of more than 10000"),  # of the outer 9, 387420489
-        ("(2^{9})^{9^{9}}", "an exponent of more than 10000"),
-        ("2^{3\\cdot10^{4}}", "an exponent of more than 10000"),
-        ("2^{5000+5001}", "an exponent of more than 10000"),
-        ("2^{-10001}", "an exponent of more than 10000"),
-        ("\\sum_{k=1}^{10^{9}}k", "an exponent of more than 10000"),
-        ("\\binom{10001}{2}", "a binomial of more than 10000"),
-        ("2^{99999", "an exponent of more than 10000"),  # never closed
+        "",
+        "x" * 401,
+        "1," * 101 + "1",
+        "1" * 101,
+        "(" * 31 + "1" + ")" * 31,
+        "10001!",
+        "(10001)!",
+        "8!!",  # (8!)! = 40320!
+        "x^{10001}",
+        "2^{10^{5}}",
+        "9^9^9",  # of the outer 9, 387420489
+        "(2^{9})^{9^{9}}",
+        "2^{3\\cdot10^{4}}",
+        "2^{5000+5001}",
+        "2^{-10001}",
+        "\\sum_{k=1}^{10^{9}}k",
+        "\\binom{10001}{2}",
+        "2^{99999",  # never closed
     ],
 )
-def test_what_asks_for_too_much_is_refused(text, why):
-    with pytest.raises(AnswerRefused, match=why.replace("(", "\\(")):
-        check_answer(text)
+def test_what_asks_for_too_much_is_refused(text):
+    assert is_refused(text)
 
 
 @pytest.mark.parametrize(
@@ -79,4 +78,4 @@ def test_what_asks_for_too_much_is_refused(text, why):
     ],
 )
 def test_what_a_problem_may_ask_for_is_read(text):
-    check_answer(text)
+    assert not is_refused(text)

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import pytest
 
-from mcore_mas.retrieval.client import BadRequest, NoRetriever, RetrievalError
+from mcore_mas.retrieval.client import BadRequest, NoRetriever, Passage, RetrievalError
 from mcore_mas.rollout.base.errors import EnvError, Unusable
 from mcore_mas.rollout.environments.protocol import Step
 from mcore_mas.rollout.environments.search import SearchEnv
 from mcore_mas.rollout.records.trajectory import Task
 
 TASK = Task(id="t", prompt="Who?", answers=("Silver Harbor",), env="search", source="one_hop", split="test")
-
-
-@dataclass(frozen=True)
-class Page:
-    title: str
-    text: str
 
 
 class Shelf:
@@ -29,11 +22,11 @@ class Shelf:
         self.error = error
         self.asked: list[tuple[str, int]] = []
 
-    async def search(self, query: str, k: int) -> list[Page]:
+    async def search(self, query: str, k: int) -> list[Passage]:
         self.asked.append((query, k))
         if self.error:
             raise self.error
-        return [Page("A", "Alpha."), Page("B", "Beta.")][:k]
+        return [Passage.compose("0", "A", "Alpha."), Passage.compose("1", "B", "Beta.")][:k]
 
 
 def play(env: SearchEnv, *actions: str) -> list[Step]:

@@ -30,6 +30,11 @@ def score(text, *answers):
     return asyncio.run(MathEnv(replace(SUM, answers=answers)).step(text))
 
 
+def stop(comparer):
+    for child in comparer._idle.queue:
+        child.stop()
+
+
 @pytest.mark.slow
 def test_an_endless_comparison_is_undecided_and_the_next_one_works():
     comparer = Comparer(limit_s=1)
@@ -38,7 +43,7 @@ def test_an_endless_comparison_is_undecided_and_the_next_one_works():
         assert comparer.compare("0.5", "\\frac{1}{2}") is AnswerComparison.EQUAL
         assert comparer.compare("0.4", "\\frac{1}{2}") is AnswerComparison.DIFFERENT
     finally:
-        comparer.close()
+        stop(comparer)
 
 
 @pytest.mark.slow
@@ -47,7 +52,7 @@ def test_a_question_does_not_queue_behind_one_that_hangs():
     found = []
     try:
         assert comparer.compare("0.5", "\\frac{1}{2}") is AnswerComparison.EQUAL
-        busy = comparer._children[-1]._process.pid
+        busy = comparer._idle.queue[-1]._process.pid
         os.kill(busy, signal.SIGSTOP)
         hanging = threading.Thread(target=lambda: found.append(comparer.compare("1", "2")))
         hanging.start()
@@ -59,7 +64,7 @@ def test_a_question_does_not_queue_behind_one_that_hangs():
         hanging.join()
         assert found == [AnswerComparison.UNDECIDED]
     finally:
-        comparer.close()
+        stop(comparer)
 
 
 def test_the_truth_can_make_an_answer_undecided_and_the_answer_cannot():

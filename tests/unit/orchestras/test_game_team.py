@@ -13,6 +13,7 @@ import pytest
 from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import to_samples
+from mcore_mas.retrieval.client import Passage
 from mcore_mas.rollout.engines import EngineClient
 from mcore_mas.rollout.environments import ENVS
 from mcore_mas.rollout.environments.games import PUZZLES
@@ -22,7 +23,6 @@ from mcore_mas.rollout.records.trajectory import Group, Sampling, Status, Task, 
 from mcore_mas.rollout.rewards.allocation import majority
 from mcore_mas.rollout.rewards.turn_scores import local_team
 from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.tasks.encyclopedia import Article
 from mcore_mas.rollout.tasks.games import demonstrate
 from mcore_mas.rollout.tasks.splits import split_of
 from mcore_mas.rollout.teams.episode import Orchestra
@@ -218,8 +218,8 @@ def test_one_agent_alone_on_other_tasks() -> None:
     assert alone("lone_solver", sums, "so 7")[0].success == 0.0
 
     class Book:
-        async def search(self, query: str, k: int) -> list[Article]:
-            return [Article(title=query, text="Ada is a miller.")]
+        async def search(self, query: str, k: int) -> list[Passage]:
+            return [Passage.compose("0", query, "Ada is a miller.")]
 
     trade = Task(id="q", prompt="Ada's trade?", answers=("miller",), env="search", source="q", split="train")
     replies = ("<search>Ada</search>", "<answer>miller</answer>")

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from mcore_mas.retrieval.client import Passage
 from mcore_mas.rollout.environments.search import SearchEnv
 from mcore_mas.rollout.orchestras.replies import parse_answer, parse_enough, parse_query
 from mcore_mas.rollout.orchestras.search import search_team
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.tasks.encyclopedia import Article
 from mcore_mas.rollout.teams.roles import ROLES, AgentReply
 from mcore_mas.rollout.teams.team import Team, TeamSession
 
@@ -39,8 +39,8 @@ class Script(TeamSession):
 
 
 class Echo:
-    async def search(self, query: str, k: int) -> list[Article]:
-        return [Article(title=query, text=f"about {query}")]
+    async def search(self, query: str, k: int) -> list[Passage]:
+        return [Passage.compose("0", query, f"about {query}")]
 
 
 def play(script: Script, **options: object) -> None:

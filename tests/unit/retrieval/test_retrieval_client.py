@@ -145,16 +145,16 @@ def test_a_silent_server_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_probe_reports_recall_latency_and_size(server_url: str, passages: list[Passage], tmp_path: Path) -> None:
-    report = probe(server_url, [Golden(passage.title) for passage in passages], k=2)
+    report = asyncio.run(probe(server_url, [Golden(passage.title) for passage in passages], k=2))
     assert (report["n"], report["recall_at_1"], report["recall_at_k"], report["ntotal"]) == (5, 1.0, 1.0, 5)
     assert 0 < report["latency_ms_median"] <= report["latency_ms_p99"] <= report["latency_ms_max"]
-    assert probe(server_url, [Golden("Nowhere"), Golden("Alice Walker")])["recall_at_1"] == 0.5
+    assert asyncio.run(probe(server_url, [Golden("Nowhere"), Golden("Alice Walker")]))["recall_at_1"] == 0.5
     (tmp_path / "golden").write_text('{"query": "Alice Walker", "ids": ["0", "none"]}\n')
-    found = probe(server_url, read_golden(tmp_path / "golden"), k=5)
+    found = asyncio.run(probe(server_url, read_golden(tmp_path / "golden"), k=5))
     assert (found["recall_at_1"], found["recall_at_k"]) == (0.5, 0.5)
     for line in ("x", '{"query": "a"}', '{"query": "", "ids": ["0"]}', '{"query": "a", "ids": []}'):
         (tmp_path / "golden").write_text(line + "\n")
         with pytest.raises(RetrievalError, match=r"golden:1: "):
             read_golden(tmp_path / "golden")
     with pytest.raises(RetrievalError, match="at least one query"):
-        probe(server_url, [])
+        asyncio.run(probe(server_url, []))

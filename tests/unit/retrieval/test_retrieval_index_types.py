@@ -339,7 +339,7 @@ def test_words_need_no_vectors(tmp_path: Path, passages: list[Passage]) -> None:
     assert sorted(path.name for path in (tmp_path / "index").glob("[!.]*")) == ["bm25", "facets.npy", "index.json"]
     with RetrieverSidecar(tmp_path / "index", extra_args=("--ranking", "bm25")) as url:
         golden = [Golden("baker", frozenset({"4"}))]
-        found = probe(url, golden)
+        found = asyncio.run(probe(url, golden))
         assert (found["recall_at_1"], found["encoder"]) == (1.0, "none")
 
         async def ask() -> list[list[str]]:

@@ -17,6 +17,7 @@ import pytest
 from mcore_mas.rollout.base import http
 from mcore_mas.rollout.config.sections import EnvConfig, build_env
 from mcore_mas.rollout.environments.code import pack_test
+from mcore_mas.rollout.environments.repository import CheckCall, pack_check, pack_source
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.sandbox import RunLimits, SandboxError, SandboxFusion, Verdict
 from mcore_mas.rollout.sandbox.judge import StdinTest, judge_all
@@ -95,11 +96,9 @@ def ask(server: Server, **options: Any) -> Any:
 
 
 def test_what_is_asked_and_answered(server: Server) -> None:
-    answer = finished("1\n") | {"files": {"out/x": base64.b64encode(b"data").decode()}}
-    server.script = [(200, {}, answer)]
-    result = ask(server, stdin="in", files={"a": b"\x00\x01"}, fetch=["out/x"])
+    server.script = [(200, {}, finished("1\n"))]
+    result = ask(server, stdin="in", files={"a": b"\x00\x01"})
     assert (result.verdict, result.stdout, result.exit_code, result.wall_s) == (Verdict.OK, "1\n", 0, 0.25)
-    assert result.files == {"out/x": b"data"}
     body, headers = server.seen[0]
     assert headers["path"] == "/run_code"
     assert body == {
@@ -110,7 +109,6 @@ def test_what_is_asked_and_answered(server: Server) -> None:
         "run_timeout": 2,
         "memory_limit_MB": 100,
         "files": {"a": "AAE="},
-        "fetch_files": ["out/x"],
     }
 
 
@@ -159,7 +157,6 @@ def test_trouble_without_end_is_an_error_and_no_verdict(server: Server) -> None:
         {"status": "Success"},
         {"status": "Success", "run_result": {"status": "Finished"}},
         finished(status="Error"),
-        finished() | {"files": {"x": 5}},
     ],
 )
 def test_an_answer_without_its_fields_is_an_error(server: Server, answer: dict[str, Any]) -> None:
@@ -226,3 +223,18 @@ def test_an_environment_has_its_programs_run_there(server: Server) -> None:
     step = asyncio.run(env.step("```python\nprint(2 * int(input()))\n```"))
     assert step.reward == 0.75
     assert len(server.seen) == 4
+
+
+def test_the_tests_of_a_repair_run_there_too(server: Server) -> None:
+    server.script = [
+        (200, {}, lambda body: finished("6" if b"2 * n" in base64.b64decode(body["files"]["m.py"]) else "5"))
+    ]
+    check = CheckCall(name="a", module="m", function="double", arguments=(3,), expected=6, passes=False)
+    answers = (pack_source("m.py", "def double(n):\n    return n + 2\n"), pack_check(check))
+    task = Task(id="t", prompt="double(3) is 5.", answers=answers, env="repository", source="s", split="test")
+    env = build_env(EnvConfig(name="repository", options={"server": server.url, "max_turns": 2}))(task)
+    env.reset(task)
+    patch = "m.py\n<<<<<<< SEARCH\n    return n + 2\n=======\n    return {}\n>>>>>>> REPLACE"
+    steps = [asyncio.run(env.step(patch.format(right))) for right in ("n + n", "2 * n")]
+    assert [(step.reward, step.done) for step in steps] == [(0.0, False), (1.0, True)]
+    assert (server.seen[0][0]["run_timeout"], server.seen[0][0]["memory_limit_MB"]) == (60.0, 1024)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from mcore_mas.retrieval.client import Passage
 from mcore_mas.rollout.base.task_group import once, put_on_record
 from mcore_mas.rollout.engines import EngineClient
 from mcore_mas.rollout.environments.math_equality import AnswerComparison
@@ -34,13 +35,6 @@ from tests.support.templates import renderer_of
 SIZE = 4  # trajectories, of two calls of tools each
 
 
-class Passage:
-    title = "T"
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
 class Retriever:
     """Writes every question down, and finds something else every time."""
 
@@ -48,7 +42,7 @@ class Retriever:
         self.file = file
 
     async def search(self, query: str, k: int) -> list[Passage]:
-        return [Passage(note(self.file, query))]
+        return [Passage.compose("0", "T", note(self.file, query))]
 
 
 def note(file: Path, text: str) -> str:
@@ -191,7 +185,7 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
 
 
 def test_what_is_answered_comes_back_as_it_was_and_what_raised_is_asked_again(tmp_path: Path) -> None:
-    result = RunResult(verdict=Verdict.RE, stdout="\u2028\0", stderr="", exit_code=-9, wall_s=0.1, files={"f": b"1"})
+    result = RunResult(verdict=Verdict.RE, stdout="\u2028\0", stderr="", exit_code=-9, wall_s=0.1)
     answers = {
         AnswerComparison: AnswerComparison.UNDECIDED,
         RunResult: result,
