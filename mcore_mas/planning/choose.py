@@ -18,9 +18,7 @@ from mcore_mas.planning.estimate import (
     Placement,
     RunEstimate,
     estimate_run,
-    rank_of,
     rank_sets,
-    workloads,
 )
 from mcore_mas.planning.memory import GPU, GPUS
 from mcore_mas.rollout.base.errors import ModelError
@@ -145,20 +143,19 @@ def _best(config: RunConfig, models: Models, cluster: Cluster) -> _Found:
 
 
 def _searched(config: RunConfig, models: Models, cluster: Cluster) -> _Found:
-    found: tuple[tuple[float, float], Placement] | None = None
-    works = workloads(config)
+    found: _Found = None
     sizes = dict.fromkeys((config.trainer.microbatch_tokens, config.engine.max_length))
     for one_by_one, tokens in itertools.product((False, True), sizes):
         for placement in _placements(config, models, cluster):
             if one_by_one and not placement.colocated:
                 continue
             tried = replace(placement, tokens=tokens, one_by_one=one_by_one)
-            rank = rank_of(config, models, tried, cluster.gpu, works)
-            if found is None or rank < found[0]:
-                found = rank, tried
-        if found is not None and not found[0][0] and found[1].pool == "shared":
+            made = estimate_run(config, models, tried, cluster.gpu)
+            if found is None or made.rank < found[1].rank:
+                found = tried, made
+        if found is not None and not found[1].lack and found[0].pool == "shared":
             break  # trainers one by one, and smaller micro-batches, only where nothing that shares GPUs fits without
-    return None if found is None else (found[1], estimate_run(config, models, found[1], cluster.gpu))
+    return found
 
 
 def _placements(config: RunConfig, models: Models, cluster: Cluster) -> Iterator[Placement]:
