@@ -7,7 +7,7 @@ import json
 import queue
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -29,7 +29,7 @@ from mcore_mas.rollout.base.options import merged
 from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.records.files import read_trajectories, write_tasks
-from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from mcore_mas.rollout.records.trajectory import Task
 
 StepRow = dict[str, float]  # a step's metrics by name, with the number of the step
 _T = TypeVar("_T")
@@ -225,7 +225,18 @@ class Run:
         from mcore_mas.training.evaluate import converse
 
         told: queue.Queue[str] = queue.Queue()
-        return _talk(converse(self.config, state, iter(told.get, None)), told, prompts)
+        played = converse(self.config, state, iter(told.get, None))
+        found: list[Conversation] = []
+        with ThreadPoolExecutor(1) as pool, suppress(EOFError):  # the team plays in a thread of its own
+            try:  # a person is asked in the caller's thread, where Ctrl-C is heard
+                for prompt in prompts or iter(lambda: input("you: "), ""):
+                    told.put(prompt)
+                    found.append(Conversation.of(pool.submit(next, played).result(), {}))
+                    if not prompts:
+                        found[-1].show()
+            finally:
+                pool.submit(played.close).result()
+        return found
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, {len(self.metrics)} rows of metrics)"
@@ -329,23 +340,6 @@ def _apart(work: Callable[[], _T], interrupt: Callable[[], None] = lambda: None)
         except KeyboardInterrupt:
             interrupt()
             raise
-
-
-def _talk(
-    played: Generator[Trajectory, None, None], told: queue.Queue[str], prompts: Sequence[str]
-) -> list[Conversation]:
-    """What a team, in a thread of its own, plays of each prompt that it is told; without prompts a person is asked."""
-    found: list[Conversation] = []
-    with ThreadPoolExecutor(1) as pool, suppress(EOFError):
-        try:  # a person is asked in the caller's thread, where Ctrl-C is heard
-            for prompt in prompts or iter(lambda: input("you: "), ""):
-                told.put(prompt)
-                found.append(Conversation.of(pool.submit(next, played).result(), {}))
-                if not prompts:
-                    found[-1].show()
-        finally:
-            pool.submit(played.close).result()
-    return found
 
 
 class _Steps:

@@ -153,7 +153,10 @@ def _judge(where: str, source: Source, found: Rows) -> None:
 
 def _taken(files: Sequence[Path], source: Source, found: Rows) -> Iterator[Mapping[str, Any]]:
     """The rows that a team can be asked, each once; `found` learns what became of all."""
-    reader, drawn = FORMATS[str(source.format)], _drawn(source)
+    reader, drawn = FORMATS[str(source.format)], None
+    if source.drawn is not None:  # of the rows the authors take some, whom they draw with numpy's older generator
+        number, seed = source.drawn
+        drawn = set(np.random.RandomState(seed).choice(source.rows or 0, number, replace=False).tolist())
     known: dict[str, int] = {}  # id -> hash of what it asks and accepts
     texts: set[str] = set()
     for row in (row for file in files for row in read_rows(file)):
@@ -183,14 +186,6 @@ def _taken(files: Sequence[Path], source: Source, found: Rows) -> Iterator[Mappi
             found.kept += 1
             texts.add(text)
             yield row
-
-
-def _drawn(source: Source) -> set[int] | None:
-    """Places of the rows that the authors take, who draw them with numpy's older generator; None: all."""
-    if source.drawn is None:
-        return None
-    number, seed = source.drawn
-    return set(np.random.RandomState(seed).choice(source.rows or 0, number, replace=False).tolist())
 
 
 def _write(path: Path, suffix: str, rows: Iterator[Mapping[str, Any]], schema: pa.Schema | None) -> None:

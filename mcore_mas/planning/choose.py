@@ -12,14 +12,7 @@ import yaml
 
 from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.estimate import (
-    PASSES,
-    Models,
-    Placement,
-    RunEstimate,
-    estimate_run,
-    rank_sets,
-)
+from mcore_mas.planning.estimate import PASSES, Models, Placement, RunEstimate, estimate_run, rank_sets
 from mcore_mas.planning.memory import GPU, GPUS
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import read_yaml

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -59,12 +59,9 @@ def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Pat
     """
     teams = grouped((config["orchestra"]["name"], _arm(name, config)) for name, config in runs.items())
     findings = pd.DataFrame(finding for team, own in teams.items() for finding in _compared(team, own))
-    writers: dict[str, Callable[[pd.DataFrame], str]] = {
-        ".csv": lambda table: str(table.to_csv(index=False, lineterminator="\n")),
-        ".md": _markdown_study,
-    }
+    texts = {".csv": findings.to_csv(index=False, lineterminator="\n"), ".md": _markdown_study(findings)}
     for path in outputs:
-        write_text(path, writers[path.suffix](findings))
+        write_text(path, texts[path.suffix])
 
 
 def norms(metrics: Metrics) -> dict[str, float]:
