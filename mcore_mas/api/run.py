@@ -85,7 +85,12 @@ class Run:
         chosen, sections = _settings(settings, most)
         team = _team(name, agents, orchestra, env, reward)
         own = {"run": name, "evaluation": {}, "data": {s: [str(self._given(s))] for s in given} or tasks}
-        own |= {**team, **_policies(agents, policies)}
+        own |= team
+        if isinstance(policies, Mapping):
+            own["policies"] = {k: {"model": str(m)} if isinstance(m, str | Path) else m for k, m in policies.items()}
+        else:
+            own["policies"] = {} if isinstance(agents, str) else {agent.policy: {} for agent in agents}
+            own["policy_defaults"] = {"model": str(policies)}
         chosen += [f"team={agents}"] if isinstance(agents, str) else []
         overrides = ["~experiment", f"results={json.dumps(str(self.folder.parent))}", *chosen]
         self._values = resolve(overrides, own=pure(merged(own, sections)))
@@ -286,14 +291,6 @@ def _checked(values: Mapping[str, Any], where: str, tasks: Mapping[str, Sequence
     except ValueError as error:
         raise TaskError(str(error)) from error
     return config
-
-
-def _policies(agents: Sequence[AgentSpec] | str, given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Sections for policies of these models: one for all, or one or a section for each."""
-    if isinstance(given, Mapping):
-        return {"policies": {k: {"model": str(m)} if isinstance(m, str | Path) else m for k, m in given.items()}}
-    names: dict[str, Any] = {} if isinstance(agents, str) else {agent.policy: {} for agent in agents}
-    return {"policies": names, "policy_defaults": {"model": str(given)}}
 
 
 def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str], dict[str, Any]]:

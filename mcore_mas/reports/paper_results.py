@@ -140,28 +140,23 @@ def _measured(scores: Mapping[str, pd.Series], name: str) -> dict[str, Any]:
 
 def _differences(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
     """Each method minus its baseline, paired by task, in every block and on every data source."""
-    by_rows = all(name in table.rows for pair in table.compare for name in pair)
-    cells = {
-        (c.block, *((c.row, c.column) if by_rows else (c.column, c.row)), c.metric): c for c in table.cells
-    }  # (block, method, dataset, metric)
+    axis = "row" if all(name in table.rows for pair in table.compare for name in pair) else "column"
+    cells = {(c.block, c.row, c.column, c.metric): c for c in table.cells}
     for method, baseline in table.compare:
-        for (block, name, dataset, metric), cell in cells.items():
-            if name != method:
-                continue
-            other = cells[block, baseline, dataset, metric]
+        for cell in (cell for cell in table.cells if getattr(cell, axis) == method):
+            place = {name: getattr(cell, name) for name in ("block", "row", "column", "metric")}
+            other = cells[tuple((place | {axis: baseline}).values())]
             both = (evaluations.scores(own.experiment, own.state, own.dataset, own.kind) for own in (cell, other))
             scores = _paired(*both)
             published = (cell.published, other.published)
             known = [value for value in published if isinstance(value, float)]
             paper = (known[0] - known[1]) / (1 if table.fraction else 100) if len(known) == 2 else None
-            where = {"row": dataset, "column": f"{method} - {baseline}"}
             yield {
-                "block": block,
-                "metric": metric,
+                **place,
+                axis: f"{method} - {baseline}",
                 "policy_state": "difference",
                 "dataset": cell.dataset,
-                **(where if not by_rows else {"row": where["column"], "column": where["row"]}),
-                **_measured(scores, f"{cell.dataset}/{metric}"),
+                **_measured(scores, f"{cell.dataset}/{cell.metric}"),
                 "paper_value": paper,
             }
 
@@ -177,7 +172,6 @@ def _by_block(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
 
 
 def _grid(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Rows and columns as the lines name them."""
     rows: dict[str, dict[str, str]] = {}
     for line in lines:
         rows.setdefault(line["row"], {"": line["row"]})[line["column"]] = _shown(line)
