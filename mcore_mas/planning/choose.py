@@ -20,6 +20,7 @@ from mcore_mas.rollout.models.architecture import Architecture, planned_architec
 from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs among which the nearest that fits is looked for
+# of the numbers in a file of a cluster
 _UNITS = {"node": " of GPUs in a machine", "memory": ", in GB", "flops": ", in TFLOP/s", "bandwidth": ", in TB/s"}
 _CUTS = (1, 2, 4, 8)  # ranks that tensor parallelism may take, within a machine
 
@@ -62,17 +63,16 @@ class Cluster:
             values = read_yaml(path)
         except (OSError, yaml.YAMLError) as error:
             raise PlanError(f"{path}: {' '.join(str(error).split())}") from error
-        numbers = ("node", "memory", "flops", "bandwidth")
-        unknown = set(values) - {"gpus", *numbers} if isinstance(values, dict) else {"no mapping"}
+        unknown = set(values) - {"gpus", *_UNITS} if isinstance(values, dict) else {"no mapping"}
         if unknown or "gpus" not in values:
             key = min(map(str, unknown), default="gpus")
-            raise PlanError(f"{path}: {key}; expected gpus: 16xH100, and {', '.join(numbers)}")
-        for key in values.keys() & set(numbers):
+            raise PlanError(f"{path}: {key}; expected gpus: 16xH100, and {', '.join(_UNITS)}")
+        for key in values.keys() & _UNITS.keys():
             if type(values[key]) not in ((int,) if key == "node" else (int, float)) or not values[key] > 0:
                 raise PlanError(f"{path}: {key}: {values[key]!r}; expected a number above 0{_UNITS[key]}")
         plain = cls.parse(str(values["gpus"]))
-        sizes = {key: float(values.get(key, getattr(plain.gpu, key))) for key in numbers[1:]}
-        return cls(gpus=plain.gpus, kind=plain.kind, gpu=GPU(**sizes), node=values.get("node", plain.node))
+        sizes = {key: float(size) for key, size in values.items() if key not in ("gpus", "node")}
+        return replace(plain, gpu=replace(plain.gpu, **sizes), node=values.get("node", plain.node))
 
     def __str__(self) -> str:
         """As `parse` reads it."""

@@ -90,8 +90,7 @@ def _config(run: Path) -> dict[str, Any]:
     file = run / "config.yaml"
     if not file.is_file():
         raise FolderError(f"{file}: no such file; expected a run's folder, such as results/demo_math")
-    values: dict[str, Any] = read_yaml(file)
-    return values
+    return dict(read_yaml(file))
 
 
 def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
