@@ -7,7 +7,7 @@ import json
 import queue
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -29,7 +29,7 @@ from mcore_mas.rollout.base.options import merged
 from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.records.files import read_trajectories, write_tasks
-from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.records.trajectory import Task, Trajectory
 
 StepRow = dict[str, float]  # a step's metrics by name, with the number of the step
 _T = TypeVar("_T")
@@ -85,12 +85,7 @@ class Run:
         chosen, sections = _settings(settings, most)
         team = _team(name, agents, orchestra, env, reward)
         own = {"run": name, "evaluation": {}, "data": {s: [str(self._given(s))] for s in given} or tasks}
-        own |= team
-        if isinstance(policies, Mapping):
-            own["policies"] = {k: {"model": str(m)} if isinstance(m, str | Path) else m for k, m in policies.items()}
-        else:
-            own["policies"] = {} if isinstance(agents, str) else {agent.policy: {} for agent in agents}
-            own["policy_defaults"] = {"model": str(policies)}
+        own |= {**team, **_policies(agents, policies)}
         chosen += [f"team={agents}"] if isinstance(agents, str) else []
         overrides = ["~experiment", f"results={json.dumps(str(self.folder.parent))}", *chosen]
         self._values = resolve(overrides, own=pure(merged(own, sections)))
@@ -230,18 +225,7 @@ class Run:
         from mcore_mas.training.evaluate import converse
 
         told: queue.Queue[str] = queue.Queue()
-        played = converse(self.config, state, iter(told.get, None))
-        found: list[Conversation] = []
-        with ThreadPoolExecutor(1) as pool, suppress(EOFError):  # the team plays in a thread of its own
-            try:  # a person is asked in the caller's thread, where Ctrl-C is heard
-                for prompt in prompts or iter(lambda: input("you: "), ""):
-                    told.put(prompt)
-                    found.append(Conversation.of(pool.submit(next, played).result(), {}))
-                    if not prompts:
-                        found[-1].show()
-            finally:
-                pool.submit(played.close).result()
-        return found
+        return _talk(converse(self.config, state, iter(told.get, None)), told, prompts)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, {len(self.metrics)} rows of metrics)"
@@ -293,6 +277,14 @@ def _checked(values: Mapping[str, Any], where: str, tasks: Mapping[str, Sequence
     return config
 
 
+def _policies(agents: Sequence[AgentSpec] | str, given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Sections for policies of these models: one for all, or one or a section for each."""
+    if isinstance(given, Mapping):
+        return {"policies": {k: {"model": str(m)} if isinstance(m, str | Path) else m for k, m in given.items()}}
+    names: dict[str, Any] = {} if isinstance(agents, str) else {agent.policy: {} for agent in agents}
+    return {"policies": names, "policy_defaults": {"model": str(given)}}
+
+
 def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str], dict[str, Any]]:
     """(Choices of groups of configs, sections) that keyword arguments stand for."""
     sections: dict[str, Any] = {
@@ -337,6 +329,23 @@ def _apart(work: Callable[[], _T], interrupt: Callable[[], None] = lambda: None)
         except KeyboardInterrupt:
             interrupt()
             raise
+
+
+def _talk(
+    played: Generator[Trajectory, None, None], told: queue.Queue[str], prompts: Sequence[str]
+) -> list[Conversation]:
+    """What a team, in a thread of its own, plays of each prompt that it is told; without prompts a person is asked."""
+    found: list[Conversation] = []
+    with ThreadPoolExecutor(1) as pool, suppress(EOFError):
+        try:  # a person is asked in the caller's thread, where Ctrl-C is heard
+            for prompt in prompts or iter(lambda: input("you: "), ""):
+                told.put(prompt)
+                found.append(Conversation.of(pool.submit(next, played).result(), {}))
+                if not prompts:
+                    found[-1].show()
+        finally:
+            pool.submit(played.close).result()
+    return found
 
 
 class _Steps:
