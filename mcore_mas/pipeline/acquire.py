@@ -64,12 +64,10 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
     if source.encoder:
         found = _open_index(source, path)
     elif path.parts[0] == "models":
-        if not there:  # it is under its name once all its files are
-            partial = path.with_name(f".{path.name}.partial")
-            fetched = fetch(source, partial, hub, model=True)
-            _check_model(partial)
-            partial.rename(path)
-        found = _check_model(path)
+        folder = path if there else path.with_name(f".{path.name}.partial")
+        fetched = {} if there else fetch(source, folder, hub, model=True)
+        found = _check_model(folder)
+        folder.rename(path)  # it is under its name once all its files are
     else:
         raw = _RAW / str(source.repository).replace("/", "--")
         fetched = {} if there else fetch(source, raw, hub)
