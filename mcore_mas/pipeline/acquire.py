@@ -67,7 +67,8 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
         folder = path if there else path.with_name(f".{path.name}.partial")
         fetched = {} if there else fetch(source, folder, hub, model=True)
         found = _check_model(folder)
-        folder.rename(path)  # it is under its name once all its files are
+        if not there:  # it is under its name once all its files are
+            folder.rename(path)
     else:
         raw = _RAW / str(source.repository).replace("/", "--")
         fetched = {} if there else fetch(source, raw, hub)
