@@ -54,7 +54,7 @@ def _table(table: PaperTable, made: dict[str, Any], rows: dict[str, dict[str, st
     ran = sum(rows[name]["outcome"].startswith("ran") for name in table.experiments)
     return {
         "table": f"`table_{table.name}`",
-        "of": table.config.title,
+        "of": table.title,
         "made": "yes" if made[table.name] else "no",
         "experiments run": f"{ran} of {len(table.experiments)}",
     }

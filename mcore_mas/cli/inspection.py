@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from mcore_mas.cli.machine import run_names
+from mcore_mas.cli.machine import UsageError, run_names
 from mcore_mas.rollout.base.options import offered
 from mcore_mas.rollout.base.text import nearest, shown_line, shown_text
 
@@ -52,10 +52,6 @@ _SENSES = {
     "similar": "similar text",
     "tests": "scored on tests that are shown",
 }
-
-
-class UsageError(ValueError):
-    """A command was called as it cannot be: says what was expected."""
 
 
 def recorded(named: Path) -> Path:

@@ -33,8 +33,8 @@ TRAININGS = urlencode(
 )
 
 
-class UiError(RuntimeError):
-    """The pages cannot be opened: one line that says what, where and what to do."""
+class UsageError(ValueError):
+    """A command cannot be done as it was called: says what was expected, or what to do."""
 
 
 @machine_commands.command("ui", rich_help_panel=_PANEL)
@@ -48,13 +48,15 @@ def open_pages(
 
     scheme, _, path = store.partition(":///")
     if scheme == "sqlite" and not Path(path).is_file():
-        raise UiError(f"{path}: no such file; no run has been tracked yet (run `make demo`, or name another --store)")
+        raise UsageError(
+            f"{path}: no such file; no run has been tracked yet (run `make demo`, or name another --store)"
+        )
     if scheme == "sqlite" and unfinished(Path(path)):
-        raise UiError(f"{path}: MLflow makes this store now, or was ended while it did; the next run makes it anew")
+        raise UsageError(f"{path}: MLflow makes this store now, or was ended while it did; the next run makes it anew")
     try:
         bind(HOST, port).close()
     except OSError as error:
-        raise UiError(f"port {port} on {HOST}: {error.strerror}; choose another --port") from error
+        raise UsageError(f"port {port} on {HOST}: {error.strerror}; choose another --port") from error
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
     command += ["--host", HOST, "--port", str(port), "--workers", "1"]
     environment = {
@@ -75,7 +77,7 @@ def open_pages(
         return
     finally:
         stop_group(child)
-    raise UiError(f"the MLflow server ended with status {status}; what it said is above")
+    raise UsageError(f"the MLflow server ended with status {status}; what it said is above")
 
 
 def _first_page(store: Path) -> str:

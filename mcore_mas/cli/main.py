@@ -13,8 +13,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from mcore_mas import with_pages
-from mcore_mas.cli.inspection import UsageError, inspection_commands
-from mcore_mas.cli.machine import ConfigFile, RunFolder, machine_commands, run_commands
+from mcore_mas.cli.inspection import inspection_commands
+from mcore_mas.cli.machine import ConfigFile, RunFolder, UsageError, machine_commands, run_commands
 from mcore_mas.rollout.base.text import nearest, show_logs
 from mcore_mas.training.joblog import Stopped, cause, stop_at_start
 

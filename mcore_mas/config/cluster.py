@@ -75,11 +75,15 @@ class ClusterConfig(Section):
                 "use cluster.pool: split and no engine.transport, or engine.replicas: 1 and engine.joining: 0"
             )
 
-    def check_one_by_one(self, keeping: Sequence[str]) -> None:
-        """Refuse trainers that have memory one by one where they need not, or where policies are `keeping` theirs.
+    def check_policies(self, policies: Mapping[str, Sequence[str]], keeping: Sequence[str]) -> None:
+        """Refuse memory in turn, or nodes, that do not go with the policies.
+
+        Args:
+            policies: by policy those on the same ranks.
+            keeping: trained ones that have their memory while the team acts.
 
         Raises:
-            ValueError: what is in the way.
+            ValueError: what is in the way, which policies there are, or which share their ranks.
         """
         if self.one_by_one and (keeping or self.pool == "split"):
             what = (
@@ -89,15 +93,6 @@ class ClusterConfig(Section):
                 f"cluster.one_by_one: trainers that share GPUs have memory in turn, and {what}; use cluster.pool: "
                 "shared and offload: true of every policy that trains, or one_by_one: false"
             )
-
-    def check_nodes(self, policies: Mapping[str, Sequence[str]]) -> None:
-        """Refuse nodes of a policy that is not there, or others for policies that share their ranks.
-
-        `policies` has by policy those on the same ranks.
-
-        Raises:
-            ValueError: which policies there are, or share.
-        """
         for name in self.nodes:
             if name not in policies:
                 raise ValueError(f"cluster.nodes: no policy is called '{name}'; policies: {', '.join(policies)}")

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Collection, Mapping
 from importlib.metadata import entry_points
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import unquote, urlsplit
 
@@ -31,19 +30,6 @@ class RateConfig(Section):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}; a schedule falls")
         return self
-
-    def check_decay(self, where: str, updates: int) -> None:
-        """Refuse a schedule that would end before its warm-up does, in a run of so many `updates`, or steps.
-
-        Raises:
-            ValueError: naming the rate by `where`.
-        """
-        steps = self.decay_steps or updates
-        if self.schedule != "constant" and steps <= self.warmup_steps:
-            raise ValueError(
-                f"{where}: schedule '{self.schedule}' ends with update {steps}, but warmup_steps is "
-                f"{self.warmup_steps}; lower it, or raise decay_steps"
-            )
 
 
 class LoraConfig(Section):
@@ -74,14 +60,11 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 _OF_SGLANG = ("python", "urls", "members", "key_file", "options", "environment", "adapters")
 _OF_ONE_ENGINE = (*_OF_SGLANG, "transport", "device", "joining")
 _OWN_ENGINE = ("name", "slots", "max_length", "overlong_prompts", "replicas", "tp", "router_replay", *_OF_ONE_ENGINE)
-# settings of the run's sections that a policy may have of its own
-OWN_SETTINGS: Mapping[str, Collection[str]] = MappingProxyType(
-    {
-        "engine": _OWN_ENGINE,
-        "loss": ("name", "options", "aggregation", "norm", "entropy", "kl", "correction"),
-        "trainer": ("microbatch_tokens", "updates_per_step", "minibatch", "passes"),
-    }
-)
+_OWN_SETTINGS = {  # of the run's sections, that a policy may have of its own
+    "engine": _OWN_ENGINE,
+    "loss": ("name", "options", "aggregation", "norm", "entropy", "kl", "correction"),
+    "trainer": ("microbatch_tokens", "updates_per_step", "minibatch", "passes"),
+}
 
 
 class OwnConfig(Section):
@@ -93,7 +76,7 @@ class OwnConfig(Section):
 
     @model_validator(mode="after")
     def _of_a_policy(self) -> Self:
-        for section, allowed in OWN_SETTINGS.items():
+        for section, allowed in _OWN_SETTINGS.items():
             for key in getattr(self, section):
                 if key not in allowed:
                     raise ValueError(f"{section}.{key} is the run's; a policy's own can be {', '.join(allowed)}")
@@ -212,22 +195,6 @@ class AlternateConfig(Section):
 
     order: tuple[str, ...] = Field(min_length=2)  # policies
     steps: int = Field(1, ge=1)  # of each before the next
-
-    def in_turn(self, step: int) -> str:
-        """The policy that is trained in `step`."""
-        return self.order[step // self.steps % len(self.order)]
-
-    def check_order(self, trained: Collection[str]) -> None:
-        """Refuse an order that is not the `trained` policies, each once.
-
-        Raises:
-            ValueError: which policies are trained.
-        """
-        if sorted(self.order) != sorted(trained):
-            raise ValueError(
-                f"trainer.alternate.order is {', '.join(self.order)}; expected every trained policy once: "
-                f"{', '.join(trained)}"
-            )
 
 
 class TrainerConfig(Section):

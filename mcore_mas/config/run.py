@@ -124,16 +124,10 @@ class RunConfig(Section):
                     )
         _check_room(self)
         _check_credit(self)
-        if self.trainer.alternate is not None:
-            self.trainer.alternate.check_order(self.trained)
-        for name in self.trained:
-            policy = self.policies[name]
-            for rate, where in ((policy, name), (policy.critic, f"{name}.critic")):
-                if rate is not None:
-                    rate.check_decay(f"policies.{where}", places_in_schedule(self, name))
-        self.cluster.check_one_by_one([name for name in self.trained if not self.policies[name].offload])
+        _check_schedules(self)
         check_sharing(self.policies, self.trained)
-        self.cluster.check_nodes({name: sharing(self.policies, name) for name in self.policies})
+        keeping = [name for name in self.trained if not self.policies[name].offload]
+        self.cluster.check_policies({name: sharing(self.policies, name) for name in self.policies}, keeping)
         _check_engines(self)
         _check_ahead(self)
         return self
@@ -185,7 +179,9 @@ class RunConfig(Section):
     def in_turn(self, step: int) -> tuple[str, ...]:
         """The policies that are trained in `step`."""
         alternate = self.trainer.alternate
-        return self.trained if alternate is None else (alternate.in_turn(step),)
+        if alternate is None:
+            return self.trained
+        return (alternate.order[step // alternate.steps % len(alternate.order)],)
 
     def staleness_of(self, policy: str) -> int:
         """How many hand-overs of its own weights the turns of a policy may be behind when they train."""
@@ -338,6 +334,25 @@ def places_in_schedule(config: RunConfig, policy: str) -> int:
     every = config.trainer.alternate is None and policy in config.trained
     steps = trainer.steps if every else sum(policy in config.in_turn(step) for step in range(trainer.steps))
     return steps if trainer.minibatch else trainer.passes * trainer.updates_per_step * steps
+
+
+def _check_schedules(config: RunConfig) -> None:
+    """Refuse turns that are not those of the trained policies, and rates that would end before their warm-up does."""
+    alternate, trained = config.trainer.alternate, config.trained
+    if alternate is not None and sorted(alternate.order) != sorted(trained):
+        raise ValueError(
+            f"trainer.alternate.order is {', '.join(alternate.order)}; expected every trained policy once: "
+            f"{', '.join(trained)}"
+        )
+    for name in trained:
+        policy = config.policies[name]
+        for where, rate in ((name, policy), (f"{name}.critic", policy.critic)):
+            last = (rate and rate.decay_steps) or places_in_schedule(config, name)
+            if rate is not None and rate.schedule != "constant" and last <= rate.warmup_steps:
+                raise ValueError(
+                    f"policies.{where}: schedule '{rate.schedule}' ends with update {last}, but warmup_steps is "
+                    f"{rate.warmup_steps}; lower it, or raise decay_steps"
+                )
 
 
 def _check_room(config: RunConfig) -> None:

@@ -64,12 +64,11 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
     if source.encoder:
         found = _open_index(source, path)
     elif path.parts[0] == "models":
+        folder = path if there else path.with_name(f".{path.name}.partial")
+        fetched = {} if there else fetch(source, folder, hub, model=True)
+        found = _check_model(folder)
         if not there:  # it is under its name once all its files are
-            partial = path.with_name(f".{path.name}.partial")
-            fetched = fetch(source, partial, hub, model=True)
-            _check_model(partial)
-            partial.rename(path)
-        found = _check_model(path)
+            folder.rename(path)
     else:
         raw = _RAW / str(source.repository).replace("/", "--")
         fetched = {} if there else fetch(source, raw, hub)
@@ -153,7 +152,10 @@ def _judge(where: str, source: Source, found: Rows) -> None:
 
 def _taken(files: Sequence[Path], source: Source, found: Rows) -> Iterator[Mapping[str, Any]]:
     """The rows that a team can be asked, each once; `found` learns what became of all."""
-    reader, drawn = FORMATS[str(source.format)], _drawn(source)
+    reader, drawn = FORMATS[str(source.format)], None
+    if source.drawn is not None:  # of the rows the authors take some, whom they draw with numpy's older generator
+        number, seed = source.drawn
+        drawn = set(np.random.RandomState(seed).choice(source.rows or 0, number, replace=False).tolist())
     known: dict[str, int] = {}  # id -> hash of what it asks and accepts
     texts: set[str] = set()
     for row in (row for file in files for row in read_rows(file)):
@@ -183,14 +185,6 @@ def _taken(files: Sequence[Path], source: Source, found: Rows) -> Iterator[Mappi
             found.kept += 1
             texts.add(text)
             yield row
-
-
-def _drawn(source: Source) -> set[int] | None:
-    """Places of the rows that the authors take, who draw them with numpy's older generator; None: all."""
-    if source.drawn is None:
-        return None
-    number, seed = source.drawn
-    return set(np.random.RandomState(seed).choice(source.rows or 0, number, replace=False).tolist())
 
 
 def _write(path: Path, suffix: str, rows: Iterator[Mapping[str, Any]], schema: pa.Schema | None) -> None:

@@ -101,17 +101,15 @@ def _files(suite: Suite, run: str) -> Iterator[str]:
     """The data files of a run that are not there, and that nothing makes."""
     if suite.scale != "paper":
         return
-    retriever = suite.checked(run).retriever
+    config = suite.checked(run)
     own = [("data", file) for file in suite.data_files(run)]
     own += [("data.options.folder", folder) for folder in suite.data_folders(run)]
-    if retriever and retriever.folder:
-        own.append(("retriever.folder", f"{retriever.folder}/index.json"))
-    for key in ("encoder_folder", "golden", "python"):
-        if retriever and (named := getattr(retriever, key)):
-            own.append((f"retriever.{key}", str(named)))
-    data = suite.checked(run).data
-    folders = [(split, file) for split in SPLITS for file in data.files(split) if file.path.is_dir()]
-    for split, given in folders:
+    if retriever := config.retriever:
+        named = {key: getattr(retriever, key) for key in ("folder", "encoder_folder", "golden", "python")}
+        named["folder"] = retriever.folder and retriever.folder / "index.json"
+        own += [(f"retriever.{key}", str(file)) for key, file in named.items() if file]
+    given_folders = [(split, file) for split in SPLITS for file in config.data.files(split) if file.path.is_dir()]
+    for split, given in given_folders:
         try:
             dataset_files(given.path, given.subset, given.split or split)
         except RecordError as error:

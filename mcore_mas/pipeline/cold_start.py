@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -77,7 +77,8 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         reporter = stack.enter_context(Reporter(f"{config.run} bootstrap", cold_start.max_steps, step))
         started = time.monotonic() - (history[-1]["seconds"] if history else 0.0)
         for batch in _batches(config, cold_start, renderer, step):
-            if history and _enough(history[-1], cold_start):
+            last = history[-1] if history else None
+            if last and last["legal"] >= cold_start.stop_legal and last["accuracy"] >= cold_start.stop_accuracy:
                 break
             step += 1
             metrics = trainer.update(pack(batch, config.trainer.microbatch_tokens))
@@ -96,10 +97,6 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         trainer.model.write(out_dir / "model")
     write_json(out_dir / "bootstrap.json", {"model": str(out_dir / "model"), "history": history})
     shutil.rmtree(out_dir / "checkpoints")
-
-
-def _enough(measured: Mapping[str, float], cold_start: ColdStartConfig) -> bool:
-    return measured["legal"] >= cold_start.stop_legal and measured["accuracy"] >= cold_start.stop_accuracy
 
 
 def _checkpoints(folder: Path, config: RunConfig, base_dir: Path) -> Checkpoints:

@@ -63,7 +63,7 @@ def paper_suite(tables: Sequence[str], config: Mapping[str, Any]) -> dict[str, A
     scale, seeds = str(config.get("scale", "paper")), seeds_of(config)
     # experiment -> tables that it is in
     names = grouped((run, table) for table, own in zip(tables, loaded, strict=True) for run in own.experiments)
-    cells = {run: own for table in loaded for run, own in table.config.evaluate.items()}
+    cells = {run: own for table in loaded for run, own in table.evaluate.items()}
     return {
         "suite": f"table_{tables[0]}" if len(tables) == 1 else ALL_TABLES,
         "results": str(config.get("results", "results" if scale == "paper" else f"results/{scale}")),

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
@@ -115,7 +116,9 @@ class ConfigCache:
         own = sorted(configs.rglob("*.yaml")) if configs else []
         self._off = any(_FROM_ENVIRONMENT in file.read_text(encoding="utf-8", errors="replace") for file in own)
         self._made_with = _digest(_stamps([*shipped, *packages, *own]))
-        self._before = self._read()
+        self._before: dict[str, Any] = {}
+        with suppress(OSError, ValueError, TypeError):  # it is not there, or no mapping
+            self._before = dict(json.loads(path.read_text(encoding="utf-8")))
         self._now: dict[str, Any] = {}
 
     def get(self, settings: Mapping[str, Any], compose: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -142,13 +145,6 @@ class ConfigCache:
         files = (str(getattr(module, "__file__", None) or "") for module in others)
         folders = tuple(f"{folder}{os.sep}" for folder in self._code)
         return [file for file in files if file.startswith(folders) and f"{os.sep}site-packages{os.sep}" not in file]
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
 
 
 def _stamps(files: Iterable[Path | str]) -> dict[str, list[int] | None]:

@@ -85,10 +85,13 @@ class Suite:
             starts = sharing.sharers(started, "start")
             runs = {run: sharing.started_from(config, starts.get(run, run)) for run, config in runs.items()}
         recipes = {run: [i for i in items if i.partition("=")[0] != "seed"] for run, items in overrides.items()}
-        named = sharing.first_alike(recipes.items())
+        named, tagged = sharing.first_alike(recipes.items()), {}
+        for run, config in runs.items():  # for MLflow's runs, beside their own
+            tags = {"suite": suite["suite"], "experiment": named[run], **config["tracking"].get("tags", {})}
+            tagged[run] = {**config, "tracking": {**config["tracking"], "tags": tags}}
         return cls(
             name=suite["suite"],
-            runs={run: _tagged(config, suite=suite["suite"], experiment=named[run]) for run, config in runs.items()},
+            runs=tagged,
             experiments=named,
             overrides=overrides,
             starts=starts,
@@ -242,12 +245,6 @@ def _composed(
             raise SuiteError(f"{where}{str(error).removeprefix(where)} ({' '.join(overrides)})") from error
 
     return cache.get({"overrides": settings, "scale": scale}, compose) if cache else compose()
-
-
-def _tagged(config: dict[str, Any], **tags: str) -> dict[str, Any]:
-    """The config with tags for MLflow's runs, beside its own."""
-    tracking = config["tracking"]
-    return {**config, "tracking": {**tracking, "tags": {**tags, **tracking.get("tags", {})}}}
 
 
 def _cells(cells: Seats, runs: sharing.Runs) -> Seats:

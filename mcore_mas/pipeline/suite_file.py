@@ -27,25 +27,13 @@ class SuiteError(ValueError):
         super().__init__(with_pages(without_secrets(line)))
 
 
-def check_suite_files(files: Sequence[Path | str]) -> None:
-    """Refuse a target among the files of `--configfile`, which takes every word up to the next option.
-
-    Raises:
-        SuiteError: a file after the first is no YAML.
-    """
-    targets = [str(file) for file in files[1:] if Path(file).suffix not in (".yaml", ".yml")]
-    if targets:
-        raise SuiteError(
-            f"--configfile took {targets[0]} for a suite; name targets before it: "
-            f"snakemake {' '.join(targets)} --configfile {files[0]}"
-        )
-
-
 def check_command(arguments: Sequence[str]) -> None:
-    """`check_suite_files` for a command line of Snakemake, which its profile calls before Snakemake reads any file.
+    """Refuse targets behind `--configfile` or `--config` of Snakemake, which take every word up to the next option.
+
+    Snakemake's profile calls it before Snakemake reads any file.
 
     Raises:
-        SystemExit: with the error in one line; also for a file that would fill memory.
+        SystemExit: with the error in one line; also for a file that is not there, no YAML, or would fill memory.
     """
     files, option = [], ""
     for word in arguments:
@@ -57,10 +45,11 @@ def check_command(arguments: Sequence[str]) -> None:
             raise SystemExit(
                 f"error: --config took {word} for a setting; name targets before it, settings as KEY=VALUE"
             )
-    try:
-        check_suite_files(files)
-    except SuiteError as error:
-        raise SystemExit(f"error: {error}") from None
+    if targets := [file for file in files[1:] if Path(file).suffix not in (".yaml", ".yml")]:
+        raise SystemExit(
+            f"error: --configfile took {targets[0]} for a suite; name targets before it: "
+            f"snakemake {' '.join(targets)} --configfile {files[0]}"
+        )
     if missing := [file for file in files if not Path(file).is_file()]:
         raise SystemExit(f"error: --configfile {missing[0]}: no such suite file")
     for file in files:

@@ -12,16 +12,7 @@ import yaml
 
 from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.estimate import (
-    PASSES,
-    Models,
-    Placement,
-    RunEstimate,
-    estimate_run,
-    rank_of,
-    rank_sets,
-    workloads,
-)
+from mcore_mas.planning.estimate import PASSES, Models, Placement, RunEstimate, estimate_run, rank_sets
 from mcore_mas.planning.memory import GPU, GPUS
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import read_yaml
@@ -29,6 +20,7 @@ from mcore_mas.rollout.models.architecture import Architecture, planned_architec
 from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs among which the nearest that fits is looked for
+# of the numbers in a file of a cluster
 _UNITS = {"node": " of GPUs in a machine", "memory": ", in GB", "flops": ", in TFLOP/s", "bandwidth": ", in TB/s"}
 _CUTS = (1, 2, 4, 8)  # ranks that tensor parallelism may take, within a machine
 
@@ -71,17 +63,16 @@ class Cluster:
             values = read_yaml(path)
         except (OSError, yaml.YAMLError) as error:
             raise PlanError(f"{path}: {' '.join(str(error).split())}") from error
-        numbers = ("node", "memory", "flops", "bandwidth")
-        unknown = set(values) - {"gpus", *numbers} if isinstance(values, dict) else {"no mapping"}
+        unknown = set(values) - {"gpus", *_UNITS} if isinstance(values, dict) else {"no mapping"}
         if unknown or "gpus" not in values:
             key = min(map(str, unknown), default="gpus")
-            raise PlanError(f"{path}: {key}; expected gpus: 16xH100, and {', '.join(numbers)}")
-        for key in values.keys() & set(numbers):
+            raise PlanError(f"{path}: {key}; expected gpus: 16xH100, and {', '.join(_UNITS)}")
+        for key in values.keys() & _UNITS.keys():
             if type(values[key]) not in ((int,) if key == "node" else (int, float)) or not values[key] > 0:
                 raise PlanError(f"{path}: {key}: {values[key]!r}; expected a number above 0{_UNITS[key]}")
         plain = cls.parse(str(values["gpus"]))
-        sizes = {key: float(values.get(key, getattr(plain.gpu, key))) for key in numbers[1:]}
-        return cls(gpus=plain.gpus, kind=plain.kind, gpu=GPU(**sizes), node=values.get("node", plain.node))
+        sizes = {key: float(size) for key, size in values.items() if key not in ("gpus", "node")}
+        return replace(plain, gpu=replace(plain.gpu, **sizes), node=values.get("node", plain.node))
 
     def __str__(self) -> str:
         """As `parse` reads it."""
@@ -145,20 +136,19 @@ def _best(config: RunConfig, models: Models, cluster: Cluster) -> _Found:
 
 
 def _searched(config: RunConfig, models: Models, cluster: Cluster) -> _Found:
-    found: tuple[tuple[float, float], Placement] | None = None
-    works = workloads(config)
+    found: _Found = None
     sizes = dict.fromkeys((config.trainer.microbatch_tokens, config.engine.max_length))
     for one_by_one, tokens in itertools.product((False, True), sizes):
         for placement in _placements(config, models, cluster):
             if one_by_one and not placement.colocated:
                 continue
             tried = replace(placement, tokens=tokens, one_by_one=one_by_one)
-            rank = rank_of(config, models, tried, cluster.gpu, works)
-            if found is None or rank < found[0]:
-                found = rank, tried
-        if found is not None and not found[0][0] and found[1].pool == "shared":
+            made = estimate_run(config, models, tried, cluster.gpu)
+            if found is None or made.rank < found[1].rank:
+                found = tried, made
+        if found is not None and not found[1].lack and found[0].pool == "shared":
             break  # trainers one by one, and smaller micro-batches, only where nothing that shares GPUs fits without
-    return None if found is None else (found[1], estimate_run(config, models, found[1], cluster.gpu))
+    return found
 
 
 def _placements(config: RunConfig, models: Models, cluster: Cluster) -> Iterator[Placement]:

@@ -156,10 +156,9 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         processes = sum(tenant.devices for tenant in tenants)
     nodes = -(-devices // node_gpus) if stage == "train" and devices else 1
     memory = _DRIVER_MB[kind] + searched + processes * _PROCESS_MB[kind]
-    memory += object_store_mb(config) + _replayed_mb(config) if stage == "train" else 0
     memory += _PROGRAMS_MB * (config.env.name in _WITH_PROGRAMS)
-    if kind == "GPU" and stage == "train":
-        memory += _host_mb(config)
+    if stage == "train":
+        memory += object_store_mb(config) + _replayed_mb(config) + (_host_mb(config) if kind == "GPU" else 0)
     return JobNeeds(
         nodes=nodes,
         gpus=min(devices + on_gpu, node_gpus) if nodes == 1 else node_gpus,

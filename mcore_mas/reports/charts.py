@@ -2,7 +2,6 @@
 
 import io
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mcore_mas.reports.pages import render_page
-from mcore_mas.reports.study import Metrics, curve, read_metrics
+from mcore_mas.reports.study import Metrics, curve, curves_of, read_metrics
 from mcore_mas.rollout.base.files import write_text
 
 # Okabe and Ito's colours, told apart with any colour vision; a line style and a marker repeat the distinction
@@ -23,16 +22,18 @@ _STYLES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _MEAN_OVER = 5  # steps of the running mean that is drawn over the raw values
 _ACROSS = 4  # panels beside each other
+_FIRST = "reward and accuracy"
 _KEY = {"reward/mean": "mean reward of a trajectory", "validation/accuracy": "validation accuracy"}
-_OF_AGENTS = {  # the rest of an agent's metrics is in MLflow and the studio
-    "reward_mean": "reward by agent",
-    "valid_ratio": "share of well-formed turns by agent",
-    "grad_norm": "gradient norm by agent",
-    "advantage_second_moment": "mean square of advantages by agent",
-    "response_length": "tokens of a turn by agent",
-    "sampled_entropy": "mean -log p of sampled tokens by agent",
+# by the title of their section; the rest of an agent's metrics is in MLflow and the studio
+_GROUPED = {
+    "validation accuracy by source": ("validation", "accuracy"),
+    "reward by agent": ("agent", "reward_mean"),
+    "share of well-formed turns by agent": ("agent", "valid_ratio"),
+    "gradient norm by agent": ("agent", "grad_norm"),
+    "mean square of advantages by agent": ("agent", "advantage_second_moment"),
+    "tokens of a turn by agent": ("agent", "response_length"),
+    "mean -log p of sampled tokens by agent": ("agent", "sampled_entropy"),
 }
-_SECTIONS = ("reward and accuracy", "validation accuracy by source", *_OF_AGENTS.values())
 
 Bands = Mapping[str, tuple[pd.Series, pd.Series]]  # of each run, the interval of its validation accuracy
 Panels = dict[str, dict[str, pd.Series]]  # by the panel's title, each run's values by updates done
@@ -56,7 +57,7 @@ def write_charts(runs: Mapping[str, Path], out: Path) -> None:
 
 def key_curves(metrics: Mapping[str, Metrics]) -> str:
     """The first section of the page alone, as SVG: reward and validation accuracy of each run."""
-    return _figure(sections(metrics)[_SECTIONS[0]], list(metrics), _bands(metrics))
+    return _figure(sections(metrics)[_FIRST], list(metrics), _bands(metrics))
 
 
 def _bands(metrics: Mapping[str, Metrics]) -> Bands:
@@ -65,29 +66,18 @@ def _bands(metrics: Mapping[str, Metrics]) -> Bands:
 
 def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
     """The panels of each section: reward and accuracy, validation by data source, each metric of agents."""
-    found: dict[str, Panels] = {name: {} for name in _SECTIONS}
-    found[_SECTIONS[0]] = {title: {} for title in _KEY.values()}
-    for key in sorted({key for rows in metrics.values() for row in rows for key in row}):
-        place = _place(key)
-        if place is None:
-            continue
-        section, panel = place
+    found: dict[str, Panels] = {_FIRST: {}}
+    for key, title in _KEY.items():
+        curves = {run: curve(rows, key) for run, rows in metrics.items()}
+        found[_FIRST][title] = {run: values for run, values in curves.items() if len(values)}
+    for section, (group, name) in _GROUPED.items():
+        panels: Panels = {}
         for run, rows in metrics.items():
-            values = curve(rows, key)
-            if len(values) and (values.any() or section == _SECTIONS[0]):
-                found[section].setdefault(panel, {})[run] = values
-    return {name: panels for name, panels in found.items() if panels}
-
-
-def _place(key: str) -> tuple[str, str] | None:
-    """The section and the panel of a metric; None of those that are for MLflow alone."""
-    if key in _KEY:
-        return _SECTIONS[0], _KEY[key]
-    agent = re.fullmatch(r"agent/(.+)/([^/]+)", key)
-    if agent and agent[2] in _OF_AGENTS:
-        return _OF_AGENTS[agent[2]], agent[1]
-    source = re.fullmatch(r"validation/(.+)/accuracy", key)
-    return (_SECTIONS[1], source[1]) if source else None
+            for one, values in curves_of(rows, group, name).items():
+                if values.any():
+                    panels.setdefault(one, {})[run] = values
+        found |= {section: dict(sorted(panels.items()))} if panels else {}
+    return found
 
 
 def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:

@@ -87,7 +87,7 @@ def make_paper_table(
     write_text(csv, str(frame.to_csv(index=False, float_format="%.6f", lineterminator="\n")))
     page = render_page(
         "paper_table.md.jinja",
-        config=table.config,
+        table=table,
         made=made,
         blocks=_by_block(lines),
         differences=_by_block(differences),
@@ -101,7 +101,7 @@ def _lines(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[str, An
     for cell in table.cells:
         scores = evaluations.scores(cell.experiment, cell.state, cell.dataset, cell.kind)
         published = cell.published
-        if isinstance(published, float) and not table.config.fraction:
+        if isinstance(published, float) and not table.fraction:
             published /= 100
         yield {
             **{name: getattr(cell, name) for name in ("block", "row", "column", "metric")},
@@ -116,7 +116,7 @@ def _lines(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[str, An
 
 def _agreement(table: PaperTable, line: Mapping[str, Any]) -> dict[str, Any]:
     """How far from the paper's number ours may be by the chance of which tasks there are, and whether it is within."""
-    said = {"paper_source": table.config.source, "grade": table.config.grade}
+    said = {"paper_source": table.source, "grade": table.grade}
     if line["value"] is None or not isinstance(line["paper_value"], float):
         return said | {"tolerance": None, "within": None}
     off = line["paper_value"] - line["value"]
@@ -140,28 +140,23 @@ def _measured(scores: Mapping[str, pd.Series], name: str) -> dict[str, Any]:
 
 def _differences(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
     """Each method minus its baseline, paired by task, in every block and on every data source."""
-    by_rows = all(name in table.config.rows for pair in table.config.compare for name in pair)
-    cells = {
-        (c.block, *((c.row, c.column) if by_rows else (c.column, c.row)), c.metric): c for c in table.cells
-    }  # (block, method, dataset, metric)
-    for method, baseline in table.config.compare:
-        for (block, name, dataset, metric), cell in cells.items():
-            if name != method:
-                continue
-            other = cells[block, baseline, dataset, metric]
+    axis = "row" if all(name in table.rows for pair in table.compare for name in pair) else "column"
+    cells = {(c.block, c.row, c.column, c.metric): c for c in table.cells}
+    for method, baseline in table.compare:
+        for cell in (cell for cell in table.cells if getattr(cell, axis) == method):
+            place = {name: getattr(cell, name) for name in ("block", "row", "column", "metric")}
+            other = cells[tuple((place | {axis: baseline}).values())]
             both = (evaluations.scores(own.experiment, own.state, own.dataset, own.kind) for own in (cell, other))
             scores = _paired(*both)
             published = (cell.published, other.published)
             known = [value for value in published if isinstance(value, float)]
-            paper = (known[0] - known[1]) / (1 if table.config.fraction else 100) if len(known) == 2 else None
-            where = {"row": dataset, "column": f"{method} - {baseline}"}
+            paper = (known[0] - known[1]) / (1 if table.fraction else 100) if len(known) == 2 else None
             yield {
-                "block": block,
-                "metric": metric,
+                **place,
+                axis: f"{method} - {baseline}",
                 "policy_state": "difference",
                 "dataset": cell.dataset,
-                **(where if not by_rows else {"row": where["column"], "column": where["row"]}),
-                **_measured(scores, f"{cell.dataset}/{metric}"),
+                **_measured(scores, f"{cell.dataset}/{cell.metric}"),
                 "paper_value": paper,
             }
 
@@ -177,7 +172,6 @@ def _by_block(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
 
 
 def _grid(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Rows and columns as the lines name them."""
     rows: dict[str, dict[str, str]] = {}
     for line in lines:
         rows.setdefault(line["row"], {"": line["row"]})[line["column"]] = _shown(line)
@@ -251,27 +245,21 @@ def _of_estimators(names: Collection[str], key: str, config: RunConfig) -> Any:
     return _one(rule.options.get(key, own[key].default) if key in own else None for rule, own in options)
 
 
-def _kl(config: RunConfig) -> Any:
-    kl = config.loss.kl
-    return [kl.coef, kl.estimate, kl.where] if kl.coef else 0.0
-
-
-def _updates(config: RunConfig) -> Any:
-    trainer = config.trainer
-    return f"mini-batches of {trainer.minibatch} rows" if trainer.minibatch else trainer.updates_per_step
-
-
 # hyper-parameters that are no single key of a config; docs/published.yaml has the others
 COMPUTED: Mapping[str, Callable[[RunConfig], Any]] = {
     "estimator": lambda config: _one(config.advantage_of(agent).name for agent in config.agents),
     "group size": lambda config: (
         config.trainer.branching.width if config.trainer.branching else config.trainer.group_size
     ),
-    "updates per step": _updates,
+    "updates per step": lambda config: (
+        f"mini-batches of {config.trainer.minibatch} rows"
+        if config.trainer.minibatch
+        else config.trainer.updates_per_step
+    ),
     "lower clip": partial(_of_loss, "clip_low"),
     "upper clip": partial(_of_loss, "clip_high"),
     "dual clip": partial(_of_loss, "dual_clip"),
-    "KL": _kl,
+    "KL": lambda config: [kl.coef, kl.estimate, kl.where] if (kl := config.loss.kl).coef else 0.0,
     "prompt tokens": lambda config: config.engine.max_length - max(a.max_tokens for a in config.agents.values()),
     "turns": lambda config: next(
         (config.orchestra.options[key] for key in _TURNS if key in config.orchestra.options), None

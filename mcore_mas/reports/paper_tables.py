@@ -21,27 +21,6 @@ class TableError(ValueError):
     """An evaluation or a table cannot be used: says which file, what is wrong and what to do."""
 
 
-class PaperTableConfig(Section):
-    """A table in a file of workflow/tables."""
-
-    title: str
-    source: str  # paper, and table, figure or page
-    # read in the paper or its README, at second hand, or no number known
-    grade: Literal["primary", "secondary", "none"]
-    metrics: dict[str, Literal["avg", "pass", "maj"]] = Field(min_length=1)  # the paper's name -> ours
-    fraction: bool = False  # the paper's numbers are of 1, not of 100
-    experiment: str  # with fields in braces
-    # What a row, a column or a block gives: fields of that name, and dataset (a data source, `all` tasks, or the
-    # `average` of the sources), state (base, trained, a cell of `evaluate`, or gain, trained - base) and metric.
-    # Columns have the word.
-    rows: dict[str, dict[str, str]] = Field(min_length=1)
-    columns: dict[str, dict[str, str]] = Field(min_length=1)
-    compare: tuple[tuple[str, str], ...] = ()  # (method, baseline), two rows or two columns
-    evaluate: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)  # as a suite's: other models in seats
-    notes: tuple[str, ...] = ()  # what the paper says that is no cell
-    blocks: dict[str, dict[str, Any]] = Field(min_length=1)  # also `values`: by row, of each column
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperCell:
     """One number of a paper, and what it is compared with here."""
@@ -62,12 +41,26 @@ class PaperCell:
         return ("trained", "base") if self.state == GAIN else (self.state,)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PaperTable:
-    """A table of a paper."""
+class PaperTable(Section):
+    """A table of a paper, in a file of workflow/tables."""
 
-    name: str
-    config: PaperTableConfig
+    name: str = ""  # its key there
+    title: str
+    source: str  # paper, and table, figure or page
+    # read in the paper or its README, at second hand, or no number known
+    grade: Literal["primary", "secondary", "none"]
+    metrics: dict[str, Literal["avg", "pass", "maj"]] = Field(min_length=1)  # the paper's name -> ours
+    fraction: bool = False  # the paper's numbers are of 1, not of 100
+    experiment: str  # with fields in braces
+    # What a row, a column or a block gives: fields of that name, and dataset (a data source, `all` tasks, or the
+    # `average` of the sources), state (base, trained, a cell of `evaluate`, or gain, trained - base) and metric.
+    # Columns have the word.
+    rows: dict[str, dict[str, str]] = Field(min_length=1)
+    columns: dict[str, dict[str, str]] = Field(min_length=1)
+    compare: tuple[tuple[str, str], ...] = ()  # (method, baseline), two rows or two columns
+    evaluate: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)  # as a suite's: other models in seats
+    notes: tuple[str, ...] = ()  # what the paper says that is no cell
+    blocks: dict[str, dict[str, Any]] = Field(min_length=1)  # also `values`: by row, of each column
 
     @classmethod
     def load(cls, name: str, folder: Path = TABLES) -> Self:
@@ -81,7 +74,7 @@ class PaperTable:
             raise TableError(f"no table '{name}'; tables: {', '.join(table_names(folder))}")
         path, values = tables[name]
         try:
-            table = cls(name=name, config=PaperTableConfig.model_validate(values))
+            table = cls.model_validate(values).model_copy(update={"name": name})
             known = experiments()
             unknown = [cell.experiment for cell in table.cells if cell.experiment not in known]
         except ValidationError as error:
@@ -91,8 +84,8 @@ class PaperTable:
             raise TableError(f"{path}, {name}: {' '.join(str(error).split())}; see docs/tables.md") from error
         if unknown:
             raise TableError(f"{path}, {name}: no experiment '{unknown[0]}'; expected one of configs/experiment")
-        lines = {*table.config.rows, *table.config.columns}
-        strange = [name for pair in table.config.compare for name in pair if name not in lines]
+        lines = {*table.rows, *table.columns}
+        strange = [name for pair in table.compare for name in pair if name not in lines]
         if strange:
             raise TableError(
                 f"{path}, {name}.compare: no row or column '{strange[0]}'; there are: {', '.join(sorted(lines))}"
@@ -104,9 +97,9 @@ class PaperTable:
         """Every cell, by block, row and column."""
         return tuple(
             cell
-            for block in self.config.blocks
-            for row in self.config.rows
-            for number, column in enumerate(self.config.columns)
+            for block in self.blocks
+            for row in self.rows
+            for number, column in enumerate(self.columns)
             for cell in self._cells(block, row, column, number)
         )
 
@@ -121,16 +114,16 @@ class PaperTable:
         return tuple(dict.fromkeys((cell.experiment, state) for cell in self.cells for state in cell.states))
 
     def _cells(self, block: str, row: str, column: str, number: int) -> list[PaperCell]:
-        own = {key: value for key, value in self.config.blocks[block].items() if key != "values"}
-        place = {**own, **self.config.rows[row], **self.config.columns[column]}
-        values = self.config.blocks[block].get("values", {})
-        if unknown := values.keys() - self.config.rows.keys():
+        own = {key: value for key, value in self.blocks[block].items() if key != "values"}
+        place = {**own, **self.rows[row], **self.columns[column]}
+        values = self.blocks[block].get("values", {})
+        if unknown := values.keys() - self.rows.keys():
             raise ValueError(f"values of '{min(unknown)}', which is no row")
         line = values.get(row, [])
-        parts = _parts(line[number] if number < len(line) else None, len(self.config.metrics))
+        parts = _parts(line[number] if number < len(line) else None, len(self.metrics))
         state = place.get("state", "trained")
-        experiment = self.config.experiment.format(**place)
-        known = ("base", "trained", "gain", *self.config.evaluate.get(experiment, ()))
+        experiment = self.experiment.format(**place)
+        known = ("base", "trained", "gain", *self.evaluate.get(experiment, ()))
         if state not in known:
             raise ValueError(f"state '{state}' of {row}, {column}; expected {', '.join(known)}")
         return [
@@ -145,7 +138,7 @@ class PaperTable:
                 dataset=place.get("dataset", "all"),
                 published=published,
             )
-            for (metric, kind), published in zip(self.config.metrics.items(), parts, strict=True)
+            for (metric, kind), published in zip(self.metrics.items(), parts, strict=True)
         ]
 
 

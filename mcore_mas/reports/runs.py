@@ -90,8 +90,7 @@ def _config(run: Path) -> dict[str, Any]:
     file = run / "config.yaml"
     if not file.is_file():
         raise FolderError(f"{file}: no such file; expected a run's folder, such as results/demo_math")
-    values: dict[str, Any] = read_yaml(file)
-    return values
+    return dict(read_yaml(file))
 
 
 def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
@@ -119,8 +118,9 @@ def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
         other = second / "evaluation" / file.name
         if not other.is_file():
             continue
-        tasks = [_by_task(path) for path in (file, other)]
-        both = [(own, tasks[1][name]) for name, own in tasks[0].items() if name in tasks[1]]
+        tasks = [read_record(path, "tasks")["tasks"] for path in (file, other)]
+        others = {task["task_id"]: task["metrics"] for task in tasks[1]}
+        both = [(task["metrics"], others[task["task_id"]]) for task in tasks[0] if task["task_id"] in others]
         for metric in dict.fromkeys(name for own, _ in both for name in own):
             pairs = [(own[metric], theirs[metric]) for own, theirs in both if metric in own and metric in theirs]
             if not pairs:
@@ -132,12 +132,7 @@ def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
     return found
 
 
-def _by_task(evaluation: Path) -> dict[str, dict[str, float]]:
-    return {task["task_id"]: task["metrics"] for task in read_record(evaluation, "tasks")["tasks"]}
-
-
 _STAGES = ("prepare_tasks", "make_base_model", "bootstrap", "evaluate_base", "train", "evaluate_trained")
-Said = tuple[str, Markup, Markup]  # what a conversation shows, its page, and its picture if it is of a game
 
 
 def write_runs_page(results: Path, runs: Sequence[str], out: Path) -> None:
@@ -190,8 +185,11 @@ def _seconds(folder: Path) -> dict[str, float]:
     return {name: float(own[0]["s"]) for name, own in rows.items() if own}
 
 
-def _said(folder: Path) -> Iterator[Said]:
-    """Three conversations: of a task that only the trained team solves, before and after; and one that failed still."""
+def _said(folder: Path) -> Iterator[tuple[str, Markup, Markup]]:
+    """(What it shows, its page, its picture if it is of a game) of three conversations, without those that are not.
+
+    Of a task that only the trained team solves, before and after; and one that failed still.
+    """
     base, trained = (_first_samples(folder / "evaluation" / state) for state in ("base", "trained"))
     tasks = {task.id: task for task in read_tasks(folder / "tasks" / "test.parquet")} if trained else {}
     gained = [name for name, own in trained.items() if own.success and name in base and not base[name].success]

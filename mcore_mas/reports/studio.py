@@ -141,14 +141,12 @@ def _credit(path: Path, _changed: int) -> tuple[TurnAdvantages, TurnGroups]:
     return credit_of(path, read_trajectories(path)) if small else ({}, {})
 
 
-@cache
-def _tokenizer(file: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(file))
+_tokenizer = cache(Tokenizer.from_file)
 
 
 def _spelled(file: Path, ids: tuple[int, ...]) -> list[str]:
     """The text that each token adds; a character of several tokens comes with its last."""
-    stream, tokenizer = DecodeStream(skip_special_tokens=False), _tokenizer(file)
+    stream, tokenizer = DecodeStream(skip_special_tokens=False), _tokenizer(str(file))
     return [stream.step(tokenizer, one) or "" for one in ids]
 
 

@@ -1,8 +1,10 @@
 """Training curves: values over the steps of a run, and the study of estimators over a suite's seeds."""
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -44,10 +46,11 @@ def curve(metrics: Metrics, key: str) -> pd.Series:
     return pd.Series({int(row["step"]) + 1: float(row[key]) for row in metrics if key in row}, dtype=float)
 
 
-def agent_curves(metrics: Metrics, name: str) -> dict[str, pd.Series]:
-    """`curve` of agent/<agent>/`name` for each agent that has it."""
-    agents = {key.split("/")[1] for row in metrics for key in row if key.startswith("agent/") and key.endswith(name)}
-    return {agent: curve(metrics, f"agent/{agent}/{name}") for agent in sorted(agents)}
+def curves_of(metrics: Metrics, group: str, name: str) -> dict[str, pd.Series]:
+    """`curve` of `group`/<one>/`name` for each agent or data source that has it."""
+    keys = {key for row in metrics for key in row}
+    found = sorted(filter(None, (re.fullmatch(rf"{group}/(.+)/{name}", key) for key in keys)), key=itemgetter(1))
+    return {one[1]: curve(metrics, one[0]) for one in found}
 
 
 def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Path]) -> None:
@@ -59,23 +62,20 @@ def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Pat
     """
     teams = grouped((config["orchestra"]["name"], _arm(name, config)) for name, config in runs.items())
     findings = pd.DataFrame(finding for team, own in teams.items() for finding in _compared(team, own))
-    writers: dict[str, Callable[[pd.DataFrame], str]] = {
-        ".csv": lambda table: str(table.to_csv(index=False, lineterminator="\n")),
-        ".md": _markdown_study,
-    }
+    texts = {".csv": findings.to_csv(index=False, lineterminator="\n"), ".md": _markdown_study(findings)}
     for path in outputs:
-        write_text(path, writers[path.suffix](findings))
+        write_text(path, texts[path.suffix])
 
 
 def norms(metrics: Metrics) -> dict[str, float]:
     """Mean and largest gradient norm of each agent over the steps that had one, and the mean A² of its advantages."""
     found: dict[str, float] = {}
-    for agent, own in agent_curves(metrics, "grad_norm").items():
+    for agent, own in curves_of(metrics, "agent", "grad_norm").items():
         finite = own[own.map(math.isfinite)]
         found |= {f"norm {agent}": finite.mean(), f"largest norm {agent}": finite.max()}
         if len(own) > len(finite):
             found[f"norms not finite {agent}"] = float(len(own) - len(finite))
-    for agent, own in agent_curves(metrics, "advantage_second_moment").items():
+    for agent, own in curves_of(metrics, "agent", "advantage_second_moment").items():
         found[f"A² {agent}"] = fmean(own)
     return found
 

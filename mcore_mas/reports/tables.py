@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -36,15 +36,13 @@ def make_table(evaluations: Sequence[Path], experiments: Mapping[str, str], outp
     scores["experiment"] = scores["run"].map(experiments)
     table = pd.DataFrame(_measured(scores))  # of the CSV, one measured number a line; scores are fractions of 1
     readable = pd.DataFrame(_cells(row) for row in table.to_dict("records"))  # text, scores in per cent
-    writers: dict[str, Callable[[], str]] = {
-        ".csv": lambda: str(table.to_csv(index=False, float_format="%.6f", lineterminator="\n")),
-        ".md": lambda: f"{markdown_table(readable)}\n\n{_NOTE}\n",
-        ".html": lambda: render_page(
-            "table.html.jinja", rows=readable.to_dict("records"), numbers=_NUMBERS, note=_NOTE
-        ),
+    texts = {
+        ".csv": table.to_csv(index=False, float_format="%.6f", lineterminator="\n"),
+        ".md": f"{markdown_table(readable)}\n\n{_NOTE}\n",
+        ".html": render_page("table.html.jinja", rows=readable.to_dict("records"), numbers=_NUMBERS, note=_NOTE),
     }
     for path in outputs:
-        write_text(path, writers[path.suffix]())
+        write_text(path, texts[path.suffix])
 
 
 def read_evaluation(path: Path) -> pd.DataFrame:

@@ -24,7 +24,7 @@ import yaml
 from snakemake.cli import get_argument_parser
 from typer.exceptions import TyperException
 
-from mcore_mas.cli.inspection import UsageError
+from mcore_mas.cli.machine import UsageError
 from mcore_mas.cli.main import app
 from mcore_mas.config.compose import CONFIGS, resolve
 from mcore_mas.config.run import RunConfig

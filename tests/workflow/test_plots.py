@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.reports.charts import sections, write_charts
-from mcore_mas.reports.study import MetricsError, agent_curves, curve
+from mcore_mas.reports.study import MetricsError, curve, curves_of
 
 ROWS = [
     {"step": -1, "validation/accuracy": 0.2},
@@ -26,7 +26,7 @@ def write(path: Path, rows: list[dict[str, float]]) -> Path:
 def test_a_curve_counts_updates_and_skips_steps_without_the_metric() -> None:
     assert curve(ROWS, "reward/mean").to_dict() == {1: 0.5, 2: 0.7}
     assert curve(ROWS, "validation/accuracy").to_dict() == {0: 0.2, 2: 0.4}
-    norms = {agent: own.to_dict() for agent, own in agent_curves(ROWS, "grad_norm").items()}
+    norms = {agent: own.to_dict() for agent, own in curves_of(ROWS, "agent", "grad_norm").items()}
     assert norms == {"solver": {1: 1.0}, "verifier": {2: 2.0}}
 
 

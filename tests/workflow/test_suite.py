@@ -10,7 +10,7 @@ import yaml
 
 from mcore_mas.pipeline.sharing import settings_digest
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.pipeline.suite_file import SuiteError, check_suite_files
+from mcore_mas.pipeline.suite_file import SuiteError, check_command
 
 ROOT = Path(__file__).resolve().parents[2]
 MATH, SEARCH = ["experiment=demo_math"], ["experiment=demo_search"]
@@ -115,12 +115,15 @@ def test_the_score_of_an_untrained_team_depends_on_what_answers() -> None:
     assert len(set(answers)) == 4
 
 
-def test_a_target_that_configfile_took_is_named() -> None:
-    check_suite_files(["a.yaml", "b.yml"])
-    with pytest.raises(SuiteError) as error:
-        check_suite_files(["a.yaml", "results/x/train/done.json"])
+def test_a_target_that_configfile_took_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.yaml", "b.yml"):
+        Path(name).write_text("suite: a\n")
+    check_command(["--configfile", "a.yaml", "b.yml"])
+    with pytest.raises(SystemExit) as error:
+        check_command(["--configfile", "a.yaml", "results/x/train/done.json"])
     assert str(error.value) == (
-        "--configfile took results/x/train/done.json for a suite; name targets before it: "
+        "error: --configfile took results/x/train/done.json for a suite; name targets before it: "
         "snakemake results/x/train/done.json --configfile a.yaml"
     )
 

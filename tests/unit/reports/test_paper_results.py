@@ -82,7 +82,7 @@ def test_a_source_of_which_one_team_has_no_score_is_left_out_of_differences(tmp_
     make_paper_table(table, files, made, tmp_path / "t.csv", tmp_path / "t.md")
     with (tmp_path / "t.csv").open() as lines:
         rows = {(row["row"], row["column"]): row for row in csv.DictReader(lines)}
-    gain = [rows["MAD 2 x 2 + RL - Pass@1 + RL", column] for column in table.config.columns]
+    gain = [rows["MAD 2 x 2 + RL - Pass@1 + RL", column] for column in table.columns]
     assert [row["value"] for row in gain] == ["", "1.000000", "0.500000", "0.750000"]  # (1 + 0.5) / 2
     assert [row["n"] for row in gain] == ["0", "1", "2", "3"]
 
