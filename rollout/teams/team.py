@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -96,12 +97,11 @@ class TeamSession:
         self.tools: dict[str, Sequence[Tool]] = {}  # by agent, those that are open for this trajectory
         # makes a call of a tool; an episode times it and writes it down
         self.run_tool: ToolRunner = lambda name, call, turn: call()
-        self._chats: dict[str, int] = {}  # by agent, how many it has
-        self._calls: dict[str, int] = {}  # by agent, of tools
+        self._chats: Counter[str] = Counter()  # by agent, how many it has
+        self._calls: Counter[str] = Counter()  # by agent, of tools
         self._asked = 0
         self._turns: dict[int, Turn] = {}
         self.scores: dict[int, dict[str, float]] = {}  # by turn
-        self._rounds: dict[int, int] = {}  # by turn
         self._by_task: dict[object, int] = {}  # the latest turn that each task of this trajectory asked for
         self._recent: list[int] = []  # the turns that the environment's next step belongs to
         self._round = 0  # environment steps so far that turns came after
@@ -111,10 +111,7 @@ class TeamSession:
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns so far with their scores, in the order in which they were asked for."""
-        return tuple(
-            changed(turn, round=self._rounds[index], scores=self.scores[index])
-            for index, turn in sorted(self._turns.items())
-        )
+        return tuple(turn for _, turn in sorted(self._turns.items()))
 
     @property
     def last(self) -> Turn | None:
@@ -163,9 +160,8 @@ class TeamSession:
 
     def chat_id(self, agent: str) -> str:
         """The id of a new chat of an agent."""
-        number = self._chats.get(agent, 0)
-        self._chats[agent] = number + 1
-        return f"{agent}/{number}"
+        self._chats[agent] += 1
+        return f"{agent}/{self._chats[agent] - 1}"
 
     async def take_turn(self, agent: Agent, messages: tuple[Message, ...], chat: ChatState | None = None) -> TurnReply:
         """Have an agent go on after `messages`, in its `chat` or once, and write the turn down.
@@ -188,16 +184,16 @@ class TeamSession:
             self._recent.clear()
             self._stepped = False
             self._round += 1
-        self._turns[call.index] = turn
+        scores = dict(turn.scores) if turn.messages == call.messages else {"cut": 1.0}
+        self._turns[call.index] = changed(turn, round=self._round, scores=scores)  # which goes on to be measured
+        self.scores[call.index] = scores
         self._by_task[task] = call.index
-        self._rounds[call.index] = self._round
-        self.scores[call.index] = dict(turn.scores) if turn.messages == call.messages else {"cut": 1.0}
         self._recent.append(call.index)
         return turn, reply
 
     def count_call(self, agent: str) -> int:
         """The number of a tool call among the agent's, from 1."""
-        self._calls[agent] = self._calls.get(agent, 0) + 1
+        self._calls[agent] += 1
         return self._calls[agent]
 
     def score(self, turn: int, /, **scores: float) -> None:
