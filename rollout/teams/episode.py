@@ -27,9 +27,15 @@ class Episode:
     """
 
     def __init__(
-        self, task: Task, seat: TeamSession, env: Env, orchestra: Orchestra, tool_s: float | None = None, name: str = ""
+        self,
+        task: Task,
+        seat: TeamSession,
+        make_env: Callable[[Task], Env],
+        orchestra: Orchestra,
+        tool_s: float | None = None,
+        name: str = "",
     ) -> None:
-        """One call of `env` may take `tool_s` seconds; errors have its `name`, by default that in the task."""
+        """A call of the environment may take `tool_s` seconds; errors have its `name`, by default that in the task."""
         self.seat = seat
         self.rewards: list[float] = []  # of every step
         self.answer: str | None = None  # as the latest step that reported one left it
@@ -38,10 +44,10 @@ class Episode:
         self.failure: EngineError | EnvError | None = None  # who is to blame, if anybody raised
         self._events: list[ToolEvent] = []
         self._task = task
-        self._env, self._name = env, name or task.env
+        self._make_env, self._name = make_env, name or task.env
         # what the state is, without history, from `reset` on: equal texts, equal states; None where it names none
-        self._state: Callable[[], str] | None = getattr(env, "state", None)
-        self._living = cast(Living, env) if hasattr(env, "open") and hasattr(env, "close") else None
+        self._state: Callable[[], str] | None = None
+        self._living: Living | None = None
         self._orchestra = orchestra
         self._tool_s = tool_s
 
@@ -49,7 +55,11 @@ class Episode:
         """Run the orchestra. What it, an engine or the environment raises becomes `error`."""
         opened = AsyncExitStack()
         try:
-            if self._living is not None:
+            with Blamed(f"{self._name}.open"):
+                self._env = env = self._make_env(self._task)
+            self._state = getattr(env, "state", None)
+            if hasattr(env, "open") and hasattr(env, "close"):
+                self._living = cast(Living, env)
                 await self._use("open", self._living.open, self._task)
             await self._open_tools(opened)
             with Blamed("orchestra"):

@@ -60,8 +60,8 @@ class Tree:
         self._dropped: Counter[str] = Counter()  # branches that failed, by reason and by what was late
 
     def _sprout(self) -> Branch:
-        branch, env = Branch(self.team, self.place), self.make_env(self.task)
-        branch.episode = Episode(self.task, branch, env, self.orchestra, tool_s=self.tool_s, name=self.env)
+        branch = Branch(self.team, self.place)
+        branch.episode = Episode(self.task, branch, self.make_env, self.orchestra, tool_s=self.tool_s, name=self.env)
         return branch
 
     async def play(self) -> None:
