@@ -94,7 +94,7 @@ def contain_exits() -> None:
 
 
 def _contained(loop: asyncio.AbstractEventLoop, work: Any, **settings: Any) -> asyncio.Task[Any]:
-    around = _exits_told(work)
+    around: Any = _exits_told(work)
     around.__qualname__ = getattr(work, "__qualname__", type(work).__name__)  # as a task is shown
     task = asyncio.Task(around, loop=loop, **settings)
     task.add_done_callback(lambda _: work.close())  # of a task that is cancelled before it begins
