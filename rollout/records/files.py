@@ -25,7 +25,6 @@ class RecordError(ValueError):
 
 
 def _arrow_type(told: Any) -> pa.DataType:
-    """A type as schemas.yaml tells it."""
     if isinstance(told, list):
         return pa.list_(_arrow_type(told[0]))
     if isinstance(told, dict):

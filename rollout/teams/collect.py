@@ -157,8 +157,6 @@ class _Quota:
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a trajectory ended."""
-
     status: Status
     error: str  # why not well
     counted: tuple[str, ...] = ()  # a name of `_COUNTED`, or `late/` and an agent, a tool, `trajectory` or `batch`

@@ -45,8 +45,6 @@ class Episode:
         self._events: list[ToolEvent] = []
         self._task = task
         self._make_env, self._name = make_env, name or task.env
-        # what the state is, without history, from `reset` on: equal texts, equal states; None where it names none
-        self._state: Callable[[], str] | None = None
         self._living: Living | None = None
         self._orchestra = orchestra
         self._tool_s = tool_s
@@ -57,7 +55,6 @@ class Episode:
         try:
             with Blamed(f"{self._name}.open"):
                 self._env = env = self._make_env(self._task)
-            self._state = getattr(env, "state", None)
             if hasattr(env, "open") and hasattr(env, "close"):
                 self._living = cast(Living, env)
                 await self._use("open", self._living.open, self._task)
@@ -126,10 +123,10 @@ class Episode:
         return step
 
     def _stand(self) -> None:
-        """Tell the session in which state the coming turns are."""
-        if self._state is not None:
+        """Tell the session in which state, without history, the coming turns are, where the environment names it."""
+        if (state := getattr(self._env, "state", None)) is not None:
             with Blamed(f"{self._name}.state"):
-                self.seat.state = self._state()
+                self.seat.state = state()
 
     async def preview(self, action: str) -> Step:
         return await self._able(PlayedEnv.preview, "preview an action", action)

@@ -102,6 +102,7 @@ class TeamSession:
         self._asked = 0
         self._turns: dict[int, Turn] = {}
         self.scores: dict[int, dict[str, float]] = {}  # by turn
+        self._rounds: dict[int, int] = {}  # by turn
         self._by_task: dict[object, int] = {}  # the latest turn that each task of this trajectory asked for
         self._recent: list[int] = []  # the turns that the environment's next step belongs to
         self._round = 0  # environment steps so far that turns came after
@@ -111,7 +112,10 @@ class TeamSession:
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns so far with their scores, in the order in which they were asked for."""
-        return tuple(turn for _, turn in sorted(self._turns.items()))
+        return tuple(
+            changed(turn, round=self._rounds[index], scores=self.scores[index])
+            for index, turn in sorted(self._turns.items())
+        )
 
     @property
     def last(self) -> Turn | None:
@@ -175,7 +179,7 @@ class TeamSession:
         self._asked += 1
         try:
             with self.waits(call) as task:
-                turn, reply = await self._answer(call)
+                turn, reply = await self._ask(call)
         except PromptTooLong:
             if self._asked == call.index + 1:
                 self._asked = call.index  # nothing was sampled: a shorter prompt is the same turn
@@ -184,10 +188,10 @@ class TeamSession:
             self._recent.clear()
             self._stepped = False
             self._round += 1
-        scores = dict(turn.scores) if turn.messages == call.messages else {"cut": 1.0}
-        self._turns[call.index] = changed(turn, round=self._round, scores=scores)  # which goes on to be measured
-        self.scores[call.index] = scores
+        self._turns[call.index] = turn
         self._by_task[task] = call.index
+        self._rounds[call.index] = self._round
+        self.scores[call.index] = dict(turn.scores) if turn.messages == call.messages else {"cut": 1.0}
         self._recent.append(call.index)
         return turn, reply
 
@@ -252,9 +256,6 @@ class TeamSession:
         self.closed = True
         await cancel_tasks(self.waiting)
 
-    async def _answer(self, call: Call) -> TurnReply:
-        return await self._ask(call)
-
     async def _ask(self, call: Call, node: str = "") -> TurnReply:
         """The engine's answer. Branches of a tree sample apart; the first of each round samples as without a tree."""
         agent = call.agent
@@ -273,8 +274,6 @@ class TeamSession:
 
 
 class _Waits:  # see `Blamed`: no generator
-    """A task of a trajectory that waits for something."""
-
     __slots__ = ("_seat", "_task", "_what")
 
     def __init__(self, seat: TeamSession, what: object) -> None:
@@ -294,8 +293,8 @@ class _Waits:  # see `Blamed`: no generator
 
 
 def _turn(call: Call, said: PolicyReply, reply: AgentReply, *, node: str, seed: int, started_s: float) -> Turn:
-    """The record of a reply that was just given."""
     agent, completion = call.agent, said.completion
+    counts = {"tool_calls": len(reply.calls), "malformed_calls": len(reply.problems), "root": int(said.root)}
     return Turn(
         index=call.index,
         agent=agent.name,
@@ -316,7 +315,7 @@ def _turn(call: Call, said: PolicyReply, reply: AgentReply, *, node: str, seed: 
         seed=seed,
         started_s=started_s,
         took_s=time.time() - started_s,
-        scores=_chat_scores(reply, said.root),
+        scores={name: float(count) for name, count in counts.items() if count},
         chat=call.chat.id if call.chat else "",
         masked=not said.trainable,
         routing=completion.routing,
@@ -337,14 +336,6 @@ def _heard(call: Call, said: PolicyReply) -> AgentReply:
     raw = raw if raw != content else ""
     message = Message(role="assistant", content=content, reasoning=parsed.reasoning, calls=calls, raw=raw)
     return AgentReply(text=said.text, value=value, turn=call.index, message=message, problems=problems)
-
-
-def _chat_scores(reply: AgentReply, root: bool) -> dict[str, float]:
-    """What is written down of a turn of a chat; nothing of what did not happen."""
-    if reply.message is None and not root:
-        return {}
-    counts = {"tool_calls": len(reply.calls), "malformed_calls": len(reply.problems), "root": int(root)}
-    return {name: float(count) for name, count in counts.items() if count}
 
 
 def _digest(messages: tuple[Message, ...]) -> str:

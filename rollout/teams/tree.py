@@ -188,7 +188,8 @@ class Branch(TeamSession):
         """Refuse: the turns of this session have their nodes already."""
         raise ValueError(f"turn {turn} cannot be node {node}: the orchestra grows its own tree; set no branching")
 
-    async def _answer(self, call: Call) -> TurnReply:
+    async def _ask(self, call: Call, node: str = "") -> TurnReply:
+        """The answer that the tree gives when the round is played."""
         future: asyncio.Future[TurnReply] = asyncio.get_running_loop().create_future()
         self._open[call.index] = call, future
         self._stirred.set()
@@ -253,7 +254,7 @@ class Branch(TeamSession):
 
         async def ask(call: Call) -> Asked:
             try:
-                return call, await self._ask(call, node)
+                return call, await TeamSession._ask(self, call, node)
             except (EngineError, EnvError) as failure:
                 return call, failure
 
