@@ -45,19 +45,18 @@ class Episode:
         self._events: list[ToolEvent] = []
         self._task = task
         self._make_env, self._name = make_env, name or task.env
-        self._living: Living | None = None
         self._orchestra = orchestra
         self._tool_s = tool_s
 
     async def play(self) -> None:
         """Run the orchestra. What it, an engine or the environment raises becomes `error`."""
-        opened = AsyncExitStack()
+        living, opened = AsyncExitStack(), AsyncExitStack()
         try:
             with Blamed(f"{self._name}.open"):
-                self._env = env = self._make_env(self._task)
-            if hasattr(env, "open") and hasattr(env, "close"):
-                self._living = cast(Living, env)
-                await self._use("open", self._living.open, self._task)
+                self._env = self._make_env(self._task)
+            if hasattr(env := cast(Living, self._env), "open") and hasattr(env, "close"):
+                living.push_async_callback(env.close)
+                await self._use("open", env.open, self._task)
             await self._open_tools(opened)
             with Blamed("orchestra"):
                 await self._orchestra(self._task, self.seat, self)
@@ -70,8 +69,7 @@ class Episode:
                 await self.seat.close()
             finally:
                 await self._let_go("tools", opened.aclose)
-                if self._living is not None:
-                    await self._let_go(f"{self._name}.close", self._living.close)
+                await self._let_go(f"{self._name}.close", living.aclose)
 
     async def _open_tools(self, opened: AsyncExitStack) -> None:
         """Open every agent's tools, each with this episode as its environment where it takes one."""
