@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -90,22 +90,34 @@ def contain_exits() -> None:
     """Have `sys.exit` in a task that starts from now on be its error: asyncio would end the event loop of all."""
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is None:
-        loop.set_task_factory(_contained)
+        loop.set_task_factory(lambda loop, work, **settings: asyncio.Task(_Contained(work), loop=loop, **settings))
 
 
-def _contained(loop: asyncio.AbstractEventLoop, work: Any, **settings: Any) -> asyncio.Task[Any]:
-    around: Any = _exits_told(work)
-    around.__qualname__ = getattr(work, "__qualname__", type(work).__name__)  # as a task is shown
-    task = asyncio.Task(around, loop=loop, **settings)
-    task.add_done_callback(lambda _: work.close())  # of a task that is cancelled before it begins
-    return task
+class _Contained(Coroutine[Any, Any, _T]):  # around `work`, a coroutine could not close what never began
+    def __init__(self, work: Any) -> None:
+        self._work = work
 
+    def send(self, value: Any) -> Any:
+        try:
+            return self._work.send(value)
+        except SystemExit as end:
+            raise Exited(f"sys.exit({end.code!r})") from end
 
-async def _exits_told(work: Any) -> Any:
-    try:
-        return await work
-    except SystemExit as end:
-        raise Exited(f"sys.exit({end.code!r})") from end
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._work.throw(*error)
+        except SystemExit as end:
+            raise Exited(f"sys.exit({end.code!r})") from end
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Generator[Any, Any, _T]:
+        found: Generator[Any, Any, _T] = self._work.__await__()
+        return found
+
+    def __getattr__(self, name: str) -> Any:  # libraries look at coroutines' frames and names
+        return getattr(self._work, name)
 
 
 _made: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, Any]] = WeakKeyDictionary()

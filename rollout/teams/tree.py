@@ -60,9 +60,8 @@ class Tree:
         self._dropped: Counter[str] = Counter()  # branches that failed, by reason and by what was late
 
     def _sprout(self) -> Branch:
-        branch = Branch(self.team, self.place)
-        branch.episode = Episode(self.task, branch, self.make_env, self.orchestra, tool_s=self.tool_s, name=self.env)
-        return branch
+        seat = BranchSession(self.team, self.place)
+        return Branch(Episode(self.task, seat, self.make_env, self.orchestra, tool_s=self.tool_s, name=self.env), seat)
 
     async def play(self) -> None:
         """Grow the tree to its end. It fails when all branches of a round fail, or when it cannot branch."""
@@ -75,7 +74,7 @@ class Tree:
             what = f"environment or orchestra of task {self.task.id} is not deterministic: cannot branch"
             self.error = f"BranchError: {what} ({failure})"
         finally:
-            await together(branch.end() for branch in self._branches)
+            await together(branch.close() for branch in self._branches)
 
     async def _round(self) -> None:
         lead = self._branches[0]
@@ -90,11 +89,11 @@ class Tree:
         )
         self._dropped.update(name for branch in self._branches for name in _reasons(branch.episode))
         grown = [branch for branch in self._branches if not branch.episode.error]
-        self._scores |= {branch.node: branch.worth(self.branching.alpha) for branch in grown}
+        self._scores |= {branch.node: branch.score(self.branching.alpha) for branch in grown}
         chosen = self._choose(grown, len(rounds)) if grown else lead
         others = [branch for branch in self._branches if branch is not chosen]
         self._branches = [chosen, *others]
-        await together(branch.end() for branch in others)
+        await together(branch.close() for branch in others)
         self._branches = [chosen]
         for branch in others:
             if branch in grown:
@@ -155,87 +154,98 @@ class BranchError(RuntimeError):
     """A branch that was told the same as another did something else."""
 
 
-class Branch(TeamSession):
-    """A session of an instance of the orchestra that is played a round at a time.
-
-    A round is the calls that stand open when the orchestra can go on by replies only. They are asked for side by side,
-    and their replies are handed over together, in the order of the calls.
-    """
-
-    episode: Episode  # that is played in this session
+class BranchSession(TeamSession):
+    """A session whose calls stand open until the tree answers them."""
 
     def __init__(self, team: Team, place: tuple[int | str, ...]) -> None:
         super().__init__(team, place)
-        self.node = ""
-        self.rounds: list[list[Asked]] = []
-        self.resting = False
-        self._open: dict[int, tuple[Call, asyncio.Future[TurnReply]]] = {}  # by turn
-        self._stirred = asyncio.Event()  # a call was made, or something that was waited for has come
-        self._tasks: set[asyncio.Task[Any] | None] = set()  # that ever called
-        self._before = 0  # steps of the environment before the latest round
-        self._playing: asyncio.Task[None] | None = None
+        self.open: dict[int, tuple[Call, asyncio.Future[TurnReply]]] = {}  # by turn
+        self.stirred = asyncio.Event()  # a call was made, or something that was waited for has come
+        self.tasks: set[asyncio.Task[Any] | None] = set()  # that ever called
 
     @contextmanager
     def waits(self, what: object) -> Iterator[asyncio.Task[Any]]:
-        self._tasks.add(asyncio.current_task())
+        self.tasks.add(asyncio.current_task())
         try:
             with super().waits(what) as task:
                 yield task
         finally:
-            self._stirred.set()
+            self.stirred.set()
+
+    async def play(self, episode: Episode) -> None:
+        """Play, and tell calls of tools apart by the latest turn: branches may ask the same, and hear otherwise."""
+        put_on_record(self._team.record, lambda: f"{self._session} {self.last.seed if self.last else ''}")
+        await episode.play()
 
     def place(self, turn: int, /, node: str) -> None:
         """Refuse: the turns of this session have their nodes already."""
         raise ValueError(f"turn {turn} cannot be node {node}: the orchestra grows its own tree; set no branching")
 
     async def _ask(self, call: Call, node: str = "") -> TurnReply:
-        """The answer that the tree gives when the round is played."""
         future: asyncio.Future[TurnReply] = asyncio.get_running_loop().create_future()
-        self._open[call.index] = call, future
-        self._stirred.set()
+        self.open[call.index] = call, future
+        self.stirred.set()
         try:
             return await future
         finally:
-            self._open.pop(call.index, None)
+            self.open.pop(call.index, None)
+
+    async def ask(self, call: Call, node: str) -> TurnReply | EngineError | EnvError:
+        try:
+            return await super()._ask(call, node)
+        except (EngineError, EnvError) as failure:
+            return failure
+
+
+class Branch:
+    """An instance of the orchestra that is played a round at a time.
+
+    A round is the calls that stand open when the orchestra can go on by replies only. They are asked for side by side,
+    and their replies are handed over together, in the order of the calls.
+    """
+
+    def __init__(self, episode: Episode, seat: BranchSession) -> None:
+        self.episode, self._seat = episode, seat
+        self.node = ""
+        self.rounds: list[list[Asked]] = []
+        self.resting = False
+        self._before = 0  # steps of the environment before the latest round
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def ended(self) -> bool:
         """Whether the orchestra has ended."""
-        return self._playing is not None and self._playing.done()
+        return self._task is not None and self._task.done()
 
     @property
     def standing(self) -> list[CallKey]:
         """What every open call asks for."""
-        return [_key(call) for call, _ in self._open.values()]
+        return [_key(call) for call, _ in self._seat.open.values()]
 
     async def rest(self) -> None:
         """Until the orchestra has ended, or waits for open calls and nothing else."""
-        if self._playing is None:
-            self._playing = asyncio.create_task(self._play())
-            self._playing.add_done_callback(lambda _: self._stirred.set())
-        while not self._playing.done():
-            self._stirred.clear()
+        seat = self._seat
+        if self._task is None:
+            self._task = asyncio.create_task(seat.play(self.episode))
+            self._task.add_done_callback(lambda _: seat.stirred.set())
+        while not self._task.done():
+            seat.stirred.clear()
             # whoever waits in the session waits for an open call: no step is under way, every reply was taken
-            if self._open and len(self._open) == len(self.waiting):
-                for _ in range(1 if self._tasks == {self._playing} else _SETTLE):
+            if seat.open and len(seat.open) == len(seat.waiting):
+                for _ in range(1 if seat.tasks == {self._task} else _SETTLE):
                     await asyncio.sleep(0)
-                if not self._stirred.is_set():
+                if not seat.stirred.is_set():
                     break
             else:
-                await self._stirred.wait()
+                await seat.stirred.wait()
         self.resting = True
-        if self._playing.done():
-            self._playing.result()
+        if self._task.done():
+            self._task.result()
 
-    async def _play(self) -> None:
-        """Play, and tell calls of tools apart by the latest turn: branches may ask the same, and hear otherwise."""
-        put_on_record(self._team.record, lambda: f"{self._session} {self.last.seed if self.last else ''}")
-        await self.episode.play()
-
-    async def end(self) -> None:
+    async def close(self) -> None:
         """End the orchestra where it stands."""
-        if self._playing is not None:
-            await cancel_tasks([self._playing])
+        if self._task is not None:
+            await cancel_tasks([self._task])
 
     async def follow(self, rounds: Sequence[list[Asked]], standing: Sequence[CallKey]) -> None:
         """Repeat `rounds` without an engine, up to where the calls `standing` are open.
@@ -251,19 +261,14 @@ class Branch(TeamSession):
 
     async def grow(self, node: str) -> None:
         """Play the round that stands open, as branch `node`."""
-
-        async def ask(call: Call) -> Asked:
-            try:
-                return call, await TeamSession._ask(self, call, node)
-            except (EngineError, EnvError) as failure:
-                return call, failure
-
         self.node, self.resting = node, False
-        await self._hand_over(await together(ask(call) for call, _ in self._open.values()))
+        calls = [call for call, _ in self._seat.open.values()]
+        answers = await together(self._seat.ask(call, node) for call in calls)
+        await self._hand_over(list(zip(calls, answers, strict=True)))
 
-    def worth(self, alpha: float) -> float:
+    def score(self, alpha: float) -> float:
         """Of the latest round: the local scores of its turns and, once, alpha times what the environment gave."""
-        local = sum(self.scores.get(call.index, {}).get("local", 0.0) for call, _ in self.rounds[-1])
+        local = sum(self._seat.scores.get(call.index, {}).get("local", 0.0) for call, _ in self.rounds[-1])
         return local + alpha * sum(self.episode.rewards[self._before :])
 
     def _expect(self, calls: Sequence[CallKey]) -> None:
@@ -274,7 +279,7 @@ class Branch(TeamSession):
         self.rounds.append(asked)
         self.resting, self._before = False, len(self.episode.rewards)
         for call, answer in asked:
-            _, future = self._open.get(call.index, (None, None))
+            _, future = self._seat.open.get(call.index, (None, None))
             if future is not None:  # else the orchestra has given the call up
                 settle(future, answer)
         await self.rest()

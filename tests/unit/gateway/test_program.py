@@ -92,7 +92,7 @@ def kill_server(times: int) -> Callable[[str, int], str]:
         alive = [task for task in asyncio.all_tasks() if task.get_name() == SERVER and not task.cancelling()]
         for task in alive[: left[0]]:
             left[0] -= 1
-            server = task.get_coro().cr_frame.f_locals["work"].cr_frame.f_locals["self"]  # type: ignore[union-attr]
+            server = task.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
             for own in server.servers:
                 own.close()
             for connection in list(server.server_state.connections):
