@@ -121,7 +121,7 @@ class ServedTeam:
             split="test",
         )
         env, seat = HandedIn(self.collector.make_env(task)), self._seat()
-        episode = Episode(task, seat, env, self.collector.orchestra)
+        episode = Episode(task, seat, lambda _: env, self.collector.orchestra)
         await episode.play()
         if isinstance(episode.failure, PromptTooLong):
             raise episode.failure

@@ -21,8 +21,6 @@ from mcore_mas.rollout.base.ownership import FolderError, check_owner
 
 Digest = dict[str, int | str]  # a file's "bytes" and "sha256"
 
-_STRETCH = 16 << 20  # bytes hashed and written at a time
-
 
 class _Yaml(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """A reader that refuses a key with two values, of which YAML takes the last without a word."""
@@ -206,10 +204,8 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Digest:
     with path.open("wb") as file:
         failpoint(f"chunks.begun:{path.name}")
         for chunk in chunks:
-            for first in range(0, len(chunk), _STRETCH):
-                stretch = chunk[first : first + _STRETCH]
-                digest.update(stretch)
-                file.write(stretch)
+            digest.update(chunk)
+            file.write(chunk)
             size += len(chunk)
         file.flush()
         os.fsync(file.fileno())

@@ -64,6 +64,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
+class Strict(Section):
+    """One whose values are not read as another type."""
+
+    model_config = STRICT
+
+
 class UnknownName(ValueError):
     """A name in a config is neither registered nor an import path."""
 

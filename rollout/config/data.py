@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
 
-from mcore_mas.rollout.base.options import STRICT, OptionsError, Section, UnknownName, checked, lookup, options_model
+from mcore_mas.rollout.base.options import OptionsError, Section, Strict, UnknownName, checked, lookup, options_model
 from mcore_mas.rollout.environments import ENVS
 from mcore_mas.rollout.records.files import RecordError, read_tasks
 from mcore_mas.rollout.records.trajectory import Task
@@ -19,10 +19,8 @@ from mcore_mas.rollout.tasks.files import OWN, READABLE, Placed, dataset_files, 
 from mcore_mas.rollout.tasks.splits import SPLITS, Split
 
 
-class Columns(Section):
+class Columns(Strict):
     """Columns in which a data set has what, in place of its format's."""
-
-    model_config = STRICT
 
     prompt: str | None = None
     answer: str | None = None
@@ -31,10 +29,8 @@ class Columns(Section):
     context: str | None = None
 
 
-class TaskFile(Section):
+class TaskFile(Strict):
     """A data file, or the part of it that a split takes."""
-
-    model_config = STRICT
 
     path: Path  # or a folder; a hub's id of a data set becomes its folder in the cache
     subset: str | None = None  # of a data set

@@ -3,7 +3,7 @@
 Args:
     max_turns: turns of the team, at most.
     tool: how a reply becomes a list of actions: `actions`, as the reply says it; `program`, as the program in the
-        reply prints it (role `game_coder`).
+        reply prints it (of games, role `game_coder`).
 """
 
 import asyncio
@@ -44,17 +44,14 @@ async def game_team(
 
     The planner alone steps the environment; a malformed reply steps it with "". Templates may use the slots `problem`
     (as `reset` gave it), `state` (the last observation; at the start the task's prompt) and `history` (every step with
-    its observation), the planner's also `proposal`, a list of actions. In sequential order that is this turn's; in
-    simultaneous order both are asked at once and the planner sees the proposal of the turn before, which is what
-    Stronger-MAS's released code amounts to. `tool` says how a reply becomes the list: as it says itself
-    (`actions`, role `game_tool`), or as its program prints (`program`, role `game_coder`).
+    its observation), the planner's also `proposal`, a list of actions.
 
     Local scores, as in Stronger-MAS: of the tool agent, the reward that its own proposal would have had; of the
     planner, the reward that its actions had.
 
     Args:
         order: `sequential`: the planner sees the proposal of this turn; `simultaneous`: both agents are asked at once,
-            and the planner sees the proposal of the turn before.
+            and the planner sees the proposal of the turn before, which is what Stronger-MAS's released code amounts to.
     """
     problem = env.reset(task)
     state, history, earlier = task.prompt, "", ""
@@ -88,8 +85,7 @@ async def single(
 
     The environment is stepped with what the role's parser made of the reply, "" when it is malformed. Templates may use
     the slots `problem` (as `reset` gave it), `state` (the last observation; at the start the task's prompt) and
-    `history` (every step with its action and observation). With `tool: program` the parser's value is a program, in
-    games (role `game_coder`), and the environment is stepped with the list of actions that it prints.
+    `history` (every step with its action and observation).
     """
     problem = env.reset(task)
     state, history = task.prompt, ""

@@ -13,14 +13,14 @@ from graphlib import CycleError, TopologicalSorter
 from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
+from mcore_mas.rollout.base.options import Strict
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.teams.team import TeamSession
 
 GIVEN = ("problem", "history")  # what every template may use besides the nodes
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 def _template(text: str) -> str:
@@ -42,10 +42,8 @@ def _node_name(name: str) -> str:
 Template = Annotated[str, AfterValidator(_template)]  # with named gaps, written {name}
 
 
-class GraphNode(BaseModel):
+class GraphNode(Strict):
     """An agent who is asked, with the slots of the user template; or an action that is taken in the environment."""
-
-    model_config = _STRICT
 
     agent: str | None = None
     slots: Mapping[str, Template] = Field(default_factory=dict)
@@ -59,25 +57,21 @@ class GraphNode(BaseModel):
         return self
 
 
-class Edge(BaseModel):
+class Edge(Strict):
     """What may follow what."""
-
-    model_config = _STRICT
 
     source: str = Field(alias="from")
     target: str = Field(alias="to")
     when: Annotated[str, AfterValidator(lambda text: read_expression(text).text)] | None = None  # null: always
 
 
-class Graph(BaseModel):
+class Graph(Strict):
     """Nodes by name in the config's order, edges, and the nodes that come first.
 
     Raises:
         ValueError: it names what is not there, has a node that is never reached, a cycle without a condition, or no
             action.
     """
-
-    model_config = _STRICT
 
     nodes: Mapping[Annotated[str, AfterValidator(_node_name)], GraphNode] = Field(min_length=1)
     edges: Sequence[Edge] = ()

@@ -90,9 +90,7 @@ def check_program(
         raise ValueError("sandbox: to confine a command that calls models needs Linux 6.12 or later, on x86_64")
 
 
-AgentProgram = Callable[[Job], Awaitable[str]]
-_NO_PROGRAMS: Mapping[str, AgentProgram] = {}
-Command = Annotated[Sequence[str], Field(min_length=1)]
+_NO_PROGRAMS: Mapping[str, Callable[[Job], Awaitable[str]]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +116,7 @@ async def program(
     env: Env,
     *,
     call: str | None = None,
-    command: Command | None = None,
+    command: Annotated[Sequence[str], Field(min_length=1)] | None = None,
     models: Mapping[str, str] | None = None,
     sandbox: Sequence[str] | None = None,
     rules: ProgramRules = ProgramRules(),

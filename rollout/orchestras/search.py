@@ -26,12 +26,12 @@ async def search_team(
 
     The agents are named `verifier`, `searcher` and `answerer`. Their templates may use the slots `question` and
     `history` (every query with what it found, "" before the first), the searcher's also `verdict`, the verifier's full
-    reply. In the last turn the answerer speaks whatever the verdict. A malformed verdict searches on, which fails
-    closed; "answer" is what Dr.MAS's released code does.
+    reply. In the last turn the answerer speaks whatever the verdict.
 
     Args:
         max_turns: turns, at most: each a verdict, then a search or the answer.
-        malformed_verdict: what follows a malformed verdict.
+        malformed_verdict: what follows a malformed verdict: `search` fails closed, `answer` is what Dr.MAS's released
+            code does.
     """
     question = env.reset(task)
     history = ""

@@ -25,7 +25,6 @@ class RecordError(ValueError):
 
 
 def _arrow_type(told: Any) -> pa.DataType:
-    """A type as schemas.yaml tells it."""
     if isinstance(told, list):
         return pa.list_(_arrow_type(told[0]))
     if isinstance(told, dict):
@@ -157,25 +156,10 @@ def _known(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(path: Path, table: pa.Table) -> None:
     metadata = {**(table.schema.metadata or {}), _EPOCH: str(epoch_of(path))}
+    # zstd finds what repeats by itself; tokens and choices of experts would be encoded twice
+    how = {"compression": "zstd", "use_dictionary": False, "row_group_size": _ROW_GROUP, "write_page_checksum": True}
     with atomic_path(path) as temporary:
-        table = table.replace_schema_metadata(metadata)
-        texts = [text for column in table.schema for text in _texts(column.name, column.type)]
-        # others would be encoded twice: tokens and choices of experts hardly repeat as a whole
-        how = {"compression": "zstd", "row_group_size": _ROW_GROUP, "write_page_checksum": True}
-        pq.write_table(table, temporary, use_dictionary=texts, **how)
-
-
-def _texts(name: str, kind: pa.DataType) -> Iterator[str]:
-    """Parquet's names of the columns of text that a column is made of."""
-    if pa.types.is_string(kind):
-        yield name
-    elif pa.types.is_map(kind):
-        yield f"{name}.key_value.key"
-    elif pa.types.is_list(kind):
-        yield from _texts(f"{name}.list.element", kind.value_type)
-    elif pa.types.is_struct(kind):
-        for part in kind:
-            yield from _texts(f"{name}.{part.name}", part.type)
+        pq.write_table(table.replace_schema_metadata(metadata), temporary, **how)
 
 
 def _read(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:

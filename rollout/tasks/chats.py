@@ -72,7 +72,11 @@ class _Voice:
 
 
 def taught(
-    lessons: Iterable[tuple[Task, Teacher, Env]], agents: Mapping[str, Agent], orchestra: Orchestra, n: int
+    lessons: Iterable[tuple[Task, Teacher]],
+    make_env: Callable[[Task], Env],
+    agents: Mapping[str, Agent],
+    orchestra: Orchestra,
+    n: int,
 ) -> Iterator[Demonstration]:
     """`n` chats, whole, as `orchestra` plays them with the agents' own tools; those of all lessons over and over.
 
@@ -82,11 +86,11 @@ def taught(
 
     async def play() -> list[Demonstration]:
         shown: list[Demonstration] = []
-        for task, teacher, env in lessons:
+        for task, teacher in lessons:
             chats: dict[str, Demonstration] = {}
             seats = {name: replace(agent, policy=name) for name, agent in agents.items()}
             team = Team(seats, {name: _Voice(name, teacher, chats) for name in agents})
-            episode = Episode(task, team.seat("demonstration", task.id), env, orchestra)
+            episode = Episode(task, team.seat("demonstration", task.id), make_env, orchestra)
             await episode.play()
             if episode.error:
                 raise ValueError(f"the demonstration of task {task.id} failed: {episode.error}")
@@ -163,10 +167,10 @@ def program_demonstrations(
         episodes: plays that are shown, over and over.
     """
     lessons = [
-        (task, _Coders(task, Random(derive_seed(seed, "programs demonstration", i)), slips).say, CodeEnv(task))
+        (task, _Coders(task, Random(derive_seed(seed, "programs demonstration", i)), slips).say)
         for i, task in enumerate(program_tasks(seed, {"train": episodes}))
     ]
-    return taught(lessons, agents, partial(tool_coder, max_turns=max_turns, max_calls=3), n)
+    return taught(lessons, CodeEnv, agents, partial(tool_coder, max_turns=max_turns, max_calls=3), n)
 
 
 class _Coders:

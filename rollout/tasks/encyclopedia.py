@@ -19,7 +19,6 @@ from pydantic import PositiveInt
 from mcore_mas.retrieval.client import Passage
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import Share
-from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.environments.search import PassageStyle, SearchEnv
 from mcore_mas.rollout.orchestras.search import memory_search, search_team
 from mcore_mas.rollout.records.trajectory import Demonstration, Message, Task, derive_seed
@@ -225,11 +224,12 @@ def memory_demonstrations(
         episodes: plays that are shown, over and over.
     """
     book = _train_book(seed)
-    lessons: list[tuple[Task, Teacher, Env]] = []
+    make_env = partial(SearchEnv, retriever=book, top_k=top_k, style=style)
+    lessons: list[tuple[Task, Teacher]] = []
     for chance, person, fact in itertools.islice(_train_questions(seed, "encyclopedia chats"), episodes):
         task, guide = _task(person, fact), _Guide(person, fact, {}, chance, slips)
-        lessons.append((task, guide.say, SearchEnv(task, retriever=book, top_k=top_k, style=style)))
-    return taught(lessons, agents, partial(memory_search, max_turns=2, max_calls=2), n)
+        lessons.append((task, guide.say))
+    return taught(lessons, make_env, agents, partial(memory_search, max_turns=2, max_calls=2), n)
 
 
 PEOPLE = 2000

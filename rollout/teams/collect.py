@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
 
 from pydantic import Field
 
@@ -100,10 +99,10 @@ class Collector:
         place = (self.seed, self.step, task.id, sample)
         played: Episode | Tree
         if options.tree is None:
-            seat, env = team.seat(*place), self._env(task)
-            played = Episode(task, seat, env, self.orchestra, tool_s=limits.tool_s, name=options.env)
+            seat = team.seat(*place)
+            played = Episode(task, seat, self.make_env, self.orchestra, tool_s=limits.tool_s, name=options.env)
         else:
-            played = Tree(options.tree, task, team, place, self._env, self.orchestra, limits.tool_s, options.env)
+            played = Tree(options.tree, task, team, place, self.make_env, self.orchestra, limits.tool_s, options.env)
         with options.watchdog.over(name, played.waits) if options.watchdog else nullcontext():
             ending = await _play(played, limits, ends, quota)
         trajectory = Trajectory(
@@ -127,25 +126,6 @@ class Collector:
             options.journal.keep(trajectory)
         return trajectory
 
-    def _env(self, task: Task) -> Env:
-        try:
-            return self.make_env(task)
-        except (Exception, SystemExit) as error:
-            return cast(Env, _Unmade(error))
-
-
-@dataclass(frozen=True, slots=True)
-class _Unmade:
-    """An environment that could not be made, and says so when it is opened: a defect of its own trajectory."""
-
-    error: Exception | SystemExit
-
-    async def open(self, task: Task) -> None:
-        raise self.error
-
-    async def close(self) -> None:
-        pass
-
 
 class _Quota:
     """How many trajectories a group still lacks."""
@@ -162,8 +142,6 @@ class _Quota:
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a trajectory ended."""
-
     status: Status
     error: str  # why not well
     counted: tuple[str, ...] = ()  # a name of `_COUNTED`, or `late/` and an agent, a tool, `trajectory` or `batch`

@@ -27,9 +27,15 @@ class Episode:
     """
 
     def __init__(
-        self, task: Task, seat: TeamSession, env: Env, orchestra: Orchestra, tool_s: float | None = None, name: str = ""
+        self,
+        task: Task,
+        seat: TeamSession,
+        make_env: Callable[[Task], Env],
+        orchestra: Orchestra,
+        tool_s: float | None = None,
+        name: str = "",
     ) -> None:
-        """One call of `env` may take `tool_s` seconds; errors have its `name`, by default that in the task."""
+        """A call of the environment may take `tool_s` seconds; errors have its `name`, by default that in the task."""
         self.seat = seat
         self.rewards: list[float] = []  # of every step
         self.answer: str | None = None  # as the latest step that reported one left it
@@ -38,19 +44,19 @@ class Episode:
         self.failure: EngineError | EnvError | None = None  # who is to blame, if anybody raised
         self._events: list[ToolEvent] = []
         self._task = task
-        self._env, self._name = env, name or task.env
-        # what the state is, without history, from `reset` on: equal texts, equal states; None where it names none
-        self._state: Callable[[], str] | None = getattr(env, "state", None)
-        self._living = cast(Living, env) if hasattr(env, "open") and hasattr(env, "close") else None
+        self._make_env, self._name = make_env, name or task.env
         self._orchestra = orchestra
         self._tool_s = tool_s
 
     async def play(self) -> None:
         """Run the orchestra. What it, an engine or the environment raises becomes `error`."""
-        opened = AsyncExitStack()
+        living, opened = AsyncExitStack(), AsyncExitStack()
         try:
-            if self._living is not None:
-                await self._use("open", self._living.open, self._task)
+            with Blamed(f"{self._name}.open"):
+                self._env = self._make_env(self._task)
+            if hasattr(env := cast(Living, self._env), "open") and hasattr(env, "close"):
+                living.push_async_callback(env.close)
+                await self._use("open", env.open, self._task)
             await self._open_tools(opened)
             with Blamed("orchestra"):
                 await self._orchestra(self._task, self.seat, self)
@@ -63,8 +69,7 @@ class Episode:
                 await self.seat.close()
             finally:
                 await self._let_go("tools", opened.aclose)
-                if self._living is not None:
-                    await self._let_go(f"{self._name}.close", self._living.close)
+                await self._let_go(f"{self._name}.close", living.aclose)
 
     async def _open_tools(self, opened: AsyncExitStack) -> None:
         """Open every agent's tools, each with this episode as its environment where it takes one."""
@@ -116,10 +121,10 @@ class Episode:
         return step
 
     def _stand(self) -> None:
-        """Tell the session in which state the coming turns are."""
-        if self._state is not None:
+        """Tell the session in which state, without history, the coming turns are, where the environment names it."""
+        if (state := getattr(self._env, "state", None)) is not None:
             with Blamed(f"{self._name}.state"):
-                self.seat.state = self._state()
+                self.seat.state = state()
 
     async def preview(self, action: str) -> Step:
         return await self._able(PlayedEnv.preview, "preview an action", action)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -96,8 +97,8 @@ class TeamSession:
         self.tools: dict[str, Sequence[Tool]] = {}  # by agent, those that are open for this trajectory
         # makes a call of a tool; an episode times it and writes it down
         self.run_tool: ToolRunner = lambda name, call, turn: call()
-        self._chats: dict[str, int] = {}  # by agent, how many it has
-        self._calls: dict[str, int] = {}  # by agent, of tools
+        self._chats: Counter[str] = Counter()  # by agent, how many it has
+        self._calls: Counter[str] = Counter()  # by agent, of tools
         self._asked = 0
         self._turns: dict[int, Turn] = {}
         self.scores: dict[int, dict[str, float]] = {}  # by turn
@@ -163,9 +164,8 @@ class TeamSession:
 
     def chat_id(self, agent: str) -> str:
         """The id of a new chat of an agent."""
-        number = self._chats.get(agent, 0)
-        self._chats[agent] = number + 1
-        return f"{agent}/{number}"
+        self._chats[agent] += 1
+        return f"{agent}/{self._chats[agent] - 1}"
 
     async def take_turn(self, agent: Agent, messages: tuple[Message, ...], chat: ChatState | None = None) -> TurnReply:
         """Have an agent go on after `messages`, in its `chat` or once, and write the turn down.
@@ -179,7 +179,7 @@ class TeamSession:
         self._asked += 1
         try:
             with self.waits(call) as task:
-                turn, reply = await self._answer(call)
+                turn, reply = await self._ask(call)
         except PromptTooLong:
             if self._asked == call.index + 1:
                 self._asked = call.index  # nothing was sampled: a shorter prompt is the same turn
@@ -197,7 +197,7 @@ class TeamSession:
 
     def count_call(self, agent: str) -> int:
         """The number of a tool call among the agent's, from 1."""
-        self._calls[agent] = self._calls.get(agent, 0) + 1
+        self._calls[agent] += 1
         return self._calls[agent]
 
     def score(self, turn: int, /, **scores: float) -> None:
@@ -256,9 +256,6 @@ class TeamSession:
         self.closed = True
         await cancel_tasks(self.waiting)
 
-    async def _answer(self, call: Call) -> TurnReply:
-        return await self._ask(call)
-
     async def _ask(self, call: Call, node: str = "") -> TurnReply:
         """The engine's answer. Branches of a tree sample apart; the first of each round samples as without a tree."""
         agent = call.agent
@@ -277,8 +274,6 @@ class TeamSession:
 
 
 class _Waits:  # see `Blamed`: no generator
-    """A task of a trajectory that waits for something."""
-
     __slots__ = ("_seat", "_task", "_what")
 
     def __init__(self, seat: TeamSession, what: object) -> None:
@@ -298,8 +293,8 @@ class _Waits:  # see `Blamed`: no generator
 
 
 def _turn(call: Call, said: PolicyReply, reply: AgentReply, *, node: str, seed: int, started_s: float) -> Turn:
-    """The record of a reply that was just given."""
     agent, completion = call.agent, said.completion
+    counts = {"tool_calls": len(reply.calls), "malformed_calls": len(reply.problems), "root": int(said.root)}
     return Turn(
         index=call.index,
         agent=agent.name,
@@ -320,7 +315,7 @@ def _turn(call: Call, said: PolicyReply, reply: AgentReply, *, node: str, seed: 
         seed=seed,
         started_s=started_s,
         took_s=time.time() - started_s,
-        scores=_chat_scores(reply, said.root),
+        scores={name: float(count) for name, count in counts.items() if count},
         chat=call.chat.id if call.chat else "",
         masked=not said.trainable,
         routing=completion.routing,
@@ -341,14 +336,6 @@ def _heard(call: Call, said: PolicyReply) -> AgentReply:
     raw = raw if raw != content else ""
     message = Message(role="assistant", content=content, reasoning=parsed.reasoning, calls=calls, raw=raw)
     return AgentReply(text=said.text, value=value, turn=call.index, message=message, problems=problems)
-
-
-def _chat_scores(reply: AgentReply, root: bool) -> dict[str, float]:
-    """What is written down of a turn of a chat; nothing of what did not happen."""
-    if reply.message is None and not root:
-        return {}
-    counts = {"tool_calls": len(reply.calls), "malformed_calls": len(reply.problems), "root": int(root)}
-    return {name: float(count) for name, count in counts.items() if count}
 
 
 def _digest(messages: tuple[Message, ...]) -> str:

@@ -61,8 +61,7 @@ class Tree:
 
     def _sprout(self) -> Branch:
         seat = BranchSession(self.team, self.place)
-        env = self.make_env(self.task)
-        return Branch(Episode(self.task, seat, env, self.orchestra, tool_s=self.tool_s, name=self.env), seat)
+        return Branch(Episode(self.task, seat, self.make_env, self.orchestra, tool_s=self.tool_s, name=self.env), seat)
 
     async def play(self) -> None:
         """Grow the tree to its end. It fails when all branches of a round fail, or when it cannot branch."""
@@ -182,7 +181,7 @@ class BranchSession(TeamSession):
         """Refuse: the turns of this session have their nodes already."""
         raise ValueError(f"turn {turn} cannot be node {node}: the orchestra grows its own tree; set no branching")
 
-    async def _answer(self, call: Call) -> TurnReply:
+    async def _ask(self, call: Call, node: str = "") -> TurnReply:
         future: asyncio.Future[TurnReply] = asyncio.get_running_loop().create_future()
         self.open[call.index] = call, future
         self.stirred.set()
@@ -193,7 +192,7 @@ class BranchSession(TeamSession):
 
     async def ask(self, call: Call, node: str) -> TurnReply | EngineError | EnvError:
         try:
-            return await self._ask(call, node)
+            return await super()._ask(call, node)
         except (EngineError, EnvError) as failure:
             return failure
 

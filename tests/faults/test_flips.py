@@ -119,7 +119,7 @@ def played(number: int) -> Trajectory:
 
 def test_tasks_and_trajectories(tmp_path: Path) -> None:
     write_tasks(tmp_path / "tasks", arithmetic_tasks(1, {"train": 40}))
-    write_trajectories(tmp_path / "played", [played(number) for number in range(8)])
+    write_trajectories(tmp_path / "played", [played(number) for number in range(24)])
     """Bits that say nothing, such as of names that parquet has twice, are many in so small files."""
     for name, read in (("tasks", read_tasks), ("played", read_trajectories)):
         path = tmp_path / name
