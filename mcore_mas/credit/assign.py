@@ -22,7 +22,7 @@ from mcore_mas.credit.samples import CreditError, Sample, TurnId
 from mcore_mas.equations.advantages import ALONE, BY_TOKEN, NEEDS, compared
 from mcore_mas.equations.divergence import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
-from mcore_mas.rollout.records.trajectory import grouped
+from mcore_mas.rollout.records.trajectory import changed, grouped
 
 _IDS = ("policy", "task", "agent", "trajectory", "state")
 
@@ -77,7 +77,7 @@ def estimate(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) ->
         for place, i in enumerate(seen):
             if rules[samples[i].agent] == rule:
                 target = returns[place] if returns else None
-                done[i] = replace(samples[i], advantages=advantages[place], returns=target)
+                done[i] = changed(samples[i], advantages=advantages[place], returns=target)
     return done
 
 

@@ -8,7 +8,7 @@ from itertools import count, takewhile
 import torch
 
 from mcore_mas.equations.losses import BY_AGENT, AggregationName, token_weights
-from mcore_mas.rollout.records.trajectory import Group, Status, Turn, derive_seed, grouped
+from mcore_mas.rollout.records.trajectory import Group, Status, Turn, changed, derive_seed, grouped
 
 TurnId = tuple[str, str, int]  # trajectory, node, turn: which turn of a step
 
@@ -186,6 +186,6 @@ def weigh(
         each = token_weights(lengths.repeat_interleave(copies), mode=aggregation, norm=norm)
         weights[own] = each[copies.cumsum(0) - 1] * copies / len(agents)
     return [
-        replace(sample, weight=loss_weights[sample.agent] * weight)
+        changed(sample, weight=loss_weights[sample.agent] * weight)
         for sample, weight in zip(trained, weights.tolist(), strict=True)
     ]

@@ -103,16 +103,17 @@ def pack(
         cost: of micro-batches, and over how many ranks the work is to be spread; None: tokens, on one rank.
         share: off, every sample is stored by itself.
     """
-    microbatches = []
+    microbatches, cost = [], cost or CostModel()
     every = [own for i, sample in enumerate(samples) if (own := _Sequence.of(i, sample)).trained]
     for agent in sorted({own.sample.agent for own in every}):
         members = [own for own in every if own.sample.agent == agent]
-        forest, holders = (prefix_forest if share else unshared_forest)([own.tokens for own in members])
+        tokens = [own.tokens for own in members]
+        forest, holders = prefix_forest(tokens, cost.per_shared) if share else unshared_forest(tokens)
         held: list[list[_Sequence]] = [[] for _ in forest.sequences]
         for own, holder in zip(members, holders, strict=True):
             held[holder].append(own)
         rows = [sum(len(own.trained) for own in riders) for riders in held]
-        for items in bin_pack(forest, rows, max_tokens, cost or CostModel()):
+        for items in bin_pack(forest, rows, max_tokens, cost):
             microbatches.append(_microbatch(agent, forest, held, items))
     return microbatches
 

@@ -70,8 +70,12 @@ class PrefixForest:
         return segments, places
 
 
-def prefix_forest(sequences: Sequence[Tensor]) -> tuple[PrefixForest, list[int]]:
-    """The forest of some sequences, and which of its sequences each of them is a beginning of."""
+def prefix_forest(sequences: Sequence[Tensor], per_shared: float = 0.0) -> tuple[PrefixForest, list[int]]:
+    """The forest of some sequences, and which of its sequences each of them is a beginning of.
+
+    Args:
+        per_shared: as `CostModel` has it; what is shared must save at least as much.
+    """
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
     kept: list[Tensor] = []
     shared: list[int] = []
@@ -84,7 +88,7 @@ def prefix_forest(sequences: Sequence[Tensor]) -> tuple[PrefixForest, list[int]]
             kept.append(sequences[i])
             shared.append(common)
         holder[i] = len(kept) - 1
-    return PrefixForest(sequences=kept, shared=_worthwhile(shared)), holder
+    return PrefixForest(sequences=kept, shared=_worthwhile(kept, shared, per_shared)), holder
 
 
 def unshared_forest(sequences: Sequence[Tensor]) -> tuple[PrefixForest, list[int]]:
@@ -99,9 +103,11 @@ def _common(a: Tensor, b: Tensor) -> int:
     return int(different[0, 0]) if len(different) else length
 
 
-def _worthwhile(shared: Sequence[int]) -> list[int]:
-    """What neighbours share, without stretches that save less than `MIN_SAVED` tokens."""
+def _worthwhile(sequences: Sequence[Tensor], shared: Sequence[int], per_shared: float) -> list[int]:
+    """What neighbours share, without stretches that save less than `MIN_SAVED` tokens, or than they take."""
     kept = list(shared)
+    # tokens of all sequences before one, each without what it shares
+    before = list(accumulate((len(ids) - common for ids, common in zip(sequences, shared, strict=True)), initial=0))
     open_stretches = [(0, len(shared), 0)]  # stretches of sequences, and how many tokens of theirs are segments above
     while open_stretches:
         first, end, depth = open_stretches.pop()
@@ -109,7 +115,8 @@ def _worthwhile(shared: Sequence[int]) -> list[int]:
             continue
         common = min(shared[first + 1 : end])
         starts = [first, *(i for i in range(first + 1, end) if shared[i] == common), end]
-        if (common - depth) * (len(starts) - 2) >= MIN_SAVED:
+        behind = before[end] - before[first] + shared[first] - common
+        if (common - depth) * (len(starts) - 2) >= max(MIN_SAVED, per_shared * behind):
             depth = common
         for i in starts[1:-1]:
             kept[i] = depth

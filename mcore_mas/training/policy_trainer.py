@@ -22,7 +22,7 @@ from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
 from mcore_mas.rollout.engines.sglang.arguments import cumem
-from mcore_mas.rollout.records.trajectory import derive_seed, grouped
+from mcore_mas.rollout.records.trajectory import changed, derive_seed, grouped
 from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.trainer_group import TrainerGroup
@@ -76,7 +76,7 @@ class PolicyTrainer:
     def pack(self, samples: Sequence[Sample], step: int) -> list[UpdateBatch]:
         """The policy's samples, in as many parts as the step has updates; each is packed when it is first needed."""
         trainer, entropy = self._config.trainer, self._config.loss.entropy
-        own = [replace(sample, entropy_coef=entropy) for sample in samples if self._learns(sample)]
+        own = [changed(sample, entropy_coef=entropy) for sample in samples if self._learns(sample)]
         seed = self._config.seed
         if trainer.minibatch is not None:
             return [self._batch(part) for part in deal(own, trainer.minibatch, seed, step)]

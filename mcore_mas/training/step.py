@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import CreditWatch, estimate
@@ -11,6 +11,7 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.advantages import ALONE
 from mcore_mas.rollout.base.processes import restart_metrics
 from mcore_mas.rollout.base.task_group import together
+from mcore_mas.rollout.records.trajectory import changed
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.checkpoint import Checkpoints
 from mcore_mas.training.joblog import StopSignal, TrainingError
@@ -124,7 +125,7 @@ def _with_ages(session: TrainingSession, samples: Sequence[Sample]) -> list[Samp
                 f"{sample.version} of policy {sample.policy}, which is {age} hand-overs behind; "
                 f"its staleness allows {allowed}, and no collection may begin earlier than that"
             )
-        aged.append(replace(sample, age=age))
+        aged.append(changed(sample, age=age))
     return aged
 
 

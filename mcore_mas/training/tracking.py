@@ -32,6 +32,7 @@ _LONGEST_PARAM = 500  # characters; MLflow refuses more than 6000
 _PARAMS_PER_CALL = 100  # MLflow's limit
 _METRICS_TOGETHER = 500  # of several steps, in one call
 _PATIENCE_S = 30.0  # at the end of a run, for a tracker to take what is left
+_EVERY_S = 2.0  # at most, what a tracker lacks is sent to it: a call takes 20 ms of a core, some steps not many more
 _FIRST_S = 1.0  # half of the pause after a first fault
 
 
@@ -80,13 +81,18 @@ class Feed:
         self._whom, self._journal, self._warn, self._sent = whom, journal, warn, sent
         self._read = 0  # bytes of metrics.jsonl
         self._faults, self._again = 0, 0.0  # since it worked; when to try again
+        self._due, self._asked, self._ends = 0.0, False, threading.Event()  # when next; whether somebody waits for it
 
     def log(self) -> None:
-        """Have the steps sent that metrics.jsonl has and the tracker lacks; returns at once."""
-        self.sink.put(self._try)
+        """Have the steps sent soon that metrics.jsonl has and the tracker lacks; returns at once."""
+        if not self._asked:
+            self._asked = True
+            if not self.sink.put(self._try):
+                self._asked = False
 
     def finish(self, status: str) -> bool:
         """Close the run as FINISHED, FAILED or KILLED; whether the tracker has taken all, in time."""
+        self._ends.set()
         self.sink.put(lambda: self._try(status))
         done = self.sink.close(_PATIENCE_S)
         if not done:
@@ -94,6 +100,8 @@ class Feed:
         return done and not self._faults
 
     def _try(self, status: str | None = None) -> None:
+        self._ends.wait(self._due - time.monotonic())
+        self._asked = False
         if time.monotonic() < self._again and status is None:
             return
         try:
@@ -107,7 +115,7 @@ class Feed:
             return
         if self._faults:
             self._warn(f"{self._whom} works again and has all steps up to {self._sent}")
-        self._faults, self._again = 0, 0.0
+        self._faults, self._again, self._due = 0, 0.0, time.monotonic() + _EVERY_S
 
     def _send(self, status: str | None) -> None:
         """Send what the tracker lacks, and with a `status` close the run."""

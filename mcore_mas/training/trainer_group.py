@@ -206,8 +206,11 @@ class TrainerGroup:
                 `places` and `turns`.
         """
         self.policy = policy
-        self.cost_model = CostModel.of(spec)  # what micro-batches are to be packed for
+        if places is None:
+            places = [{"num_gpus": 1 if not base and ray.cluster_resources().get("GPU") else 0}] * spec.ranks
         self.home: TrainerGroup = base.home if base else self  # whose ranks do the work
+        self._cpu: bool = base._cpu if base else not any(place.get("num_gpus") for place in places)
+        self.cost_model = CostModel.of(spec, cpu=self._cpu)  # what micro-batches are to be packed for
         if base:
             self.home._specs[policy] = spec
             return
@@ -220,8 +223,6 @@ class TrainerGroup:
         self._calling = asyncio.Lock()  # ranks take calls in the order in which they were made
         if turns:
             turns.groups.append(self)
-        if places is None:
-            places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
         # in their order once `ready`
         self._ranks = [_RANKS.options(**place).remote(threads, watched) for place in places]
 

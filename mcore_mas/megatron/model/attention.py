@@ -178,12 +178,13 @@ class TreeRotary(RotaryEmbedding):
     positions: int  # above all of them; a number here, because asking the GPU for it would wait
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: object = None) -> Tensor:
-        """Angles [T, 1, 1, head_dim] of the current micro-batch, twice; on a CPU their cosines, then their sines."""
+        """Angles [T, 1, 1, head_dim] of the current micro-batch, twice; on a CPU what `turned` takes."""
         angles = cast(Tensor, self.get_emb(self.positions)[self.position_ids])
         if angles.device.type != "cpu":
             return angles
         half = angles[..., : angles.shape[-1] // 2]
-        return torch.cat([half.cos(), half.sin()], dim=-1)
+        cos, sin = half.cos(), half.sin()
+        return torch.cat([cos, cos, -sin, sin], dim=-1)
 
 
 _aten = torch.ops.aten

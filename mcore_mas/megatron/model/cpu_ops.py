@@ -1,4 +1,4 @@
-"""What layers compute between their products on a CPU: root-mean-square norm and rotation by position.
+"""What layers compute between their products on a CPU: root-mean-square norm, SwiGLU and rotation by position.
 
 By torch's operations, in fewer passes over memory than those that autograd would take: each direction is written out.
 Sums and products of bfloat16 tensors are made in float32 and rounded once.
@@ -7,6 +7,7 @@ Sums and products of bfloat16 tensors are made in float32 and rounded once.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -24,13 +25,33 @@ class Normed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        normal = x * scale
-        along = of_out * normal
-        of_weight = along.flatten(0, -2).sum(0).to(weight.dtype)
+        x, slope, factor = x.float(), of_out.float(), weight.float()
+        along = (x * slope).flatten(0, -2)
+        of_weight = torch.mv(along.t(), scale.flatten())
         # with n = x / rms: d/dx = (g w − n · mean(g w n)) / rms
-        mean = torch.matmul(along, weight.float()).div_(x.shape[-1]).unsqueeze(-1)
-        of_x = (of_out.float() * weight).sub_(normal.mul_(mean)).mul_(scale)
-        return of_x.to(x.dtype), of_weight, None
+        mean = torch.mv(along, factor).view(scale.shape).mul_(scale.pow(3)).div_(x.shape[-1])
+        of_x = (slope * factor).mul_(scale).addcmul_(x, mean, value=-1)
+        return of_x.to(of_out.dtype), of_weight.to(weight.dtype), None
+
+
+class Gated(torch.autograd.Function):
+    """`apply(wide)`: silu(gate) · up [..., f] of [..., 2 f], gate first (SwiGLU, arXiv 2002.05202)."""
+
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor) -> Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(wide, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, of_out: Tensor) -> Tensor:
+        wide, activated = ctx.saved_tensors
+        of_wide = torch.empty_like(wide)
+        (gate, up), (of_gate, of_up) = wide.chunk(2, dim=-1), of_wide.chunk(2, dim=-1)
+        torch.mul(of_out, activated, out=of_up)
+        torch.ops.aten.silu_backward.grad_input(of_out * up, gate, grad_input=of_gate)
+        return of_wide
 
 
 class _Rotated(torch.autograd.Function):
@@ -46,22 +67,18 @@ class _Rotated(torch.autograd.Function):
 
 
 def _turn(x: Tensor, turns: Tensor, *, back: bool) -> Tensor:
-    out = torch.empty(x.shape)
-    (first, second), (of_first, of_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     cos, sin = turns.chunk(2, dim=-1)
-    torch.mul(first, cos, out=of_first)
-    torch.mul(second, cos, out=of_second)
-    ahead, behind = (of_first, of_second) if back else (of_second, of_first)
-    ahead += (second if back else first) * sin
-    behind -= (first if back else second) * sin
-    return out
+    first, second = x.chunk(2, dim=-1)
+    across = torch.cat([second, first], dim=-1).mul_(sin)
+    return torch.mul(x, cos).add_(across, alpha=-1 if back else 1)
 
 
 def turned(x: Tensor, turns: Tensor, interleaved: bool = False) -> Tensor:
     """Queries or keys [T, 1, heads, d], rotated by position (RoPE, arXiv 2104.09864), in float32 as attention is.
 
     Args:
-        turns: [T, 1, 1, d] as `TreeRotary` makes them on a CPU: cosines, then sines, of d / 2 angles.
+        turns: [T, 1, 1, 2 d] as `TreeRotary` makes them on a CPU: cosines of d angles, which are d / 2 twice, and what
+            multiplies the other half: their sines, of the first half less than none.
         interleaved: False; no supported model pairs neighbouring elements.
     """
     assert not interleaved, "no supported model pairs neighbouring elements"

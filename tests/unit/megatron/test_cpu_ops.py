@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.model import attention
 from mcore_mas.megatron.model.attention import TreeAttention
-from mcore_mas.megatron.model.cpu_ops import Normed, turned
+from mcore_mas.megatron.model.cpu_ops import Gated, Normed, turned
 from mcore_mas.megatron.model.layout import PackedTrees
 from tests.support.precision import assert_close, relative
 
@@ -62,9 +62,35 @@ def test_norm_is_torchs(scale: float) -> None:
         assert relative(got, want) <= max(1.1 * relative(own, want), 2**-9)  # torch's rounds once more on the way
 
 
+def gated(wide: Tensor) -> Tensor:
+    return Gated.apply(wide)
+
+
+def torchs_gated(wide: Tensor) -> Tensor:
+    gate, up = wide.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def test_swiglu_by_hand() -> None:
+    # silu(ln 3) = ln 3 · 3/4, whose slope is 3/4 + ln 3 · 3/16
+    wide = torch.tensor([[math.log(3), 0.0, 2.0, 5.0]])
+    out, of_wide = results(gated, torch.tensor([[1.0, 10.0]]), wide)
+    assert out[0].tolist() == pytest.approx([2 * math.log(3) * 0.75, 0.0])
+    want = [2 * (0.75 + math.log(3) * 3 / 16), 10 * 5 * 0.5, math.log(3) * 0.75, 0.0]
+    assert of_wide[0].tolist() == pytest.approx(want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_is_torchs_to_the_bit(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    wide, slope = (torch.randn(37, 1, width, generator=draw).to(dtype) for width in (96, 48))
+    for got, want in zip(results(gated, slope, wide), results(torchs_gated, slope, wide), strict=True):
+        assert got.dtype == dtype and torch.equal(got, want)
+
+
 def turns(angles: Tensor) -> Tensor:
     half = angles[..., : angles.shape[-1] // 2]
-    return torch.cat([half.cos(), half.sin()], -1)
+    return torch.cat([half.cos(), half.cos(), -half.sin(), half.sin()], -1)
 
 
 def test_a_quarter_turn_by_hand() -> None:

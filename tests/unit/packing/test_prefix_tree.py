@@ -69,6 +69,18 @@ def test_what_saves_too_little_is_stored_with_each() -> None:
     assert forest_of((*a, *b, 5), (*a, *b, 6), (*a, 3))[0].shared == [0, 2 * half, 0]
 
 
+def test_what_takes_more_than_it_saves_is_stored_with_each() -> None:
+    ends = [(1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3)]
+    sequences = [torch.tensor((*STEM, *end)) for end in ends]  # share 10, which saves 20; 12 tokens attend to them
+    assert prefix_forest(sequences, 20 / 12 - 0.01)[0].shared == [0, 10, 10]
+    assert prefix_forest(sequences, 20 / 12 + 0.01)[0].shared == [0, 0, 0]
+    # the stem of all saves 10, for 50 tokens behind it; the next 15 of two and two with the stem 25, for 10 behind them
+    far = [(7,) * 15 + (n,) * 5 for n in (1, 2)] + [(8,) * 15 + (n,) * 5 for n in (1, 2)]
+    sequences = [torch.tensor((*STEM, *rest)) for rest in far]
+    assert prefix_forest(sequences, 0.19)[0].shared == [0, 25, 10, 25]
+    assert prefix_forest(sequences, 0.21)[0].shared == [0, 25, 0, 25]
+
+
 def test_a_stretch_is_a_forest_with_its_own_stem() -> None:
     forest, _ = forest_of((*STEM, 1), (*STEM, 2), (*STEM, 3))
     part = forest[1:3]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from mcore_mas.reports.study import MetricsError, read_metrics
 from mcore_mas.training import tracking
 from mcore_mas.training.logbook import Journal
 from mcore_mas.training.tracking import CLOCK, Sink, Tracker, noted
-from mcore_mas.training.tracking_store import Store, unfinished
+from mcore_mas.training.tracking_store import MetricRow, Store, unfinished
 from tests.support.trackable import opened_tracker
 
 
@@ -167,6 +167,29 @@ def hanging() -> Iterator[str]:
     """The URL of a server that takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_steps_of_a_moment_are_sent_together_and_the_end_waits_for_no_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_EVERY_S", 600.0)
+    sent, began, metrics = list[list[int]](), threading.Event(), Store.metrics
+
+    def note(store: Store, run_id: str, rows: Sequence[MetricRow]) -> None:
+        sent.append([row[3] for row in rows])
+        metrics(store, run_id, rows)
+        began.set()
+
+    monkeypatch.setattr(Store, "metrics", note)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    journal, tracker = opened(tmp_path, uri, lambda said: None)
+    step(journal, tracker, 0)
+    assert began.wait(120)
+    for number in range(1, 300):  # more than may wait for a sink
+        step(journal, tracker, number)
+    assert tracker.finish("FINISHED")
+    assert sent == [[0], list(range(1, 300))]
+    assert history(uri, tracker.run_id) == [(number + 1, float(number)) for number in range(300)]
 
 
 def test_a_server_that_hangs_holds_up_neither_start_nor_steps(
