@@ -34,7 +34,7 @@ CUTS: dict[str, Callable[[tuple[int, ...], int], tuple[int, ...]]] = {
     "right": lambda tokens, most: tokens[:most],
 }
 
-_RECENT = 64  # first prompts whose tokens are kept: those of a group are the same
+_RECENT = 64  # first prompts whose text and tokens are kept: those of a group are the same
 _MARKS = ("\ue001", "\ue002")  # stand for a reply's thoughts and its words; no template changes them
 
 
@@ -93,6 +93,7 @@ class Renderer:
         self._marks = _any_of(set(mark_control_tokens("|", _any_of("|"))) - {"|"})
         self._spelling = threading.Lock()
         self._begin = lru_cache(_RECENT)(self._encode)
+        self._plain = lru_cache(_RECENT)(self._rendered)
         self.stop = _ends(model, self._turn_end(model, template), self._tokenizer.eos_token_id)  # end a reply
         self._end_texts = [str(self._tokenizer.convert_ids_to_tokens(end)) for end in self.stop]
 
@@ -202,6 +203,9 @@ class Renderer:
         return None if token in self._special_ids else stream.step(self._tokenizer.backend_tokenizer, token) or ""
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
+        return self._rendered(messages, tools) if tools else self._plain(tuple(messages))
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
         if self.tool_format == "fenced":
             messages, tools = in_words(messages, tools), ()
         return str(

@@ -60,6 +60,23 @@ def test_a_template_is_given_its_arguments(folder: Path) -> None:
     assert sum(written) == 2  # A and the end
 
 
+def test_a_conversation_without_tools_is_written_out_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer, written = Renderer(folder, template="plain"), list[int]()
+    whole = PreTrainedTokenizerFast.apply_chat_template
+
+    def counted(tokenizer: PreTrainedTokenizerFast, chat: list[object], **how: object) -> object:
+        written.append(len(chat))
+        return whole(tokenizer, chat, **how)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", counted)
+    asked, other = ([Message(role="user", content=content)] for content in ("2 + 2?", "2 + 3?"))
+    first = [renderer.render(asked) for _ in range(8)]
+    assert (written, set(first)) == ([1], {first[0]})
+    assert renderer.render(other) != first[0]
+    assert renderer.render([*asked, Message(role="assistant", content="4"), *other])[: len(first[0])] == first[0]
+    assert written == [1, 1, 3]
+
+
 def test_an_argument_that_no_template_reads_is_refused(folder: Path) -> None:
     with pytest.raises(ModelError) as caught:
         Renderer(switched(folder), arguments={"enable_thinkng": False})
