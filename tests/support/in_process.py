@@ -52,7 +52,7 @@ class Group:
 
     def __init__(self, spec: TrainerSpec) -> None:
         self.trainer = MegatronTrainer(spec)
-        self.cost_model = CostModel.of(spec)
+        self.cost_model = CostModel.of(spec, cpu=True)
         self.updates: list[list[Microbatch]] = []
 
     async def update(self, microbatches: Sequence[Microbatch], at: int | None = None) -> dict[str, float]:
