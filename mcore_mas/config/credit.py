@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from mcore_mas.equations.advantages import ESTIMATORS
 from mcore_mas.equations.divergence import CORRECTIONS, KLName
 from mcore_mas.equations.filters import FILTERS
-from mcore_mas.equations.losses import LOSSES, NORMED, AggregationName
+from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, AggregationName
 from mcore_mas.equations.turns import Grouping
 from mcore_mas.rollout.base.options import Registry, Section
 from mcore_mas.rollout.config.sections import AgentConfig, Choice
@@ -74,7 +74,7 @@ class LossConfig(Choice):
 
     @model_validator(mode="after")
     def _normed(self) -> Self:
-        normed = self.aggregation in NORMED
+        normed = AGGREGATIONS[self.aggregation].normed
         if normed != (self.norm is not None):
             what = "needs norm, a length in tokens" if normed else "divides by no constant; leave norm out"
             raise ValueError(f"aggregation '{self.aggregation}' {what}")

@@ -7,7 +7,7 @@ from itertools import count, takewhile
 
 import torch
 
-from mcore_mas.equations.losses import BY_AGENT, AggregationName, token_weights
+from mcore_mas.equations.losses import AGGREGATIONS, AggregationName, token_weights
 from mcore_mas.rollout.records.trajectory import Group, Status, Turn, changed, derive_seed, grouped
 
 TurnId = tuple[str, str, int]  # trajectory, node, turn: which turn of a step
@@ -177,7 +177,7 @@ def weigh(
     trained = [sample for sample in samples if loss_weights[sample.agent]]
     if not trained:
         return []
-    agents = {sample.agent for sample in trained} if aggregation in BY_AGENT else {None}
+    agents = {sample.agent for sample in trained} if AGGREGATIONS[aggregation].by_agent else {None}
     weights = torch.empty(len(trained), dtype=torch.float64)
     for agent in agents:
         own = [i for i, sample in enumerate(trained) if agent in (None, sample.agent)]

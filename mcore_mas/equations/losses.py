@@ -65,7 +65,8 @@ def ppo_clip(
     """
     # r = π / π_old
     ratio = bounded_exp(tokens.logprobs - old)
-    return _clipped(tokens, old, ratio, clip_low, clip_high, dual_clip)
+    loss, statistics = _clipped(ratio, tokens.advantages, clip_low, clip_high, dual_clip)
+    return loss, statistics | _distance(tokens, old, ratio)
 
 
 def gspo(
@@ -84,13 +85,11 @@ def gspo(
     # s_it = sg[s_i] · π(y_it) / sg[π(y_it)], s_i = (π(y_i) / π_old(y_i))^(1/|y_i|)
     mean = at_level((tokens.logprobs - old).detach(), tokens.sequences, "geometric")
     ratio = bounded_exp(mean + (tokens.logprobs - tokens.logprobs.detach()))
-    return _clipped(tokens, old, ratio, clip_low, clip_high, dual_clip)
+    loss, statistics = _clipped(ratio, tokens.advantages, clip_low, clip_high, dual_clip)
+    return loss, statistics | _distance(tokens, old, ratio)
 
 
-def _clipped(
-    tokens: Tokens, old: Tensor, ratio: Tensor, low: float, high: float, dual: float
-) -> tuple[Tensor, Statistics]:
-    advantages = tokens.advantages
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> tuple[Tensor, Statistics]:
     plain = -ratio * advantages
     clipped = -ratio.clamp(1.0 - low, 1.0 + high) * advantages
     bound = torch.where(advantages < 0, -dual * advantages, math.inf)
@@ -104,7 +103,7 @@ def _clipped(
             "clip_fraction_high": (active & (advantages > 0)).float(),
             "clip_fraction_dual": (single > bound).float(),
         }
-    return torch.minimum(single, bound), statistics | _distance(tokens, old, ratio)
+    return torch.minimum(single, bound), statistics
 
 
 def _distance(tokens: Tokens, old: Tensor, ratio: Tensor) -> Statistics:
@@ -214,21 +213,45 @@ AggregationName = Literal[
 ]
 
 
-# (lengths [n] float64, norm L) -> weight of a token of each sample [n]
-AGGREGATIONS: dict[AggregationName, Callable[[Tensor, float], Tensor]] = {
-    # 1 / Σ_j |y_j|   DAPO, arXiv 2503.14476; verl token-mean
-    "token_mean": lambda lengths, _: torch.ones_like(lengths) / lengths.sum(),
-    # 1 / (K Σ_{j of agent k} |y_j|) for K agents, as separate policies have it: who says more does not count more
-    "agent_mean": lambda lengths, _: torch.ones_like(lengths) / lengths.sum(),
-    # 1 / n   REINFORCE's; verl seq-mean-token-sum
-    "seq_mean_token_sum": lambda lengths, _: torch.ones_like(lengths) / (lengths > 0).sum(),
-    # 1 / (n |y_i|)   GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071; verl seq-mean-token-mean
-    "seq_mean_token_mean": lambda lengths, _: 1.0 / ((lengths > 0).sum() * lengths),
-    # 1 / (n L)   Dr. GRPO, arXiv 2503.20783, with a constant length; verl seq-mean-token-sum-norm
-    "seq_mean_token_sum_norm": lambda lengths, norm: torch.ones_like(lengths) / ((lengths > 0).sum() * norm),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregation:
+    """One way to make a loss of all tokens."""
+
+    weights: Callable[[Tensor, float], Tensor]  # (lengths [n] float64, norm) -> weight of a token of each sample [n]
+    source: str
+    normed: bool = False  # divides by a configured length
+    by_agent: bool = False  # each agent's samples by themselves, of which the mean over agents is taken
+
+
+AGGREGATIONS: dict[AggregationName, Aggregation] = {
+    # 1 / Σ_j |y_j|
+    "token_mean": Aggregation(
+        weights=lambda lengths, _: torch.ones_like(lengths) / lengths.sum(),
+        source="DAPO, arXiv 2503.14476; verl token-mean",
+    ),
+    # 1 / (K Σ_{j of agent k} |y_j|) for K agents: who says more does not count more
+    "agent_mean": Aggregation(
+        weights=lambda lengths, _: torch.ones_like(lengths) / lengths.sum(),
+        source="token_mean of each agent, as separate policies have it",
+        by_agent=True,
+    ),
+    # 1 / n
+    "seq_mean_token_sum": Aggregation(
+        weights=lambda lengths, _: torch.ones_like(lengths) / (lengths > 0).sum(),
+        source="REINFORCE's; verl seq-mean-token-sum",
+    ),
+    # 1 / (n |y_i|)
+    "seq_mean_token_mean": Aggregation(
+        weights=lambda lengths, _: 1.0 / ((lengths > 0).sum() * lengths),
+        source="GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071; verl seq-mean-token-mean",
+    ),
+    # 1 / (n L)
+    "seq_mean_token_sum_norm": Aggregation(
+        weights=lambda lengths, norm: torch.ones_like(lengths) / ((lengths > 0).sum() * norm),
+        source="Dr. GRPO, arXiv 2503.20783, with a constant length; verl seq-mean-token-sum-norm",
+        normed=True,
+    ),
 }
-NORMED = frozenset({"seq_mean_token_sum_norm"})  # divide by a configured length
-BY_AGENT = frozenset({"agent_mean"})  # of each agent's samples by themselves; the mean over agents is taken
 
 
 def token_weights(lengths: Tensor, *, mode: AggregationName = "token_mean", norm: float | None = None) -> Tensor:
@@ -241,4 +264,4 @@ def token_weights(lengths: Tensor, *, mode: AggregationName = "token_mean", norm
         norm: the constant length L in tokens, for modes that divide by one; None for the others.
     """
     lengths = lengths.double()
-    return torch.where(lengths > 0, AGGREGATIONS[mode](lengths, norm or 1.0), 0.0)
+    return torch.where(lengths > 0, AGGREGATIONS[mode].weights(lengths, norm or 1.0), 0.0)
