@@ -14,7 +14,6 @@ from torch.nn.functional import pad
 
 ROWS = 16  # that a product has at least
 TERMS = 128  # that a product sums at most, where there may be zeros behind them; MKL halves more on AMD's processors
-_LOG2_E = 1.4426950408889634
 COLUMNS = 16  # that keys are a multiple of: a softmax then sums the same numbers in the same lanes
 
 
@@ -45,14 +44,6 @@ def row_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tens
         part = slice(first, first + TERMS)
         out = out + torch.bmm(weights[..., part], values[:, part])
     return out[:, :size]
-
-
-def exponential(x: Tensor, *, exact: bool) -> Tensor:
-    """e^x, new. If not `exact`, by powers of two: torch makes three on an AMD in the time of one of e.
-
-    Their relative error is 3e-8 and 6e-8 |x|, and their last bit depends on where in memory a number lies.
-    """
-    return x.exp() if exact else (x * _LOG2_E).exp2_()
 
 
 def products_are_exact(weights: Iterable[Tensor]) -> bool:

@@ -48,7 +48,7 @@ def value_clip(patch: pytest.MonkeyPatch) -> None:
     """The clip of the critic."""
     plain = losses.ValueObjective.__call__
     patch.setattr(
-        losses.ValueObjective, "__call__", lambda self, tokens: plain(replace(self, clip=self.clip * MORE), tokens)
+        losses.ValueObjective, "__call__", lambda self, *values: plain(replace(self, clip=self.clip * MORE), *values)
     )
 
 

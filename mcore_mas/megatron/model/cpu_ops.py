@@ -1,4 +1,4 @@
-"""What layers compute between their products on a CPU: root-mean-square norm, SwiGLU and rotation by position.
+"""What layers compute between their products on a CPU: norm, SwiGLU, rotation by position, exponentials.
 
 By torch's operations, in fewer passes over memory than those that autograd would take: each direction is written out.
 Sums and products of bfloat16 tensors are made in float32 and rounded once.
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_LOG2_E = 1.4426950408889634
 
 
 class Normed(torch.autograd.Function):
@@ -84,3 +86,11 @@ def turned(x: Tensor, turns: Tensor, interleaved: bool = False) -> Tensor:
     assert not interleaved, "no supported model pairs neighbouring elements"
     out: Tensor = _Rotated.apply(x, turns)
     return out
+
+
+def exponential(x: Tensor, exact: bool) -> Tensor:
+    """e^x, new. If not `exact`, by powers of two: torch makes three on an AMD in the time of one of e.
+
+    Their relative error is 3e-8 and 6e-8 |x|, and their last bit depends on where in memory a number lies.
+    """
+    return x.exp() if exact else (x * _LOG2_E).exp2_()

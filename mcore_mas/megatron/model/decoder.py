@@ -25,10 +25,10 @@ from torch import Tensor
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import add_product, added, kernels_run, of_weight, rank_device
 from mcore_mas.megatron.model.attention import TreeRotary
-from mcore_mas.megatron.model.cpu_ops import Gated, Normed
+from mcore_mas.megatron.model.cpu_ops import Gated, Normed, exponential
 from mcore_mas.megatron.model.layer_ops import KernelHead, KernelNorm, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees
-from mcore_mas.rollout.models.exact import exponential, row_product
+from mcore_mas.rollout.models.exact import row_product
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name
 # and the expert's, or those of the first and the last of a stack
@@ -205,7 +205,7 @@ class _Head(torch.autograd.Function):
             shifted = _logits(hidden[part], weight, temperatures[part], columns, exact)
             peak[part] = shifted.amax(dim=-1)
             dist.all_reduce(peak[part], op=dist.ReduceOp.MAX, group=group)
-            kept.append(exponential(shifted.sub_(peak[part, None]), exact=exact))
+            kept.append(exponential(shifted.sub_(peak[part, None]), exact))
             mine, column = _mine(labels[part], len(weight))
             said = torch.where(mine, shifted.gather(1, column)[:, 0], 0.0)
             sums = torch.stack([kept[-1].sum(-1), shifted.mul_(kept[-1]).sum(-1), said])
@@ -238,7 +238,7 @@ class _Head(torch.autograd.Function):
                 gradient = ctx.kept.popleft()
             else:
                 gradient = _logits(hidden[part], weight, temperatures[part], ctx.columns, ctx.exact)
-                gradient = exponential(gradient.sub_(peak[part, None]), exact=ctx.exact)
+                gradient = exponential(gradient.sub_(peak[part, None]), ctx.exact)
             if of_entropy is None:
                 gradient.mul_((by_p[part] / z[part])[:, None])
             else:

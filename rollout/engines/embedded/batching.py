@@ -229,9 +229,7 @@ class EmbeddedEngine:
     def _emit(self, placed: np.ndarray, logits: Tensor) -> None:
         """Sample the next token of the rows `placed` from their `logits`, and end those that are complete."""
         began, rows = time.thread_time(), self._rows
-        stopped, ended, broken = rows.append(
-            placed, *rows.draw(placed, logits, exact=self.decoder.exact or self._alone)
-        )
+        stopped, ended, broken = rows.append(placed, *rows.draw(placed, logits))
         for row, at_stop in zip(placed[ended].tolist(), stopped[ended].tolist(), strict=True):
             self._finish(row, "stop" if at_stop else "length")
         for row, request in zip(placed[broken].tolist(), rows.requests[placed[broken]], strict=True):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mcore_mas.rollout.engines.embedded.cache import Decoding
 from mcore_mas.rollout.engines.embedded.decoder import Span
-from mcore_mas.rollout.models.exact import exponential
 from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan, changed
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
@@ -150,11 +149,10 @@ class CacheRows:
         version = VersionSpan(version=self.versions[request.adapter], start=0, end=0)
         return Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(version,))
 
-    def draw(self, placed: np.ndarray, logits: Tensor, *, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+    def draw(self, placed: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Next token [N] and its log-probability [N] of the rows `placed` [N] by their `logits` [N, V]."""
         uniform = uniforms(self.seed[placed], self.size[placed] - self.prompt[placed] + self.first[placed])
-        how = self.temperature[placed], self.top_p[placed], self.top_k[placed]
-        tokens, logprobs = choose(logits, *how, uniform, exact=exact)
+        tokens, logprobs = choose(logits, self.temperature[placed], self.top_p[placed], self.top_k[placed], uniform)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def append(
@@ -253,13 +251,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def choose(
-    logits: Tensor,
-    temperature: np.ndarray,
-    top_p: np.ndarray,
-    top_k: np.ndarray,
-    uniform: np.ndarray,
-    *,
-    exact: bool = False,
+    logits: Tensor, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, uniform: np.ndarray
 ) -> tuple[Tensor, Tensor]:
     """Token int64 [N] and log-probability float32 [N] for each row of `logits` float32 [N, V].
 
@@ -274,8 +266,8 @@ def choose(
         scale = np.where(greedy, 1, temperature).astype(np.float32)
         logits = logits / torch.from_numpy(scale).to(device)[:, None]
     peak = logits.amax(-1, keepdim=True)
-    weights = exponential(logits - peak, exact=exact)
-    log_sum = weights.sum(-1, keepdim=True).log_()  # of what is above the peak, as in the trainer's head
+    weights = (logits - peak).exp_()
+    log_sum = weights.sum(-1, keepdim=True).log_()  # of what is above the peak: as the trainer's head, to the bit
     cut = np.flatnonzero((top_p < 1) | (top_k > 0))
     if len(cut):
         rows, p, k = (torch.from_numpy(array).to(device) for array in (cut, top_p[cut], top_k[cut]))

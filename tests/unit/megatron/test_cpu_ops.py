@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.model import attention
 from mcore_mas.megatron.model.attention import TreeAttention
-from mcore_mas.megatron.model.cpu_ops import Gated, Normed, turned
+from mcore_mas.megatron.model.cpu_ops import Gated, Normed, exponential, turned
 from mcore_mas.megatron.model.layout import PackedTrees
 from tests.support.precision import assert_close, relative
 
@@ -86,6 +86,17 @@ def test_swiglu_is_torchs_to_the_bit(dtype: torch.dtype) -> None:
     wide, slope = (torch.randn(37, 1, width, generator=draw).to(dtype) for width in (96, 48))
     for got, want in zip(results(gated, slope, wide), results(torchs_gated, slope, wide), strict=True):
         assert got.dtype == dtype and torch.equal(got, want)
+
+
+def test_exponentials_are_near_and_where_they_are_exact_alike_anywhere() -> None:
+    x = torch.cat([torch.tensor([0.0, -math.log(2), 1.0, -1e30]), -60 * torch.rand(4093)])
+    true = x.double().exp()
+    for exact in (False, True):
+        found = exponential(x, exact)
+        assert found[:4].tolist() == pytest.approx([1.0, 0.5, math.e, 0.0], rel=1e-6)
+        assert ((found - true).abs() <= true * (6e-8 + 8e-8 * x.abs())).all()
+    for first, size in ((0, 1), (5, 3), (17, 31), (1000, 3001)):  # among others or alone
+        assert torch.equal(exponential(x[first : first + size], exact=True), found[first : first + size])
 
 
 def turns(angles: Tensor) -> Tensor:
