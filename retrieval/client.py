@@ -16,7 +16,7 @@ from mcore_mas.retrieval.corpus import Passage, RetrievalError
 from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest, Where
 from mcore_mas.rollout.base.http import HttpClient, Refused, Unanswered, retried
 from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.base.task_group import of_loop, settle
+from mcore_mas.rollout.base.task_group import forget, of_loop, settle
 
 __all__ = ["BadRequest", "NoRetriever", "Passage", "RetrievalClient", "RetrievalError", "RetrievalUnavailable"]
 
@@ -108,11 +108,12 @@ class RetrievalClient:
 
     async def info(self) -> dict[str, Any]:
         """What the server says about its index: encoder, ntotal, sha256 and counts."""
-        return await self._request("GET", "/info", None, json.loads)
+        return await self._request("GET", "/info", None, _parse_info)
 
     async def aclose(self) -> None:
         """Closes the connections of the running event loop."""
         await self._pool.aclose()
+        forget(self)
 
     async def __aenter__(self) -> RetrievalClient:
         return self
@@ -219,6 +220,13 @@ def _bodies(queries: list[str]) -> Iterator[list[str]]:
         room -= size
     if run:
         yield run
+
+
+def _parse_info(body: bytes) -> dict[str, Any]:
+    info = json.loads(body)
+    if not isinstance(info, dict):
+        raise ValueError("expected an object")
+    return info
 
 
 class Endpoint:

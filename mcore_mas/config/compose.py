@@ -71,7 +71,7 @@ def resolve(
 def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
     """The experiments of a folder of configs, each with its file: one by itself, or the grid that it is a row of."""
     files = sorted((folder / "experiment").glob("*.yaml"))
-    return {name: file for file in files for name in _names(file)}
+    return {name: file for file in files for name in _names(file, file.stat().st_mtime_ns)}
 
 
 def names_in(group: str) -> list[str]:
@@ -231,10 +231,11 @@ def _read(file: Path, modified_ns: int) -> tuple[str | None, dict[str, Any]]:
     return header["package"], values or {}
 
 
-def _names(file: Path) -> list[str]:
-    """The experiments in a file: its rows, or without a grid itself."""
-    _, values = _content(file)
-    if "grid" not in values:
+@lru_cache
+def _names(file: Path, modified_ns: int) -> list[str]:
+    """The experiments in a file, which was `modified_ns` after the epoch: its rows, or without a grid itself."""
+    values = read_yaml(file)
+    if not isinstance(values, dict) or "grid" not in values:
         return [file.stem]
     if not isinstance(values["grid"], dict):
         raise ConfigError(f"{file}: grid is {values['grid']}; expected patterns of names, each with its settings")

@@ -132,6 +132,13 @@ def of_loop(key: Hashable, make: Callable[[], _T]) -> _T:
     return found
 
 
+def forget(owner: object) -> None:
+    """Let go of what `of_loop` keeps for `owner` and the running event loop, by it or by tuples that begin with it."""
+    made = _made.get(asyncio.get_running_loop(), {})
+    for key in [key for key in made if key is owner or (isinstance(key, tuple) and key[0] is owner)]:
+        del made[key]
+
+
 def settle(future: asyncio.Future[_T], outcome: _T | Exception) -> None:
     """Give whoever waits for `future` its outcome, unless it has gone."""
     if future.done():

@@ -94,6 +94,7 @@ class Renderer:
         self._spelling = threading.Lock()
         self._begin = lru_cache(_RECENT)(self._encode)
         self._plain = lru_cache(_RECENT)(self._rendered)
+        self._dated = "strftime_now" in self._tokenizer.get_chat_template()  # it may say something else tomorrow
         self.stop = _ends(model, self._turn_end(model, template), self._tokenizer.eos_token_id)  # end a reply
         self._end_texts = [str(self._tokenizer.convert_ids_to_tokens(end)) for end in self.stop]
 
@@ -203,7 +204,7 @@ class Renderer:
         return None if token in self._special_ids else stream.step(self._tokenizer.backend_tokenizer, token) or ""
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
-        return self._rendered(messages, tools) if tools else self._plain(tuple(messages))
+        return self._rendered(messages, tools) if tools or self._dated else self._plain(tuple(messages))
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
         if self.tool_format == "fenced":

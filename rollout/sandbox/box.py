@@ -265,7 +265,9 @@ class SandboxFusion(Runner):
         except Refused as refusal:
             raise SandboxError(f"{url}/run_code refused the request, {refusal}") from None
         except Unanswered as trouble:
-            raise SandboxError(f"the sandbox server {url} gives no verdict ({trouble}); is it running?") from None
+            raise SandboxError(
+                f"the sandbox server {url} gives no verdict ({trouble}); does it run, as SandboxFusion?"
+            ) from None
 
 
 def _read(answer: dict[str, Any], limits: RunLimits) -> RunResult:

@@ -65,8 +65,8 @@ def apps(row: DataRow) -> Tested:
 
 def code_contests(row: DataRow) -> Tested:
     """CodeContests: `description`, and public, private and generated tests as lists of inputs and outputs."""
-    hidden = [test for kind in ("private_tests", "generated_tests") for test in parse_tests(row.get(kind) or [])]
-    return row["description"], parse_tests(row["public_tests"] or []), hidden
+    hidden = [test for kind in ("private_tests", "generated_tests") for test in _columns(row.get(kind))]
+    return row["description"], _columns(row["public_tests"]), hidden
 
 
 def live_code_bench(row: DataRow) -> Tested:
@@ -94,7 +94,7 @@ STYLES: dict[str, Callable[[DataRow], Tested]] = {
 
 
 def parse_tests(value: Any, *, function: str | None = None) -> list[Test]:
-    """Tests, from JSON text or its value: columns `input(s)` and `output(s)`, or a list of `input` and `output`.
+    """Tests, from JSON text or its value: columns `inputs` and `outputs`, or a list of `input` and `output`.
 
     Args:
         function: what to call in tests that call something and do not name it.
@@ -102,7 +102,7 @@ def parse_tests(value: Any, *, function: str | None = None) -> list[Test]:
     value = json.loads(value) if isinstance(value, str) else value
     if isinstance(value, Mapping):
         name = value.get("fn_name") or function
-        pairs = zip(*(value[what if what in value else f"{what}s"] for what in ("input", "output")), strict=True)
+        pairs = zip(value["inputs"], value["outputs"], strict=True)
         return [_call(name, given, wanted) if name else _stdin(given, wanted) for given, wanted in pairs]
     return [_entry(entry, function) for entry in value]
 
@@ -150,6 +150,12 @@ def _entry(entry: DataRow, function: str | None) -> Test:
     if kind in ("stdin", "stdin_stdout"):
         return _stdin(entry["input"], entry["output"])
     raise ValueError(f"unknown kind of test '{kind}'")
+
+
+def _columns(value: DataRow | None) -> list[Test]:
+    if not value:
+        return []
+    return [_stdin(given, wanted) for given, wanted in zip(value["input"], value["output"], strict=True)]
 
 
 def _stdin(given: str | Sequence[str], wanted: str | Sequence[str]) -> StdinTest:

@@ -1,7 +1,7 @@
 """What layers compute between their products on a CPU: norm, SwiGLU, rotation by position, exponentials.
 
 By torch's operations, in fewer passes over memory than those that autograd would take: each direction is written out.
-Sums and products of bfloat16 tensors are made in float32 and rounded once.
+What norm and rotation make of bfloat16 tensors is made in float32 and rounded once.
 """
 
 from typing import Any

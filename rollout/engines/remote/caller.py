@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import Refused, Unanswered, retried
-from mcore_mas.rollout.base.task_group import LateCall, cancel_tasks, of_loop
+from mcore_mas.rollout.base.task_group import LateCall, cancel_tasks, forget, of_loop
 from mcore_mas.rollout.engines import ChatState, PolicyReply, remote
 from mcore_mas.rollout.engines.remote import Answer, Provider, RemoteConfig, RemoteError, ReplySettings
 from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
@@ -69,7 +69,7 @@ class Caller:
         self._config = config
         self._key = remote.read_key(config.key_variable, config.key_file)
         self._make = partial(remote.provider_class(config.provider), config, self._key)
-        self._make()  # so that a missing library is known now
+        self._spare = [self._make()]  # now, so that a missing library is known now; the first event loop's
         self._ledger = Ledger(folder / "ledger.sqlite", config.budget)
         self._not_before = 0.0  # time.monotonic() until which the server asked everyone to wait
 
@@ -130,11 +130,17 @@ class Caller:
         """End what is in flight and close the connections and the ledger."""
         await cancel_tasks(self._live.tasks)
         await self._live.provider.aclose()
+        forget(self)
         self._ledger.close()
 
     @property
     def _live(self) -> _Live:
-        return of_loop(self, lambda: _Live(self._make(), asyncio.Semaphore(self._config.concurrency)))
+        return of_loop(
+            self,
+            lambda: _Live(
+                self._spare.pop() if self._spare else self._make(), asyncio.Semaphore(self._config.concurrency)
+            ),
+        )
 
     async def _fetch(
         self,

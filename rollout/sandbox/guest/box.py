@@ -91,6 +91,17 @@ def remove_tree(path: str) -> bool:
         shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):  # without these programs it stays
         if os.path.isdir(path) and not os.path.islink(path):
-            for command in (["chmod", "-R", "u+rwx", path], ["rm", "-rf", path]):
+            opened = [
+                "find",
+                path,
+                "-type",
+                "d",
+                "-exec",
+                "chmod",
+                "u+rwx",
+                "{}",
+                ";",
+            ]  # a file may be linked elsewhere
+            for command in (opened, ["rm", "-rf", path]):
                 subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
     return not os.path.lexists(path)

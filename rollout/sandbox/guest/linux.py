@@ -10,7 +10,6 @@ CALLS = {  # asm/unistd_64.h
     "openat2": 437,
     "pivot_root": 155,
     "capset": 126,
-    "prctl": 157,
     "mount": 165,
     "umount2": 166,
     "unshare": 272,
@@ -35,16 +34,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None, on: str = "") -> int:
     """The system call `name`; OSError, which says it and `on` what, if the kernel refused it."""
     plain = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in arguments]
-    result = int(_libc.syscall(ctypes.c_long(CALLS[name]), *plain))
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name} {on}".strip() + f": {os.strerror(number)}")
-    return result
+    return _done(int(_libc.syscall(ctypes.c_long(CALLS[name]), *plain)), f"{name} {on}".strip())
 
 
 def prctl(option: int, *arguments: int) -> None:
-    """Set one of this process's properties."""
-    call("prctl", option, *[*arguments, 0, 0, 0, 0][:4], on=str(option))
+    """Set one of this process's properties; on other processors too, where its number is another."""
+    four = map(ctypes.c_ulong, [*arguments, 0, 0, 0, 0][:4])
+    _done(int(_libc.prctl(ctypes.c_int(option), *four)), f"prctl {option}")
+
+
+def _done(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
 
 
 def unshare(flags: int) -> None:

@@ -109,6 +109,9 @@ def test_a_grid_is_an_experiment_a_row_and_later_settings_have_the_word(tmp_path
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "t.yaml").write_text(GRID)
     assert list(experiments(tmp_path)) == ["t_one_a", "t_two_a", "t_three"]
+    (tmp_path / "experiment" / "u_notes.yaml").write_text("- no experiment\n")  # is told of when it is chosen
+    assert list(experiments(tmp_path))[:3] == ["t_one_a", "t_two_a", "t_three"]
+    (tmp_path / "experiment" / "u_notes.yaml").unlink()
     rows = {name: resolve([f"experiment={name}"], tmp_path) for name in experiments(tmp_path)}
     assert {
         name: (row["run"], row["seed"], row["trainer"]["steps"], row["advantage"]["name"], list(row["policies"]))

@@ -77,6 +77,14 @@ def test_a_conversation_without_tools_is_written_out_once(folder: Path, monkeypa
     assert written == [1, 1, 3]
 
 
+def test_a_template_that_says_the_time_is_asked_each_time(folder: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = "{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    renderer = Renderer(folder)
+    assert len({renderer._text([Message(role="user", content="?")]) for _ in range(20)}) > 1
+
+
 def test_an_argument_that_no_template_reads_is_refused(folder: Path) -> None:
     with pytest.raises(ModelError) as caught:
         Renderer(switched(folder), arguments={"enable_thinkng": False})

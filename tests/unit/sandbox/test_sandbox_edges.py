@@ -102,6 +102,18 @@ def test_a_tree_deeper_than_any_path_is_removed(tmp_path: Path) -> None:
     assert not remove_tree(str(tmp_path / "file"))  # and says so
 
 
+def test_a_file_that_is_linked_elsewhere_keeps_its_mode(tmp_path: Path) -> None:
+    kept, top = tmp_path / "kept", tmp_path / "top"
+    kept.write_text("mine")
+    kept.chmod(0o400)
+    top.mkdir()
+    for depth in range(1, 1200):  # deeper than Python goes
+        top.joinpath(*["d"] * depth).mkdir()
+    os.link(kept, top / "link")
+    assert remove_tree(str(top))
+    assert (kept.stat().st_mode & 0o777, kept.read_text()) == (0o400, "mine")
+
+
 LONG_NAMES = """
 import os
 for n in range(1900):
