@@ -157,7 +157,7 @@ class SearchEnv:
         async def shown() -> list[str]:
             form = PASSAGE_STYLES[self.style].format
             found = enumerate(await find(*asked), start=1)
-            return [form(rank=rank, id=hit.id, title=hit.title, text=hit.text) for rank, hit in found]
+            return [form(rank=rank, id=getattr(hit, "id", ""), title=hit.title, text=hit.text) for rank, hit in found]
 
         try:
             return await once(list[str], shown, find.__name__, *asked)
