@@ -12,7 +12,16 @@ import yaml
 
 from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.estimate import PASSES, Models, Placement, RunEstimate, estimate_run, rank_sets
+from mcore_mas.planning.estimate import (
+    PASSES,
+    Models,
+    Placement,
+    RunEstimate,
+    estimate_run,
+    rank_of,
+    rank_sets,
+    workloads,
+)
 from mcore_mas.planning.memory import GPU, GPUS
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import read_yaml
@@ -136,19 +145,20 @@ def _best(config: RunConfig, models: Models, cluster: Cluster) -> _Found:
 
 
 def _searched(config: RunConfig, models: Models, cluster: Cluster) -> _Found:
-    found: _Found = None
+    found: tuple[tuple[float, float], Placement] | None = None
+    works = workloads(config)
     sizes = dict.fromkeys((config.trainer.microbatch_tokens, config.engine.max_length))
     for one_by_one, tokens in itertools.product((False, True), sizes):
         for placement in _placements(config, models, cluster):
             if one_by_one and not placement.colocated:
                 continue
             tried = replace(placement, tokens=tokens, one_by_one=one_by_one)
-            made = estimate_run(config, models, tried, cluster.gpu)
-            if found is None or made.rank < found[1].rank:
-                found = tried, made
-        if found is not None and not found[1].lack and found[0].pool == "shared":
+            rank = rank_of(config, models, tried, cluster.gpu, works)
+            if found is None or rank < found[0]:
+                found = rank, tried
+        if found is not None and not found[0][0] and found[1].pool == "shared":
             break  # trainers one by one, and smaller micro-batches, only where nothing that shares GPUs fits without
-    return found
+    return None if found is None else (found[1], estimate_run(config, models, found[1], cluster.gpu))
 
 
 def _placements(config: RunConfig, models: Models, cluster: Cluster) -> Iterator[Placement]:

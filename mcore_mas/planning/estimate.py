@@ -98,11 +98,6 @@ class RunEstimate:
         """Seconds of a step."""
         return sum(self.seconds.values())
 
-    @property
-    def rank(self) -> tuple[float, float]:
-        """What `choose` has the least of: bytes that the fullest GPU lacks, then seconds of a step."""
-        return self.lack, 0.0 if self.lack else self.step_s
-
 
 def workloads(config: RunConfig) -> dict[str, Workload]:
     """Every policy's turns in a step, if each agent speaks in all rounds that its orchestra allows."""
@@ -131,12 +126,12 @@ def workloads(config: RunConfig) -> dict[str, Workload]:
 
 def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[str, TrainerKind]:
     """A policy's trainer and, where it has one, its critic, by part."""
-    own, tokens = config.policies[policy], for_policy(config, policy).trainer.microbatch_tokens
+    own = config.policies[policy]
     kind = TrainerKind(
         bf16=own.bf16,
         distributed_optimizer=own.distributed_optimizer,
         recompute=placement.recompute,
-        tokens=tokens if "microbatch_tokens" in own.own.trainer else placement.tokens,
+        tokens=_own(own.own.trainer.get("microbatch_tokens"), placement.tokens),
         host_moments=placement.one_by_one,
         agents=sum(agent.policy == policy and agent.loss_weight > 0 for agent in config.agents.values()),
         lora=own.lora,
@@ -144,6 +139,11 @@ def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[
     )
     critics = {"critic": replace(kind, value_head=True, on_base=own.share_base)} if own.critic is not None else {}
     return {"trainer": kind, **critics}
+
+
+def _own(own: object, runs: int) -> int:
+    """A setting of a policy, or the run's."""
+    return own if isinstance(own, int) else runs
 
 
 def memory_of_trainers(config: RunConfig, models: Models, placement: Placement) -> dict[tuple[str, str], TrainerMemory]:
@@ -169,16 +169,13 @@ def rank_sets(config: RunConfig, policies: Collection[str]) -> list[list[tuple[s
 def estimate_run(config: RunConfig, models: Models, placement: Placement, gpu: GPU) -> RunEstimate:
     """What a run takes in a placement on GPUs of one kind, with `models` of these shapes by policy."""
     works = workloads(config)
-    trainers = memory_of_trainers(config, models, placement)
-    weights = {policy: engine_weights(a, placement.engine_tp) for policy, a in models.items()}
-    usable = ASSUMED.usable * gpu.memory * _GB
-    kv, update, rollout = _phases(config, models, placement, usable, trainers, weights)
+    trainers, weights, (kv, update, rollout) = _held(config, models, placement, gpu)
     seconds = step_seconds(config, models, placement, gpu, kv=max(kv, 1.0), works=works)
+    kinds = {policy: trainer_kinds(config, policy, placement) for policy in config.trained}
     kept = config.trainer.keep_checkpoints + config.trainer.keep_best + 1  # and the one that is being written
     disk = sum(
-        kept * checkpoint_bytes(models[policy], trainer_kinds(config, policy, placement))
-        + 2 * count_parameters(models[policy])
-        for policy in config.trained
+        kept * checkpoint_bytes(models[policy], own) + 2 * count_parameters(models[policy])
+        for policy, own in kinds.items()
     )
     return RunEstimate(
         trainers=trainers,
@@ -186,49 +183,66 @@ def estimate_run(config: RunConfig, models: Models, placement: Placement, gpu: G
         kv=kv,
         update=update,
         rollout=rollout,
-        tokens=sum(works[policy].tokens for policy in config.trained),
+        tokens=sum(work.tokens for name, work in works.items() if name in config.trained),
         seconds=seconds,
         hours=config.trainer.steps * sum(seconds.values()) / 3600,
         host=host_bytes(config, models, placement),
         disk=disk,
-        lack=max(0.0, max(update, rollout) - usable),
+        lack=_lack(update, rollout, gpu),
     )
 
 
-def _phases(
-    config: RunConfig,
-    models: Models,
-    placement: Placement,
-    usable: float,
-    trainers: Mapping[tuple[str, str], TrainerMemory],
-    weights: Mapping[str, float],
-) -> tuple[float, float, float]:
-    """(Keys and values of an engine's GPU, the fullest GPU of an update, the fullest of a rollout).
+def rank_of(
+    config: RunConfig, models: Models, placement: Placement, gpu: GPU, works: Mapping[str, Workload]
+) -> tuple[float, float]:
+    """(bytes that the fullest GPU lacks, seconds of a step; 0 where it lacks any): what `choose` has the least of.
 
-    Keys and values take what is left, at most what all slots can fill and at least one longest sequence.
+    It is of `estimate_run` what has to be known of every placement; `works` are the `workloads` of the run.
     """
-    context = ASSUMED.process * _GB
+    _, _, (kv, update, rollout) = _held(config, models, placement, gpu)
+    lack = _lack(update, rollout, gpu)
+    return lack, 0.0 if lack else sum(step_seconds(config, models, placement, gpu, max(kv, 1.0), works).values())
+
+
+def _lack(update: float, rollout: float, gpu: GPU) -> float:
+    return max(0.0, max(update, rollout) - ASSUMED.usable * gpu.memory * _GB)
+
+
+def _held(
+    config: RunConfig, models: Models, placement: Placement, gpu: GPU
+) -> tuple[dict[tuple[str, str], TrainerMemory], dict[str, float], tuple[float, float, float]]:
+    """(memory of each trainer's rank, weights of each engine's GPU, sizes of the phases).
+
+    These are keys and values of an engine's GPU, the fullest GPU of an update and the fullest of a rollout. Keys and
+    values take what is left, at most what all slots can fill and at least one longest sequence.
+    """
+    trainers = memory_of_trainers(config, models, placement)
+    weights = {policy: engine_weights(a, placement.engine_tp) for policy, a in models.items()}
+    usable, context = ASSUMED.usable * gpu.memory * _GB, ASSUMED.process * _GB
     serving = context + ASSUMED.graphs * _GB  # of a server, beside weights, keys and values
     ranks = [reduce(TrainerMemory.beside, (trainers[key] for key in own)) for own in rank_sets(config, config.trained)]
-    engines = {policy: for_policy(config, policy).engine for policy in models}
+    own = {policy: config.policies[policy].own.engine for policy in models}
     longest = {  # sequence of each policy
-        policy: kv_bytes(a, placement.engine_tp) * engines[policy].max_length for policy, a in models.items()
+        policy: kv_bytes(a, placement.engine_tp) * _own(own[policy].get("max_length"), config.engine.max_length)
+        for policy, a in models.items()
     }
-    least, most = max(longest.values()), max(size * engines[policy].slots for policy, size in longest.items())
+    least = max(longest.values())
+    most = max(size * _own(own[policy].get("slots"), config.engine.slots) for policy, size in longest.items())
     if placement.pool == "split":
         kv = min(most, max(least, usable - max(weights.values()) - serving))
-        return kv, max(memory.total for memory in ranks) + context, max(weights.values()) + kv + serving
+        phases = kv, max(memory.total for memory in ranks) + context, max(weights.values()) + kv + serving
+        return trainers, weights, phases
     contexts = context * len(ranks) + serving * len(weights)
     together = max if placement.one_by_one else sum
     trained, kept = together(m.total for m in ranks), sum(m.kept for m in ranks)
-    served = sum(weights.values())
+    engines = sum(weights.values())
     # engines take new weights while other policies are still trained
-    beside = {"update": trained + served, "rollout": served + (0 if placement.colocated else kept)}
+    beside = {"update": trained + engines, "rollout": engines + (0 if placement.colocated else kept)}
     fullest = beside["rollout"] if placement.colocated else max(beside.values())
     kv = min(most, max(least, (usable - contexts - fullest) / len(weights)))
     room = kv * len(weights)
     update = beside["update"] + contexts + (0 if placement.colocated else room)
-    return kv, update, beside["rollout"] + contexts + room
+    return trainers, weights, (kv, update, beside["rollout"] + contexts + room)
 
 
 def host_bytes(config: RunConfig, models: Models, placement: Placement) -> float:
