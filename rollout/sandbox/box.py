@@ -266,7 +266,7 @@ class SandboxFusion(Runner):
             raise SandboxError(f"{url}/run_code refused the request, {refusal}") from None
         except Unanswered as trouble:
             raise SandboxError(
-                f"the sandbox server {url} gives no verdict ({trouble}); does it run, as SandboxFusion?"
+                f"the sandbox server {url} gives no verdict ({trouble}); is it running, and SandboxFusion?"
             ) from None
 
 
