@@ -91,17 +91,8 @@ def remove_tree(path: str) -> bool:
         shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):  # without these programs it stays
         if os.path.isdir(path) and not os.path.islink(path):
-            opened = [
-                "find",
-                path,
-                "-type",
-                "d",
-                "-exec",
-                "chmod",
-                "u+rwx",
-                "{}",
-                ";",
-            ]  # a file may be linked elsewhere
+            # of folders alone: a file may be linked elsewhere
+            opened = ["find", path, "-type", "d", "!", "-perm", "-700", "-execdir", "chmod", "u+rwx", "{}", ";"]
             for command in (opened, ["rm", "-rf", path]):
                 subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
     return not os.path.lexists(path)
