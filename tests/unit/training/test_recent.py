@@ -31,6 +31,30 @@ async def spoilt(folder: Path) -> Written:
     return written
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of every step is kept, however short they are."""
+    monkeypatch.setattr(recent, "_EVERY_S", 0.0)
+
+
+def test_of_short_steps_a_state_is_kept_every_so_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent, "_EVERY_S", 2.0)
+    clock = [100.0]
+    monkeypatch.setattr(recent.time, "monotonic", lambda: clock[0])
+
+    async def keep() -> list[str]:
+        states, kept = RecentState(tmp_path, IDENTITY, 10, pytest.fail), []
+        for step, now in enumerate([100.0, 101.9, 102.0, 103.9, 110.0], 1):
+            clock[0] = now
+            await states.keep(step, {}, write)
+            await states.finish()
+            kept += [path.name for path in tmp_path.iterdir()]
+        return kept
+
+    # seconds 0, 2 and 10: the states between are worth less than two seconds
+    assert [int(name[-1]) for name in asyncio.run(keep())] == [1, 1, 3, 3, 5]
+
+
 def test_the_newest_is_kept_in_memory_and_nothing_stays_of_it(tmp_path: Path) -> None:
     async def keep(folder: Path, *steps: int) -> None:
         states = RecentState(folder, IDENTITY, 10, pytest.fail)
@@ -61,10 +85,10 @@ def test_without_room_a_line_says_so_once_and_training_goes_on(tmp_path: Path, m
     async def keep() -> None:
         states = RecentState(tmp_path, IDENTITY, 10 << 20, said.append)
         await states.keep(1, {}, write)
-        monkeypatch.setattr(recent, "free_memory", lambda: (20 << 20) - 1)
-        await states.keep(2, {}, write)
+        with monkeypatch.context() as full:
+            full.setattr(recent, "free_memory", lambda: (20 << 20) - 1)
+            await states.keep(2, {}, write)
         assert list(tmp_path.iterdir()) == []  # nor does the older one take up what there is
-        monkeypatch.undo()
         await states.keep(3, {}, spoilt)
         await states.keep(4, {}, write)  # as it is when there is room again
         await states.finish()
