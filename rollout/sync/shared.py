@@ -37,14 +37,16 @@ class SharedWeights:
         make: Any = partial(AdapterWeights, shape, adapter) if adapter else partial(Weights, shape)
         blank = make(NOWHERE)
         half, names = blank.elements, tuple(blank.places)
-        header = _PAGE * math.ceil((16 + 16 * len(names)) / _PAGE)
+        header = _PAGE * math.ceil((24 + 16 * len(names)) / _PAGE)
         size = header + 2 * half * 4
         memory = mmap.mmap(-1, size) if file is None else _mapped(file, size, create)
         self.file = file
         # the version in each half, -1 where there is none or one is being written
         self.versions = np.frombuffer(memory, dtype=np.int64, count=2)
+        # not 0 while the engine is wanted for something new
+        self.called = np.frombuffer(memory, dtype=np.int64, count=1, offset=16)
         # of each tensor of each half the bytes that have been written since the engine asked for new ones
-        self.written = np.frombuffer(memory, dtype=np.int64, count=2 * len(names), offset=16).reshape(2, -1)
+        self.written = np.frombuffer(memory, dtype=np.int64, count=2 * len(names), offset=24).reshape(2, -1)
         self.numbers = {name: number for number, name in enumerate(names)}
         flat = torch.frombuffer(memory, dtype=torch.float32, offset=header)
         self.halves: tuple[Any, Any] = (make(flat[:half]), make(flat[half:]))

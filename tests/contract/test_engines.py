@@ -353,6 +353,13 @@ def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: N
         done = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts(200, seed=10)))
         exchanges = engine.exchanges
         assert exchanges < 60
+        under_way = asyncio.create_task(engine.generate([8, 8], Sampling(max_tokens=150)))
+        await asyncio.sleep(0.01)
+        assert engine._shared[0].called[0] == 0  # everything new has been handed over
+        another = asyncio.create_task(engine.generate([7, 7], Sampling(max_tokens=2)))
+        await asyncio.sleep(0)
+        assert engine._shared[0].called[0] == 1
+        await asyncio.gather(under_way, another)
         gone = asyncio.create_task(engine.generate([9, 9], Sampling(max_tokens=150)))
         await asyncio.sleep(0.01)
         gone.cancel()

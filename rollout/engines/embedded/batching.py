@@ -74,6 +74,7 @@ class EmbeddedEngine:
         self._rows = CacheRows(rows, decoder.max_length, version)
         self._cache: Any = None  # as while the engine sleeps
         self._asleep, self._routing, self._reuse = set[Tag](), routing, reuse_prefixes
+        self.called: np.ndarray | None = None  # [1]: not 0 while whoever called `exchange` has something new
         self.wake(["kv_cache"])
         self._alone = deterministic and not self.decoder.exact
         self._waiting: deque[GenerationRequest] = deque()
@@ -119,16 +120,20 @@ class EmbeddedEngine:
     def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float = 0.0) -> list[Report]:
         """Take new requests, end `aborts`, decode for about `budget_s`, at least a step; returns what has ended.
 
-        While nothing has ended and nobody hears every token it goes on, for at most five times as long. News come last.
+        While nothing has ended, it is not `called` and nobody hears every token it goes on, for at most 15 times as
+        long; where it cannot be called, for five times. News come last.
         """
         for ask in asks:
             self.submit(*ask)
         self.abort(aborts)
-        began, done = time.monotonic(), list[Report]()
+        began, done, called = time.monotonic(), list[Report](), self.called
+        heard = any(r is not None and r.stream == 1 for r in (*self._waiting, *self._rows.requests))
+        alone = budget_s * (1 if heard else 5 if called is None else 15)
         try:
             while self.has_work:
                 done += self.step()
-                if time.monotonic() - began >= (budget_s if done or self._rows.streams else 5 * budget_s):
+                wanted = done or (called is not None and called[0])
+                if time.monotonic() - began >= (budget_s if wanted else alone):
                     break
         except Exception:
             self.reset()
@@ -270,10 +275,12 @@ class Dispatcher(StreamingEngine):
         self._new.append(ask)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())
+        self.call_back()
         try:
             return await future
         except asyncio.CancelledError:
             self._aborts.append(request_id)
+            self.call_back()
             raise
         finally:
             self._waiting.pop(request_id, None)
@@ -281,6 +288,9 @@ class Dispatcher(StreamingEngine):
     async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:
         """Hand over what is new and what is not wanted any more; what has ended, and News, since the last call."""
         raise NotImplementedError
+
+    def call_back(self) -> None:
+        """Say that there is something new, for which an `exchange` under way returns soon."""
 
     def unanswered(self) -> list[Ask]:
         """All requests that wait, to be asked again of an engine that lost them."""

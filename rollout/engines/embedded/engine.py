@@ -88,6 +88,7 @@ class Host(EmbeddedEngine):
             decoder.adopt(weights.half)
         ways = {"deterministic": settings.deterministic, "routing": settings.routing}
         super().__init__(decoder, rows=settings.rows, version=weights.version, **ways)
+        self.called = next((place.called for place in self._places if place.file), None)
         for number, own in enumerate(adapters, 1):
             if own.half is not None:
                 self._adopt_adapter(number, own.half, own.version)
@@ -252,10 +253,15 @@ class HostedEngine(Dispatcher, TrainedEngine):
         while True:
             self.exchanges += 1
             starts = self.starts
+            self.call_back(0)
             done: list[Report] = await self._call("exchange", asks, aborts, _BUDGET_S, again=False)
             if self.starts == starts:
                 return done
             asks, aborts = self.unanswered(), []
+
+    def call_back(self, wanted: int = 1) -> None:
+        for shared in self._shared.values():
+            shared.called[0] = wanted
 
     async def _call(self, method: str, *arguments: Any, again: bool = True) -> Any:
         """Call the actor; one that has died, or hangs and is ended, is started again first, as long as it may be.
@@ -263,6 +269,8 @@ class HostedEngine(Dispatcher, TrainedEngine):
         Args:
             again: make the call again then; else [] is returned.
         """
+        if method != "exchange":
+            self.call_back()
         while True:
             host = self._host
             try:

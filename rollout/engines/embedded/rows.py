@@ -167,11 +167,6 @@ class CacheRows:
         stopped = (self.stop[placed] == tokens[:, None]).any(1)
         return stopped, (stopped | (size + 1 >= self.limit[placed])) & ~broken, broken
 
-    @property
-    def streams(self) -> bool:
-        """Whether a request that runs is told of every token."""
-        return any(request is not None and request.stream == 1 for request in self.requests)
-
     def news(self) -> list[tuple[int, tuple[int, Completion]]]:
         """Request id, and further tokens with the place of the first, where enough have come; they are told once."""
         found = []

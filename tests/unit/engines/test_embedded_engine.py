@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines.embedded import batching
 from mcore_mas.rollout.engines.embedded.batching import Ask, EmbeddedEngine, LocalEngine, LocalReplicas, Report
 from mcore_mas.rollout.engines.embedded.rows import uniforms
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
@@ -32,6 +36,29 @@ def test_requests_wait_for_a_row(qwen2: Path) -> None:
     assert sorted(done) == [0, 1, 2, 3, 4]
     assert engine.stats.steps == 9  # three waves of three passes
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("called", "stream", "steps_taken"),
+    [
+        (None, 0, 10),  # whoever asks cannot call: five times the budget of 2 s
+        ([0], 0, 30),  # nothing new: 15 times
+        ([0], 16, 30),  # who hears of 16 tokens at a time can wait for them too
+        ([1], 0, 2),
+        ([0], 1, 2),  # every token is heard
+    ],
+)
+def test_an_exchange_takes_as_long_as_nobody_wants_it_back(
+    qwen2: Path, monkeypatch: pytest.MonkeyPatch, called: list[int] | None, stream: int, steps_taken: int
+) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
+    engine.called = None if called is None else np.array(called)
+    seconds = itertools.count()  # one for each step
+    monkeypatch.setattr(
+        batching, "time", SimpleNamespace(monotonic=lambda: next(seconds), thread_time=time.thread_time)
+    )
+    engine.exchange([(1, [1, 2], Sampling(max_tokens=60), stream, 0)], [], 2.0)
+    assert engine.stats.steps == steps_taken
 
 
 def test_update_in_the_middle_gives_two_spans_and_keeps_old_keys(qwen2: Path) -> None:
