@@ -20,7 +20,7 @@ from rich.console import Console
 from mcore_mas.rollout.base.options import HERE, OptionsError, check_call, checked, lookup
 from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.config.data import TaskFile, placed_tasks
-from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
+from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, changed
 from mcore_mas.rollout.tasks.files import PLAIN, distinct, located_dataset, not_downloaded, read_task_file
 from mcore_mas.rollout.tasks.splits import SPLITS
 from mcore_mas.rollout.teams.roles import Parser
@@ -127,8 +127,8 @@ def allocator_of(reward: Callable[..., Any]) -> Callable[[Group], Group]:
         if trajectory.status is not Status.COMPLETED:
             return trajectory
         said = reward(trajectory)
-        turns = tuple(replace(turn, reward=number(said, turn.agent)) for turn in trajectory.turns)
-        return replace(trajectory, turns=turns)
+        turns = tuple(changed(turn, reward=number(said, turn.agent)) for turn in trajectory.turns)
+        return changed(trajectory, turns=turns)
 
     def number(said: Any, agent: str) -> float:
         try:

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,12 @@ class _Sequence:
                 f"{where}: the first token of all is to be trained, but nothing is before it to predict it"
             )
         ids = (sample.prompt_ids + sample.completion_ids)[: _computed(sample)]
-        return cls(number=number, sample=sample, tokens=torch.tensor(ids, dtype=torch.int64), trained=trained)
+        return cls(number=number, sample=sample, tokens=_tensor(ids, np.int64), trained=trained)
+
+
+def _tensor(numbers: Sequence[float], dtype: Any) -> Tensor:
+    """Of many numbers in a third to a fifth of the time of torch's own."""
+    return torch.from_numpy(np.array(numbers, dtype))
 
 
 def _trained(sample: Sample) -> list[int]:
@@ -158,7 +164,7 @@ def _microbatch(
             positions[place] = torch.arange(len(place))
             for rider in riders:
                 before = len(rider.sample.prompt_ids) - 1
-                predictors.append(stored + place[[before + i for i in rider.trained]])
+                predictors.append(stored + place[before + _tensor(rider.trained, np.int64)])
                 trained.append(rider)
                 begins.append(stored + place[: len(rider.tokens)])
         shift = len(segments)
@@ -174,8 +180,10 @@ def _microbatch(
         token_ids=torch.cat(token_ids),
         position_ids=torch.cat(position_ids),
         predictors=torch.cat(predictors),
-        labels=torch.tensor([own.sample.completion_ids[i] for own in trained for i in own.trained]),
-        sequences=torch.tensor([own.number for own in trained for _ in own.trained]),
+        labels=_tensor([own.sample.completion_ids[i] for own in trained for i in own.trained], np.int64),
+        sequences=_tensor([own.number for own in trained], np.int64).repeat_interleave(
+            torch.tensor([len(own.trained) for own in trained])
+        ),
         routing=_routing(stored, members, begins),
         **_columns(members),
     )
@@ -214,7 +222,7 @@ def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
             [_UNKNOWN if values is None else values[i] for i in places]
             for values, places in zip(known, trained, strict=True)
         ]
-        return torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32)
+        return _tensor(list(chain.from_iterable(rows)), np.float32)
 
     behaviour, advantages = by_token("behaviour"), by_token("advantages")
     rows = int(counts.sum())

@@ -99,8 +99,8 @@ def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
     metrics: dict[str, float] = {}
     for agent, own in by_agent.items():
         metrics |= {
-            f"agent/{agent}/advantage_second_moment": fmean(fmean(a * a for a in turn) for turn in own),
-            f"agent/{agent}/advantage_abs_max": max(abs(a) for turn in own for a in turn),
+            f"agent/{agent}/advantage_second_moment": fmean([fmean([a * a for a in turn]) for turn in own]),
+            f"agent/{agent}/advantage_abs_max": max(max(max(turn), -min(turn)) for turn in own),
             f"agent/{agent}/advantage_share": fmean(any(turn) for turn in own),
         }
     return metrics

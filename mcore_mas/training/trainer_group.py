@@ -37,20 +37,26 @@ _ANY_TIME_S = 30 * 86_400.0
 _Gone = ray.exceptions.RayActorError
 
 
-_Shared = tuple[Sequence[Microbatch], Sequence["np.ndarray | None"]]  # without experts on record, and these
+_Shared = Sequence[dict[str, Any]]  # of each micro-batch its fields, arrays for tensors
 
 
 def _shared(microbatches: Sequence[Microbatch]) -> Any:
-    """Micro-batches for all ranks. Experts on record, GBs of them, are mapped by the ranks of a machine, not copied."""
-    experts = [None if batch.routing is None else batch.routing.numpy() for batch in microbatches]
-    return ray.put(([replace(batch, routing=None) for batch in microbatches], experts))
+    """Micro-batches for all ranks. Those of a machine map arrays, GBs of experts on record among them, uncopied."""
+    return ray.put([{name: _array(getattr(batch, name)) for name in Microbatch.__slots__} for batch in microbatches])
+
+
+def _array(value: Any) -> Any:
+    return value.numpy() if isinstance(value, Tensor) else value
 
 
 def _mapped(shared: _Shared) -> list[Microbatch]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's store is read-only, of which torch warns: nobody writes there
-        experts = [None if own is None else torch.from_numpy(own) for own in shared[1]]
-    return [replace(batch, routing=own) for batch, own in zip(shared[0], experts, strict=True)]
+        return [Microbatch(**{name: _tensor(value) for name, value in own.items()}) for own in shared]
+
+
+def _tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 class _Rank:

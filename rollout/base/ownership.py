@@ -24,8 +24,7 @@ _read: dict[Path, tuple[int, int, int]] = {}  # of their locks, what `_state` wa
 
 def epoch_of(path: Path) -> int:
     """The epoch of this process as the owner of a folder around `path`; 0 where it owns none."""
-    path = path.absolute()
-    return max((epoch for folder, epoch in _owned.items() if path.is_relative_to(folder)), default=0)
+    return max((epoch for folder, epoch in _owned.items() if _inside(path, folder)), default=0)
 
 
 def check_owner(path: Path) -> None:
@@ -36,14 +35,18 @@ def check_owner(path: Path) -> None:
     Raises:
         FolderError: who has it now.
     """
-    path = path.absolute()
     for folder, epoch in _owned.items():
-        if path.is_relative_to(folder) and (state := _state(lock := folder / "lock.json")) != _read.get(folder):
+        if _inside(path, folder) and (state := _state(lock := folder / "lock.json")) != _read.get(folder):
             record = _record(lock)
             if record.get("epoch", 0) > epoch:
                 owner = _owner(record)
                 raise FolderError(f"{folder}: taken over by {owner}; this process, of epoch {epoch}, writes no more")
             _read[folder] = state
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    """Whether a path is the absolute `folder` or below it, as their texts say."""
+    return f"{path if path.is_absolute() else path.absolute()}/".startswith(f"{folder}/")
 
 
 def _state(lock: Path) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat as Cost
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
+from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn, changed
 from mcore_mas.rollout.rewards.allocation import RewardError, locate
 
 Penalty = Callable[..., float | None]  # (turn, **options) -> what to add to its reward; None: the turn does not train
@@ -102,13 +102,13 @@ def apply_penalties(
         if not math.isfinite(turn.reward + total):
             raise RewardError(f"{locate(trajectory, turn)}: reward is {turn.reward + total}; expected a finite number")
         scores = {**turn.scores, "penalty": total} if total else turn.scores
-        return replace(turn, reward=turn.reward + total, scores=scores, masked=None in amounts)
+        return changed(turn, reward=turn.reward + total, scores=scores, masked=None in amounts)
 
     group = allocate(group)
     return replace(
         group,
         trajectories=tuple(
-            replace(t, turns=tuple(charged(t, turn) for turn in t.turns)) if t.status is Status.COMPLETED else t
+            changed(t, turns=tuple(charged(t, turn) for turn in t.turns)) if t.status is Status.COMPLETED else t
             for t in group.trajectories
         ),
     )
