@@ -1,9 +1,10 @@
 """Wall-clock time of a whole GRPO step: this project's training against TRL's `GRPOTrainer` on one model.
 
-They take turns, a step each: 8 replies to each of 8 prompts of the same lengths, their rewards, and an update; each in
-float32, and in bfloat16 with float32 master weights, which is TRL's default. The least of each phase is shown. A side
-counts in the precision in which it is faster, and the last line has the smaller ratio of two shapes. TRL lies in an
-environment of its own (requirements/bench.txt) that is made on first use and sees this one's torch.
+A step: 8 replies to each of 8 prompts of the same lengths, their rewards, and an update; in float32, or in bfloat16
+with float32 master weights, which is TRL's default. Three trainings take turns of three steps each: TRL's in both
+precisions and this project's in one, then in the other. The least of each phase is shown. A side counts in the
+precision in which it is faster, and the last line has the smaller ratio of two shapes. TRL lies in an environment of
+its own (requirements/bench.txt) that is made on first use and sees this one's torch.
 
 TRL's one process has as many threads as there are cores. This project's processes have one each, and there is a
 data-parallel rank and a replica of the engine for each core, which wait for each other once a step and not at every
@@ -23,7 +24,7 @@ import sysconfig
 import tempfile
 import time
 import venv
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,8 @@ from mcore_mas.rollout.records.trajectory import Message, Task, Trajectory
 from mcore_mas.rollout.teams.team import TeamSession
 
 ROOT = Path(__file__).resolve().parents[1]
-TASKS, GROUP, LR, WARM, GOAL, STEPS = 8, 8, 1e-5, 2, 5.0, 1000
+TASKS, GROUP, LR, WARM, GOAL, STEPS = 8, 8, 1e-5, 1, 5.0, 1000
+TURN = 3  # steps in a row, as a training takes them: memory is warm, and what is done every so often is done as often
 PRECISIONS = ("float32", "bfloat16")
 ENVIRONMENT = dict(os.environ)  # of TRL: that of a run's own processes changes
 
@@ -196,42 +198,48 @@ def environment(folder: Path) -> Path:
 
 
 def compare(name: str, python: Path, repeats: int, threads: int, parts: int, ranks: int) -> float:
-    """TRL's seconds over ours for a shape, by the least of each."""
-    shape = SHAPES[name]
-    best: dict[tuple[str, str], dict[str, float]] = {}
+    """TRL's seconds over ours for a shape, by the least of each while they took turns."""
+    shape, ratios = SHAPES[name], []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         texts = make_model(folder / "model", shape)
+        trl = {
+            f"TRL, {precision}": theirs(python, folder, shape, texts, threads, parts, bool(bf16))
+            for bf16, precision in enumerate(PRECISIONS)
+        }
         for bf16, precision in enumerate(PRECISIONS):
-            sides = {
-                "TRL": theirs(python, folder, shape, texts, threads, parts, bool(bf16)),
-                "ours": ours(folder, shape, texts, threads, ranks, bool(bf16)),
-            }
-            for number, side in itertools.product(range(WARM + repeats), sides):
-                row = next(sides[side])
-                said = ", ".join(f"{key} {value:.2f}" for key, value in row.items())
-                print(f"  {side} {precision} {number}: {said}", flush=True)
-                if number >= WARM:
-                    least = best.setdefault((side, precision), row)
-                    best[side, precision] = {key: min(value, least[key]) for key, value in row.items()}
-            for steps in sides.values():
-                steps.close()
-    print(
-        f"{name}, prompts of {shape.prompt}, replies of {shape.reply}, {threads} threads, {ranks} ranks, "
-        f"load {os.getloadavg()[0]:.1f}"
-    )
-    for (side, precision), row in best.items():
-        print(
-            f"  {side}, {precision}: a step {row['step']:.2f} s ({row['cpu']:.2f} CPU s): "
-            f"collect {row['collect']:.2f}, update {row['update']:.2f}, "
-            f"hand-over {row['hand-over']:.3f}, rest {row['rest']:.3f}"
-        )
-    for precision in PRECISIONS:
-        wall, cpu = (best["TRL", precision][key] / best["ours", precision][key] for key in ("step", "cpu"))
-        print(f"  {precision}: {wall:.2f} times as fast, {cpu:.2f} by CPU time")
-    trl, own = (min(best[side, precision]["step"] for precision in PRECISIONS) for side in ("TRL", "ours"))
-    print(f"  each in its faster one: {trl / own:.2f} times as fast", flush=True)
-    return trl / own
+            mine = ours(folder, shape, texts, threads, ranks, bool(bf16))
+            sides = {**trl, f"ours, {precision}": mine}
+            *others, own = least(sides, repeats)
+            mine.close()
+            for side, row in zip(sides, (*others, own), strict=True):
+                print(
+                    f"{name}, {side}: a step {row['step']:.2f} s ({row['cpu']:.2f} CPU s): "
+                    f"collect {row['collect']:.2f}, update {row['update']:.2f}, "
+                    f"hand-over {row['hand-over']:.3f}, rest {row['rest']:.3f}"
+                )
+            faster = min(others, key=lambda row: row["step"])
+            ratios.append(faster["step"] / own["step"])
+            print(
+                f"  {ratios[-1]:.2f} times as fast as the faster of TRL's, in {precision} TRL's is "
+                f"{others[bf16]['step'] / own['step']:.2f}; load {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
+        for training in trl.values():
+            training.close()
+    return max(ratios)
+
+
+def least(sides: Mapping[str, Iterator[dict[str, float]]], repeats: int) -> list[dict[str, float]]:
+    """The least of each phase of some trainings' steps, while they take turns `repeats` times, after one to warm up."""
+    best: list[dict[str, float]] = [{} for _ in sides]
+    for turn in range(WARM + repeats):
+        for number, side in enumerate(sides):
+            for row in itertools.islice(sides[side], TURN):
+                print(f"  {side} {turn}: {', '.join(f'{key} {value:.2f}' for key, value in row.items())}", flush=True)
+                if turn >= WARM:
+                    best[number] = {key: min(value, best[number].get(key, value)) for key, value in row.items()}
+    return best
 
 
 def main() -> None:
