@@ -41,7 +41,7 @@ _Shared = Sequence[dict[str, Any]]  # of each micro-batch its fields, arrays for
 
 
 def _shared(microbatches: Sequence[Microbatch]) -> Any:
-    """Micro-batches for all ranks. Those of a machine map arrays, GBs of experts on record among them, uncopied."""
+    """Micro-batches for all ranks. Experts on record, GBs of them, are mapped by the ranks of a machine, not copied."""
     return ray.put([{name: _array(getattr(batch, name)) for name in Microbatch.__slots__} for batch in microbatches])
 
 
@@ -52,11 +52,13 @@ def _array(value: Any) -> Any:
 def _mapped(shared: _Shared) -> list[Microbatch]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's store is read-only, of which torch warns: nobody writes there
-        return [Microbatch(**{name: _tensor(value) for name, value in own.items()}) for own in shared]
+        return [Microbatch(**{name: _tensor(name, value) for name, value in own.items()}) for own in shared]
 
 
-def _tensor(value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+def _tensor(name: str, value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    return torch.from_numpy(value if name == "routing" else value.copy())  # which a loss of one's own may write to
 
 
 class _Rank:

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import ray
 import torch
 
+from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.packing.pack import pack, unpack
 from mcore_mas.rollout.models.tensors import read_tensors
 from mcore_mas.rollout.sync import SyncRoute
@@ -50,6 +52,33 @@ def test_two_data_parallel_actors_score_train_and_export(running_ray: None, tmp_
     (step,) = expected.steps
     assert metrics["grad_norm"] == pytest.approx(step["norm"], rel=precision.bound(expected.own.norm))
     assert precision.gap(weights, step["parameters"]) <= precision.bound(expected.own.parameters)
+
+
+def test_ranks_get_micro_batches_whole_map_experts_on_record_and_may_write_to_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stored: list[Any] = []
+    monkeypatch.setattr(trainer_group.ray, "put", stored.append)
+    (batch,) = (replace(b, routing=torch.full((len(b.token_ids), 3), 7, dtype=torch.uint8)) for b in packed_once())
+    trainer_group._shared([batch])
+    for value in stored[0][0].values():
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False  # as Ray's store gives it
+    (mapped,) = trainer_group._mapped(stored[0])
+    for name in type(batch).__slots__:
+        before, after = getattr(batch, name), getattr(mapped, name)
+        if isinstance(before, torch.Tensor):
+            torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert after == before, name
+    assert mapped.routing is not None and mapped.routing.data_ptr() == stored[0][0]["routing"].ctypes.data
+    kept = batch.advantages.clone()
+    mapped.advantages.mul_(2.0).add_(1.0)  # a read-only page would end the rank
+    assert torch.equal(batch.advantages, kept) and torch.equal(mapped.advantages, 2.0 * kept + 1.0)
+
+
+def packed_once() -> list[Microbatch]:
+    return pack(reference.make_samples()[:1], 100)
 
 
 NODES = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "10.0.0.1"]  # of four places
