@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -52,6 +53,11 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     Raises:
         EnvError: the process that compares mathematics cannot be started.
     """
+    return _compare(given, truth, _as_mathematics)
+
+
+def _compare(given: str, truth: str, otherwise: Callable[[str, str], AnswerComparison]) -> AnswerComparison:
+    """As `compare_answers`; `otherwise` compares normalised answers that their texts do not decide."""
     given, truth = _normalise(given), _normalise(truth)
     if given == truth and truth:
         return AnswerComparison.EQUAL
@@ -69,12 +75,48 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     if "=" not in truth:
         for side in _EQUATION.split(given)[:-1]:
             number = any(map(str.isdigit, side)) and not any(map(str.isalpha, _COMMAND.sub("", side)))
-            if number and (found := compare_answers(side, truth)) is not AnswerComparison.EQUAL:
+            if number and (found := _compare(side, truth, otherwise)) is not AnswerComparison.EQUAL:
                 return found
+    return otherwise(given, truth)
+
+
+def _as_mathematics(given: str, truth: str) -> AnswerComparison:
+    """By the comparing process."""
     try:
         return _COMPARER.compare(given, truth)
     except ComparerError as error:
         raise EnvError(str(error)) from error
+
+
+class _NotAsText(Exception):
+    """The texts of two answers do not say whether they are equal."""
+
+
+def _as_text(given: str, truth: str) -> AnswerComparison:
+    raise _NotAsText
+
+
+_AT_ONCE_CHARS = 200  # of an answer that is compared as text on the event loop
+
+
+async def _compare_any(given: str, truths: Sequence[str]) -> AnswerComparison:
+    """How an answer compares with the nearest truth: at once where texts say it, else in a thread and on record."""
+    with suppress(_NotAsText):
+        if len(given) <= _AT_ONCE_CHARS:
+            return _nearest(given, truths, _as_text)
+    compare = partial(asyncio.to_thread, _nearest, given, truths, _as_mathematics)
+    return await once(AnswerComparison, compare, given, truths)
+
+
+def _nearest(given: str, truths: Sequence[str], otherwise: Callable[[str, str], AnswerComparison]) -> AnswerComparison:
+    found = AnswerComparison.DIFFERENT
+    for truth in truths if given else ():
+        one = _compare(given, truth, otherwise)
+        if one is AnswerComparison.EQUAL:
+            return one
+        if one is AnswerComparison.UNDECIDED:
+            found = one
+    return found
 
 
 _EQUATION = re.compile(r"(?<![<>!:])=")
@@ -123,8 +165,7 @@ class MathEnv(CalculatingEnv):
         if not self.task.answers:
             raise EnvError(f"task {self.task.id} has no answers; a math task needs at least one")
         given = last_boxed(action) or ""
-        compare = partial(asyncio.to_thread, _compare_any, given, self.task.answers)
-        found = await once(AnswerComparison, compare, given, self.task.answers)
+        found = await _compare_any(given, self.task.answers)
         if found is AnswerComparison.UNDECIDED:
             shown = given if len(given) <= _SHOWN_CHARS else f"{given[:_SHOWN_CHARS]}..."
             raise Undecided(f"task {self.task.id}: it cannot be decided whether '{shown}' is right")
@@ -139,19 +180,7 @@ class MathEnv(CalculatingEnv):
 
     async def same(self, answer: str, other: str) -> bool:
         """Whether two answers are known to be mathematically equal; undecided ones do not agree."""
-        compare = partial(asyncio.to_thread, compare_answers, answer, other)
-        return await once(AnswerComparison, compare, answer, other) is AnswerComparison.EQUAL
-
-
-def _compare_any(given: str, truths: Sequence[str]) -> AnswerComparison:
-    found = AnswerComparison.DIFFERENT
-    for truth in truths if given else ():
-        one = compare_answers(given, truth)
-        if one is AnswerComparison.EQUAL:
-            return one
-        if one is AnswerComparison.UNDECIDED:
-            found = one
-    return found
+        return await _compare_any(answer, (other,)) is AnswerComparison.EQUAL
 
 
 def _normalise(answer: str) -> str:

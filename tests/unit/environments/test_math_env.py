@@ -1,10 +1,12 @@
 """The math environment's scores."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.task_group import put_on_record
 from mcore_mas.rollout.environments.math import MathEnv, compare_answers, last_boxed
 from mcore_mas.rollout.records.trajectory import Task
 
@@ -53,6 +55,32 @@ def test_last_boxed(text, content):
 )
 def test_equal_answers(given, truth, equal):
     assert compare_answers(given, truth) == ("equal" if equal else "different")
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "right", "asked"),
+    [
+        ("\\boxed{7}", ("7",), True, 0),
+        ("\\boxed{8}", ("7",), False, 0),
+        ("no box", ("x + 1",), False, 0),
+        ("\\boxed{x+1}", ("y", "x + 1"), True, 1),  # the first truth is mathematics
+        ("\\boxed{x+1}", ("x + 1", "y"), True, 0),
+        ("\\boxed{1/2=0.5}", ("0.5",), True, 1),
+        ("\\boxed{" + "1" * 300 + "}", ("1" * 300,), True, 1),  # long ones are read off the event loop
+    ],
+)
+def test_what_texts_decide_takes_no_thread_and_is_not_put_on_record(text, answers, right, asked):
+    kept = []
+    record = SimpleNamespace(answer=lambda key: None, keep_answer=lambda key, answer: kept.append(answer))
+
+    async def play():
+        put_on_record(record, lambda: "here")
+        env = MathEnv(task(*answers))
+        env.reset(task(*answers))
+        return await env.step(text)
+
+    assert asyncio.run(play()).reward == float(right)
+    assert len(kept) == asked
 
 
 @pytest.mark.parametrize(
