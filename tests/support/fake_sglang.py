@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """An interpreter of which only one thing is asked: to be SGLang's server, `-m sglang.launch_server ... --port N`.
 
-Every completion is this process's number modulo 90. Prompt [13] ends the process if there is a file `die` in the
+Every token is this process's number. Prompt [13] ends the process if there is a file `die` in the
 model's folder, which it takes away; prompt [14] is not answered for a long time. Where a file of settings names a
 key, only who has it is answered.
 
@@ -76,7 +76,7 @@ def generated(body: dict[str, Any]) -> dict[str, Any]:
     if body["input_ids"] == [14]:
         time.sleep(60)
     count = body["sampling_params"]["max_new_tokens"]
-    token = os.getpid() % 90
+    token = os.getpid()
     meta = {
         "finish_reason": {"type": "length"},
         "output_token_logprobs": [[-0.5, token, None]] * count,
