@@ -71,7 +71,7 @@ class RecentState:
         if not self._told:
             self._told = True
             self._note(
-                f"no state of each step in memory, which takes twice {self._size / 2**20:.0f} MiB ({why}): a lost rank "
+                f"no state in memory, which takes twice {self._size / 2**20:.0f} MiB ({why}): a lost rank "
                 "costs all steps since the newest checkpoint on disk"
             )
 

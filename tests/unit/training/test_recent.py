@@ -96,7 +96,7 @@ def test_without_room_a_line_says_so_once_and_training_goes_on(tmp_path: Path, m
     asyncio.run(asyncio.wait_for(keep(), 10))
     assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]
     assert said == [
-        "no state of each step in memory, which takes twice 10 MiB (20 MiB of memory are free): a lost rank costs all "
+        "no state in memory, which takes twice 10 MiB (20 MiB of memory are free): a lost rank costs all "
         "steps since the newest checkpoint on disk"
     ]
 
