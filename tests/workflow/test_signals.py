@@ -103,7 +103,7 @@ with logged(sys.argv[1]):
 def test_a_job_of_any_stage_says_by_what_it_was_stopped(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     process = subprocess.Popen([sys.executable, "-c", JOB, str(log)], text=True)
-    wait_until(lambda: log.is_file() and "at work" in log.read_text(), process)
+    wait_until(lambda: log.is_file() and "at work\n" in log.read_text(), process)
     process.terminate()
     assert process.wait(60) == 1
     stopped = "error: stopped by SIGTERM; the same command goes on from what is saved"
@@ -150,7 +150,7 @@ def test_ctrl_c_is_answered_at_once_and_the_second_is_the_cause(tmp_path: Path) 
     """At a terminal, of a job that writes to a log, as jobs of the pipeline do."""
     log = tmp_path / "job.log"
     job = pexpect.spawn(sys.executable, ["-c", PATIENT, str(log)], timeout=60, encoding="utf-8")
-    while not (log.is_file() and "at work" in log.read_text()):
+    while not (log.is_file() and "at work\n" in log.read_text()):
         assert job.isalive()
         time.sleep(0.02)
     job.sendintr()

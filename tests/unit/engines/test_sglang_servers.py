@@ -187,10 +187,12 @@ def test_a_server_without_a_node_leaves_where_another_goes_on(
     async def play() -> None:
         await engine.load_weights(tensors(), 1)
         stays, lost = engine._replicas
-        own = {await pid_of(stays)}
+        own, gone = {await pid_of(stays)}, await pid_of(lost)
         nowhere = ray.remote(num_cpus=0)(Server).options(resources={"gone": 1})
         lost.actors = lambda: [nowhere.remote("python", [], "log", {})]
         ray.kill(lost.host)
+        while Path(f"/proc/{gone}").exists():  # until then it answers
+            await asyncio.sleep(0.05)
         said = await asyncio.gather(*(ask(engine, [n + 20], f"session {n}") for n in range(12)))
         assert {completion.token_ids[0] for completion in said} == own
         await engine.load_weights(tensors(), 2)
