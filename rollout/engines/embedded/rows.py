@@ -262,9 +262,8 @@ def choose(
         logits = logits / torch.from_numpy(scale).to(device)[:, None]
     peak = logits.amax(-1, keepdim=True)
     weights = (logits - peak).exp_()
-    log_sum = weights.sum(
-        -1, keepdim=True
-    ).log_()  # of what is above the peak: as an exact head of the trainer, to the bit
+    # of what is above the peak: as an exact head of the trainer, to the bit
+    log_sum = weights.sum(-1, keepdim=True).log_()
     cut = np.flatnonzero((top_p < 1) | (top_k > 0))
     if len(cut):
         rows, p, k = (torch.from_numpy(array).to(device) for array in (cut, top_p[cut], top_k[cut]))
