@@ -127,14 +127,14 @@ test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of
 lint: $(STAMP) ## check style, types and the workflow
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/snakefmt --line-length 120 --check Snakefile workflow
+	$(BIN)/snakefmt --line-length 100 --check Snakefile workflow
 	$(BIN)/mypy
 	$(BIN)/snakemake --lint
 
 format: $(STAMP) ## rewrite files in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/snakefmt --line-length 120 Snakefile workflow
+	$(BIN)/snakefmt --line-length 100 Snakefile workflow
 
 bench: $(STAMP) ## run every benchmark and write docs/benchmarks.md
 	$(BIN)/python benchmarks/run_all.py

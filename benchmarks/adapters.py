@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 import torch
 
@@ -20,24 +22,30 @@ from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
-from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.fused_weights import AdapterShape
-from mcore_mas.rollout.models.layout import Projection
-from mcore_mas.rollout.models.tensors import read_tensors
-from mcore_mas.rollout.records.trajectory import Sampling
-from mcore_mas.rollout.sync.shared import SharedWeights
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.models.architecture import read_architecture
+from rollout.models.fused_weights import AdapterShape
+from rollout.models.layout import Projection
+from rollout.models.tensors import read_tensors
+from rollout.records.trajectory import Sampling
+from rollout.sync.shared import SharedWeights
 
 AGENTS, HIDDEN, LAYERS, VOCAB, TOKENS, ROWS = 4, 640, 12, 16384, 256, 8
 RANK = 4  # 0.6 % of the hidden size, which is what rank 16 is of Qwen3-4B's: an adapter is as large beside its model
-KINDS = {"one": (1, True), "together": (AGENTS, False), "apart": (AGENTS, True)}  # agents, each on a model of its own
+KINDS = {
+    "one": (1, True),
+    "together": (AGENTS, False),
+    "apart": (AGENTS, True),
+}  # agents, each on a model of its own
 
 
 def memory() -> dict[str, float]:
     """GiB of this process: the most so far, and what it has of its own now, without mapped files."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    sizes = {name: int(status[name].split()[0]) / 2**20 for name in ("VmHWM", "RssAnon", "RssShmem")}
+    sizes = {
+        name: int(status[name].split()[0]) / 2**20 for name in ("VmHWM", "RssAnon", "RssShmem")
+    }
     return {"at its peak": sizes["VmHWM"], "kept": sizes["RssAnon"] + sizes["RssShmem"]}
 
 
@@ -65,7 +73,9 @@ def play(folder: str, agents: int, apart: bool) -> object:
         decoder = CachedDecoder(shape, TOKENS, adapters=[adapter for _ in numbers])
         decoder.load(read_tensors(folder))
         assert decoder.adapters is not None
-        for number, _ in enumerate(numbers, 1):  # as an actor maps what a trainer writes: this version and the next
+        for number, _ in enumerate(
+            numbers, 1
+        ):  # as an actor maps what a trainer writes: this version and the next
             places.append(SharedWeights(None, shape, adapter))
             for half in places[-1].halves:
                 half.fill((name, torch.zeros(size)) for name, (size, _) in half.places.items())
@@ -74,7 +84,9 @@ def play(folder: str, agents: int, apart: bool) -> object:
     for number in range(ROWS):
         own = engines[number % len(engines)]
         prompt, adapter_of = [number + 1] * (TOKENS // 2), 1 if apart else 1 + number % agents
-        own.submit(number, prompt, Sampling(max_tokens=TOKENS // 4, seed=number), adapter=adapter_of)
+        own.submit(
+            number, prompt, Sampling(max_tokens=TOKENS // 4, seed=number), adapter=adapter_of
+        )
     for engine in engines:
         while engine.has_work:
             engine.step()
@@ -83,7 +95,12 @@ def play(folder: str, agents: int, apart: bool) -> object:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs=3, metavar=("PART", "KIND", "FOLDER"), help="print the peak GiB of one process")
+    parser.add_argument(
+        "--only",
+        nargs=3,
+        metavar=("PART", "KIND", "FOLDER"),
+        help="print the peak GiB of one process",
+    )
     only = parser.parse_args().only
     if only:
         part, kind, folder = only

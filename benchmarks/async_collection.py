@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 from mcore_mas.training.loop import train_steps
 from tests.support.simulated import simulated_run
@@ -59,15 +61,23 @@ def main() -> None:
     for seed in SEEDS:
         collect_s = train(seed, 0, 0.0)[1]
         plain_s = train(seed, 0, collect_s)[0]
-        print(f"seed {seed}: staleness 0 takes {plain_s:.0f} s, {STEPS} collections and updates of {collect_s:.1f} s")
+        print(
+            f"seed {seed}: staleness 0 takes {plain_s:.0f} s, {STEPS} collections and updates of {collect_s:.1f} s"
+        )
         for staleness, found in gains.items():
             seconds, wait_s, turns = train(seed, staleness, collect_s)
             assert max(turns) <= staleness
             found.append(plain_s / seconds)
-            shares = ", ".join(f"{age} behind {n / turns.total():.0%}" for age, n in sorted(turns.items()))
-            print(f"  staleness {staleness}: {seconds:.0f} s, {found[-1]:.2f}x, waits {wait_s:.1f} s a step; {shares}")
+            shares = ", ".join(
+                f"{age} behind {n / turns.total():.0%}" for age, n in sorted(turns.items())
+            )
+            print(
+                f"  staleness {staleness}: {seconds:.0f} s, {found[-1]:.2f}x, waits {wait_s:.1f} s a step; {shares}"
+            )
     print(f"worst gain at staleness 1: {min(gains[1]):.2f}, at 2: {min(gains[2]):.2f}")
-    print(f"name=async_collection ratio={min(gains[2]):.2f} goal=1.80 reference=staleness_0 n={len(SEEDS)}")
+    print(
+        f"name=async_collection ratio={min(gains[2]):.2f} goal=1.80 reference=staleness_0 n={len(SEEDS)}"
+    )
 
 
 if __name__ == "__main__":

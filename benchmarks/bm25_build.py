@@ -19,10 +19,12 @@ from pathlib import Path
 import bm25s
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-from mcore_mas.retrieval.corpus import Corpus, Passage, write_corpus
-from mcore_mas.retrieval.lexical import Lexical
+from retrieval.corpus import Corpus, Passage, write_corpus
+from retrieval.lexical import Lexical
 
 WORDS, VOCABULARY = 100, 250_000
 
@@ -34,7 +36,10 @@ def build(way: str, corpus: Corpus, out: Path) -> None:
         Lexical.build(corpus, out)
     else:
         index = bm25s.BM25()
-        index.index(bm25s.tokenize([passage.contents for passage in corpus], show_progress=False), show_progress=False)
+        index.index(
+            bm25s.tokenize([passage.contents for passage in corpus], show_progress=False),
+            show_progress=False,
+        )
         index.save(str(out / "bm25"), show_progress=False)
     print(peak_mb() - before, time.monotonic() - began)
 
@@ -56,14 +61,21 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as made:
         folder, random = Path(made), np.random.default_rng(0)
-        texts = (" ".join(map("w{}".format, random.zipf(1.2, WORDS) % VOCABULARY)) for _ in range(options.passages))
-        write_corpus(folder / "corpus.jsonl", (Passage(str(row), text) for row, text in enumerate(texts)))
+        texts = (
+            " ".join(map("w{}".format, random.zipf(1.2, WORDS) % VOCABULARY))
+            for _ in range(options.passages)
+        )
+        write_corpus(
+            folder / "corpus.jsonl", (Passage(str(row), text) for row, text in enumerate(texts))
+        )
         found = {}
         for way in ("parts", "at_once"):
             command = [sys.executable, __file__, "--way", way, made]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             found[way], seconds = map(float, done.stdout.split())
-            print(f"{way}: {1e6 * found[way] / options.passages:.0f} bytes a passage, {seconds:.0f} s")
+            print(
+                f"{way}: {1e6 * found[way] / options.passages:.0f} bytes a passage, {seconds:.0f} s"
+            )
         kept = sum(path.stat().st_size for path in (folder / "parts" / "bm25").glob("[!.]*"))
         print(f"the index: {kept / options.passages:.0f} bytes a passage")
         same = all(
@@ -72,7 +84,9 @@ def main() -> None:
         )
         print(f"both are the same to the byte: {same}")
         assert same
-    print(f"name=bm25_build ratio={found['at_once'] / found['parts']:.2f} goal=3.00 reference=bm25s_at_once n=1")
+    print(
+        f"name=bm25_build ratio={found['at_once'] / found['parts']:.2f} goal=3.00 reference=bm25s_at_once n=1"
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 from benchmarks.support.training import make_model, make_sample, start_trainer
 from mcore_mas.equations.losses import Objective
@@ -53,10 +55,14 @@ def main() -> int:
                 stall, done = seconds(trainer, Path(folder) / "checkpoint", wait=wait)
                 if repeat:  # the first finds nothing in place: neither files nor memory
                     stalls[wait].append(stall)
-                    print(f"{'synchronous' if wait else 'asynchronous'}: stalls {stall:.2f} s, on disk in {done:.2f} s")
+                    print(
+                        f"{'synchronous' if wait else 'asynchronous'}: stalls {stall:.2f} s, on disk in {done:.2f} s"
+                    )
         destroy_process_groups()
     ratio = statistics.median(stalls[True]) / statistics.median(stalls[False])
-    print(f"name=checkpoint_save ratio={ratio:.2f} goal={GOAL:.2f} reference=waiting for the disk n={repeats}")
+    print(
+        f"name=checkpoint_save ratio={ratio:.2f} goal={GOAL:.2f} reference=waiting for the disk n={repeats}"
+    )
     return 0 if ratio >= GOAL else 1
 
 

@@ -6,20 +6,26 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.orchestras.sequential import solver_verifier
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, Task, VersionSpan
-from mcore_mas.rollout.teams.collect import CollectOptions, Collector
-from mcore_mas.rollout.teams.roles import ROLES, Agent
-from mcore_mas.rollout.teams.team import Team
-from mcore_mas.rollout.teams.tree import Branching
+from rollout.engines import EngineClient
+from rollout.environments.protocol import Step
+from rollout.orchestras.sequential import solver_verifier
+from rollout.records.trajectory import Completion, Sampling, Task, VersionSpan
+from rollout.teams.collect import CollectOptions, Collector
+from rollout.teams.roles import ROLES, Agent
+from rollout.teams.team import Team
+from rollout.teams.tree import Branching
 
 TASKS, GROUP, LOOPS, REPEATS, GOAL, TIMES = 64, 8, 4, 5, 10_000, 2.0
 TREE = Branching(width=4)
-PROMPT, REPLY, TEXT = tuple(range(512)), tuple(range(128)), "a thought on the problem, and some more words. " * 10
+PROMPT, REPLY, TEXT = (
+    tuple(range(512)),
+    tuple(range(128)),
+    "a thought on the problem, and some more words. " * 10,
+)
 
 
 class Constant:
@@ -69,7 +75,8 @@ def turns_per_second(repeat: int, tree: Branching | None = None) -> float:
     """
     sampling = Sampling(max_tokens=len(REPLY))
     agents = {
-        name: Agent(name=name, role=ROLES[name], policy="p", sampling=sampling) for name in ("solver", "verifier")
+        name: Agent(name=name, role=ROLES[name], policy="p", sampling=sampling)
+        for name in ("solver", "verifier")
     }
     team = Team(agents, {"p": EngineClient(engine=Instant(), renderer=Constant())})
     tasks = [
@@ -83,7 +90,9 @@ def turns_per_second(repeat: int, tree: Branching | None = None) -> float:
     async def timed() -> float:
         """As a training collects, in a loop that goes on: Python 3.11 spells out what a loop's main task returns."""
         start, options = time.process_time(), CollectOptions(tree=tree)
-        own = Collector(team=team, make_env=Yes, orchestra=orchestra, seed=0, step=repeat, options=options)
+        own = Collector(
+            team=team, make_env=Yes, orchestra=orchestra, seed=0, step=repeat, options=options
+        )
         groups = await own.collect(tasks, GROUP)
         seconds = time.process_time() - start
         turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
@@ -99,7 +108,9 @@ def main() -> None:
     print(f"lines: {', '.join(f'{rate:.0f}' for rate in rates)} turns/s")
     print(f"trees of width {TREE.width}, replays included: {turns_per_second(0, TREE):.0f} turns/s")
     ratio = statistics.median(rates) / GOAL
-    print(f"name=controller_overhead ratio={ratio:.2f} goal={TIMES:.2f} reference=10k_turns_per_s n={REPEATS}")
+    print(
+        f"name=controller_overhead ratio={ratio:.2f} goal={TIMES:.2f} reference=10k_turns_per_s n={REPEATS}"
+    )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--peak", action="store_true", help="only run every estimator once and print the peak memory")
+    parser.add_argument(
+        "--peak",
+        action="store_true",
+        help="only run every estimator once and print the peak memory",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.peak:
@@ -72,7 +76,9 @@ def main() -> None:
         for estimator in ESTIMATORS.values():
             estimator(turns)
         # getrusage would still know the peak of the process that started this one
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
         print(int(status["VmHWM"].split()[0]) / 2**20)
         return
     half, full = make(options.turns // 2), make(options.turns)
@@ -84,8 +90,12 @@ def main() -> None:
         print(f"{name:22s} {taken:6.2f} s   half of them {part:6.2f} s   ({unit})")
         slowest = max(slowest, taken)
     empty, part, whole = (peak_gib(n) for n in (1000, options.turns // 2, options.turns))
-    print(f"peak memory above that of 1000 turns: {whole - empty:.2f} GiB, half of them {part - empty:.2f} GiB")
-    print(f"name=credit ratio={_BUDGET_S / slowest:.2f} goal=1.00 reference=2s_per_million_turns n={options.repeats}")
+    print(
+        f"peak memory above that of 1000 turns: {whole - empty:.2f} GiB, half of them {part - empty:.2f} GiB"
+    )
+    print(
+        f"name=credit ratio={_BUDGET_S / slowest:.2f} goal=1.00 reference=2s_per_million_turns n={options.repeats}"
+    )
 
 
 if __name__ == "__main__":

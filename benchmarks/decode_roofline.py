@@ -12,31 +12,32 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
-from mcore_mas.rollout.models.architecture import Architecture
-from mcore_mas.rollout.models.fused_weights import NOWHERE, Weights
-from mcore_mas.rollout.records.trajectory import Sampling
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.models.architecture import Architecture
+from rollout.models.fused_weights import NOWHERE, Weights
+from rollout.records.trajectory import Sampling
 
 ROWS, CONTEXT, STEPS, REPEATS, GOAL = 32, 256, 12, 7, 0.8
-SHAPE = (
-    Architecture(  # 66 million parameters, 260 MB: no layer's weights are still in the cache when it is reached again
-        vocab=8192,
-        hidden=768,
-        ffn=2304,
-        layers=8,
-        heads=12,
-        kv_heads=4,
-        head_dim=64,
-        norm_eps=1e-6,
-        rope_theta=1e4,
-        positions=512,
-        tied=True,
-        qkv_bias=True,
-        qk_norm=False,
-    )
+# 66 million parameters, 260 MB: no layer's weights are still in the cache when the next pass reaches it
+SHAPE = Architecture(
+    vocab=8192,
+    hidden=768,
+    ffn=2304,
+    layers=8,
+    heads=12,
+    kv_heads=4,
+    head_dim=64,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    positions=512,
+    tied=True,
+    qkv_bias=True,
+    qk_norm=False,
 )
 
 
@@ -45,7 +46,12 @@ def random_decoder() -> CachedDecoder:
     decoder = CachedDecoder(SHAPE, CONTEXT + STEPS * (REPEATS + 2))
     generator = torch.Generator().manual_seed(0)
     decoder.load(
-        (name, torch.ones(tensor.shape) if "norm" in name else 0.02 * torch.randn(tensor.shape, generator=generator))
+        (
+            name,
+            torch.ones(tensor.shape)
+            if "norm" in name
+            else 0.02 * torch.randn(tensor.shape, generator=generator),
+        )
         for name, tensor in decoder.weights.tensors()
     )
     return decoder
@@ -101,7 +107,11 @@ def main() -> None:
         before = engine.stats.decode_s
         whole.append(seconds(engine.step))
         core.append((engine.stats.decode_s - before) / STEPS)
-    matrices = [w for layer in decoder.weights.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    matrices = [
+        w
+        for layer in decoder.weights.layers
+        for w in (layer.qkv, layer.out, layer.gate_up, layer.down)
+    ]
     flops = 2 * ROWS * sum(matrix.numel() for matrix in [*matrices, decoder.weights.head])
     print(
         f"model of {Weights(SHAPE, NOWHERE).elements / 1e6:.0f} M parameters, float32, one thread; {ROWS} rows, "
@@ -113,7 +123,9 @@ def main() -> None:
         f"({ROWS / min(whole):.0f} tokens/s)"
     )
     ratio = statistics.median(b / w for b, w in zip(bare, core, strict=True))
-    print(f"name=decode_roofline ratio={ratio:.2f} goal={GOAL:.2f} reference=gemm_roofline n={REPEATS}")
+    print(
+        f"name=decode_roofline ratio={ratio:.2f} goal={GOAL:.2f} reference=gemm_roofline n={REPEATS}"
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 from benchmarks.embedded_engine import MAX_LENGTH, VOCAB, make_load, run_engine
 from benchmarks.support.training import make_model, make_sample
@@ -20,8 +22,8 @@ from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.records.trajectory import Completion
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.trajectory import Completion
 
 SEED = 3
 
@@ -40,7 +42,8 @@ class Recording(EmbeddedEngine):
 def samples_of(engine: Recording) -> list[Sample]:
     """Its completions as turns."""
     return [
-        replace(make_sample(prompt, c.token_ids, n), behaviour=c.logprobs) for n, (prompt, c) in enumerate(engine.said)
+        replace(make_sample(prompt, c.token_ids, n), behaviour=c.logprobs)
+        for n, (prompt, c) in enumerate(engine.said)
     ]
 
 
@@ -52,9 +55,7 @@ def agreement(trainer: MegatronTrainer, samples: list[Sample], share: bool) -> s
     gap = torch.tensor([p for one in scored for p in one]) - ours
     k3 = (gap.expm1() - gap).mean()
     equal = (gap == 0).float().mean()
-    return (
-        f"largest gap {gap.abs().max():.1e}, k3 divergence {k3:.1e}, {100 * equal:.1f} % of {len(gap)} equal to the bit"
-    )
+    return f"largest gap {gap.abs().max():.1e}, k3 divergence {k3:.1e}, {100 * equal:.1f} % of {len(gap)} equal to the bit"  # noqa: E501
 
 
 def main() -> None:
@@ -65,7 +66,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), vocab=VOCAB, hidden=128, layers=4)
         init_process_groups(rank=0, threads=1)
-        trainer = MegatronTrainer(TrainerSpec(model=folder, objective=Objective(), deterministic=True))
+        trainer = MegatronTrainer(
+            TrainerSpec(model=folder, objective=Objective(), deterministic=True)
+        )
         for _ in range(repeats):
             seconds = {}
             for mode in (False, True):
@@ -76,7 +79,9 @@ def main() -> None:
         samples = samples_of(engine)
         for share in (False, True):
             print(f"prefixes shared by the trainer: {share}; {agreement(trainer, samples, share)}")
-    print(f"name=deterministic_mode ratio={statistics.median(ratios):.2f} at_most=2.00 reference=batched n={repeats}")
+    print(
+        f"name=deterministic_mode ratio={statistics.median(ratios):.2f} at_most=2.00 reference=batched n={repeats}"
+    )
 
 
 if __name__ == "__main__":

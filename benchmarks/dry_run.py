@@ -27,11 +27,21 @@ def dry_run(snakefile: Path, *arguments: str) -> tuple[float, int]:
     """(CPU seconds of `snakemake -n` in an empty folder, its jobs)."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "-n", *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "snakemake",
+            "--snakefile",
+            str(snakefile),
+            "-n",
+            *arguments,
+        ]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     jobs = re.search(r"^total +(\d+)$", done.stdout + done.stderr, re.MULTILINE)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, int(jobs[1]) if jobs else 0
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, int(
+        jobs[1]
+    ) if jobs else 0
 
 
 def main() -> None:
@@ -42,8 +52,13 @@ def main() -> None:
         plain = Path(folder, "Snakefile")
         plain.write_text(PLAIN.format(jobs=tiny[0][1] - 1))
         alone = statistics.median(dry_run(plain)[0] for _ in range(REPEATS))
-    ours = {"tiny": statistics.median(seconds for seconds, _ in tiny), "gpus=8xH100": statistics.median(placed)}
-    print(f"{tiny[0][1]} jobs; CPU seconds: {', '.join(f'{k} {v:.1f}' for k, v in ours.items())}; plain {alone:.1f}")
+    ours = {
+        "tiny": statistics.median(seconds for seconds, _ in tiny),
+        "gpus=8xH100": statistics.median(placed),
+    }
+    print(
+        f"{tiny[0][1]} jobs; CPU seconds: {', '.join(f'{k} {v:.1f}' for k, v in ours.items())}; plain {alone:.1f}"
+    )
     print(
         f"name=dry_run ratio={max(ours.values()) / alone:.2f} at_most={GOAL:.2f} reference=plain_workflow n={REPEATS}"
     )

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.trajectory import Completion, Sampling
 
 TASKS, SAMPLES, TURNS, MAX_LENGTH, VOCAB = 16, 8, 3, 512, 512
 HF_BATCHES = (32, 128)  # the faster one is the reference
@@ -40,7 +42,8 @@ def make_load(seed: int) -> Load:
         prompts=[tasks[i // SAMPLES] for i in range(count)],
         lengths=rng.integers(3, 61, (count, TURNS)),
         observations=[
-            [rng.integers(1, VOCAB, rng.integers(5, 30)).tolist() for _ in range(TURNS)] for _ in range(count)
+            [rng.integers(1, VOCAB, rng.integers(5, 30)).tolist() for _ in range(TURNS)]
+            for _ in range(count)
         ],
     )
 
@@ -52,7 +55,9 @@ def run_engine(engine: EmbeddedEngine, load: Load, seed: int) -> float:
     turn = [0] * len(history)
 
     def submit(i: int) -> None:
-        sampling = Sampling(max_tokens=int(load.lengths[i, turn[i]]), seed=seed + i * TURNS + turn[i])
+        sampling = Sampling(
+            max_tokens=int(load.lengths[i, turn[i]]), seed=seed + i * TURNS + turn[i]
+        )
         engine.submit(i, history[i], sampling)
 
     for i in range(len(history)):
@@ -78,10 +83,14 @@ def run_generate(model: Qwen2ForCausalLM, load: Load, batch: int) -> float:
             members = order[first : first + batch]
             width = max(len(history[i]) for i in members)
             ids = torch.tensor([[0] * (width - len(history[i])) + history[i] for i in members])
-            mask = torch.tensor([[0] * (width - len(history[i])) + [1] * len(history[i]) for i in members])
+            mask = torch.tensor(
+                [[0] * (width - len(history[i])) + [1] * len(history[i]) for i in members]
+            )
             new = int(load.lengths[members, turn].max())
             settings = {"do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
-            out = model.generate(ids, attention_mask=mask, max_new_tokens=new, **settings)[:, width:].tolist()
+            out = model.generate(ids, attention_mask=mask, max_new_tokens=new, **settings)[
+                :, width:
+            ].tolist()
             for i, tokens in zip(members, out, strict=True):
                 history[i] += tokens[: load.lengths[i, turn]] + load.observations[i][turn]
     return time.process_time() - began
@@ -107,7 +116,9 @@ def main() -> None:
     )
     model = Qwen2ForCausalLM(config).eval()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"model of {parameters / 1e6:.2f} M parameters; {TASKS * SAMPLES} trajectories of {TURNS} turns; one thread")
+    print(
+        f"model of {parameters / 1e6:.2f} M parameters; {TASKS * SAMPLES} trajectories of {TURNS} turns; one thread"
+    )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         engine = EmbeddedEngine.from_folder(folder, max_length=MAX_LENGTH)
@@ -131,7 +142,9 @@ def main() -> None:
             f"{ours - spent['prefill_s'] - spent['decode_s'] - spent['sample_s']:.2f} s), "
             f"generate {tokens / theirs:.0f} (batches of {batch})"
         )
-    print(f"name=embedded_engine ratio={statistics.median(ratios):.2f} goal=3.00 reference=hf_generate n={repeats}")
+    print(
+        f"name=embedded_engine ratio={statistics.median(ratios):.2f} goal=3.00 reference=hf_generate n={repeats}"
+    )
 
 
 if __name__ == "__main__":

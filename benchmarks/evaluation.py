@@ -20,11 +20,13 @@ import httpx
 import psutil
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.records.files import read_tasks
-from mcore_mas.training.evaluate import evaluate
+from mcore_mas.evaluation.evaluate import evaluate
+from rollout.models.chat_template import Renderer
+from rollout.records.files import read_tasks
 from tests.support.run_folder import make_run
 from tests.support.slotted_sglang import slotted_server
 
@@ -45,7 +47,9 @@ def plain_rate(url: str) -> float:
         for _ in range(PLAIN // SLOTS):
             writer.write(request)
             head = await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(int(head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0]))
+            await reader.readexactly(
+                int(head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0])
+            )
         writer.close()
 
     async def ask_all() -> float:
@@ -92,13 +96,19 @@ def main() -> None:
         scores = json.loads((run / "evaluation" / "base.json").read_text())
     requests = TASKS * SAMPLES * CALLS
     known = sum(score is not None for task in scores["tasks"] for score in task["scores"])
-    print(f"{requests} requests in {took:.0f} s; {known} of {scores['replies']} trajectories known, {scores['failed']}")
+    print(
+        f"{requests} requests in {took:.0f} s; {known} of {scores['replies']} trajectories known, {scores['failed']}"
+    )
     print(f"memory: {sizes[EARLY]:.0f} MB at {EARLY} requests, {sizes[LATE]:.0f} MB at {LATE}")
     assert known == scores["replies"] == TASKS * SAMPLES, "trajectories were lost"
     assert sizes[LATE] - sizes[EARLY] < GROWTH_MB, "memory grows"
     before, after = plain
-    print(f"{requests / took:.0f} requests/s, a plain client {before:.0f} before and {after:.0f} after")
-    print(f"always full slots: {SLOTS / SECONDS:.0f}; {1e3 * busy / requests:.1f} ms of this process's CPU a request")
+    print(
+        f"{requests / took:.0f} requests/s, a plain client {before:.0f} before and {after:.0f} after"
+    )
+    print(
+        f"always full slots: {SLOTS / SECONDS:.0f}; {1e3 * busy / requests:.1f} ms of this process's CPU a request"
+    )
     ratio = requests / took / ((before + after) / 2)
     print(f"name=evaluation ratio={ratio:.2f} goal=0.80 reference=plain_client n=1")
 

@@ -15,22 +15,31 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-import mcore_mas.rollout.engines
-import mcore_mas.rollout.gateway.app
-import mcore_mas.rollout.gateway.sessions
+import rollout.engines
+import rollout.gateway.app
+import rollout.gateway.sessions
 from benchmarks.support.gateway import REPLY_TOKENS, Paced, hold_chats
-from mcore_mas.rollout.models.chat_template import Renderer
+from rollout.models.chat_template import Renderer
 from tests.support.gateway import team_of
 from tests.support.templates import renderer_of
 
-CHATS, TURNS, WORDS, REPLY_S, APART_S, GOAL = 256, 4, 42_700, 2.0, 0.5, 3.0  # a word and its space are 3 tokens
+CHATS, TURNS, WORDS, REPLY_S, APART_S, GOAL = (
+    256,
+    4,
+    42_700,
+    2.0,
+    0.5,
+    3.0,
+)  # a word and its space are 3 tokens
 TICK_S, MOST_MS = 0.005, 25.0
 _FAR = {  # from which size on work is done on other threads
-    mcore_mas.rollout.engines: "_OFF_LOOP_CHARS",
-    mcore_mas.rollout.gateway.sessions: "_OFF_LOOP_CHARS",
-    mcore_mas.rollout.gateway.app: "_OFF_LOOP_BYTES",
+    rollout.engines: "_OFF_LOOP_CHARS",
+    rollout.gateway.sessions: "_OFF_LOOP_CHARS",
+    rollout.gateway.app: "_OFF_LOOP_BYTES",
 }
 
 
@@ -54,7 +63,9 @@ def waits(late: Sequence[float], part: float) -> float:
     low, high, total = 0.0, max(late), len(late) * TICK_S * 1e3 + sum(late)
     for _ in range(50):
         x = (low + high) / 2
-        low, high = (x, high) if sum(max(0.0, ms - x) for ms in late) > (1 - part) * total else (low, x)
+        low, high = (
+            (x, high) if sum(max(0.0, ms - x) for ms in late) > (1 - part) * total else (low, x)
+        )
     return high
 
 
@@ -64,14 +75,19 @@ def p99(what: str, work: Coroutine[Any, Any, None]) -> float:
     late = asyncio.run(watched(work))
     listed = ", ".join(f"{waits(late, part):.1f}" for part in (0.5, 0.9, 0.99, 0.999))
     took = time.perf_counter() - began
-    print(f"{what}: {listed} ms (50, 90, 99, 99.9 %), {max(late):.1f} ms at most, {took:.0f} s", flush=True)
+    print(
+        f"{what}: {listed} ms (50, 90, 99, 99.9 %), {max(late):.1f} ms at most, {took:.0f} s",
+        flush=True,
+    )
     return waits(late, 0.99)
 
 
 async def chats(renderer: Renderer, number: int) -> None:
     """The chats, through the gateway."""
     engine = Paced(renderer, REPLY_S)
-    await hold_chats(team_of(engine, renderer, max_tokens=REPLY_TOKENS), number, TURNS, WORDS, APART_S)
+    await hold_chats(
+        team_of(engine, renderer, max_tokens=REPLY_TOKENS), number, TURNS, WORDS, APART_S
+    )
     assert engine.longest > 128_000
 
 
@@ -85,7 +101,9 @@ def main() -> None:
             setattr(module, name, sys.maxsize)
         on_the_loop = p99("on the loop", chats(renderer, CHATS // 8))
     print(f"name=gateway_loop_delay_ms ratio={ours:.2f} at_most={MOST_MS:.2f} reference=ms n=1")
-    print(f"name=gateway_loop_delay ratio={on_the_loop / ours:.2f} goal={GOAL:.2f} reference=on_the_loop n=1")
+    print(
+        f"name=gateway_loop_delay ratio={on_the_loop / ours:.2f} goal={GOAL:.2f} reference=on_the_loop n=1"
+    )
 
 
 if __name__ == "__main__":

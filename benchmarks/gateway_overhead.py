@@ -15,10 +15,12 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 from benchmarks.support.gateway import REPLY_TOKENS, Paced, hold_chats
-from mcore_mas.rollout.teams.team import Team
+from rollout.teams.team import Team
 from tests.support.gateway import team_of
 from tests.support.templates import renderer_of
 
@@ -54,7 +56,9 @@ def main() -> None:
             plain = cost(lambda: directly(team))
             ours = cost(lambda: hold_chats(team, CHATS, TURNS, WORDS, 0.0))
             ratios.append(REPLY_S / (REPLY_S + ours - plain))
-            print(f"a call costs {plain * 1e3:.2f} ms by team.chat and {ours * 1e3:.2f} ms through the gateway")
+            print(
+                f"a call costs {plain * 1e3:.2f} ms by team.chat and {ours * 1e3:.2f} ms through the gateway"
+            )
     print(
         f"name=gateway_overhead ratio={statistics.median(ratios):.3f} goal={GOAL:.2f} reference=team_chat n={REPEATS}"
     )

@@ -24,7 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 from benchmarks.support.groups import tool_trace
 from benchmarks.support.training import LR, make_model
@@ -34,9 +36,9 @@ from mcore_mas.megatron.batch import CostModel
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.records.trajectory import Sampling
-from mcore_mas.training.cluster import KEEP_PAGES
+from mcore_mas.runtime.cluster import KEEP_PAGES
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.trajectory import Sampling
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "growth.png"
 VOCAB, HIDDEN, LAYERS, MICROBATCH, REPLY, REPEATS = 2048, 128, 2, 4096, 16, 2
@@ -55,11 +57,20 @@ def turns_of(point: Mapping[str, int]) -> list[Sample]:
     found: list[Sample] = []
     for agent in range(point["agents"]):
         trace = tool_trace(
-            VOCAB, turns=point["turns"], samples=point["group"], task=point["prompt"], sampled=REPLY, observed=16
+            VOCAB,
+            turns=point["turns"],
+            samples=point["group"],
+            task=point["prompt"],
+            sampled=REPLY,
+            observed=16,
         )
         for sample in trace:  # each agent has a system prompt of its own
             name, prompt = f"agent{agent}", (agent, *sample.prompt_ids[1:])
-            found.append(replace(sample, agent=name, trajectory=f"{agent}.{sample.trajectory}", prompt_ids=prompt))
+            found.append(
+                replace(
+                    sample, agent=name, trajectory=f"{agent}.{sample.trajectory}", prompt_ids=prompt
+                )
+            )
     return found
 
 
@@ -74,8 +85,12 @@ def measure(axis: str) -> None:
         most = max(AXES[axis]) if axis == "policies" else 1
         trainers = [MegatronTrainer(spec) for _ in range(most)]
         length = PLAIN["prompt"] + 32 * PLAIN["turns"] + 64
-        length += (max(AXES["prompt"]) if axis == "prompt" else 0) + (32 * 64 if axis == "turns" else 0)
-        engines = [EmbeddedEngine.from_folder(folder, max_length=length, rows=64) for _ in range(most)]
+        length += (max(AXES["prompt"]) if axis == "prompt" else 0) + (
+            32 * 64 if axis == "turns" else 0
+        )
+        engines = [
+            EmbeddedEngine.from_folder(folder, max_length=length, rows=64) for _ in range(most)
+        ]
         for size in AXES[axis]:
             point = PLAIN | {axis: size}
             samples = turns_of(point)
@@ -87,7 +102,9 @@ def measure(axis: str) -> None:
                 for trainer, engine in zip(trainers[: point["policies"]], engines, strict=False):
                     marks = [time.process_time()]
                     for number, chat in enumerate(last):
-                        engine.submit(number, chat.prompt_ids, Sampling(max_tokens=REPLY, seed=number))
+                        engine.submit(
+                            number, chat.prompt_ids, Sampling(max_tokens=REPLY, seed=number)
+                        )
                     while engine.has_work:
                         engine.step()
                     marks.append(time.process_time())
@@ -96,7 +113,10 @@ def measure(axis: str) -> None:
                     trainer.update(batches)
                     marks.append(time.process_time())
                     engine.reset()
-                    row = {name: row[name] + b - a for name, a, b in zip(row, marks, marks[1:], strict=False)}
+                    row = {
+                        name: row[name] + b - a
+                        for name, a, b in zip(row, marks, marks[1:], strict=False)
+                    }
                 best = {name: min(value, best.get(name, value)) for name, value in row.items()}
             status = Path("/proc/self/status").read_text(encoding="utf-8")
             peak = int(status.split("VmHWM:")[1].split()[0]) / 1024
@@ -104,7 +124,12 @@ def measure(axis: str) -> None:
             # sampling is one forward pass over what is packed of the last turns, an update three
             flops = sum(cost.work_of(b) for b in pack(last, sys.maxsize))
             flops += 3 * sum(cost.work_of(b) for b in pack(samples, room))
-            row = {"axis": axis, "size": size, "tokens": tokens, "gflop": point["policies"] * flops / 1e9}
+            row = {
+                "axis": axis,
+                "size": size,
+                "tokens": tokens,
+                "gflop": point["policies"] * flops / 1e9,
+            }
             print(json.dumps({**row, **best, "peak_mb": peak}), flush=True)
 
 
@@ -116,7 +141,9 @@ def exponents(rows: Sequence[Mapping[str, Any]], over: str = "size") -> dict[str
         own = own[(len(own) - 1) // 2 :]
         if len(own) > 1:
             seconds = [row["sample"] + row["pack"] + row["update"] for row in own]
-            found[axis] = float(np.polyfit(np.log([row[over] for row in own]), np.log(seconds), 1)[0])
+            found[axis] = float(
+                np.polyfit(np.log([row[over] for row in own]), np.log(seconds), 1)[0]
+            )
     return found
 
 
@@ -133,13 +160,27 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         own = [row for row in rows if row["axis"] == axis]
         sizes = [row["size"] / own[0]["size"] for row in own]
         seconds = [row["sample"] + row["pack"] + row["update"] for row in own]
-        panels[0].plot(sizes, [s / seconds[0] for s in seconds], "o-", label=f"{axis}, exponent {slopes[axis]:.2f}")
+        panels[0].plot(
+            sizes,
+            [s / seconds[0] for s in seconds],
+            "o-",
+            label=f"{axis}, exponent {slopes[axis]:.2f}",
+        )
         panels[1].plot(sizes, [row["peak_mb"] for row in own], "o-", label=axis)
     panels[0].plot([1, 64], [1, 64], "k:", label="linear")
     panels[0].set(
-        xscale="log", yscale="log", xlabel="size, of the first", ylabel="CPU time, of the first", title="step"
+        xscale="log",
+        yscale="log",
+        xlabel="size, of the first",
+        ylabel="CPU time, of the first",
+        title="step",
     )
-    panels[1].set(xscale="log", xlabel="size, of the first", ylabel="MB of one process, at most", title="memory")
+    panels[1].set(
+        xscale="log",
+        xlabel="size, of the first",
+        ylabel="MB of one process, at most",
+        title="memory",
+    )
     for axes in panels:
         axes.grid(alpha=0.3)
         axes.legend()
@@ -160,21 +201,31 @@ def main() -> None:
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     for axis in options.axes:
         command = [sys.executable, "-W", "ignore", __file__, "--measure", axis]
-        done = subprocess.run(command, env=os.environ | KEEP_PAGES, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, env=os.environ | KEEP_PAGES, stdout=subprocess.PIPE, text=True, check=True
+        )
         rows = [row for row in rows if row["axis"] != axis]
         rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for row in rows:
         print(
             ", ".join(
-                f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+                f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in row.items()
             )
         )
     draw(rows, options.out)
     kept.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     slopes = exponents(rows)
     over = exponents(rows, "gflop")
-    print(", ".join(f"{axis}: size^{slope:.2f}, operations^{over[axis]:.2f}" for axis, slope in slopes.items()))
-    print(f"name=growth ratio={max(over.values()):.2f} at_most=1.00 reference=exponent_over_operations n={REPEATS}")
+    print(
+        ", ".join(
+            f"{axis}: size^{slope:.2f}, operations^{over[axis]:.2f}"
+            for axis, slope in slopes.items()
+        )
+    )
+    print(
+        f"name=growth ratio={max(over.values()):.2f} at_most=1.00 reference=exponent_over_operations n={REPEATS}"
+    )
 
 
 if __name__ == "__main__":

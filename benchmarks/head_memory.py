@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 from mcore_mas.megatron.model.decoder import logprobs_and_entropy
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
@@ -23,7 +25,10 @@ def run(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_ROWS, _HIDDEN, generator=generator, requires_grad=True)
     weight = torch.randn(_VOCAB, _HIDDEN, generator=generator, requires_grad=True)
-    labels, temperatures = torch.randint(0, _VOCAB, (_ROWS,), generator=generator), torch.ones(_ROWS)
+    labels, temperatures = (
+        torch.randint(0, _VOCAB, (_ROWS,), generator=generator),
+        torch.ones(_ROWS),
+    )
     before = peak_gib()
     if kind == "chunks":
         logprobs, entropy = logprobs_and_entropy(
@@ -44,7 +49,9 @@ def peak_gib() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=("chunks", "whole"), help="only run one, and print its peak memory")
+    parser.add_argument(
+        "--kind", choices=("chunks", "whole"), help="only run one, and print its peak memory"
+    )
     kind = parser.parse_args().kind
     if kind:
         run(kind)
@@ -52,9 +59,13 @@ def main() -> None:
     peaks = {}
     for kind in ("chunks", "whole"):
         command = [sys.executable, __file__, "--kind", kind]
-        peaks[kind] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+        peaks[kind] = float(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+        )
         print(f"{kind}: {peaks[kind]:.2f} GiB")
-    print(f"name=head_memory ratio={peaks['whole'] / peaks['chunks']:.2f} goal=3.00 reference=all_logits_at_once n=1")
+    print(
+        f"name=head_memory ratio={peaks['whole'] / peaks['chunks']:.2f} goal=3.00 reference=all_logits_at_once n=1"
+    )
 
 
 if __name__ == "__main__":

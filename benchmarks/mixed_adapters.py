@@ -11,19 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 import torch
 from torch import Tensor
 
 from benchmarks.support.training import make_model
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
-from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights
-from mcore_mas.rollout.models.layout import Projection
-from mcore_mas.rollout.models.tensors import read_tensors
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.models.architecture import read_architecture
+from rollout.models.fused_weights import AdapterShape, AdapterWeights
+from rollout.models.layout import Projection
+from rollout.models.tensors import read_tensors
+from rollout.records.trajectory import Completion, Sampling
 
 AGENTS, HIDDEN, LAYERS, VOCAB, PROMPT, REPLY = 4, 640, 12, 16384, 32, 24
 SHAPE = AdapterShape(rank=16, scale=2.0, targets=get_args(Projection))
@@ -39,7 +41,9 @@ def make_engines(folder: str) -> tuple[EmbeddedEngine, list[EmbeddedEngine]]:
     for number in range(1, AGENTS + 1):
         generator = torch.Generator().manual_seed(number)
         weights = AdapterWeights(shape, SHAPE, torch.empty(_elements(folder)))
-        tensors = {n: torch.randn(s, generator=generator) * 0.05 for n, (s, _) in weights.places.items()}
+        tensors = {
+            n: torch.randn(s, generator=generator) * 0.05 for n, (s, _) in weights.places.items()
+        }
         weights.fill((name, tensor) for name, tensor in tensors.items())
         mixed.adapters.put(number, weights)
         decoder = CachedDecoder(shape, PROMPT + REPLY)
@@ -68,7 +72,9 @@ def run(engines: list[EmbeddedEngine], rows: int, seed: int) -> tuple[float, dic
         for agent in range(AGENTS) if len(engines) == 1 else [number]:
             for row in range(rows):
                 key = agent * rows + row
-                prompt = [1 + (seed * 7919 + key * 31 + i * 17) % (VOCAB - 1) for i in range(PROMPT)]
+                prompt = [
+                    1 + (seed * 7919 + key * 31 + i * 17) % (VOCAB - 1) for i in range(PROMPT)
+                ]
                 sampling = Sampling(max_tokens=REPLY, seed=seed * 1000 + key)
                 engine.submit(key, prompt, sampling, adapter=1 + agent if len(engines) == 1 else 0)
         while engine.has_work:
@@ -82,7 +88,9 @@ def run(engines: list[EmbeddedEngine], rows: int, seed: int) -> tuple[float, dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=4, help="of each agent, in the ratio of the last line")
+    parser.add_argument(
+        "--rows", type=int, default=4, help="of each agent, in the ratio of the last line"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

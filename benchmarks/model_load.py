@@ -19,9 +19,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.multiprocessing.spawn import spawn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-TP, LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 2, 28, 1536, 12, 2, 8960, 151936  # as Qwen2.5-1.5B
+TP, LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = (
+    2,
+    28,
+    1536,
+    12,
+    2,
+    8960,
+    151936,
+)  # as Qwen2.5-1.5B
 HEAD_DIM = HIDDEN // HEADS
 DISK_BYTES = 8 << 30
 CONFIG = {
@@ -60,12 +70,17 @@ def write_model(folder: Path) -> tuple[int, int]:
     generator = torch.Generator().manual_seed(0)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     files = {"ends": ENDS}
-    files |= {f"{i:02}": {f"model.layers.{i}.{name}": shape for name, shape in LAYER.items()} for i in range(LAYERS)}
+    files |= {
+        f"{i:02}": {f"model.layers.{i}.{name}": shape for name, shape in LAYER.items()}
+        for i in range(LAYERS)
+    }
     index, parameters, largest = {}, 0, 0
     for file, shapes in files.items():
         # any bits below those of 1.0 are a number
         tensors = {
-            name: torch.empty(shape, dtype=torch.int16).random_(0, 0x3F80, generator=generator).view(torch.bfloat16)
+            name: torch.empty(shape, dtype=torch.int16)
+            .random_(0, 0x3F80, generator=generator)
+            .view(torch.bfloat16)
             for name, shape in shapes.items()
         }
         save_file(tensors, str(folder / f"model-{file}.safetensors"))
@@ -107,21 +122,25 @@ def load(rank: int, folder: Path) -> None:
     from mcore_mas.megatron.model.build import build_model
     from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
     from mcore_mas.megatron.state.weight_import import SafeTensors, import_weights
-    from mcore_mas.rollout.models.architecture import read_architecture
-    from mcore_mas.rollout.models.layout import ParallelLayout
+    from rollout.models.architecture import read_architecture
+    from rollout.models.layout import ParallelLayout
 
     store = dist.FileStore(str(folder / "store"), TP)  # type: ignore[attr-defined]
     init_process_groups(ParallelLayout(tp=TP), rank=rank, threads=1, store=store)
     architecture = read_architecture(folder)
     started = time.perf_counter()
     with Peak() as peak:
-        parameters = build_model(architecture, TrainerSpec(model=str(folder), tp=TP, bf16=True)).numbered_parameters()
+        parameters = build_model(
+            architecture, TrainerSpec(model=str(folder), tp=TP, bf16=True)
+        ).numbered_parameters()
         import_weights(parameters, architecture, SafeTensors(folder))
     seconds = time.perf_counter() - started
     shard = sum(parameter.nbytes for parameter in parameters.values())
     ours = parameters["embedding.word_embeddings.weight"]
     with safe_open(str(folder / "model-ends.safetensors"), "pt") as tensors:
-        rows = tensors.get_slice("model.embed_tokens.weight")[rank * len(ours) : rank * len(ours) + 8]
+        rows = tensors.get_slice("model.embed_tokens.weight")[
+            rank * len(ours) : rank * len(ours) + 8
+        ]
     assert torch.equal(ours[:8], rows), f"rank {rank} holds other rows than its own"
     measured = {"peak": peak.bytes, "shard": shard, "seconds": seconds}
     (folder / f"rank{rank}.json").write_text(json.dumps(measured))
@@ -132,7 +151,10 @@ def main() -> int:
     """Writes a model, loads it once on two ranks, removes it; the ratio is the least possible over ours, the worst."""
     place = Path(tempfile.gettempdir())
     if shutil.disk_usage(place).free < DISK_BYTES:
-        print(f"skipped: {place} has less than {DISK_BYTES >> 30} GiB free, which the model needs", file=sys.stderr)
+        print(
+            f"skipped: {place} has less than {DISK_BYTES >> 30} GiB free, which the model needs",
+            file=sys.stderr,
+        )
         return 1
     with tempfile.TemporaryDirectory(prefix="model_load_") as temporary:
         folder = Path(temporary)

@@ -15,15 +15,17 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 from benchmarks.support.groups import responses
 from benchmarks.support.training import LR, make_model
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.packing.pack import pack
-from mcore_mas.training.cluster import KEEP_PAGES, running_ray
-from mcore_mas.training.trainer_group import TrainerGroup
+from mcore_mas.runtime.cluster import KEEP_PAGES, running_ray
+from mcore_mas.runtime.trainer_group import TrainerGroup
 
 _VOCAB, _HIDDEN, _LAYERS, _WARM = 4096, 384, 4, 2
 
@@ -32,10 +34,16 @@ async def updates(repeats: int, *, keep: bool) -> None:
     """Print the least CPU seconds of an update, the page faults in it, and the rank's resident MiB at the end."""
     with tempfile.TemporaryDirectory() as folder, running_ray(1, 200, keep_pages=keep):
         make_model(Path(folder), vocab=_VOCAB, hidden=_HIDDEN, layers=_LAYERS)
-        group = TrainerGroup("policy", TrainerSpec(model=folder, lr=LR, objective=Objective()), threads=1)
+        group = TrainerGroup(
+            "policy", TrainerSpec(model=folder, lr=LR, objective=Objective()), threads=1
+        )
         await group.ready()
         batches = pack(responses(_VOCAB, prompts=8, prompt=128), 16384)
-        rank = next(p for p in psutil.Process().children(recursive=True) if p.cmdline()[:1] == ["ray::_Rank"])
+        rank = next(
+            p
+            for p in psutil.Process().children(recursive=True)
+            if p.cmdline()[:1] == ["ray::_Rank"]
+        )
         spent = []
         for _ in range(_WARM + repeats):
             before = cost(rank)
@@ -63,12 +71,27 @@ def main() -> None:
     seconds = {}
     for kind in ("keep", "default"):
         environment = {name: value for name, value in os.environ.items() if name not in KEEP_PAGES}
-        command = [sys.executable, "-W", "ignore", __file__, "--kind", kind, "--repeats", str(options.repeats)]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            __file__,
+            "--kind",
+            kind,
+            "--repeats",
+            str(options.repeats),
+        ]
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
         seconds[kind], faults, resident = (float(word) for word in done.stdout.split()[-3:])
-        print(f"{kind}: {seconds[kind]:.2f} CPU s, {faults:.0f} page faults, {resident:.0f} MiB resident")
+        print(
+            f"{kind}: {seconds[kind]:.2f} CPU s, {faults:.0f} page faults, {resident:.0f} MiB resident"
+        )
     ratio = seconds["default"] / seconds["keep"]
-    print(f"name=page_reuse ratio={ratio:.2f} goal=1.10 reference=glibc_defaults n={options.repeats}")
+    print(
+        f"name=page_reuse ratio={ratio:.2f} goal=1.10 reference=glibc_defaults n={options.repeats}"
+    )
 
 
 if __name__ == "__main__":

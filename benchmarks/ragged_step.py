@@ -18,9 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-from benchmarks.support.training import PlainStep, cpu_seconds, make_model, make_sample, start_trainer
+from benchmarks.support.training import (
+    PlainStep,
+    cpu_seconds,
+    make_model,
+    make_sample,
+    start_trainer,
+)
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
@@ -33,8 +41,15 @@ def draw(*, sequences: int, log: bool) -> list[Tensor]:
     """Token ids of sequences whose lengths, or their logarithms, are uniform."""
     generator = torch.Generator().manual_seed(0)
     part = torch.rand(sequences, generator=generator)
-    lengths = _SHORTEST * (_LONGEST / _SHORTEST) ** part if log else _SHORTEST + (_LONGEST - _SHORTEST) * part
-    return [torch.randint(0, _VOCAB, (length,), generator=generator) for length in lengths.round().int().tolist()]
+    lengths = (
+        _SHORTEST * (_LONGEST / _SHORTEST) ** part
+        if log
+        else _SHORTEST + (_LONGEST - _SHORTEST) * part
+    )
+    return [
+        torch.randint(0, _VOCAB, (length,), generator=generator)
+        for length in lengths.round().int().tolist()
+    ]
 
 
 def pad(rows: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -45,15 +60,24 @@ def pad(rows: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def compare(
-    trainer: MegatronTrainer, plain: PlainStep, rows: Sequence[Tensor], repeats: int, *, apart: bool = False
+    trainer: MegatronTrainer,
+    plain: PlainStep,
+    rows: Sequence[Tensor],
+    repeats: int,
+    *,
+    apart: bool = False,
 ) -> float:
     """Padded over packed CPU time; with `apart`, each micro-batch is padded by itself."""
-    samples = [make_sample(row[:1].tolist(), row[1:].tolist(), number) for number, row in enumerate(rows)]
+    samples = [
+        make_sample(row[:1].tolist(), row[1:].tolist(), number) for number, row in enumerate(rows)
+    ]
     packed = pack(samples, _TOKENS)
     groups = [rows[i : i + _ROWS] for i in range(0, len(rows), _ROWS)] if apart else [rows]
     padded = [batch for group in groups for batch in pad(group)]
     tokens = sum(ids.numel() for ids, _ in padded), sum(map(len, rows))
-    best = cpu_seconds({"packed": lambda: trainer.update(packed), "padded": lambda: plain(padded)}, repeats)
+    best = cpu_seconds(
+        {"packed": lambda: trainer.update(packed), "padded": lambda: plain(padded)}, repeats
+    )
     print(f"  {len(rows)} sequences, padding makes {tokens[0] / tokens[1]:.2f} tokens of one")
     return best["padded"] / best["packed"]
 
@@ -73,7 +97,9 @@ def main() -> None:
         ratio = compare(trainer, plain, sorted(rows, key=len), 1, apart=True)
         print(f"and sorted by length: {ratio:.2f}")
         ratio = compare(trainer, plain, rows, repeats)
-    print(f"name=ragged_step ratio={ratio:.2f} goal=2.00 reference=hf_one_padded_batch_sdpa n={repeats}")
+    print(
+        f"name=ragged_step ratio={ratio:.2f} goal=2.00 reference=hf_one_padded_batch_sdpa n={repeats}"
+    )
 
 
 if __name__ == "__main__":

@@ -17,18 +17,20 @@ import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 from benchmarks.support.training import start_trainer
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.rollout.engines.embedded.engine import HostedEngine
-from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.tensors import whole
-from mcore_mas.rollout.sync import memory_path
-from mcore_mas.rollout.sync.shared import SharedWeights
-from mcore_mas.training.trainer_group import TrainerGroup
+from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.training.weight_sync import WeightSync
+from rollout.engines.embedded.engine import HostedEngine
+from rollout.models.architecture import read_architecture
+from rollout.models.tensors import whole
+from rollout.sync import memory_path
+from rollout.sync.shared import SharedWeights
 
 REPEATS = 7
 GOAL = 0.8
@@ -119,7 +121,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        ray.init(
+            "local",
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 * 2**20,
+        )
         try:
             asyncio.run(hand_over_checked(Path(folder)))
         finally:

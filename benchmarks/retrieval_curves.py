@@ -29,20 +29,24 @@ import numpy as np
 import psutil
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-from mcore_mas.retrieval.build import INDEX_TYPES, TRAINED_ON
-from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.retrieval.index import BREADTH, INDEX_FORMAT, PROBED, Index, Manifest
-from mcore_mas.retrieval.lexical import DEPTH, Lexical, fused
-from mcore_mas.retrieval.scan import TorchScan
+from retrieval.build import INDEX_TYPES, TRAINED_ON
+from retrieval.encoder import Encoder
+from retrieval.index import BREADTH, INDEX_FORMAT, PROBED, Index, Manifest
+from retrieval.lexical import DEPTH, Lexical, fused
+from retrieval.scan import TorchScan
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "retrieval_curves.png"
 WORDS, SUBJECTS, RARE, QUERIES, K, BATCH, BLOCK = 24, 2000, 8, 256, 10, 64, 50_000
 BLAS_FROM = 800  # queries * dimensions, as the server searches
 BREADTHS = (8, 16, 32, 64, 128, 256)  # cells that IVF looks into, and candidates that HNSW keeps
 KINDS = (*INDEX_TYPES, "torch", "bm25", "hybrid")
-Search = Callable[[np.ndarray, np.ndarray], np.ndarray]  # vectors and words of queries -> rows `[Q, K]`
+Search = Callable[
+    [np.ndarray, np.ndarray], np.ndarray
+]  # vectors and words of queries -> rows `[Q, K]`
 
 
 def words(random: np.random.Generator, count: int, vocabulary: int) -> np.ndarray:
@@ -55,7 +59,9 @@ def words(random: np.random.Generator, count: int, vocabulary: int) -> np.ndarra
 
 def vectors(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
     """`[N, dim]` of length 1."""
-    made = np.concatenate([table[part].mean(1) for part in np.array_split(ids, 1 + len(ids) // 2000)])
+    made = np.concatenate(
+        [table[part].mean(1) for part in np.array_split(ids, 1 + len(ids) // 2000)]
+    )
     return made / np.linalg.norm(made, axis=1, keepdims=True)
 
 
@@ -64,7 +70,10 @@ class Passages:
 
     def __init__(self, total: int, table: np.ndarray) -> None:
         random = np.random.default_rng(0)
-        self.rows, self.words = np.empty((total, table.shape[1]), np.float32), np.empty((total, WORDS), np.int32)
+        self.rows, self.words = (
+            np.empty((total, table.shape[1]), np.float32),
+            np.empty((total, WORDS), np.int32),
+        )
         for first in range(0, total, BLOCK):
             ids = words(random, min(BLOCK, total - first), len(table))
             self.rows[first : first + len(ids)] = vectors(ids, table)
@@ -76,7 +85,9 @@ class Passages:
         self.right = faiss.knn(self.queries, self.rows, K, metric=faiss.METRIC_INNER_PRODUCT)[1]
 
 
-def spent(search: Search, vectors: np.ndarray, asked: np.ndarray, batch: int) -> tuple[float, np.ndarray]:
+def spent(
+    search: Search, vectors: np.ndarray, asked: np.ndarray, batch: int
+) -> tuple[float, np.ndarray]:
     """Processor milliseconds a query, the best of three, and what was found."""
     best, found = np.inf, []
     for _ in range(3):
@@ -106,7 +117,9 @@ def built(kind: str, made: Passages) -> tuple[Any, Search, float]:
     if kind == "bm25":
         return lexical(made)
     if kind in INDEX_TYPES:
-        index = faiss.index_factory(dim, INDEX_TYPES[kind].factory(total, dim), faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(
+            dim, INDEX_TYPES[kind].factory(total, dim), faiss.METRIC_INNER_PRODUCT
+        )
         if not index.is_trained:
             index.train(np.ascontiguousarray(made.rows[:: -(-total // TRAINED_ON)]))
         index.add(made.rows)
@@ -191,16 +204,28 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for kind in KINDS:
         own = [row for row in rows if row["kind"] == kind]
         last = [row for row in own if row["passages"] == most]
-        curve.plot([row["batch_ms"] for row in last], [row["recall"] for row in last], "o-", label=kind)
+        curve.plot(
+            [row["batch_ms"] for row in last], [row["recall"] for row in last], "o-", label=kind
+        )
         usual = [row for row in own if default(row)]
         sizes = [row["passages"] for row in usual]
         times.plot(sizes, [row["batch_ms"] for row in usual], "o-", label=kind)
-        memory.plot(sizes, [row["bytes"] * row["passages"] / 1e6 for row in usual], "o-", label=kind)
-    curve.set(xscale="log", xlabel="CPU ms a query", ylabel=f"recall@{K}", title=f"{most:,} passages")
-    times.set(
-        xscale="log", yscale="log", xlabel="passages", ylabel="CPU ms a query", title="searched as the server does"
+        memory.plot(
+            sizes, [row["bytes"] * row["passages"] / 1e6 for row in usual], "o-", label=kind
+        )
+    curve.set(
+        xscale="log", xlabel="CPU ms a query", ylabel=f"recall@{K}", title=f"{most:,} passages"
     )
-    memory.set(xscale="log", yscale="log", xlabel="passages", ylabel="MB of vectors", title="memory")
+    times.set(
+        xscale="log",
+        yscale="log",
+        xlabel="passages",
+        ylabel="CPU ms a query",
+        title="searched as the server does",
+    )
+    memory.set(
+        xscale="log", yscale="log", xlabel="passages", ylabel="MB of vectors", title="memory"
+    )
     for axes in (curve, times, memory):
         axes.grid(alpha=0.3)
     figure.legend(*curve.get_legend_handles_labels(), loc="outside right center")
@@ -216,7 +241,9 @@ def kept_rows(path: Path) -> list[dict[str, Any]]:
 def main() -> None:
     """Measures, prints a table and draws it; the last line compares a flat index at the two largest sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 100_000], help="none: only draw")
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[10_000, 100_000], help="none: only draw"
+    )
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
@@ -228,7 +255,9 @@ def main() -> None:
         made = Passages(total, table)
         for kind in options.kinds:
             new = list(measure(kind, made))
-            rows = [row for row in kept_rows(kept) if (row["kind"], row["passages"]) != (kind, total)] + new
+            rows = [
+                row for row in kept_rows(kept) if (row["kind"], row["passages"]) != (kind, total)
+            ] + new
             rows.sort(key=lambda row: (KINDS.index(row["kind"]), row["passages"], row["breadth"]))
             kept.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
             resident = f"{psutil.Process().memory_info().rss / 1e9:.1f} GB resident"
@@ -238,7 +267,9 @@ def main() -> None:
     print(f"load of the machine: {', '.join(f'{one:.1f}' for one in os.getloadavg())}")
     flat = [row["batch_ms"] / row["passages"] for row in rows if row["kind"] == "flat"]
     growth = flat[-1] / flat[-2] if len(flat) > 1 else 1.0
-    print(f"name=retrieval_curves ratio={growth:.2f} at_most=1.00 reference=flat-ms-a-passage-one-size-below n=3")
+    print(
+        f"name=retrieval_curves ratio={growth:.2f} at_most=1.00 reference=flat-ms-a-passage-one-size-below n=3"
+    )
 
 
 if __name__ == "__main__":

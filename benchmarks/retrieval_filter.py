@@ -20,10 +20,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's
 import faiss
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-from mcore_mas.retrieval.build import INDEX_TYPES, TRAINED_ON
-from mcore_mas.retrieval.index import BREADTH, INDEX_FORMAT, PROBED, Index, Manifest
+from retrieval.build import INDEX_TYPES, TRAINED_ON
+from retrieval.index import BREADTH, INDEX_FORMAT, PROBED, Index, Manifest
 
 DIM, BATCH, K, BLAS_FROM, ROUNDS = 128, 64, 10, 800, 3
 
@@ -31,7 +33,9 @@ DIM, BATCH, K, BLAS_FROM, ROUNDS = 128, 64, 10, 800, 3
 def made_index(kind: str, total: int) -> Index:
     """An index of unit vectors, searched as the server does."""
     random = np.random.default_rng(0)
-    vectors = faiss.index_factory(DIM, INDEX_TYPES[kind].factory(total, DIM), faiss.METRIC_INNER_PRODUCT)
+    vectors = faiss.index_factory(
+        DIM, INDEX_TYPES[kind].factory(total, DIM), faiss.METRIC_INNER_PRODUCT
+    )
     if not vectors.is_trained:
         vectors.train(unit(random, min(total, TRAINED_ON)))
     for first in range(0, total, TRAINED_ON):
@@ -70,17 +74,26 @@ def main() -> None:
     options = parser.parse_args()
     faiss.omp_set_num_threads(1)
     faiss.cvar.distance_compute_blas_threshold = BLAS_FROM
-    index, queries = made_index(options.kind, options.passages), unit(np.random.default_rng(1), BATCH)
+    index, queries = (
+        made_index(options.kind, options.passages),
+        unit(np.random.default_rng(1), BATCH),
+    )
     rows = np.flatnonzero(np.arange(options.passages) % 20)
     filtered = cpu_ms(lambda some: index.search(some, K, rows), queries)
     alone = cpu_ms(lambda some: index.search(some, K, rows), queries[:1])
     each = cpu_ms(lambda some: [index._best(one, K, rows) for one in some], queries[:2])
     whole = cpu_ms(lambda some: index.search(some, K), queries)
     whole_alone = cpu_ms(lambda some: index.search(some, K), queries[:1])
-    print(f"{options.kind}, {len(rows):,} of {options.passages:,} passages are left; CPU ms a query")
-    print(f"filtered: in a batch of {BATCH} {filtered:.2f}, alone {alone:.1f}; each in float64 {each:.1f}")
+    print(
+        f"{options.kind}, {len(rows):,} of {options.passages:,} passages are left; CPU ms a query"
+    )
+    print(
+        f"filtered: in a batch of {BATCH} {filtered:.2f}, alone {alone:.1f}; each in float64 {each:.1f}"
+    )
     print(f"unfiltered: in a batch {whole:.2f}, alone {whole_alone:.1f}")
-    print(f"name=retrieval_filter ratio={filtered / whole:.2f} at_most=2.00 reference=unfiltered-same-batch n={ROUNDS}")
+    print(
+        f"name=retrieval_filter ratio={filtered / whole:.2f} at_most=2.00 reference=unfiltered-same-batch n={ROUNDS}"
+    )
 
 
 if __name__ == "__main__":

@@ -24,13 +24,15 @@ import numpy as np
 import psutil
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 from benchmarks.support.vectors import spread_index
-from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.retrieval.index import Index
-from mcore_mas.retrieval.sidecar import RetrieverSidecar
-from mcore_mas.rollout.base.processes import free_port
+from retrieval.encoder import Encoder
+from retrieval.index import Index
+from retrieval.sidecar import RetrieverSidecar
+from rollout.base.processes import free_port
 
 CALLERS, GOAL, K, BLAS_FROM = 64, 0.90, 3, 800  # the last: queries * dimensions
 
@@ -94,7 +96,10 @@ def load(url: str, pid: int, queries: list[str], callers: int = CALLERS) -> Load
         await asyncio.gather(*(caller() for _ in range(callers)))
 
     server = psutil.Process(pid)
-    before, threads = server.cpu_times(), {one.id: one.user_time + one.system_time for one in server.threads()}
+    before, threads = (
+        server.cpu_times(),
+        {one.id: one.user_time + one.system_time for one in server.threads()},
+    )
     began = time.perf_counter()
     asyncio.run(all_callers())
     wall_s, after = time.perf_counter() - began, server.cpu_times()
@@ -105,7 +110,9 @@ def load(url: str, pid: int, queries: list[str], callers: int = CALLERS) -> Load
 
 def questions(number: int, count: int) -> list[str]:
     """Distinct queries of a round, which no cache knows."""
-    return [f"who is mayor of town {n} on the river {n % 17} in year {number}" for n in range(count)]
+    return [
+        f"who is mayor of town {n} on the river {n % 17} in year {number}" for n in range(count)
+    ]
 
 
 def raw(index: faiss.Index, vectors: np.ndarray, batch: int) -> tuple[float, float]:
@@ -113,7 +120,9 @@ def raw(index: faiss.Index, vectors: np.ndarray, batch: int) -> tuple[float, flo
     began, cpu = time.perf_counter(), time.process_time()
     for first in range(0, len(vectors), batch):
         index.search(vectors[first : first + batch], K)
-    return len(vectors) / (time.perf_counter() - began), 1000 * (time.process_time() - cpu) / len(vectors)
+    return len(vectors) / (time.perf_counter() - began), 1000 * (time.process_time() - cpu) / len(
+        vectors
+    )
 
 
 def reference(folder: Path, port: int) -> None:
@@ -125,7 +134,11 @@ def reference(folder: Path, port: int) -> None:
     torch.set_num_threads(2)
     set_blas(2)
     encoder, opened = Encoder.of("minilm"), Index.open(folder)
-    index, corpus, turn = faiss.read_index(str(folder / "vectors.faiss")), opened.corpus, threading.Lock()
+    index, corpus, turn = (
+        faiss.read_index(str(folder / "vectors.faiss")),
+        opened.corpus,
+        threading.Lock(),
+    )
     app = FastAPI()
 
     @app.post("/retrieve")
@@ -161,7 +174,9 @@ def flat_memory(folder: Path, requests: int) -> tuple[float, float]:
             some = [pool[n * 7919 % 1000] for n in range(requests // 10)]
             load(url, pid, some)
             sizes.append(psutil.Process(pid).memory_info().rss / 1e6)
-        print(f"resident MB after each tenth of {requests} requests: {', '.join(f'{size:.0f}' for size in sizes)}")
+        print(
+            f"resident MB after each tenth of {requests} requests: {', '.join(f'{size:.0f}' for size in sizes)}"
+        )
         return sizes[0], sizes[-1]
 
 
@@ -172,7 +187,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="of the index, which is kept and used again")
     parser.add_argument("--rounds", type=int, default=3, help="0: only the look at memory")
     parser.add_argument("--queries", type=int, default=512, help="a round")
-    parser.add_argument("--requests", type=int, default=100_000, help="of the look at memory; 0: none")
+    parser.add_argument(
+        "--requests", type=int, default=100_000, help="of the look at memory; 0: none"
+    )
     parser.add_argument("--reference", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.reference:
@@ -190,7 +207,9 @@ def main() -> None:
             small = Path(made) / "small"
             spread_index(small, encoder, 2000)
             first, last = flat_memory(small, options.requests)
-            print(f"memory over {options.requests} requests: {last / first:.3f} x (goal: at most 1.05 x)")
+            print(
+                f"memory over {options.requests} requests: {last / first:.3f} x (goal: at most 1.05 x)"
+            )
     print(*RESULT)
 
 
@@ -228,8 +247,14 @@ def compare(folder: Path, encoder: Encoder, rounds: int, count: int) -> None:
                         alone.append(raw(index, vectors, round(batch)))
                         rate, cpu_ms = raw(index, vectors, 64)
                         said = f"{alone[-1][0]:.1f} queries/s, {alone[-1][1]:.2f} CPU ms a query"
-                        print(f"raw FAISS in those batches: {said}; in batches of 64: {rate:.1f}, {cpu_ms:.2f}")
-                theirs.append(load(f"http://127.0.0.1:{port}", reference_server.pid, questions(number, CALLERS)))
+                        print(
+                            f"raw FAISS in those batches: {said}; in batches of 64: {rate:.1f}, {cpu_ms:.2f}"
+                        )
+                theirs.append(
+                    load(
+                        f"http://127.0.0.1:{port}", reference_server.pid, questions(number, CALLERS)
+                    )
+                )
                 print(f"as Search-R1: {theirs[-1]}", flush=True)
             asked = questions(0, CALLERS)
             one_by_one = load(single, pids[single], asked, callers=1)
@@ -243,7 +268,9 @@ def compare(folder: Path, encoder: Encoder, rounds: int, count: int) -> None:
     summary(ours, theirs, alone)
 
 
-def summary(ours: dict[str, list[Load]], theirs: list[Load], alone: list[tuple[float, float]]) -> None:
+def summary(
+    ours: dict[str, list[Load]], theirs: list[Load], alone: list[tuple[float, float]]
+) -> None:
     """Each goal on a line, by the clock and by processor time."""
     best = {name: max(loads, key=lambda one: one.rate) for name, loads in ours.items()}
     their_rate, their_cpu_ms = max(one.rate for one in theirs), min(one.cpu_ms for one in theirs)
@@ -252,14 +279,20 @@ def summary(ours: dict[str, list[Load]], theirs: list[Load], alone: list[tuple[f
         cpu_ms = min(load.cpu_ms for load in ours[name])
         print(f"{name}: p99 over p50 {tail:.2f} (goal: at most 3)")
         by_cpu = f"{their_cpu_ms / cpu_ms:.1f} x by CPU"
-        print(f"{name}: {one.rate / their_rate:.1f} x as Search-R1 by the clock (goal: 10), {by_cpu}")
+        print(
+            f"{name}: {one.rate / their_rate:.1f} x as Search-R1 by the clock (goal: 10), {by_cpu}"
+        )
     # the search has a thread, and a core where there are enough: what it spends besides FAISS costs queries a second
     busiest = min(load.threads_s[0] / len(load.latencies_s) for load in ours["faiss"]) * 1000
     raw_cpu = min(cpu for _, cpu in alone)
-    print(f"CPU ms a query: the search thread {busiest:.2f}, raw FAISS {raw_cpu:.2f}, {raw_cpu / busiest:.2f} of it")
+    print(
+        f"CPU ms a query: the search thread {busiest:.2f}, raw FAISS {raw_cpu:.2f}, {raw_cpu / busiest:.2f} of it"
+    )
     print(f"load of the machine: {', '.join(f'{one:.1f}' for one in os.getloadavg())}")
     ratio = best["faiss"].rate / max(rate for rate, _ in alone)
-    RESULT.append(f"name=retrieval_raw ratio={ratio:.2f} goal={GOAL:.2f} reference=faiss-same-batch n={len(alone)}")
+    RESULT.append(
+        f"name=retrieval_raw ratio={ratio:.2f} goal={GOAL:.2f} reference=faiss-same-batch n={len(alone)}"
+    )
 
 
 def pid_of(url: str) -> int:

@@ -86,12 +86,16 @@ def main() -> int:
     scripts = sorted(path for path in HERE.glob("*.py") if path.name != Path(__file__).name)
     unknown = set(options.names) - {path.stem for path in scripts}
     if unknown:
-        print(f"error: no benchmark {', '.join(sorted(unknown))}; known: {', '.join(p.stem for p in scripts)}")
+        print(
+            f"error: no benchmark {', '.join(sorted(unknown))}; known: {', '.join(p.stem for p in scripts)}"
+        )
         return 1
     results, failed = [], []
     for script in [path for path in scripts if not options.names or path.stem in options.names]:
         started = time.monotonic()
-        done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=False
+        )
         print(done.stdout.rstrip())
         found = parse(done.stdout) if done.returncode == 0 else []
         results += found
@@ -102,7 +106,9 @@ def main() -> int:
     if failed:
         print(f"error: {', '.join(failed)} failed; {options.out} is unchanged")
         return 1
-    before = options.out.read_text(encoding="utf-8") if options.names and options.out.is_file() else ""
+    before = (
+        options.out.read_text(encoding="utf-8") if options.names and options.out.is_file() else ""
+    )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(page(results, _machine(), before), encoding="utf-8")
     print(f"wrote {options.out}")

@@ -10,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-from mcore_mas.rollout.sandbox import Sandbox
-from mcore_mas.rollout.sandbox.pool import interpreter
+from rollout.sandbox import Sandbox
+from rollout.sandbox.pool import interpreter
 
 PROGRAM, STDIN, STDOUT = "print(sum(map(int, input().split())))", "1 2 3\n", "6\n"
 RUNS, SLOTS = 100, 2  # per repeat
@@ -65,7 +67,9 @@ async def measure(tier: str, repeats: int) -> tuple[float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tier", default="auto", help="a name in mcore_mas.rollout.sandbox.pool.TIERS, or auto")
+    parser.add_argument(
+        "--tier", default="auto", help="a name in rollout.sandbox.pool.TIERS, or auto"
+    )
     options = parser.parse_args()
     ours, bare, _ = asyncio.run(measure(options.tier, options.repeats))
     print(

@@ -11,9 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
-from mcore_mas.rollout.records.files import (
+from rollout.records.files import (
     TrajectoryFilter,
     count_trajectories,
     list_trajectories,
@@ -28,13 +30,22 @@ PART = 25  # the reference reads this part of the rows, and counts as many times
 
 def main() -> None:
     """Writes the file once; opens it as the studio does, and whole."""
-    long = replace(turn(0), text="word " * TOKENS, completion_ids=(7,) * TOKENS, logprobs=(-0.5,) * TOKENS)
-    played = [trajectory(*(replace(long, index=i) for i in range(EACH)), sample=n) for n in range(250)]
+    long = replace(
+        turn(0), text="word " * TOKENS, completion_ids=(7,) * TOKENS, logprobs=(-0.5,) * TOKENS
+    )
+    played = [
+        trajectory(*(replace(long, index=i) for i in range(EACH)), sample=n) for n in range(250)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         small, large = Path(folder) / "small.parquet", Path(folder) / "large.parquet"
         write_trajectories(small, played)
         rows = pq.read_table(small)
-        pq.write_table(pa.concat_tables([rows] * (TURNS // EACH // 250)), large, compression="zstd", row_group_size=256)
+        pq.write_table(
+            pa.concat_tables([rows] * (TURNS // EACH // 250)),
+            large,
+            compression="zstd",
+            row_group_size=256,
+        )
         began = time.perf_counter()
         number = count_trajectories(large)
         listed = list_trajectories(large, TrajectoryFilter())
@@ -44,7 +55,9 @@ def main() -> None:
         began = time.perf_counter()
         pq.ParquetFile(large).read_row_groups(list(range(number // 256 // PART))).to_pylist()
         whole = (time.perf_counter() - began) * PART
-    print(f"first page, count and last trajectory of {TURNS} turns: {ours:.3f} s, whole: {whole:.0f} s")
+    print(
+        f"first page, count and last trajectory of {TURNS} turns: {ours:.3f} s, whole: {whole:.0f} s"
+    )
     print(f"name=studio_open ratio={whole / ours:.2f} goal={GOAL:.2f} reference=whole_file n=1")
 
 

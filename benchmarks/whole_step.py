@@ -30,15 +30,17 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # runs from a checkout, installed or not
 
 import mcore_mas as mm
 from mcore_mas.config.policy import BaseModelConfig
 from mcore_mas.pipeline.base_model import init_model, train_tokenizer
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.records.trajectory import Message, Task, Trajectory
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.environments.protocol import Env
+from rollout.models.chat_template import Renderer
+from rollout.records.trajectory import Message, Task, Trajectory
+from rollout.teams.team import TeamSession
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS, GROUP, LR, WARM, GOAL, STEPS = 8, 8, 1e-5, 1, 5.0, 1000
@@ -58,10 +60,14 @@ class Shape:
 
 SHAPES = {
     "1.5M": Shape(
-        base=BaseModelConfig(layers=4, hidden=128, heads=4, kv_heads=2, ffn=512, vocab=4096), prompt=128, reply=64
+        base=BaseModelConfig(layers=4, hidden=128, heads=4, kv_heads=2, ffn=512, vocab=4096),
+        prompt=128,
+        reply=64,
     ),
     "7M": Shape(
-        base=BaseModelConfig(layers=6, hidden=256, heads=4, kv_heads=2, ffn=1024, vocab=4096), prompt=256, reply=128
+        base=BaseModelConfig(layers=6, hidden=256, heads=4, kv_heads=2, ffn=1024, vocab=4096),
+        prompt=256,
+        reply=128,
     ),
 }
 
@@ -81,7 +87,9 @@ def make_model(folder: Path, shape: Shape) -> list[str]:
         chosen = draw.choices(whole, k=shape.prompt)
         over = len(renderer.render([Message(role="user", content=" ".join(chosen))])) - shape.prompt
         texts.append(" ".join(chosen[:-over]))
-    assert {len(renderer.render([Message(role="user", content=text)])) for text in texts} == {shape.prompt}
+    assert {len(renderer.render([Message(role="user", content=text)])) for text in texts} == {
+        shape.prompt
+    }
     return texts
 
 
@@ -99,8 +107,14 @@ def ours(
     folder: Path, shape: Shape, texts: list[str], threads: int, ranks: int, bf16: bool
 ) -> Generator[dict[str, float], None, None]:
     """A step for each `next`."""
-    share = TASKS // ranks * (shape.prompt + GROUP * shape.reply)  # tokens of a rank, prompts counted once
-    tasks = {"train": [(text, "") for text in texts], "validation": [(texts[0], "")], "test": [(texts[0], "")]}
+    share = (
+        TASKS // ranks * (shape.prompt + GROUP * shape.reply)
+    )  # tokens of a rank, prompts counted once
+    tasks = {
+        "train": [(text, "") for text in texts],
+        "validation": [(texts[0], "")],
+        "test": [(texts[0], "")],
+    }
     run = mm.Run(
         [mm.AgentSpec("writer", user="{problem}", settings={"max_tokens": shape.reply})],
         answer,
@@ -120,7 +134,10 @@ def ours(
     )
     rows = iter(run)
     while True:
-        cpu, wall = spent(), time.perf_counter()  # a look at all processes is none of the step's work
+        cpu, wall = (
+            spent(),
+            time.perf_counter(),
+        )  # a look at all processes is none of the step's work
         row = next(rows)
         step = time.perf_counter() - wall
         assert row["policy/shared/grad_norm"] > 0
@@ -168,9 +185,17 @@ def theirs(
         "parts": parts,
         "bf16": bf16,
     }
-    command = [str(python), "-W", "ignore", str(ROOT / "benchmarks" / "support" / "trl_steps.py"), json.dumps(job)]
+    command = [
+        str(python),
+        "-W",
+        "ignore",
+        str(ROOT / "benchmarks" / "support" / "trl_steps.py"),
+        json.dumps(job),
+    ]
     settings = ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    child = subprocess.Popen(command, env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert child.stdin is not None and child.stdout is not None
     try:
         for line in child.stdout:
@@ -236,9 +261,14 @@ def least(sides: Mapping[str, Iterator[dict[str, float]]], repeats: int) -> list
     for turn in range(WARM + repeats):
         for number, side in enumerate(sides):
             for row in itertools.islice(sides[side], TURN):
-                print(f"  {side} {turn}: {', '.join(f'{key} {value:.2f}' for key, value in row.items())}", flush=True)
+                print(
+                    f"  {side} {turn}: {', '.join(f'{key} {value:.2f}' for key, value in row.items())}",
+                    flush=True,
+                )
                 if turn >= WARM:
-                    best[number] = {key: min(value, best[number].get(key, value)) for key, value in row.items()}
+                    best[number] = {
+                        key: min(value, best[number].get(key, value)) for key, value in row.items()
+                    }
     return best
 
 
@@ -246,16 +276,24 @@ def main() -> None:
     """Compare, shape by shape."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each process")
-    parser.add_argument("--ranks", type=int, default=len(os.sched_getaffinity(0)), help="of ours, and replicas")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each process"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=len(os.sched_getaffinity(0)), help="of ours, and replicas"
+    )
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--parts", type=int, default=8, help="passes that TRL cuts an update into; 8 take the least")
+    parser.add_argument(
+        "--parts", type=int, default=8, help="passes that TRL cuts an update into; 8 take the least"
+    )
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-trl")
     options = parser.parse_args()
     python = environment(options.environment)
     how = options.repeats, options.threads, options.parts, options.ranks
     ratios = [compare(name, python, *how) for name in options.shapes]
-    print(f"name=whole_step ratio={min(ratios):.2f} goal={GOAL:.2f} reference=trl_grpo n={options.repeats}")
+    print(
+        f"name=whole_step ratio={min(ratios):.2f} goal={GOAL:.2f} reference=trl_grpo n={options.repeats}"
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 import sys
 
-from mcore_mas.rollout.base.processes import say
-from mcore_mas.training.joblog import Stopped, stop_at_start
+from mcore_mas.runtime.joblog import Stopped, stop_at_start
+from rollout.base.processes import say
 
 
 def main() -> None:

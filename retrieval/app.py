@@ -17,14 +17,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from transformers.utils import logging as transformers_logging
 
-from mcore_mas.retrieval import wire
-from mcore_mas.retrieval.batcher import Batcher, Overloaded, prometheus
-from mcore_mas.retrieval.corpus import Passage
-from mcore_mas.retrieval.encoder import open_encoder
-from mcore_mas.retrieval.index import Index, Searcher, check_canary, read_manifest
-from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest
-from mcore_mas.rollout.base.http import DIGEST_HEADER, Result, content_digest
-from mcore_mas.rollout.base.http_server import BodyTooLarge, ClosingResponse, bears, read_body
+from retrieval import wire
+from retrieval.batcher import Batcher, Overloaded, prometheus
+from retrieval.corpus import Passage
+from retrieval.encoder import open_encoder
+from retrieval.index import Index, Searcher, check_canary, read_manifest
+from retrieval.wire import DEFAULT_TOPK, BadRequest
+from rollout.base.http import DIGEST_HEADER, Result, content_digest
+from rollout.base.http_server import BodyTooLarge, ClosingResponse, bears, read_body
 
 _FAISS: Any = faiss  # whose stubs lack its settings
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -45,12 +45,18 @@ def load_app(args: argparse.Namespace, token: str | None) -> Starlette:
     identity = read_manifest(args.index).encoder
     encoder = open_encoder(identity, args.encoder_folder).to(args.device) if identity else None
     known = encoder.identity if encoder else None
-    index = Index.open(args.index, encoder=known, verify=args.verify, backend=args.backend, device=args.device)
+    index = Index.open(
+        args.index, encoder=known, verify=args.verify, backend=args.backend, device=args.device
+    )
     if encoder:
         check_canary(index, encoder)
     searcher = Searcher(index, encoder, args.ranking)
-    limits = {name: getattr(args, name) for name in ("max_batch", "max_queue", "cache_mb", "deadline_s")}
-    batcher = Batcher(searcher.encode, searcher.search, max_wait_s=args.max_wait_ms / 1000, **limits)
+    limits = {
+        name: getattr(args, name) for name in ("max_batch", "max_queue", "cache_mb", "deadline_s")
+    }
+    batcher = Batcher(
+        searcher.encode, searcher.search, max_wait_s=args.max_wait_ms / 1000, **limits
+    )
     return build_app(searcher, batcher, token)
 
 
@@ -62,18 +68,29 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
     one_at_a_time = asyncio.Lock()  # several would leave the event loop no time
 
     async def retrieve_route(request: HttpRequest) -> Response:
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        if (
+            request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            != "application/json"
+        ):
             raise BadRequest("the content type is not application/json")
-        wanted = wire.parse_request(wire.SearchRequest, await read_body(request, wire.MAX_BODY_BYTES))
+        wanted = wire.parse_request(
+            wire.SearchRequest, await read_body(request, wire.MAX_BODY_BYTES)
+        )
         where = wire.check_where(wanted.where)
         if where:  # what is wrong with a filter fails no others of its batch
             await asyncio.to_thread(index.rows_with, where)
         found = batcher.submit(wanted.asked, wanted.most, where=where)
-        return await _written(await while_connected(request, found), wanted.return_scores, one_at_a_time)
+        return await _written(
+            await while_connected(request, found), wanted.return_scores, one_at_a_time
+        )
 
     async def passages_route(request: HttpRequest) -> Response:
-        wanted = wire.parse_request(wire.PassagesRequest, await read_body(request, wire.MAX_BODY_BYTES))
-        found = await asyncio.to_thread(lambda: [index.corpus.around(id, wanted.around) for id in wanted.ids])
+        wanted = wire.parse_request(
+            wire.PassagesRequest, await read_body(request, wire.MAX_BODY_BYTES)
+        )
+        found = await asyncio.to_thread(
+            lambda: [index.corpus.around(id, wanted.around) for id in wanted.ids]
+        )
         return JSONResponse(wire.render_response(found, return_scores=False))
 
     async def health(_: HttpRequest) -> Response:
@@ -84,7 +101,9 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
         return JSONResponse({"ready": correct}, status_code=200 if correct else 503)
 
     async def info(_: HttpRequest) -> Response:
-        return JSONResponse({**asdict(index.manifest), "counts": asdict(batcher.counts), "pid": os.getpid()})
+        return JSONResponse(
+            {**asdict(index.manifest), "counts": asdict(batcher.counts), "pid": os.getpid()}
+        )
 
     async def metrics(_: HttpRequest) -> Response:
         return PlainTextResponse(prometheus(batcher), media_type="text/plain; version=0.0.4")
@@ -114,7 +133,9 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
     )
 
 
-async def _written(results: list[list[Passage]], return_scores: bool, one_at_a_time: asyncio.Lock) -> Response:
+async def _written(
+    results: list[list[Passage]], return_scores: bool, one_at_a_time: asyncio.Lock
+) -> Response:
     """The answer; a large one is written beside the event loop."""
 
     def written() -> Response:

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from mcore_mas.retrieval.corpus import Passage
-from mcore_mas.retrieval.wire import Where
+from retrieval.corpus import Passage
+from retrieval.wire import Where
 
 FilteredQuery = tuple[str, Where]  # a query, of some passages or, with (), of all
 QueryKey = tuple[FilteredQuery, int]  # with k
@@ -65,7 +65,9 @@ class Batcher:
     """
 
     encode: Callable[[list[str]], np.ndarray]  # queries -> [Q, dim], each row whatever its batch
-    search: Callable[[list[FilteredQuery], np.ndarray, int], list[list[Passage]]]  # with vectors and k
+    search: Callable[
+        [list[FilteredQuery], np.ndarray, int], list[list[Passage]]
+    ]  # with vectors and k
     _: KW_ONLY
     max_batch: int = 64
     max_wait_s: float = 0.002
@@ -79,11 +81,17 @@ class Batcher:
         self._cached_bytes = 0
         self.latency_s = Histogram(LATENCIES_S)  # of requests that were answered
         self.batches = Histogram(BATCHES)  # pairs in each search
-        self._pending: dict[QueryKey, asyncio.Future[list[Passage]]] = {}  # queued or being searched
+        self._pending: dict[
+            QueryKey, asyncio.Future[list[Passage]]
+        ] = {}  # queued or being searched
         self._wanted: Counter[QueryKey] = Counter()  # requests that wait for a pair
         self._queue: deque[deque[QueryKey]] = deque()  # of each request what is not encoded yet
         self._encoded: deque[tuple[QueryKey, np.ndarray]] = deque()
-        self._wake, self._wake_search, self._room = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._wake, self._wake_search, self._room = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
         self._room.set()
 
     @property
@@ -132,7 +140,9 @@ class Batcher:
 
     async def run(self) -> None:
         """Searches for what is queued, until cancelled."""
-        encoding, searching = (ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("encode", "search"))
+        encoding, searching = (
+            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("encode", "search")
+        )
         try:
             async with asyncio.TaskGroup() as stages:
                 stages.create_task(self._encode_all(encoding))
@@ -157,7 +167,9 @@ class Batcher:
                 rows = dict(zip(queries, vectors, strict=True))
                 self._encoded.extend((key, rows[key[0][0]]) for key in keys)
                 self._wake_search.set()
-                if len(self._encoded) > self.max_batch:  # who comes next need not wait for more than these
+                if (
+                    len(self._encoded) > self.max_batch
+                ):  # who comes next need not wait for more than these
                     self._room.clear()
 
     async def _search_all(self, thread: ThreadPoolExecutor) -> None:
@@ -190,23 +202,35 @@ class Batcher:
         return False
 
     async def _made(
-        self, keys: list[QueryKey], thread: ThreadPoolExecutor, make: Callable[..., Made], *args: object
+        self,
+        keys: list[QueryKey],
+        thread: ThreadPoolExecutor,
+        make: Callable[..., Made],
+        *args: object,
     ) -> Made | None:
         """What `make` gives for some pairs; None if there are none, or if it fails, which is the callers' to see."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, make, *args) if keys else None
+            return (
+                await asyncio.get_running_loop().run_in_executor(thread, make, *args)
+                if keys
+                else None
+            )
         except Exception as error:  # the next batch may well work
             for key in keys:
                 self._pending.pop(key).set_exception(error)
             return None
 
-    async def _answer(self, taken: list[tuple[QueryKey, np.ndarray]], thread: ThreadPoolExecutor) -> None:
+    async def _answer(
+        self, taken: list[tuple[QueryKey, np.ndarray]], thread: ThreadPoolExecutor
+    ) -> None:
         keys, rows = [key for key, _ in taken], {key[0]: row for key, row in taken}
         self.counts.searches += 1
         self.counts.searched += len(keys)
         self.batches.add(len(keys))
         most = max(k for _, k in keys)
-        found = await self._made(keys, thread, self.search, list(rows), np.stack([*rows.values()]), most)
+        found = await self._made(
+            keys, thread, self.search, list(rows), np.stack([*rows.values()]), most
+        )
         if found is None:
             return
         passages = dict(zip(rows, found, strict=True))
@@ -233,7 +257,9 @@ def prometheus(batcher: Batcher) -> str:
     for name, made in (("latency_seconds", batcher.latency_s), ("batch_size", batcher.batches)):
         below = list(accumulate(made.counts))
         lines.append(f"# TYPE retriever_{name} histogram")
-        for bound, count in zip([*(f"{bound:g}" for bound in made.bounds), "+Inf"], below, strict=True):
+        for bound, count in zip(
+            [*(f"{bound:g}" for bound in made.bounds), "+Inf"], below, strict=True
+        ):
             lines.append(f'retriever_{name}_bucket{{le="{bound}"}} {count}')
         lines += [f"retriever_{name}_sum {made.total:g}", f"retriever_{name}_count {below[-1]}"]
     return "\n".join(lines) + "\n"

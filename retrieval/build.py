@@ -14,9 +14,9 @@ from pathlib import Path
 import faiss
 import numpy as np
 
-from mcore_mas.retrieval.corpus import Corpus
-from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.retrieval.index import (
+from retrieval.corpus import Corpus
+from retrieval.encoder import Encoder
+from retrieval.index import (
     EXACT,
     INDEX_FORMAT,
     MANIFEST,
@@ -28,10 +28,10 @@ from mcore_mas.retrieval.index import (
     expect,
     read_vectors,
 )
-from mcore_mas.retrieval.lexical import Facets, Lexical
-from mcore_mas.rollout.base.failpoints import failpoint
-from mcore_mas.rollout.base.files import atomic_path, known_sha256, sealed, write_json
-from mcore_mas.rollout.base.processes import say
+from retrieval.lexical import Facets, Lexical
+from rollout.base.failpoints import failpoint
+from rollout.base.files import atomic_path, known_sha256, sealed, write_json
+from rollout.base.processes import say
 
 CHUNK = 4096  # passages encoded together; shards begin at a multiple of it, so that their number changes no bit
 TELL_S = 30.0  # between two lines of progress
@@ -67,15 +67,21 @@ INDEX_TYPES: dict[str, IndexType] = {  # `retriever.index` names one
     "sq8": IndexType(lambda n, dim: "SQ8", PUBLISHED, lambda n, dim: dim),
     # with the cells' centres, and the number of each of its passages
     "ivf": IndexType(
-        lambda n, dim: f"IVF{cells_of(n)},Flat", PUBLISHED, lambda n, dim: 4 * dim + 8 + 4 * dim * cells_of(n) / n
+        lambda n, dim: f"IVF{cells_of(n)},Flat",
+        PUBLISHED,
+        lambda n, dim: 4 * dim + 8 + 4 * dim * cells_of(n) / n,
     ),
     "ivfpq": IndexType(
         # np: none of the hours of sorting codes for a search by Hamming distance, which is not used
         lambda n, dim: "IVF{},PQ{}x{}np".format(cells_of(n), *codes_of(n, dim)),
         CODED,
-        lambda n, dim: codes_of(n, dim)[0] * codes_of(n, dim)[1] / 8 + 8 + 4 * dim * cells_of(n) / n,
+        lambda n, dim: (
+            codes_of(n, dim)[0] * codes_of(n, dim)[1] / 8 + 8 + 4 * dim * cells_of(n) / n
+        ),
     ),
-    "hnsw": IndexType(lambda n, dim: "HNSW32", PUBLISHED, lambda n, dim: 4 * dim + 4 * 64 + 12),  # and 64 neighbours
+    "hnsw": IndexType(
+        lambda n, dim: "HNSW32", PUBLISHED, lambda n, dim: 4 * dim + 4 * 64 + 12
+    ),  # and 64 neighbours
 }
 
 
@@ -90,7 +96,9 @@ def shard_rows(total: int, number: int, shards: int) -> range:
     return range(*(min(total, chunks * edge // shards * CHUNK) for edge in (number, number + 1)))
 
 
-def encode_shard(corpus_path: Path, folder: Path, encoder: Encoder, number: int = 0, shards: int = 1) -> Path:
+def encode_shard(
+    corpus_path: Path, folder: Path, encoder: Encoder, number: int = 0, shards: int = 1
+) -> Path:
     """Encode the rows of one shard into `folder`; what an earlier try of the same has finished is kept.
 
     Raises:
@@ -128,7 +136,13 @@ def encode_shard(corpus_path: Path, folder: Path, encoder: Encoder, number: int 
 
 
 def build_index(
-    passages: Path, out: Path, encoder: Encoder | None, kind: str = "flat", *, shards: int = 1, lexical: bool = False
+    passages: Path,
+    out: Path,
+    encoder: Encoder | None,
+    kind: str = "flat",
+    *,
+    shards: int = 1,
+    lexical: bool = False,
 ) -> Manifest:
     """Write `vectors.faiss`, then `index.json`; an unfinished folder does not open.
 
@@ -152,18 +166,29 @@ def build_index(
     return manifest
 
 
-def _vectors(corpus: Corpus, out_dir: Path, encoder: Encoder, kind: str, shards: int) -> faiss.Index:
+def _vectors(
+    corpus: Corpus, out_dir: Path, encoder: Encoder, kind: str, shards: int
+) -> faiss.Index:
     """The index of all shards, which is also written."""
-    files = [encode_shard(corpus.path, out_dir / "shards", encoder, number, shards) for number in range(shards)]
+    files = [
+        encode_shard(corpus.path, out_dir / "shards", encoder, number, shards)
+        for number in range(shards)
+    ]
     dim, total = encoder.identity.dim, len(corpus)
     parts: list[np.ndarray] = [
         np.memmap(path, np.float32, "r").reshape(-1, dim) for path in files if path.stat().st_size
     ]
-    index = faiss.index_factory(dim, INDEX_TYPES[kind].factory(total, dim), faiss.METRIC_INNER_PRODUCT)
+    index = faiss.index_factory(
+        dim, INDEX_TYPES[kind].factory(total, dim), faiss.METRIC_INNER_PRODUCT
+    )
     if not index.is_trained:
         stride = -(-total // TRAINED_ON)
         befores = accumulate(map(len, parts), initial=0)
-        index.train(np.concatenate([part[-n % stride :: stride] for part, n in zip(parts, befores, strict=False)]))
+        index.train(
+            np.concatenate(
+                [part[-n % stride :: stride] for part, n in zip(parts, befores, strict=False)]
+            )
+        )
     for part in parts:
         for first in range(0, len(part), CHUNK):
             index.add(np.ascontiguousarray(part[first : first + CHUNK]))
@@ -191,7 +216,11 @@ def import_index(vectors: Path, corpus_path: Path, encoder: Encoder) -> Manifest
 
 
 def _manifest(
-    vectors: Path, corpus: Corpus, index: faiss.Index | None, encoder: Encoder | None, tolerance: float
+    vectors: Path,
+    corpus: Corpus,
+    index: faiss.Index | None,
+    encoder: Encoder | None,
+    tolerance: float,
 ) -> Manifest:
     return Manifest(
         format=INDEX_FORMAT,

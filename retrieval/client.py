@@ -11,26 +11,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from mcore_mas.retrieval import wire
-from mcore_mas.retrieval.corpus import Passage, RetrievalError
-from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest, Where
-from mcore_mas.rollout.base.http import HttpClient, Refused, Unanswered, retried
-from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.base.task_group import forget, of_loop, settle
+from retrieval import wire
+from retrieval.corpus import Passage, RetrievalError
+from retrieval.wire import DEFAULT_TOPK, BadRequest, Where
+from rollout.base.http import HttpClient, Refused, Unanswered, retried
+from rollout.base.processes import say
+from rollout.base.task_group import forget, of_loop, settle
 
-__all__ = ["BadRequest", "NoRetriever", "Passage", "RetrievalClient", "RetrievalError", "RetrievalUnavailable"]
+__all__ = [
+    "BadRequest",
+    "NoRetriever",
+    "Passage",
+    "RetrievalClient",
+    "RetrievalError",
+    "RetrievalUnavailable",
+]
 
 POLL_S = 2.0  # between two looks for a server when none answers, about
 POSTED = 256  # queries in one request; more go to several servers
 BODY_ROOM = wire.MAX_BODY_BYTES - 1024  # bytes of queries in one request
-BREAKS_AFTER = 3  # failures in a row that open a circuit; one connection that cannot be made does too
-REST_S, MOST_REST_S = 0.5, 30.0  # how long a circuit stays open at first, doubled at every further failure, and at most
+BREAKS_AFTER = (
+    3  # failures in a row that open a circuit; one connection that cannot be made does too
+)
+REST_S, MOST_REST_S = (
+    0.5,
+    30.0,
+)  # how long a circuit stays open at first, doubled at every further failure, and at most
 HEALTH_S = 5.0  # for an answer to /health
 MEETS_S = 1.0  # between two looks into the folder of members
 STALE_S = 30.0  # without a heartbeat after which a member is gone
 
 Parsed = TypeVar("Parsed")
-_Waiting = dict[tuple[str, int, Where], list[asyncio.Future[list[Passage]]]]  # by query, k and filter
+_Waiting = dict[
+    tuple[str, int, Where], list[asyncio.Future[list[Passage]]]
+]  # by query, k and filter
 Balance = Literal["round_robin", "random", "least_loaded"]
 
 
@@ -126,11 +140,15 @@ class RetrievalClient:
         all_waiting.clear()
         for k, where in sorted({(k, where) for _, k, where in waiting}):
             for queries in _bodies([query for query, *rest in waiting if rest == [k, where]]):
-                task = asyncio.create_task(self._deliver({one: waiting[one, k, where] for one in queries}, k, where))
+                task = asyncio.create_task(
+                    self._deliver({one: waiting[one, k, where] for one in queries}, k, where)
+                )
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _deliver(self, waiting: dict[str, list[asyncio.Future[list[Passage]]]], k: int, where: Where) -> None:
+    async def _deliver(
+        self, waiting: dict[str, list[asyncio.Future[list[Passage]]]], k: int, where: Where
+    ) -> None:
         body = {"queries": list(waiting), "topk": k, "return_scores": True}
         body |= {"where": dict(where)} if where else {}
         parse = partial(wire.parse_response, queries=len(waiting), topk=k, least=int(not where))
@@ -143,7 +161,9 @@ class RetrievalClient:
             for future in futures:
                 settle(future, list(found) if isinstance(found, list) else found)
 
-    async def _request(self, method: str, path: str, body: object, parse: Callable[[bytes], Parsed]) -> Parsed:
+    async def _request(
+        self, method: str, path: str, body: object, parse: Callable[[bytes], Parsed]
+    ) -> Parsed:
         """The parsed reply; raises RetrievalError if refused (4xx), RetrievalUnavailable if time or retries ran out.
 
         A failure while servers answer /health is the request's own: it is tried once more, and given up.
@@ -158,7 +178,9 @@ class RetrievalClient:
             for endpoint in order:
                 self.posts += 1
                 try:
-                    return await endpoint.ask(method, path, body, parse, timeout_s=self._timeout_s / len(order))
+                    return await endpoint.ask(
+                        method, path, body, parse, timeout_s=self._timeout_s / len(order)
+                    )
                 except Unanswered as error:
                     failure, trouble = error, str(error)
             raise failure
@@ -170,7 +192,11 @@ class RetrievalClient:
                     return await retried(ask_each, retries=self._retries, note=self._count)
             except Refused as refusal:
                 # what is wrong with a filter only a server of ours can see, and it is whoever asked that is wrong
-                filtered = isinstance(body, dict) and "where" in body and str(refusal).startswith("status 422")
+                filtered = (
+                    isinstance(body, dict)
+                    and "where" in body
+                    and str(refusal).startswith("status 422")
+                )
                 kind = BadRequest if filtered else RetrievalError
                 raise kind(f"{self._pool}: {path} refused the request, {refusal}") from None
             except TimeoutError:
@@ -199,9 +225,13 @@ class RetrievalClient:
                     self._revive()
                 await asyncio.sleep(random.uniform(0.5, 1.5) * POLL_S)
                 if await self._pool.alive():
-                    say(f"retriever: {self._pool} answers again after {time.monotonic() - began:.0f} s")
+                    say(
+                        f"retriever: {self._pool} answers again after {time.monotonic() - began:.0f} s"
+                    )
                     return True
-        raise NoRetriever(f"retriever at {self._pool} is unavailable ({trouble}); is the server running?")
+        raise NoRetriever(
+            f"retriever at {self._pool} is unavailable ({trouble}); is the server running?"
+        )
 
     def _count(self) -> None:
         self.retried += 1
@@ -249,7 +279,13 @@ class Endpoint:
         return time.monotonic() < self._rests_until
 
     async def ask(
-        self, method: str, path: str, body: object, parse: Callable[[bytes], Parsed], *, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: object,
+        parse: Callable[[bytes], Parsed],
+        *,
+        timeout_s: float,
     ) -> Parsed:
         """The parsed answer; one that `parse` rejects with ValueError is a failure of the server.
 
@@ -296,7 +332,9 @@ def _rotated(endpoints: list[Endpoint], turn: int) -> list[Endpoint]:
 BALANCES: dict[Balance, Callable[[list[Endpoint], int], list[Endpoint]]] = {
     "round_robin": _rotated,
     "random": lambda endpoints, _: random.sample(endpoints, len(endpoints)),
-    "least_loaded": lambda endpoints, turn: sorted(_rotated(endpoints, turn), key=lambda one: one.under_way),
+    "least_loaded": lambda endpoints, turn: sorted(
+        _rotated(endpoints, turn), key=lambda one: one.under_way
+    ),
 }
 
 
@@ -308,11 +346,18 @@ class EndpointPool:
     """
 
     def __init__(
-        self, urls: Iterable[str], *, members: Path | None = None, token: str | None = None, balance: Balance
+        self,
+        urls: Iterable[str],
+        *,
+        members: Path | None = None,
+        token: str | None = None,
+        balance: Balance,
     ) -> None:
         self._named = [Endpoint(url, token) for url in urls]
         self._members_folder, self._members = members, dict[tuple[str, str | None], Endpoint]()
-        self._beats: dict[Path, tuple[int, float]] = {}  # of a file: its mtime, and when that was first seen
+        self._beats: dict[
+            Path, tuple[int, float]
+        ] = {}  # of a file: its mtime, and when that was first seen
         self._met_at, self._turns, self._balance = -MEETS_S, 0, BALANCES[balance]
 
     def __str__(self) -> str:
@@ -324,8 +369,12 @@ class EndpointPool:
         """All of them as of now."""
         if self._members_folder and time.monotonic() - self._met_at >= MEETS_S:
             self._met_at = time.monotonic()
-            written = dict(filter(None, map(self._read, sorted(self._members_folder.glob("*.json")))))
-            self._members = {key: self._members.get(key, endpoint) for key, endpoint in written.items()}
+            written = dict(
+                filter(None, map(self._read, sorted(self._members_folder.glob("*.json"))))
+            )
+            self._members = {
+                key: self._members.get(key, endpoint) for key, endpoint in written.items()
+            }
         return [*self._named, *self._members.values()]
 
     def order(self) -> list[Endpoint]:
@@ -358,5 +407,8 @@ class EndpointPool:
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
         now = time.monotonic()
-        self._beats[path] = last = (beat, now if self._beats.get(path, (0, 0))[0] != beat else self._beats[path][1])
+        self._beats[path] = last = (
+            beat,
+            now if self._beats.get(path, (0, 0))[0] != beat else self._beats[path][1],
+        )
         return (key, Endpoint(*key)) if now - last[1] <= STALE_S else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.rollout.base.files import atomic_path, file_stamp
+from rollout.base.files import atomic_path, file_stamp
 
 MOST_LINE = 16 << 20  # bytes of a passage
 KEPT_FROM = 1 << 26  # bytes of a corpus from which it takes a while to find its rows
@@ -30,7 +30,9 @@ class Passage:
     id: str
     contents: str
     score: float | None = None  # inner product with the query; None where no query is involved
-    about: dict[str, Any] = field(default_factory=dict, compare=False)  # whatever else its line says
+    about: dict[str, Any] = field(
+        default_factory=dict, compare=False
+    )  # whatever else its line says
 
     @classmethod
     def compose(cls, id: str, title: str, text: str) -> Passage:
@@ -59,11 +61,19 @@ class Passage:
 def parse_row(row: Any, where: str) -> Passage:
     """The passage in one JSON line that says `row`; raises RetrievalError that opens with `where` (file:line)."""
     if not isinstance(row, dict):
-        raise RetrievalError(f"{where}: got a {type(row).__name__}, expected an object with 'id' and 'contents'")
+        raise RetrievalError(
+            f"{where}: got a {type(row).__name__}, expected an object with 'id' and 'contents'"
+        )
     for key in ("id", "contents"):
         if not isinstance(row.get(key), str) or not row[key]:
-            raise RetrievalError(f"{where}: {key!r} is {row.get(key)!r}, expected a non-empty string")
-    about = {name: value for name, value in row.items() if name not in ("id", "contents") and value is not None}
+            raise RetrievalError(
+                f"{where}: {key!r} is {row.get(key)!r}, expected a non-empty string"
+            )
+    about = {
+        name: value
+        for name, value in row.items()
+        if name not in ("id", "contents") and value is not None
+    }
     return Passage(id=row["id"], contents=row["contents"], about=about)
 
 
@@ -77,7 +87,9 @@ class Corpus:
         """Maps the file and finds its rows; raises RetrievalError if it is missing or empty."""
         self.path = path
         if not path.is_file() or path.stat().st_size == 0:
-            raise RetrievalError(f"corpus {path} is missing or empty; write it first (one JSON object a line)")
+            raise RetrievalError(
+                f"corpus {path} is missing or empty; write it first (one JSON object a line)"
+            )
         with path.open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._by_id: tuple[Any, Any] | None = None  # hashes of ids in order, and their rows
@@ -93,14 +105,18 @@ class Corpus:
         first, end = self._starts[row : row + 2]
         where = f"{self.path}:{row + 1}"
         if end - first > MOST_LINE:
-            raise RetrievalError(f"{where}: a line of {end - first} bytes; expected at most {MOST_LINE}")
+            raise RetrievalError(
+                f"{where}: a line of {end - first} bytes; expected at most {MOST_LINE}"
+            )
         try:
             line = self._bytes[first:end]
             said = json.loads(line)
             if b"\\u" in line:  # may say half of a surrogate pair, which no answer can
                 json.dumps(said, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            raise RetrievalError(f"{where}: not a JSON line ({error}); each line is one object") from None
+            raise RetrievalError(
+                f"{where}: not a JSON line ({error}); each line is one object"
+            ) from None
         return parse_row(said, where)
 
     def row_of(self, id: str) -> int | None:
@@ -152,8 +168,13 @@ def _row_starts(path: Path, content: mmap.mmap) -> Sequence[int]:
         newline = content.find(b"\n", starts[-1])
         starts.append(newline + 1 if newline >= 0 else len(content))
     if len(content) >= KEPT_FROM:
-        with contextlib.suppress(OSError), atomic_path(kept) as temporary:  # a folder that is read only
-            temporary.write_bytes(array("q", [*of, zlib.crc32(starts)]).tobytes() + starts.tobytes())
+        with (
+            contextlib.suppress(OSError),
+            atomic_path(kept) as temporary,
+        ):  # a folder that is read only
+            temporary.write_bytes(
+                array("q", [*of, zlib.crc32(starts)]).tobytes() + starts.tobytes()
+            )
     return starts
 
 
@@ -180,15 +201,23 @@ def copy_corpus(source: Path, path: Path) -> int:
         return write_corpus(path, Corpus(source))
     import pyarrow.parquet
 
-    from mcore_mas.rollout.base.parquet import bounded_batches
+    from rollout.base.parquet import bounded_batches
 
     with pyarrow.parquet.ParquetFile(source) as file:
         columns, there = ["id", "contents"], file.schema_arrow.names
         if missing := [column for column in columns if column not in there]:
-            raise RetrievalError(f"{source}: no column {' or '.join(missing)}; found {', '.join(there)}")
-        rows = enumerate(row for batch in bounded_batches(source, file, rows=4096) for row in batch.to_pylist())
-        passages = (parse_row({**row, "id": str(row["id"])}, f"{source}: row {n}") for n, row in rows)
+            raise RetrievalError(
+                f"{source}: no column {' or '.join(missing)}; found {', '.join(there)}"
+            )
+        rows = enumerate(
+            row for batch in bounded_batches(source, file, rows=4096) for row in batch.to_pylist()
+        )
+        passages = (
+            parse_row({**row, "id": str(row["id"])}, f"{source}: row {n}") for n, row in rows
+        )
         try:
             return write_corpus(path, passages)
         except (OSError, ValueError) as error:  # pyarrow's, too
-            raise RetrievalError(f"{source}: cannot be read ({' '.join(str(error).split())})") from error
+            raise RetrievalError(
+                f"{source}: cannot be read ({' '.join(str(error).split())})"
+            ) from error

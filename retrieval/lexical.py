@@ -12,9 +12,9 @@ from typing import Any
 import bm25s
 import numpy as np
 
-from mcore_mas.retrieval.corpus import Corpus
-from mcore_mas.retrieval.wire import MAX_TOPK, BadRequest, Where
-from mcore_mas.rollout.base.files import atomic_folder, atomic_path, known_sha256
+from retrieval.corpus import Corpus
+from retrieval.wire import MAX_TOPK, BadRequest, Where
+from rollout.base.files import atomic_folder, atomic_path, known_sha256
 
 FOLDER = "bm25"  # beside the manifest
 RRF_K = 60  # of reciprocal rank fusion, its authors' own
@@ -43,7 +43,9 @@ class Lexical:
             more = np.bincount(words, minlength=len(vocabulary))
             more[: len(found)] += found
             found, total = more, total + int(counts.sum())
-        idf = np.array([math.log(1 + (n - df + 0.5) / (df + 0.5)) for df in found.tolist()], np.float32)
+        idf = np.array(
+            [math.log(1 + (n - df + 0.5) / (df + 0.5)) for df in found.tolist()], np.float32
+        )
         ends = np.concatenate([[0], np.cumsum(found)])
         index, heads = bm25s.BM25(), ends[:-1].copy()
         data, rows = np.empty(ends[-1], index.dtype), np.empty(ends[-1], index.int_dtype)
@@ -60,14 +62,20 @@ class Lexical:
             index.save(str(folder), **_QUIET)
         return lexical_digest(out_dir)
 
-    def search(self, query: str, k: int, among: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def search(
+        self, query: str, k: int, among: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The k best rows int64, of `among` or all, and their scores, best first; equal scores go by row.
 
         What shares no word scores 0.
         """
         (words,) = bm25s.tokenize([query], return_ids=False, **_QUIET)
         known = [word for word in words if word in self._bm25.vocab_dict]
-        scores = np.asarray(self._bm25.get_scores(known)) if known else np.zeros(self._bm25.scores["num_docs"])
+        scores = (
+            np.asarray(self._bm25.get_scores(known))
+            if known
+            else np.zeros(self._bm25.scores["num_docs"])
+        )
         if among is not None:
             scores = scores[among]
         k = min(k, len(scores))
@@ -118,7 +126,11 @@ def lexical_digest(out_dir: Path, *, again: bool = False) -> str:
     """One digest of all files of the index below `out_dir`, "" where there is none."""
     files = sorted(path for path in (out_dir / FOLDER).glob("*") if not path.name.startswith("."))
     return (
-        hashlib.sha256("".join(known_sha256(path, again=again) for path in files).encode()).hexdigest() if files else ""
+        hashlib.sha256(
+            "".join(known_sha256(path, again=again) for path in files).encode()
+        ).hexdigest()
+        if files
+        else ""
     )
 
 
@@ -153,18 +165,28 @@ class Facets:
     def _found(self, where: Where) -> np.ndarray:
         """The rows `[n]` int64, in order, that have one of the values of every name, unless they are too many."""
         named = [[self._with(name, value) for value in values] for name, values in where]
-        named.sort(key=lambda parts: sum(map(len, parts)))  # that with the fewest first, and no other is copied
-        rows = np.unique(np.concatenate(named[0])) if sum(map(len, named[0])) <= MOST_COUNTED else None
+        named.sort(
+            key=lambda parts: sum(map(len, parts))
+        )  # that with the fewest first, and no other is copied
+        rows = (
+            np.unique(np.concatenate(named[0])) if sum(map(len, named[0])) <= MOST_COUNTED else None
+        )
         for parts in named[1:]:
-            rows = None if rows is None else rows[np.any([_in(rows, part) for part in parts], axis=0)]
+            rows = (
+                None if rows is None else rows[np.any([_in(rows, part) for part in parts], axis=0)]
+            )
         if rows is None or len(rows) > MOST_ROWS:
             many = f"over {MOST_COUNTED}" if rows is None else len(rows)
-            raise BadRequest(f"where: {many} passages are so, at most {MOST_ROWS} may be; say more of them")
+            raise BadRequest(
+                f"where: {many} passages are so, at most {MOST_ROWS} may be; say more of them"
+            )
         return rows
 
     def _with(self, name: str, value: str) -> np.ndarray:
         wanted = np.uint64(_hash(name, value))
-        first, last = (int(np.searchsorted(self._hashes, wanted, side)) for side in ("left", "right"))
+        first, last = (
+            int(np.searchsorted(self._hashes, wanted, side)) for side in ("left", "right")
+        )
         return np.asarray(self._rows[first:last]).view(np.int64)
 
 
@@ -177,4 +199,6 @@ def _in(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def _hash(name: str, value: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{name}\0{value}".encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{name}\0{value}".encode(), digest_size=8).digest(), "little"
+    )

@@ -6,7 +6,7 @@ import faiss
 import numpy as np
 import torch
 
-from mcore_mas.retrieval.corpus import RetrievalError
+from retrieval.corpus import RetrievalError
 
 BLOCK = 1 << 20  # rows scored at a time
 GPU_MOST = 2048  # neighbours that FAISS finds on a GPU
@@ -51,7 +51,9 @@ class FaissGpuScan:
         """Copy a flat index; RetrievalError if this FAISS is one for CPUs, or there is no GPU."""
         library: Any = faiss
         if not hasattr(library, "GpuMultipleClonerOptions") or not library.get_num_gpus():
-            raise RetrievalError("FAISS finds no GPU here; take retrieval/environment.yml, or --backend torch")
+            raise RetrievalError(
+                "FAISS finds no GPU here; take retrieval/environment.yml, or --backend torch"
+            )
         options = library.GpuMultipleClonerOptions()
         options.shard, options.useFloat16 = True, True
         # empty, then filled in pages: of a full one FAISS puts a float32 copy on a single GPU first
@@ -83,7 +85,9 @@ def open_scan(index: faiss.Index, backend: str, device: str) -> Scan | None:
     if backend == "faiss" and (device == "cpu" or not flat):
         return None
     if not flat:
-        raise RetrievalError(f"{type(index).__name__}: only a flat index is scanned by {backend}; build one")
+        raise RetrievalError(
+            f"{type(index).__name__}: only a flat index is scanned by {backend}; build one"
+        )
     if backend == "faiss":
         return FaissGpuScan(index)
     return TorchScan(_stored(index), device)
@@ -91,4 +95,6 @@ def open_scan(index: faiss.Index, backend: str, device: str) -> Scan | None:
 
 def _stored(index: Any) -> np.ndarray:
     """`[N, dim]` float32 of a flat index: the mapped file and not a copy."""
-    return np.asarray(faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d))
+    return np.asarray(
+        faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d)
+    )

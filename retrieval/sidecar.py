@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.retrieval.client import RetrievalClient
-from mcore_mas.retrieval.corpus import Passage, RetrievalError
-from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest, check_query
-from mcore_mas.rollout.base.processes import Restarts, say, start_group, stop_group
+from retrieval.client import RetrievalClient
+from retrieval.corpus import Passage, RetrievalError
+from retrieval.wire import DEFAULT_TOPK, BadRequest, check_query
+from rollout.base.processes import Restarts, say, start_group, stop_group
 
 _READ_PER_S = 1e8  # bytes of an index that are read and verified in a second, at least
 RESTARTS = 3  # of a server that died or hangs, in an hour
@@ -50,7 +50,9 @@ class RetrieverSidecar:
         self.pid: int | None = None
         self._log_path = Path(log_path).resolve() if log_path else None
         if python and not python.is_file():
-            raise RetrievalError(f"retriever.python: no interpreter at {python}; make one of retrieval/environment.yml")
+            raise RetrievalError(
+                f"retriever.python: no interpreter at {python}; make one of retrieval/environment.yml"
+            )
         self._options = list(extra_args)
         seen = ["env", f"CUDA_VISIBLE_DEVICES={','.join(gpus)}"] if gpus else []
         self._python = [*seen, str(python.absolute() if python else sys.executable)]
@@ -97,10 +99,10 @@ class RetrieverSidecar:
         self._start(int(self.url.rpartition(":")[2]))
 
     def _start(self, port: int) -> None:
-        command = [*self._python, "-m", "mcore_mas.retrieval.server", "--index", str(self.index_dir)]
+        command = [*self._python, "-m", "retrieval.server", "--index", str(self.index_dir)]
         command += ["--port", str(port), "--ready-file", str(self._ready), *self._options]
-        # in the folder where `-m mcore_mas.retrieval.server` is found, installed or not
-        self._child = start_group(command, log=self._log, cwd=Path(__file__).absolute().parents[2])
+        # in the folder where `-m retrieval.server` is found, installed or not
+        self._child = start_group(command, log=self._log, cwd=Path(__file__).absolute().parents[1])
         self.pid = self._child.pid
 
     def _wait(self) -> str:
@@ -109,10 +111,18 @@ class RetrieverSidecar:
         while not self._ready.exists():
             code = self._child.poll()
             if code is not None or time.monotonic() > deadline:
-                happened = f"ended with code {code}" if code is not None else f"not ready after {self._timeout_s:g} s"
-                last = (self._log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+                happened = (
+                    f"ended with code {code}"
+                    if code is not None
+                    else f"not ready after {self._timeout_s:g} s"
+                )
+                last = (self._log.read_text(errors="replace").strip().splitlines() or ["nothing"])[
+                    -1
+                ]
                 kept = f" (log: {self._log_path})" if self._log_path else ""
-                raise RetrievalError(f"retrieval server for {self.index_dir} {happened}; it last said: {last}{kept}")
+                raise RetrievalError(
+                    f"retrieval server for {self.index_dir} {happened}; it last said: {last}{kept}"
+                )
             time.sleep(0.02)
         return str(json.loads(self._ready.read_bytes())["url"])
 
@@ -152,9 +162,13 @@ def read_golden(path: Path) -> list[Golden]:
             row = json.loads(line)
             golden.append(Golden(check_query(row["query"]), frozenset(map(str, row["ids"]))))
         except (ValueError, LookupError, TypeError, BadRequest) as error:
-            raise RetrievalError(f'{path}:{number}: expected {{"query": "...", "ids": [...]}} ({error})') from None
+            raise RetrievalError(
+                f'{path}:{number}: expected {{"query": "...", "ids": [...]}} ({error})'
+            ) from None
         if not golden[-1].ids:
-            raise RetrievalError(f"{path}:{number}: no ids; name the passages that the query should find")
+            raise RetrievalError(
+                f"{path}:{number}: no ids; name the passages that the query should find"
+            )
     if not golden:
         raise RetrievalError(f"{path}: no golden queries")
     return golden

@@ -9,11 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic.json_schema import models_json_schema
 
-from mcore_mas.retrieval.corpus import Passage, RetrievalError
-from mcore_mas.rollout.base.files import read_yaml
+from retrieval.corpus import Passage, RetrievalError
+from rollout.base.files import read_yaml
 
 Ranking = Literal["dense", "bm25", "hybrid"]  # by vectors, by words, or both fused
 
@@ -37,7 +45,9 @@ Query = Annotated[str, Field(min_length=1, max_length=MAX_QUERY_CHARS, pattern=r
 # JSON has one kind of number, in which 3.0 is an integer
 _WHOLE = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
 Topk = Annotated[int, Field(ge=0, le=MAX_TOPK), _WHOLE] | None  # null and 0 are DEFAULT_TOPK
-_LIMITS = ConfigDict(strict=True, frozen=True, extra="ignore")  # other servers have parameters of their own
+_LIMITS = ConfigDict(
+    strict=True, frozen=True, extra="ignore"
+)  # other servers have parameters of their own
 
 _Value = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
 _Values = _Value | Annotated[list[_Value], Field(min_length=1, max_length=MAX_VALUES)]
@@ -49,7 +59,9 @@ Where = tuple[tuple[str, tuple[str, ...]], ...]  # as can be compared: (name, va
 class SearchRequest(BaseModel):
     """`POST /retrieve`: passages for each of `queries`, as Search-R1 asks, or for one `query`, as Dr.MAS does."""
 
-    model_config = _LIMITS | {"json_schema_extra": {"oneOf": [{"required": ["queries"]}, {"required": ["query"]}]}}
+    model_config = _LIMITS | {
+        "json_schema_extra": {"oneOf": [{"required": ["queries"]}, {"required": ["query"]}]}
+    }
 
     queries: Annotated[list[Query], Field(max_length=MAX_REQUEST_QUERIES)] = []
     query: Query = ""
@@ -60,9 +72,13 @@ class SearchRequest(BaseModel):
     @model_validator(mode="after")
     def _asks(self) -> SearchRequest:
         if ("query" in self.model_fields_set) == ("queries" in self.model_fields_set):
-            raise ValueError('expected either queries, such as {"queries": ["..."], "topk": 3}, or one query')
+            raise ValueError(
+                'expected either queries, such as {"queries": ["..."], "topk": 3}, or one query'
+            )
         if (most := len(self.asked) * self.most) > MAX_REQUEST_PASSAGES:
-            raise ValueError(f"queries times topk is {most}, at most {MAX_REQUEST_PASSAGES}; ask in several requests")
+            raise ValueError(
+                f"queries times topk is {most}, at most {MAX_REQUEST_PASSAGES}; ask in several requests"
+            )
         return self
 
     @property
@@ -174,10 +190,15 @@ def _parse_row(row: object, least: int, topk: int) -> list[Passage]:
     passages = []
     for item in row:
         match item:
-            case {"document": {"id": str(id), "contents": str(contents)}, "score": float() | int() as score}:
+            case {
+                "document": {"id": str(id), "contents": str(contents)},
+                "score": float() | int() as score,
+            }:
                 passages.append(Passage(id=id, contents=contents, score=float(score)))
             case _:
-                raise ValueError("expected each passage as {'document': {'id', 'contents'}, 'score'}")
+                raise ValueError(
+                    "expected each passage as {'document': {'id', 'contents'}, 'score'}"
+                )
         if not math.isfinite(passages[-1].score or 0.0):
             raise ValueError("a score is not finite")
     return passages

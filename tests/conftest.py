@@ -15,10 +15,21 @@ settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sglang", help="interpreter of SGLang's environment, or the URL of a server, to test against")
-    parser.addoption("--nodes", action="store_true", help="run the trainings on several nodes (`make test-nodes`)")
-    parser.addoption("--mlflow", help="test MLflow's pages, and put their pictures into this folder")
-    parser.addoption("--documents", action="store_true", help="run also the documents' commands that take longer")
+    parser.addoption(
+        "--sglang",
+        help="interpreter of SGLang's environment, or the URL of a server, to test against",
+    )
+    parser.addoption(
+        "--nodes",
+        action="store_true",
+        help="run the trainings on several nodes (`make test-nodes`)",
+    )
+    parser.addoption(
+        "--mlflow", help="test MLflow's pages, and put their pictures into this folder"
+    )
+    parser.addoption(
+        "--documents", action="store_true", help="run also the documents' commands that take longer"
+    )
     parser.addoption("--slurm", action="store_true", help="run what takes minutes on a real Slurm")
 
 
@@ -27,7 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Triton reads its variable as it is imported, which many a library does; without a GPU it interprets its kernels.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell puts in the background ignores it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # what a shell puts in the background ignores it
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -53,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def running_ray() -> Iterator[None]:
     """Ray for the tests of one module; none is left up for the next."""
-    from mcore_mas.training import cluster
+    from mcore_mas.runtime import cluster
 
     with cluster.running_ray(2, 100):
         yield
@@ -67,7 +80,9 @@ def forked_programs() -> Iterator[None]:
 
     from tests.support.starts import Forked
 
-    Forked([sys.executable, "-c", ""]).wait()  # what takes seconds in the first start counts in no test
+    Forked(
+        [sys.executable, "-c", ""]
+    ).wait()  # what takes seconds in the first start counts in no test
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Forked)
         yield
@@ -92,7 +107,9 @@ def mlflow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
 
 
 @pytest.fixture(scope="session")
-def slurm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def slurm(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """A real Slurm of two pretended machines; without Debian's packages, and without --slurm, the test is skipped."""
     from tests.slurm.cluster import Slurm
     from tests.support.debian import NoPackages

@@ -56,11 +56,19 @@ SECTIONS: dict[str, Section] = {  # the most important first
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sections that were asked for; the exit status is 1 if one failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="for all sections together")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--budget", type=float, default=540.0, metavar="SECONDS", help="for all sections together"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of results.jsonl")
-    parser.add_argument("--only", default="", metavar="NAMES", help=f"of {', '.join(SECTIONS)}, separated by commas")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, on whatever device is here")
+    parser.add_argument(
+        "--only", default="", metavar="NAMES", help=f"of {', '.join(SECTIONS)}, separated by commas"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small shapes, on whatever device is here"
+    )
     parser.add_argument("--page", action="store_true", help="write docs/gpu.md instead")
     given = parser.parse_args(arguments)
     if given.page:
@@ -85,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def run(sections: dict[str, Section], budget: float, out: TextIO, options: Sequence[str] = ()) -> list[str]:
+def run(
+    sections: dict[str, Section], budget: float, out: TextIO, options: Sequence[str] = ()
+) -> list[str]:
     """Write the lines of all sections, flushed one by one; says which of them failed or told of something wrong."""
     end = time.monotonic() + budget
     wrong: dict[str, None] = {}
@@ -98,7 +108,11 @@ def run(sections: dict[str, Section], budget: float, out: TextIO, options: Seque
         for line in lines_of((*section.command, *options), deadline):
             note(out, {"section": name, **line})
             if "failed" in line or line.get("ok") is False:
-                of = (str(line[key]) for key in ("what", "layout", "dtype", "model", "transport") if key in line)
+                of = (
+                    str(line[key])
+                    for key in ("what", "layout", "dtype", "model", "transport")
+                    if key in line
+                )
                 wrong[": ".join([name, *filter(None, [" ".join(of)])])] = None
         note(out, {"section": name, "seconds": round(time.monotonic() - began, 1)})
     return list(wrong)
@@ -107,7 +121,12 @@ def run(sections: dict[str, Section], budget: float, out: TextIO, options: Seque
 def lines_of(command: Sequence[str], deadline: float) -> Iterator[dict[str, Any]]:
     """What a program prints as JSON objects, as it comes; and how it failed, if it did."""
     child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
     )
     assert child.stdout is not None and child.stderr is not None
     said: list[str] = []
@@ -136,7 +155,9 @@ def lines_of(command: Sequence[str], deadline: float) -> Iterator[dict[str, Any]
     if late.is_set():
         yield {"failed": f"not done after {deadline:.0f} s"}
     elif child.returncode:
-        last = [line.strip() for line in said if line.strip()] or [f"exit status {child.returncode}"]
+        last = [line.strip() for line in said if line.strip()] or [
+            f"exit status {child.returncode}"
+        ]
         yield {"failed": last[-1][:500]}
 
 
@@ -159,7 +180,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a results file; none if it is not there."""
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
 
 
 if __name__ == "__main__":

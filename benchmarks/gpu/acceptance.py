@@ -18,7 +18,10 @@ from benchmarks.gpu.__main__ import ROOT, Section, note, read, run
 
 
 def _own(seconds: float, *arguments: str) -> Section:
-    return Section(seconds, (sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.acceptance_sections", *arguments))
+    return Section(
+        seconds,
+        (sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.acceptance_sections", *arguments),
+    )
 
 
 SECTIONS: dict[str, Section] = {
@@ -36,10 +39,18 @@ SECTIONS: dict[str, Section] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sections that were asked for; the exit status is 1 if one failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.acceptance", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of results.jsonl")
-    parser.add_argument("--only", default="", metavar="NAMES", help=f"of {', '.join(SECTIONS)}, separated by commas")
-    parser.add_argument("--sglang", type=Path, default=ROOT / ".venv-sglang" / "bin" / "python", metavar="PYTHON")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.acceptance", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of results.jsonl"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="NAMES", help=f"of {', '.join(SECTIONS)}, separated by commas"
+    )
+    parser.add_argument(
+        "--sglang", type=Path, default=ROOT / ".venv-sglang" / "bin" / "python", metavar="PYTHON"
+    )
     parser.add_argument("--cpu", action="store_true", help="over gloo, to try this program")
     given = parser.parse_args(arguments)
     names = [name for name in given.only.split(",") if name] or list(SECTIONS)
@@ -54,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(sections, sum(section.seconds for section in sections.values()), out, options)
         lines = read(path)
         skipped = {line["section"]: line["skipped"] for line in lines if "skipped" in line}
-        failed = sorted({line["section"] for line in lines if "failed" in line or line.get("ok") is False})
+        failed = sorted(
+            {line["section"] for line in lines if "failed" in line or line.get("ok") is False}
+        )
         ok = sorted({line["section"] for line in lines if line.get("ok")} - set(failed))
         word = "failed" if failed else "passed" if ok else "nothing measured"
         note(out, {"result": word, "passed": ok, "failed": failed, "skipped": sorted(skipped)})

@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import start_processes
 from benchmarks.gpu.__main__ import read
 from benchmarks.gpu.machine import say, settle
 from benchmarks.gpu.shapes import LAYOUTS, make_batch, write_model
-from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
+from rollout.engines.sglang.settings import nccl_mismatch
 
 MEBIBYTES = 256  # that all ranks add up
 # of two ranks each; their gradient norm is that of one rank, in float32 up to the order of sums and TF32
@@ -40,10 +40,24 @@ PLACES: dict[str, tuple[int, list[str]]] = {
     "changed": (5, ["cluster.pool=split", "policies.solver.tp=2"]),
     "distributed": (5, ["cluster.pool=split", "policies.solver.tp=2"]),
     # which trains on one; afterwards each of the two policies is evaluated on a server of its own
-    "tensor": (2, ["cluster.pool=shared", "policies.solver.tp=1", "+engine.options.mem-fraction-static=0.3"]),
+    "tensor": (
+        2,
+        ["cluster.pool=shared", "policies.solver.tp=1", "+engine.options.mem-fraction-static=0.3"],
+    ),
 }
-SMALL = ["data.train=64", "data.validation=8", "data.test=8", "trainer.steps=2", "trainer.tasks_per_step=4"]
-SMALL += ["cluster.device=auto", "trainer.checkpoint_every=2", "trainer.validate_every=2", "cold_start.base.heads=4"]
+SMALL = [
+    "data.train=64",
+    "data.validation=8",
+    "data.test=8",
+    "trainer.steps=2",
+    "trainer.tasks_per_step=4",
+]
+SMALL += [
+    "cluster.device=auto",
+    "trainer.checkpoint_every=2",
+    "trainer.validate_every=2",
+    "cold_start.base.heads=4",
+]
 SMALL += [
     "cold_start.base.hidden=256",
     "cold_start.base.kv_heads=2",
@@ -67,7 +81,14 @@ def devices(given: argparse.Namespace, least: int) -> int:
 def machine(_: argparse.Namespace) -> None:
     """What is here: nothing is measured."""
     versions = {}
-    for name in ("torch", "triton", "megatron-core", "transformer-engine", "nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+    for name in (
+        "torch",
+        "triton",
+        "megatron-core",
+        "transformer-engine",
+        "nvidia-nccl-cu13",
+        "nvidia-nccl-cu12",
+    ):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -139,7 +160,9 @@ def _near(what: str, got: float, want: float, most: float) -> None:
     say(what=f"gradient norm, {what}", apart=round(apart, 9), ok=True)
 
 
-def _norms(model: str, folder: str, *, save: bool = False, restore: bool = False, **spec: Any) -> list[float]:
+def _norms(
+    model: str, folder: str, *, save: bool = False, restore: bool = False, **spec: Any
+) -> list[float]:
     """The gradient norms of two updates by ranks of their own, which save between them; or of the second, restored."""
     ranks = spec.get("tp", 1) * spec.get("pp", 1) * spec.get("cp", 1) * spec.get("dp", 1)
     out = Path(tempfile.mkdtemp(dir=folder))
@@ -151,7 +174,12 @@ def _norms(model: str, folder: str, *, save: bool = False, restore: bool = False
 
 
 def _update(
-    rank: int, model: str, folder: str, save: str | None, restore: str | None, changes: Mapping[str, Any]
+    rank: int,
+    model: str,
+    folder: str,
+    save: str | None,
+    restore: str | None,
+    changes: Mapping[str, Any],
 ) -> None:
     from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
     from mcore_mas.megatron.step.trainer import MegatronTrainer
@@ -176,7 +204,9 @@ def _update(
 
 def _server(given: argparse.Namespace) -> Path:
     if not given.sglang.is_file():
-        raise Skip(f"no SGLang environment at {given.sglang} (docs/engines.md makes one; --sglang names another)")
+        raise Skip(
+            f"no SGLang environment at {given.sglang} (docs/engines.md makes one; --sglang names another)"
+        )
     if given.cpu:
         raise Skip("on a CPU `make test-sglang` runs it")
     python: Path = given.sglang
@@ -185,8 +215,8 @@ def _server(given: argparse.Namespace) -> Path:
 
 def sglang(given: argparse.Namespace) -> None:
     """A server starts on a GPU and answers; its NCCL is the trainer's."""
-    from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-    from mcore_mas.rollout.records.trajectory import Sampling
+    from rollout.engines.sglang.engine import SGLangEngine
+    from rollout.records.trajectory import Sampling
 
     devices(given, 1)
     python = _server(given)
@@ -196,7 +226,9 @@ def sglang(given: argparse.Namespace) -> None:
         model = Path(folder) / "model"
         _saved(model)
         began = time.perf_counter()
-        engine = SGLangEngine(model, max_length=128, python=str(python), log=Path(folder) / "server.log", verify=False)
+        engine = SGLangEngine(
+            model, max_length=128, python=str(python), log=Path(folder) / "server.log", verify=False
+        )
         try:
             reply = asyncio.run(engine.generate([1, 2, 3], Sampling(max_tokens=8)))
         finally:
@@ -208,8 +240,15 @@ def sglang(given: argparse.Namespace) -> None:
 def _saved(folder: Path) -> None:
     import transformers
 
-    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.Qwen2Config(**sizes, intermediate_size=512, vocab_size=512, max_position_embeddings=1024)
+    sizes = {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.Qwen2Config(
+        **sizes, intermediate_size=512, vocab_size=512, max_position_embeddings=1024
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
@@ -218,9 +257,26 @@ def training(given: argparse.Namespace, transport: str) -> None:
     least, places = PLACES[transport]
     devices(given, least)
     python = _server(given)
-    settings = ["engine=sglang", f"engine.python={python}", f"engine.transport={transport}", *SMALL, *places]
+    settings = [
+        "engine=sglang",
+        f"engine.python={python}",
+        f"engine.transport={transport}",
+        *SMALL,
+        *places,
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "mcore_mas", "run", "demo_math", *settings, "--cores", "all", "--quiet", "all"]
+        command = [
+            sys.executable,
+            "-m",
+            "mcore_mas",
+            "run",
+            "demo_math",
+            *settings,
+            "--cores",
+            "all",
+            "--quiet",
+            "all",
+        ]
         began = time.perf_counter()
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         run = Path(folder) / "results" / "demo_math"
@@ -228,10 +284,18 @@ def training(given: argparse.Namespace, transport: str) -> None:
         last = " ".join((done.stderr or done.stdout).split())[-300:]
         assert done.returncode == 0 and finished.is_file(), f"exit status {done.returncode}: {last}"
         steps = [line for line in read(run / "train" / "metrics.jsonl") if "step" in line]
-        handed = [value for line in steps for key, value in line.items() if key.endswith("hand_over_s")]
+        handed = [
+            value for line in steps for key, value in line.items() if key.endswith("hand_over_s")
+        ]
         assert handed, "no policy was updated, so no weights were handed over; see metrics.jsonl"
         took = round(time.perf_counter() - began, 1)
-        say(what="a training of two policies, s", transport=transport, value=took, steps=len(steps), ok=True)
+        say(
+            what="a training of two policies, s",
+            transport=transport,
+            value=took,
+            steps=len(steps),
+            ok=True,
+        )
         say(
             what="hand-over, s",
             transport=transport,
@@ -241,7 +305,9 @@ def training(given: argparse.Namespace, transport: str) -> None:
         )
 
 
-SECTIONS: dict[str, Callable[..., None]] = {f.__name__: f for f in (machine, nccl, layouts, te, sglang, training)}
+SECTIONS: dict[str, Callable[..., None]] = {
+    f.__name__: f for f in (machine, nccl, layouts, te, sglang, training)
+}
 
 
 def main() -> None:

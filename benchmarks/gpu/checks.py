@@ -55,10 +55,16 @@ def attention_inputs(
     segments = [Segment(tokens=tokens, parent=parent) for tokens, parent, _ in forest]
     tokens = sum(segment.tokens for segment in segments)
     draw = torch.Generator().manual_seed(0)
-    given = [torch.randn(tokens, h, dim, generator=draw) for h in (heads, kv_heads, kv_heads, heads)]
+    given = [
+        torch.randn(tokens, h, dim, generator=draw) for h in (heads, kv_heads, kv_heads, heads)
+    ]
     sizes = replace(TileSizes.of(heads // kv_heads, dim, dtype == torch.bfloat16), **tiles)
     ours = upload(PackedTrees.of(segments, sizes=sizes), device())
-    return [x.to(device(), dtype) for x in given], ours, upload(PackedTrees.of(segments, device().type), device())
+    return (
+        [x.to(device(), dtype) for x in given],
+        ours,
+        upload(PackedTrees.of(segments, device().type), device()),
+    )
 
 
 def gradients(attend: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
@@ -72,7 +78,10 @@ def gradients(attend: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor
 
 def _apart(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     """The largest difference, as a share of the largest element of the same tensor."""
-    return max(float((a.float() - b.float()).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
+    return max(
+        float((a.float() - b.float()).abs().max() / b.abs().max())
+        for a, b in zip(got, want, strict=True)
+    )
 
 
 def _attention_against_torch(tiny: bool) -> None:
@@ -84,14 +93,25 @@ def _attention_against_torch(tiny: bool) -> None:
         for dtype, most in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
             given, ours, theirs = attention_inputs(LAYOUTS[layout], dtype, shape)
             got, again = (
-                gradients(lambda *x, plan=ours.plan: KernelAttention.apply(*x, plan, DIM**-0.5), given) for _ in "12"
+                gradients(
+                    lambda *x, plan=ours.plan: KernelAttention.apply(*x, plan, DIM**-0.5), given
+                )
+                for _ in "12"
             )
             want = gradients(
-                lambda *x, layout=theirs: _TreeAttention.apply(*x, layout, DIM**-0.5), [x.float() for x in given]
+                lambda *x, layout=theirs: _TreeAttention.apply(*x, layout, DIM**-0.5),
+                [x.float() for x in given],
             )
             worst, same = _apart(got, want), all(map(torch.equal, got, again))
             ok = worst <= most and same
-            say(what="attention", layout=layout, dtype=str(dtype)[6:], worst=worst, same_bits=same, ok=ok)
+            say(
+                what="attention",
+                layout=layout,
+                dtype=str(dtype)[6:],
+                worst=worst,
+                same_bits=same,
+                ok=ok,
+            )
 
 
 def _attention_against_dense(tiny: bool) -> None:
@@ -99,15 +119,22 @@ def _attention_against_dense(tiny: bool) -> None:
     from mcore_mas.megatron.model.tree_ops import KernelAttention
 
     shape = (4, 2, 16) if tiny else (8, 2, DIM)
-    for layout, forest in {"small": LAYOUTS["small"], "first of turns": LAYOUTS["turns"][: 1 if tiny else 65]}.items():
+    for layout, forest in {
+        "small": LAYOUTS["small"],
+        "first of turns": LAYOUTS["turns"][: 1 if tiny else 65],
+    }.items():
         given, ours, _ = attention_inputs(forest, torch.float32, shape)
         mask = _mask(forest).to(device())
 
         def dense(*x: Tensor, mask: Tensor = mask) -> Tensor:
-            q, k, v = (y.repeat_interleave(shape[0] // y.shape[1], 1).transpose(0, 1)[None] for y in x)
+            q, k, v = (
+                y.repeat_interleave(shape[0] // y.shape[1], 1).transpose(0, 1)[None] for y in x
+            )
             return F.scaled_dot_product_attention(q, k, v, mask, scale=DIM**-0.5)[0].transpose(0, 1)
 
-        got = gradients(lambda *x, plan=ours.plan: KernelAttention.apply(*x, plan, DIM**-0.5), given)
+        got = gradients(
+            lambda *x, plan=ours.plan: KernelAttention.apply(*x, plan, DIM**-0.5), given
+        )
         worst = _apart(got, gradients(dense, given))
         say(what="attention, dense", layout=layout, tokens=len(mask), worst=worst, ok=worst <= 1e-4)
 
@@ -132,7 +159,9 @@ def _norm_against_torch(tiny: bool) -> None:
     for rows, width in ((9, 16), (5, 64)) if tiny else ((131_072, 128), (16_384, 2560)):
         for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
             given = [torch.randn(shape) for shape in ((rows, width), width, (rows, width))]
-            ours, theirs = ([x.to(device(), dtype).to(one) for x in given] for one in (dtype, torch.float64))
+            ours, theirs = (
+                [x.to(device(), dtype).to(one) for x in given] for one in (dtype, torch.float64)
+            )
             got, again = (gradients(lambda x, w: KernelNorm.apply(x, w, 1e-6), ours) for _ in "12")
             want = gradients(lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), theirs)
             worst, same = _apart(got, want), all(map(torch.equal, got, again))
@@ -152,16 +181,22 @@ def _head_against_dense(tiny: bool) -> None:
     temperatures, *slopes = (torch.rand(rows).add(0.5).to(device()) for _ in range(3))
     for dtype, most in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
         x = torch.randn(rows, hidden).to(device(), dtype).requires_grad_()
-        weight = torch.nn.Parameter((torch.randn(held, hidden) * 2 * hidden**-0.5).to(device(), dtype))
+        weight = torch.nn.Parameter(
+            (torch.randn(held, hidden) * 2 * hidden**-0.5).to(device(), dtype)
+        )
         weight.main_grad = torch.zeros(held, hidden, device=device())  # type: ignore[attr-defined]
         wanted = [y.detach().float().requires_grad_() for y in (x, weight)]
         with patch.dict(decoder._CHUNK_BYTES, dict.fromkeys(("cpu", "cuda"), 4 * held * rows // 3)):
-            got = decoder.logprobs_and_entropy(x, weight, labels, temperatures, vocab, embeds=False, exact=False)
+            got = decoder.logprobs_and_entropy(
+                x, weight, labels, temperatures, vocab, embeds=False, exact=False
+            )
             torch.autograd.backward(got, slopes)
         logs = ((wanted[0] @ wanted[1].t())[:, :vocab] / temperatures[:, None]).log_softmax(-1)
         want = logs.gather(1, labels[:, None])[:, 0], -(logs * logs.exp()).sum(-1)
         torch.autograd.backward(want, slopes)
-        pairs = zip((*got, x.grad, weight.main_grad), (*want, *(y.grad for y in wanted)), strict=True)  # type: ignore[attr-defined]
+        outputs = (*got, x.grad, weight.main_grad)  # type: ignore[attr-defined]
+        references = (*want, *(y.grad for y in wanted))
+        pairs = zip(outputs, references, strict=True)
         worst = [_apart([a.detach()], [b.detach()]) for a, b in pairs]
         ok = max(worst) <= most
         say(
@@ -178,7 +213,11 @@ def _updates_of_one_kind(folder: Path, _: bool) -> None:
     wanted, weights, waits = _two_updates(folder, "saves")
     for how in ("again", "sleeps", "restores"):
         norms, got, _ = _two_updates(folder, how)
-        ok = norms == wanted[-len(norms) :] and min(norms) > 0 and all(map(torch.equal, got, weights))
+        ok = (
+            norms == wanted[-len(norms) :]
+            and min(norms) > 0
+            and all(map(torch.equal, got, weights))
+        )
         say(what=f"update, {how}", norms=norms, ok=ok)
     if torch.cuda.is_available():
         say(what="waits", **waits, ok=len(waits) > 0 and _by_file(waits) <= WAITS)
@@ -202,7 +241,9 @@ def _two_updates(folder: Path, how: str) -> tuple[list[float], list[Tensor], Cou
             norms.append(trainer.update(batches)["grad_norm"])
             if torch.cuda.is_available():
                 torch.cuda.set_sync_debug_mode("default")
-        waits.update(f"{Path(w.filename).name}:{w.lineno}" for w in said if "synchroniz" in str(w.message))
+        waits.update(
+            f"{Path(w.filename).name}:{w.lineno}" for w in said if "synchroniz" in str(w.message)
+        )
         if how == "saves" and trainer.updates == 1:
             trainer.save(folder / "saved")
             trainer.written()
@@ -249,7 +290,14 @@ def _bfloat16(folder: Path, tiny: bool) -> None:
     gap = (said[1] - said[0]).abs()
     found = {str(q): round(float(gap.quantile(q)), 6) for q in GAPS}
     ok = all(found[str(q)] <= most for q, most in GAPS.items())
-    say(what="bfloat16", tokens=len(gap), **found, mean=round(float(gap.mean()), 6), most=float(gap.max()), ok=ok)
+    say(
+        what="bfloat16",
+        tokens=len(gap),
+        **found,
+        mean=round(float(gap.mean()), 6),
+        most=float(gap.max()),
+        ok=ok,
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch.multiprocessing import reductions
 from benchmarks.gpu.__main__ import ROOT
 from benchmarks.gpu.machine import device, once, say, settle, start_trainer, stop_trainer
 from benchmarks.gpu.shapes import write_model
-from mcore_mas.rollout.models.tensors import gpu_hash
+from rollout.models.tensors import gpu_hash
 
 # of what a tensor and its place in a bucket are made
 _OPENED = {"torch", "torch.multiprocessing.reductions", "torch.storage", "types"}
@@ -46,25 +46,31 @@ def hand_over(tiny: bool) -> None:
 
 
 def _sent(folder: Path, tiny: bool) -> None:
-    from mcore_mas.rollout.models.architecture import read_architecture
-    from mcore_mas.rollout.models.fused_weights import NOWHERE, Weights
-    from mcore_mas.rollout.sync import SyncRoute
-    from mcore_mas.rollout.sync.push import TensorSender
+    from rollout.models.architecture import read_architecture
+    from rollout.models.fused_weights import NOWHERE, Weights
+    from rollout.sync import SyncRoute
+    from rollout.sync.push import TensorSender
 
     if not torch.cuda.is_available():
         torch.multiprocessing.set_sharing_strategy("file_system")
     architecture = read_architecture(write_model("tiny" if tiny else "4b", folder))
-    shapes = {name: tuple(shape) for name, (shape, _) in Weights(architecture, NOWHERE).places.items()}
+    shapes = {
+        name: tuple(shape) for name, (shape, _) in Weights(architecture, NOWHERE).places.items()
+    }
     write_headers(folder, shapes)
     with receiver() as url:
         options: dict[str, Any] = {"held": {}} | ({"bucket_bytes": 1 << 16} if tiny else {})
-        sender = TensorSender(SyncRoute(transport="tensor", place=url, model=str(folder), options=options))
+        sender = TensorSender(
+            SyncRoute(transport="tensor", place=url, model=str(folder), options=options)
+        )
         for version in (1, 2):  # the first time the receiver has no tensors yet
             weights = _drawn(shapes, version)
             settle()
             update = sender.send(weights.items(), version, {})
             got = httpx.post(f"{url}/sums", timeout=600, trust_env=False).json()
-            wrong = [name for name, tensor in weights.items() if got.pop(name, None) != gpu_hash(tensor)]
+            wrong = [
+                name for name, tensor in weights.items() if got.pop(name, None) != gpu_hash(tensor)
+            ]
             ok = not wrong and not got
             rate = round(update.bytes / update.seconds / 1e9, 3)
             say(
@@ -79,7 +85,10 @@ def _sent(folder: Path, tiny: bool) -> None:
 
 def _drawn(shapes: Shapes, seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
-    return {name: torch.randn(shape, dtype=torch.bfloat16, device=device()) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, dtype=torch.bfloat16, device=device())
+        for name, shape in shapes.items()
+    }
 
 
 def write_headers(folder: Path, shapes: Shapes) -> None:
@@ -95,17 +104,30 @@ def write_headers(folder: Path, shapes: Shapes) -> None:
 
 
 def _slept_and_saved(folder: Path, tiny: bool) -> None:
-    trainer, batches = start_trainer(folder, *(("tiny", "small") if tiny else ("0.5b", "groups")), bf16=not tiny)
+    trainer, batches = start_trainer(
+        folder, *(("tiny", "small") if tiny else ("0.5b", "groups")), bf16=not tiny
+    )
     trainer.update(batches)  # now Adam has moments
     slept = trainer.sleep()  # page-locked memory is taken once
     trainer.wake()
-    say(what="sleep, GB/s", gb=round(slept / 1e9, 3), value=round(slept / once(trainer.sleep) / 1e9, 3))
-    say(what="wake, GB/s", gb=round(slept / 1e9, 3), value=round(slept / once(trainer.wake) / 1e9, 3))
+    say(
+        what="sleep, GB/s",
+        gb=round(slept / 1e9, 3),
+        value=round(slept / once(trainer.sleep) / 1e9, 3),
+    )
+    say(
+        what="wake, GB/s",
+        gb=round(slept / 1e9, 3),
+        value=round(slept / once(trainer.wake) / 1e9, 3),
+    )
     for number in (1, 2):
         copied = once(partial(trainer.save, folder / str(number)))
         wrote = once(trainer.written)
     size = sum(file.stat().st_size for file in (folder / "2").iterdir())
-    rates = {"value": round(size / (copied + wrote) / 1e9, 3), "copied": round(size / copied / 1e9, 3)}
+    rates = {
+        "value": round(size / (copied + wrote) / 1e9, 3),
+        "copied": round(size / copied / 1e9, 3),
+    }
     say(what="checkpoint, GB/s", gb=round(size / 1e9, 3), **rates)
     del trainer
     stop_trainer()
@@ -134,7 +156,10 @@ class Unpickler(pickle.Unpickler):
 
 
 def _opened(*arguments: Any) -> Tensor:
-    uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+    uuids = [
+        str(torch.cuda.get_device_properties(number).uuid)
+        for number in range(torch.cuda.device_count())
+    ]
     rebuild: Any = reductions.rebuild_cuda_tensor
     return rebuild(*arguments[:6], uuids.index(arguments[6]), *arguments[7:])
 
@@ -146,7 +171,9 @@ class Receiver(BaseHTTPRequestHandler):
     held: dict[str, Tensor] = {}  # noqa: RUF012  (what the process has)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}") or {}
+        body = (
+            json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}") or {}
+        )
         said: dict[str, Any] = {"success": True}
         if self.path == "/update_weights_from_tensor":
             self._load(base64.b64decode(body["serialized_named_tensors"][0]))

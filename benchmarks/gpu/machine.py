@@ -70,7 +70,9 @@ def start_trainer(
     large = torch.cuda.is_available() and not model.startswith("tiny")
     torch.manual_seed(0)
     with patch.object(RandomTensors, "_draw", there) if large else nullcontext():
-        trainer = MegatronTrainer(TrainerSpec(model=str(write_model(model, folder / model)), init="random", **spec))
+        trainer = MegatronTrainer(
+            TrainerSpec(model=str(write_model(model, folder / model)), init="random", **spec)
+        )
     vocab = int(MODELS[model]["vocab_size"])
     return trainer, [make_batch(LAYOUTS[layout], vocab=vocab, seed=i) for i in range(count)]
 

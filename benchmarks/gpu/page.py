@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.gpu.shapes import CASES, of_case
 from mcore_mas.planning.estimate import ASSUMED
 from mcore_mas.planning.memory import count_parameters
-from mcore_mas.rollout.models.architecture import planned_architecture
-from mcore_mas.rollout.sync.push import PUSHED_BUCKET_BYTES
+from rollout.models.architecture import planned_architecture
+from rollout.sync.push import PUSHED_BUCKET_BYTES
 
 _NOT = "not measured"
 REQUEST_S = 0.06  # assumed: that SGLang takes to open, copy and answer for a bucket
@@ -70,7 +70,9 @@ def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]
     for case in CASES:
         want = of_case(lines, "meter", case) or {}
         got = of_case(measured, "updates", case) or {}
-        waits, copies = (sum(want[key].values()) if key in want else _NOT for key in ("waits", "copies"))
+        waits, copies = (
+            sum(want[key].values()) if key in want else _NOT for key in ("waits", "copies")
+        )
         predicted = (want.get(key, _NOT) for key in ("tokens", "launches"))
         gib = round(want["bytes"]["peak"] / 2**30, 1) if "bytes" in want else _NOT
         why = got.get("failed", got.get("skipped", _NOT))
@@ -100,7 +102,9 @@ def _heads(measured: Sequence[dict[str, Any]]) -> list[str]:
     sizes = (64, 512, 1024, 2048)
     rows += [f"| hidden | {' | '.join(map(str, sizes))} |", f"|---:|{'---:|' * len(sizes)}"]
     for hidden in (896, 2560, 5120):
-        got = [of_case(measured, "head", {"hidden": hidden, "chunk_mib": size}) or {} for size in sizes]
+        got = [
+            of_case(measured, "head", {"hidden": hidden, "chunk_mib": size}) or {} for size in sizes
+        ]
         rows.append(f"| {hidden} | {' | '.join(str(line.get('ms', _NOT)) for line in got)} |")
     return rows
 
@@ -147,7 +151,12 @@ class HandOver:
 
 
 def _generation(measured: Sequence[dict[str, Any]]) -> list[str]:
-    rows = ["0.5b in float32, prompts of 128 tokens, replies of 64.", "", "| rows | tokens/s |", "|---:|---:|"]
+    rows = [
+        "0.5b in float32, prompts of 128 tokens, replies of 64.",
+        "",
+        "| rows | tokens/s |",
+        "|---:|---:|",
+    ]
     for count in (1, 32, 256):
         got = of_case(measured, "engine", {"rows": count}) or {}
         rows.append(f"| {count} | {got.get('tokens_per_s', _NOT)} |")
@@ -193,4 +202,6 @@ def _checks(measured: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _latest(lines: Sequence[dict[str, Any]], section: str, key: str) -> dict[str, Any] | None:
-    return next((line for line in reversed(lines) if line["section"] == section and key in line), None)
+    return next(
+        (line for line in reversed(lines) if line["section"] == section and key in line), None
+    )

@@ -36,7 +36,11 @@ def probe(tiny: bool) -> None:
         except metadata.PackageNotFoundError:
             versions[name] = None
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    say(gpu=gpu.name if gpu else None, gib=round(gpu.total_memory / 2**30) if gpu else None, **versions)
+    say(
+        gpu=gpu.name if gpu else None,
+        gib=round(gpu.total_memory / 2**30) if gpu else None,
+        **versions,
+    )
     if gpu is None and not tiny:
         return
     size = 256 if tiny else 8192
@@ -44,7 +48,10 @@ def probe(tiny: bool) -> None:
     say(what="bf16 products, TFLOP/s", value=round(2 * size**3 / seconds(lambda: a @ b) / 1e12, 3))
     x = torch.empty((1 << 20) if tiny else (1 << 32), dtype=torch.uint8, device=device())
     y = torch.empty_like(x)
-    say(what="copies, GB/s read and written", value=round(2 * x.nbytes / seconds(lambda: y.copy_(x)) / 1e9))
+    say(
+        what="copies, GB/s read and written",
+        value=round(2 * x.nbytes / seconds(lambda: y.copy_(x)) / 1e9),
+    )
     one, calls = torch.zeros(1, device=device()), 100 if tiny else 1000
 
     def launches() -> None:
@@ -107,7 +114,10 @@ def attention(tiny: bool) -> None:
             "wide_ms": lambda *x, plan=wide.plan: KernelAttention.apply(*x, plan, DIM**-0.5),
             "torch_ms": lambda *x, layout=theirs: _TreeAttention.apply(*x, layout, DIM**-0.5),
         }
-        took = {name: round(1e3 * seconds(partial(gradients, way, given), 3), 3) for name, way in ways.items()}
+        took = {
+            name: round(1e3 * seconds(partial(gradients, way, given), 3), 3)
+            for name, way in ways.items()
+        }
         say(layout=layout, tokens=len(given[0]), **took)
 
 
@@ -121,13 +131,22 @@ def head(tiny: bool) -> None:
     dtype = torch.float32 if tiny else torch.bfloat16
     for hidden in (64,) if tiny else (896, 2560, 5120):
         x = torch.randn(rows, hidden, device=device(), dtype=dtype, requires_grad=True)
-        weight = torch.nn.Parameter(torch.randn(vocab, hidden, device=device(), dtype=dtype) * hidden**-0.5)
+        weight = torch.nn.Parameter(
+            torch.randn(vocab, hidden, device=device(), dtype=dtype) * hidden**-0.5
+        )
         weight.main_grad = torch.zeros(vocab, hidden, device=device())  # type: ignore[attr-defined]
         labels = torch.randint(vocab, (rows,), device=device())
         temperatures = torch.ones(rows, device=device())
 
-        def work(x: Tensor = x, weight: Tensor = weight, labels: Tensor = labels, t: Tensor = temperatures) -> None:
-            logprobs, _ = decoder.logprobs_and_entropy(x, weight, labels, t, vocab, embeds=False, exact=False)
+        def work(
+            x: Tensor = x,
+            weight: Tensor = weight,
+            labels: Tensor = labels,
+            t: Tensor = temperatures,
+        ) -> None:
+            logprobs, _ = decoder.logprobs_and_entropy(
+                x, weight, labels, t, vocab, embeds=False, exact=False
+            )
             logprobs.sum().backward()
 
         for mebibytes in (64, 512, 1024, 2048):
@@ -145,7 +164,10 @@ def profile(tiny: bool) -> None:
         model, layout = ("tiny", "small") if tiny else ("1.7b", "groups")
         trainer, batches = start_trainer(Path(folder), model, layout, bf16=device().type == "cuda")
         trainer.update(batches)
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        kinds = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+        ]
         with recorder(activities=kinds) as found:
             trainer.update(batches)
             settle()
@@ -158,8 +180,17 @@ def profile(tiny: bool) -> None:
 def meter(tiny: bool) -> None:
     """What the meter predicts of the same updates; it needs no GPU, and must not see one."""
     cases = TINY if tiny else CASES
-    again = [{**case, "updates": 2} for case in cases]  # the second, which has Adam's moments from the start
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.fake_gpu", *map(json.dumps, again)]
+    again = [
+        {**case, "updates": 2} for case in cases
+    ]  # the second, which has Adam's moments from the start
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.support.fake_gpu",
+        *map(json.dumps, again),
+    ]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
 
 

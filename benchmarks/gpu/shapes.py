@@ -12,9 +12,15 @@ from typing import Any
 import torch
 
 from mcore_mas.megatron.batch import CostModel, Microbatch, Segment, depths
-from mcore_mas.rollout.models.architecture import read_architecture
+from rollout.models.architecture import read_architecture
 
-_COLUMNS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+_COLUMNS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 _MORE = ("intermediate_size", "vocab_size", "tie_word_embeddings", "model_type")
 MODELS: dict[str, dict[str, Any]] = {
     name: dict(zip((*_COLUMNS, *_MORE), sizes, strict=True))
@@ -28,7 +34,9 @@ MODELS: dict[str, dict[str, Any]] = {
 # of 30B-A3B 2 of its 48 layers
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 MODELS |= {
-    "tiny-moe": MODELS["tiny"] | {"model_type": "qwen3_moe"} | dict(zip(_EXPERTS, (8, 2, 32, True), strict=True)),
+    "tiny-moe": MODELS["tiny"]
+    | {"model_type": "qwen3_moe"}
+    | dict(zip(_EXPERTS, (8, 2, 32, True), strict=True)),
     "30b-a3b": dict(
         zip(
             (*_COLUMNS, *_MORE, *_EXPERTS),
@@ -43,12 +51,16 @@ TINY: list[dict[str, Any]] = [{"model": name, "layout": "small"} for name in ("t
 def write_model(name: str, folder: Path) -> Path:
     """A folder with the config.json of one of `MODELS`, whose weights are to be drawn at random."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960} | MODELS[name]
+    config = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40_960} | MODELS[
+        name
+    ]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
-Forest = list[tuple[int, int, int]]  # of each segment, depth first: tokens, parent (-1: a root), rows to train
+Forest = list[
+    tuple[int, int, int]
+]  # of each segment, depth first: tokens, parent (-1: a root), rows to train
 
 
 def _groups() -> Forest:
@@ -105,7 +117,10 @@ def make_batch(
     draw = torch.Generator().manual_seed(seed)
     segments = tuple(Segment(tokens=tokens, parent=parent) for tokens, parent, _ in forest)
     starts = torch.tensor([0, *(s.tokens for s in segments)]).cumsum(0)
-    positions = [torch.arange(above, above + s.tokens) for s, above in zip(segments, depths(segments), strict=True)]
+    positions = [
+        torch.arange(above, above + s.tokens)
+        for s, above in zip(segments, depths(segments), strict=True)
+    ]
     rows = [
         torch.arange(int(start) + tokens - n, int(start) + tokens)
         for start, (tokens, _, n) in zip(starts[:-1], forest, strict=True)
@@ -151,7 +166,14 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def of_case(lines: Sequence[dict[str, Any]], section: str, case: dict[str, Any]) -> dict[str, Any] | None:
+def of_case(
+    lines: Sequence[dict[str, Any]], section: str, case: dict[str, Any]
+) -> dict[str, Any] | None:
     """The latest line of a section for a case."""
-    wanted = case if section != "meter" else {"recompute": "none", **case}  # the meter says it of all
-    return next((x for x in reversed(lines) if x["section"] == section and wanted.items() <= x.items()), None)
+    wanted = (
+        case if section != "meter" else {"recompute": "none", **case}
+    )  # the meter says it of all
+    return next(
+        (x for x in reversed(lines) if x["section"] == section and wanted.items() <= x.items()),
+        None,
+    )

@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout, as the clients' process
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[2])
+)  # runs from a checkout, as the clients' process
 
 import httpx
 
-from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
-from mcore_mas.rollout.teams.team import Team
+from rollout.models.chat_template import Renderer
+from rollout.records.trajectory import Completion, Sampling, VersionSpan
+from rollout.teams.team import Team
 from tests.support.gateway import opened
 
 REPLY_TOKENS = 100
@@ -27,7 +29,10 @@ class Paced:
     """An engine whose replies, of `REPLY_TOKENS` tokens and all the same, take `seconds`."""
 
     def __init__(self, renderer: Renderer, seconds: float) -> None:
-        self._reply = (*renderer.encode("w" * (REPLY_TOKENS - 1))[: REPLY_TOKENS - 1], renderer.stop[0])
+        self._reply = (
+            *renderer.encode("w" * (REPLY_TOKENS - 1))[: REPLY_TOKENS - 1],
+            renderer.stop[0],
+        )
         self._seconds = seconds
         self.longest = 0  # prompt, in tokens
 
@@ -36,13 +41,17 @@ class Paced:
         await asyncio.sleep(self._seconds)
         size = len(self._reply)
         spans = (VersionSpan(version=0, start=0, end=size),)
-        return Completion(token_ids=self._reply, logprobs=(-1.0,) * size, finish_reason="stop", versions=spans)
+        return Completion(
+            token_ids=self._reply, logprobs=(-1.0,) * size, finish_reason="stop", versions=spans
+        )
 
 
 async def clients(url: str, key: str, chats: int, turns: int, words: int, apart_s: float) -> None:
     """Hold chats side by side, which begin `apart_s` after one another with a message of so many words."""
     head, limits = {"Authorization": f"Bearer {key}"}, httpx.Limits(max_connections=chats)
-    async with httpx.AsyncClient(base_url=url, headers=head, timeout=1200, trust_env=False, limits=limits) as http:
+    async with httpx.AsyncClient(
+        base_url=url, headers=head, timeout=1200, trust_env=False, limits=limits
+    ) as http:
 
         async def hold(number: int) -> None:
             draw = random.Random(number)
@@ -50,9 +59,14 @@ async def clients(url: str, key: str, chats: int, turns: int, words: int, apart_
             text = " ".join(f"{draw.choice('bcdfg')}{draw.choice('aeiou')}" for _ in range(words))
             said: list[Any] = [{"role": "user", "content": f" {text}"}]
             for _ in range(turns):
-                reply = await http.post("/v1/chat/completions", json={"model": "a", "messages": said})
+                reply = await http.post(
+                    "/v1/chat/completions", json={"model": "a", "messages": said}
+                )
                 reply.raise_for_status()
-                said += [reply.json()["choices"][0]["message"], {"role": "user", "content": " go on"}]
+                said += [
+                    reply.json()["choices"][0]["message"],
+                    {"role": "user", "content": " go on"},
+                ]
 
         await asyncio.gather(*(hold(number) for number in range(chats)))
 

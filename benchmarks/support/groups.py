@@ -18,7 +18,9 @@ def responses(vocab: int, *, prompts: int = 1, prompt: int = 512) -> list[Sample
     samples = []
     for first in range(0, 8 * prompts, 8):
         shared = draw.integers(0, vocab, prompt).tolist()
-        samples += [make_sample(shared, draw.integers(0, vocab, 64).tolist(), first + n) for n in range(8)]
+        samples += [
+            make_sample(shared, draw.integers(0, vocab, 64).tolist(), first + n) for n in range(8)
+        ]
     return samples
 
 
@@ -49,7 +51,13 @@ def team_trace(vocab: int) -> list[Sample]:
 
 
 def tool_trace(
-    vocab: int, *, turns: int, samples: int = 8, task: int = 300, sampled: int = 100, observed: int = 150
+    vocab: int,
+    *,
+    turns: int,
+    samples: int = 8,
+    task: int = 300,
+    sampled: int = 100,
+    observed: int = 150,
 ) -> list[Sample]:
     """The turns of chats with tools on one task, each turn's prompt being all tokens before it.
 

@@ -15,7 +15,9 @@ from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, tokens_saved
 
 
-def compare(name: str, samples: Sequence[Sample], *, vocab: int, max_tokens: int, goal: float) -> None:
+def compare(
+    name: str, samples: Sequence[Sample], *, vocab: int, max_tokens: int, goal: float
+) -> None:
     """Time both and print the result line."""
     compare_all([(name, samples, goal)], vocab=vocab, max_tokens=max_tokens)
 
@@ -37,10 +39,14 @@ def compare_all(
         trainer = start_trainer(Path(folder), Objective())
         for name, samples, goal in traces:
             ratio = _ratio(trainer, samples, max_tokens, repeats)
-            print(f"name={name} ratio={ratio:.2f} goal={goal:.2f} reference=whole_sequences n={repeats}")
+            print(
+                f"name={name} ratio={ratio:.2f} goal={goal:.2f} reference=whole_sequences n={repeats}"
+            )
 
 
-def _ratio(trainer: MegatronTrainer, samples: Sequence[Sample], max_tokens: int, repeats: int) -> float:
+def _ratio(
+    trainer: MegatronTrainer, samples: Sequence[Sample], max_tokens: int, repeats: int
+) -> float:
     """CPU seconds of an update on whole sequences over those on the same as trees."""
     began = time.process_time()
     shared = pack(samples, max_tokens)
@@ -52,5 +58,7 @@ def _ratio(trainer: MegatronTrainer, samples: Sequence[Sample], max_tokens: int,
         f"{len(linear)}: {tokens_saved(shared):.1%} of the tokens saved; packed in {packing:.3f} s"
     )
     trainer.update(pack(samples[:1], max_tokens))  # warm
-    best = cpu_seconds({"shared": lambda: trainer.update(shared), "whole": lambda: trainer.update(linear)}, repeats)
+    best = cpu_seconds(
+        {"shared": lambda: trainer.update(shared), "whole": lambda: trainer.update(linear)}, repeats
+    )
     return best["whole"] / best["shared"]

@@ -68,7 +68,9 @@ class PlainStep:
 
     def __init__(self, model: Qwen2ForCausalLM) -> None:
         self._model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
 
     def __call__(self, batches: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         """One step on micro-batches of token ids [B, S] and their masks, None where nothing is padded."""

@@ -9,17 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from mcore_mas.retrieval.build import build_index, shard_name
-from mcore_mas.retrieval.corpus import Passage, write_corpus
-from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.rollout.base.files import known_sha256, write_json
+from retrieval.build import build_index, shard_name
+from retrieval.corpus import Passage, write_corpus
+from retrieval.encoder import Encoder
+from rollout.base.files import known_sha256, write_json
 
 ENCODED, BLOCK = 500, 100_000
 
 
 def towns(total: int) -> Iterator[Passage]:
     """Short passages."""
-    return (Passage.compose(str(n), f"Town {n}", f"Town {n} lies on the river {n % 17}.") for n in range(total))
+    return (
+        Passage.compose(str(n), f"Town {n}", f"Town {n} lies on the river {n % 17}.")
+        for n in range(total)
+    )
 
 
 def spread_index(folder: Path, encoder: Encoder, total: int) -> None:
@@ -32,7 +35,10 @@ def spread_index(folder: Path, encoder: Encoder, total: int) -> None:
     base = encoder.encode_passages([passage.contents for passage in towns(min(total, ENCODED))])
     shard = folder / "shards" / shard_name(0, 1)
     shard.parent.mkdir(parents=True)
-    write_json(shard.with_suffix(".json"), {"encoder": asdict(encoder.identity), "corpus_sha256": known_sha256(corpus)})
+    write_json(
+        shard.with_suffix(".json"),
+        {"encoder": asdict(encoder.identity), "corpus_sha256": known_sha256(corpus)},
+    )
     random = np.random.default_rng(0)
     last = encoder.encode_passages([json.loads(line)["contents"] for line in _ends(corpus, total)])
     with shard.open("wb") as file:
@@ -40,10 +46,18 @@ def spread_index(folder: Path, encoder: Encoder, total: int) -> None:
             rows = np.arange(first, min(first + BLOCK, total))
             noise = random.standard_normal((len(rows), base.shape[1]), dtype=np.float32)
             noise *= 0.7 / np.linalg.norm(noise, axis=1, keepdims=True)
-            vectors = np.where((rows < len(base))[:, None], base[rows % len(base)], base[rows % len(base)] + noise)
-            for row, own in zip((total // 2, total - 1), last, strict=True):  # which the start encodes again
+            vectors = np.where(
+                (rows < len(base))[:, None], base[rows % len(base)], base[rows % len(base)] + noise
+            )
+            for row, own in zip(
+                (total // 2, total - 1), last, strict=True
+            ):  # which the start encodes again
                 vectors[rows == row] = own
-            file.write((vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32).tobytes())
+            file.write(
+                (vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+                .astype(np.float32)
+                .tobytes()
+            )
     build_index(corpus, folder, encoder)
 
 

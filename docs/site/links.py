@@ -15,9 +15,15 @@ from mkdocs.structure.files import File, Files
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[2]
-_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+_PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 _NOTEBOOKS = ROOT / "docs" / "notebooks"
-_SHOWN: dict[str, str] = {}  # what cells of notebooks show as HTML, by what stands for it in the page's Markdown
+_SHOWN: dict[
+    str, str
+] = {}  # what cells of notebooks show as HTML, by what stands for it in the page's Markdown
 _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -27,7 +33,9 @@ def _place(link: str, page: Path) -> tuple[str, str] | None:
     if not path.is_file():
         return None
     name = path.relative_to(ROOT).as_posix()
-    return name, name.removeprefix("docs/") if name.startswith("docs/") else _PAGES.get(name, f"source/{name}")
+    return name, name.removeprefix("docs/") if name.startswith("docs/") else _PAGES.get(
+        name, f"source/{name}"
+    )
 
 
 def on_config(config: Any) -> Any:
@@ -58,11 +66,15 @@ def on_files(files: Files, *, config: Any) -> Files:
     sources = [Path(file.abs_src_path or "") for file in files if file.is_documentation_page()]
     for page in [*sources, *(ROOT / name for name in _PAGES)]:
         found = [_place(link, page) for link, _ in _LINK.findall(page.read_text(encoding="utf-8"))]
-        added |= {name: place for name, place in filter(None, found) if not name.startswith("docs/")}
+        added |= {
+            name: place for name, place in filter(None, found) if not name.startswith("docs/")
+        }
     for name, place in sorted(added.items()):
         files.append(File.generated(config, place, abs_src_path=str(ROOT / name)))
     for notebook in sorted(_NOTEBOOKS.glob("*.ipynb")):
-        files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=_markdown(notebook)))
+        files.append(
+            File.generated(config, f"notebooks/{notebook.stem}.md", content=_markdown(notebook))
+        )
     return files
 
 
@@ -72,7 +84,10 @@ def _markdown(notebook: Path) -> str:
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
-        parts += [_output(output, f"shown-{notebook.stem}-{len(_SHOWN)}") for output in cell.get("outputs", ())]
+        parts += [
+            _output(output, f"shown-{notebook.stem}-{len(_SHOWN)}")
+            for output in cell.get("outputs", ())
+        ]
     return "\n\n".join(parts)
 
 
@@ -86,7 +101,9 @@ def _output(output: dict[str, Any], key: str) -> str:
 
 def on_page_content(html: str, **_: object) -> str:
     """Put what cells show where it belongs."""
-    return re.sub(r"<div>(shown-[\w-]+)</div>", lambda found: f"<div>{_SHOWN[found[1]]}</div>", html)
+    return re.sub(
+        r"<div>(shown-[\w-]+)</div>", lambda found: f"<div>{_SHOWN[found[1]]}</div>", html
+    )
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
@@ -96,6 +113,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
 
     def turned(link: re.Match[str]) -> str:
         found = _place(link[1], source)
-        return f"]({posixpath.relpath(found[1], folder or '.')}{link[2] or ''})" if found else link[0]
+        return (
+            f"]({posixpath.relpath(found[1], folder or '.')}{link[2] or ''})" if found else link[0]
+        )
 
     return _LINK.sub(turned, markdown)

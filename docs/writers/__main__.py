@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mcore_mas.reports.paper_tables import TableError
-from mcore_mas.rollout.base.files import write_text
+from rollout.base.files import write_text
 
 WRITERS = {  # the module of each name, whose `pages` takes the sources and returns texts by file; what they are
     "api": "docs/api.md, the Python API",

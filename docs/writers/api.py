@@ -30,8 +30,16 @@ def pages() -> dict[Path, str]:
 def public_methods(thing: type) -> dict[str, Any]:
     """What a class adds to its bases for everybody, by name: methods and properties."""
     kinds = (FunctionType, property, classmethod)
-    own = {name: value for name, value in vars(thing).items() if not name.startswith("_") and isinstance(value, kinds)}
-    return {name: value for name, value in own.items() if name not in getattr(thing, "__dataclass_fields__", {})}
+    own = {
+        name: value
+        for name, value in vars(thing).items()
+        if not name.startswith("_") and isinstance(value, kinds)
+    }
+    return {
+        name: value
+        for name, value in own.items()
+        if name not in getattr(thing, "__dataclass_fields__", {})
+    }
 
 
 def _entry(name: str, thing: Any) -> Iterator[str]:
@@ -45,7 +53,9 @@ def _entry(name: str, thing: Any) -> Iterator[str]:
 def _signature(thing: Any) -> str:
     if isinstance(thing, EnumType):
         return "(value)"  # Python's versions do not agree on what else it takes
-    written = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(thing)))  # annotations that are texts
+    written = re.sub(
+        r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(thing))
+    )  # annotations that are texts
     return re.sub(r"<function (\w+) at 0x\w+>", r"\1", written)
 
 

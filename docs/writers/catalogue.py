@@ -12,15 +12,17 @@ import yaml
 
 from docs.writers import DOCS, ROOT, rendered
 from mcore_mas.config.compose import CONFIGS
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.environments import ENVS
-from mcore_mas.rollout.orchestras import ORCHESTRAS
-from mcore_mas.rollout.rewards import ALLOCATORS
-from mcore_mas.rollout.rewards.penalties import PENALTIES
-from mcore_mas.rollout.teams.roles import ROLES
+from rollout.base.files import read_yaml
+from rollout.environments import ENVS
+from rollout.orchestras import ORCHESTRAS
+from rollout.rewards import ALLOCATORS
+from rollout.rewards.penalties import PENALTIES
+from rollout.teams.roles import ROLES
 
 CATALOGUE = DOCS / "catalogue.md"
-FLOWS: dict[str, list[str]] = read_yaml(Path(__file__).with_name("flows.yaml"))  # edges by orchestra
+FLOWS: dict[str, list[str]] = read_yaml(
+    Path(__file__).with_name("flows.yaml")
+)  # edges by orchestra
 
 
 def pages() -> dict[Path, str]:
@@ -35,16 +37,23 @@ def _team(name: str) -> dict[str, Any]:
     team = yaml.safe_load(text)
     # the first line names the schema
     comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()[1:])
-    roles = {agent: ROLES[str(section.get("role") or agent)] for agent, section in team["agents"].items()}
+    roles = {
+        agent: ROLES[str(section.get("role") or agent)] for agent, section in team["agents"].items()
+    }
     return {
         "name": name,
         "summary": _summary(ORCHESTRAS[name]),
         "comment": " ".join(line.lstrip("# ") for line in comment),
         "edges": list(flow(name, team)),
-        "agents": [(agent, role.name, _summary(role.parse).strip()) for agent, role in roles.items()],
+        "agents": [
+            (agent, role.name, _summary(role.parse).strip()) for agent, role in roles.items()
+        ],
         "env": (team["env"]["name"], _summary(ENVS[team["env"]["name"]])),
         "reward": (team["reward"]["name"], _summary(ALLOCATORS[team["reward"]["name"]])),
-        "penalties": [(penalty, _summary(PENALTIES[penalty])) for penalty in team["reward"].get("penalties", {})],
+        "penalties": [
+            (penalty, _summary(PENALTIES[penalty]))
+            for penalty in team["reward"].get("penalties", {})
+        ],
         "sharings": _sharings(team),
         "source": Path(inspect.getfile(ORCHESTRAS[name])).resolve().relative_to(ROOT),
         "roles": list({role.name: role for role in roles.values()}.values()),

@@ -19,10 +19,15 @@ def published_experiments() -> list[str]:
 
 def pages() -> dict[Path, str]:
     """The page with its table written anew."""
-    lines = ["| experiment | reports | evidence | differences from the paper |", "|---|---|---|---|"]
+    lines = [
+        "| experiment | reports | evidence | differences from the paper |",
+        "|---|---|---|---|",
+    ]
     for row in read_published()["rows"]:
         names = [name for name, _ in expand_braces(row["of"])]
-        listed = dict.fromkeys(str(v) for name in names for v in published_values(name).values() if v.differs)
+        listed = dict.fromkeys(
+            str(v) for name in names for v in published_values(name).values() if v.differs
+        )
         text = "; ".join(filter(None, [row["besides"], *listed]))
         lines.append(f"| `{row['of']}` | {row['reports']} | {row['evidence']} | {text} |")
     page = EXPERIMENTS.read_text(encoding="utf-8")

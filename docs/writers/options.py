@@ -14,10 +14,16 @@ from pydantic import BaseModel
 from docs.writers import DOCS, rendered
 from docs.writers.schema import SCHEMAS, editor_schemas
 from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
-from mcore_mas.rollout.base.options import descriptions, options_model
-from mcore_mas.rollout.base.schema_words import expected, json_schema
-from mcore_mas.rollout.config.sections import PENALTY_REGISTRY, TOOL_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
-from mcore_mas.rollout.tasks import GENERATORS
+from rollout.base.options import descriptions, options_model
+from rollout.base.schema_words import expected, json_schema
+from rollout.config.sections import (
+    PENALTY_REGISTRY,
+    TOOL_REGISTRY,
+    EnvConfig,
+    OrchestraConfig,
+    RewardConfig,
+)
+from rollout.tasks import GENERATORS
 
 OPTIONS = DOCS / "options.md"
 _REGISTRIES = {
@@ -36,28 +42,40 @@ _REGISTRIES = {
 def pages() -> dict[Path, str]:
     """The page, a table for each registry and a row for each option; and the schemas by their files."""
     made = {
-        title: (place, {name: (registry.model(name), registry.find(name)) for name in registry.known})
+        title: (
+            place,
+            {name: (registry.model(name), registry.find(name)) for name in registry.known},
+        )
         for title, (place, registry) in _REGISTRIES.items()
     }
-    tasks = {name: (maker.task_options, maker.options or maker.tasks) for name, maker in GENERATORS.items()}
+    tasks = {
+        name: (maker.task_options, maker.options or maker.tasks)
+        for name, maker in GENERATORS.items()
+    }
     starts = {
         name: (maker.demonstration_options, maker.demonstrations)
         for name, maker in GENERATORS.items()
         if maker.demonstrations is not None and maker.demonstration_options is not None
     }
-    made |= {"Task generators": ("`data.options`", tasks), "Cold starts": ("`cold_start.options`", starts)}
+    made |= {
+        "Task generators": ("`data.options`", tasks),
+        "Cold starts": ("`cold_start.options`", starts),
+    }
     tables = [
         {"title": title, "text": f"{place}.", "rows": list(_option_rows(options))}
         for title, (place, options) in made.items()
     ]
     schemas = {
-        SCHEMAS / f"{name}.json": json.dumps(schema, indent=1, allow_nan=False, sort_keys=True) + "\n"
+        SCHEMAS / f"{name}.json": json.dumps(schema, indent=1, allow_nan=False, sort_keys=True)
+        + "\n"
         for name, schema in editor_schemas().items()
     }
     return {OPTIONS: rendered("options", tables=tables), **schemas}
 
 
-def _option_rows(options: Mapping[str, tuple[type[BaseModel], Callable[..., Any]]]) -> Iterator[tuple[str, ...]]:
+def _option_rows(
+    options: Mapping[str, tuple[type[BaseModel], Callable[..., Any]]],
+) -> Iterator[tuple[str, ...]]:
     """Cells of each name's options: what it takes, its default, and what the docstring says of it."""
     for name, (model, function) in options.items():
         yield from ((f"`{name}`", *cells) for cells in _cells_of(model, function))
@@ -65,7 +83,9 @@ def _option_rows(options: Mapping[str, tuple[type[BaseModel], Callable[..., Any]
             yield f"`{name}`", "none", "", "", ""
 
 
-def _cells_of(model: type[BaseModel], function: Callable[..., Any], group: str = "") -> Iterator[tuple[str, ...]]:
+def _cells_of(
+    model: type[BaseModel], function: Callable[..., Any], group: str = ""
+) -> Iterator[tuple[str, ...]]:
     """Cells of each option, and of each key of a group of options."""
     schema, said = json_schema(model), descriptions(function)
     for option, field in model.model_fields.items():

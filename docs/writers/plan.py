@@ -14,7 +14,7 @@ from mcore_mas.planning.choose import Cluster, PlanError, choose_placement, desc
 from mcore_mas.planning.estimate import ASSUMED
 from mcore_mas.planning.memory import GPUS, LOGITS, count_parameters
 from mcore_mas.reports.paper_results import read_published
-from mcore_mas.rollout.models.architecture import published_shapes
+from rollout.models.architecture import published_shapes
 
 PLAN = DOCS / "plan.md"
 _SHOWN = tuple(map(Cluster.parse, ("4xH100", "8xH100", "16xH100")))
@@ -66,5 +66,9 @@ def _cell(config: RunConfig, cluster: Cluster) -> str:
 
 def paper_hardware(experiment: str) -> str | None:
     """The GPUs that an experiment's paper names, such as 8xH100; None where it names none."""
-    found = [own["gpus"] for own in read_published()["hardware"] if any(fnmatch(experiment, p) for p in own["of"])]
+    found = [
+        own["gpus"]
+        for own in read_published()["hardware"]
+        if any(fnmatch(experiment, p) for p in own["of"])
+    ]
     return found[-1] if found else None

@@ -31,7 +31,9 @@ def pages(*tables: Path, readme: Path = ROOT / "README.md") -> dict[Path, str]:
     head, begin, rest = text.partition(BEGIN)
     before, end, tail = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in tail:
-        raise TableError(f"{readme}: expected one {BEGIN} and, after it, one {END}; put each on a line of its own")
+        raise TableError(
+            f"{readme}: expected one {BEGIN} and, after it, one {END}; put each on a line of its own"
+        )
     return {readme: f"{head}{BEGIN}\n{results_block(tables, before)}\n{END}{tail}"}
 
 
@@ -42,7 +44,9 @@ def results_block(tables: Sequence[Path], before: str = "") -> str:
     """
     rows = [{"table": table.stem, **row} for table in tables for row in result_rows(table)]
     given = {table.stem for table in tables}
-    block = pd.DataFrame([*rows, *(row for row in _rows_of(before) if row.get("table", "") not in {"", *given})])
+    block = pd.DataFrame(
+        [*rows, *(row for row in _rows_of(before) if row.get("table", "") not in {"", *given})]
+    )
     names = ", ".join(f"`{name}.csv`" for name in block["table"].unique())
     if block["table"].nunique() == 1:
         block = block.drop(columns="table")

@@ -8,9 +8,9 @@ from typing import Any
 from mcore_mas.config.compose import CONFIGS
 from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.base.schema_words import json_schema
-from mcore_mas.rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
-from mcore_mas.rollout.tasks import GENERATORS
+from rollout.base.schema_words import json_schema
+from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.tasks import GENERATORS
 
 EditorSchema = dict[str, Any]
 
@@ -23,7 +23,15 @@ SECTIONS = {  # the section that a config of a group sets; those of other groups
     "loss": "LossConfig",
     "tracking": "TrackingConfig",
 }
-_CHOICES = (EnvConfig, OrchestraConfig, RewardConfig, AdvantageConfig, FilterConfig, LossConfig, CorrectionConfig)
+_CHOICES = (
+    EnvConfig,
+    OrchestraConfig,
+    RewardConfig,
+    AdvantageConfig,
+    FilterConfig,
+    LossConfig,
+    CorrectionConfig,
+)
 _RUN = {"$ref": "run.json"}
 _INTERPOLATED = {"type": "string", "pattern": r"^(\$\{.*\}|\?\?\?)$"}  # OmegaConf fills it in
 
@@ -31,8 +39,15 @@ _INTERPOLATED = {"type": "string", "pattern": r"^(\$\{.*\}|\?\?\?)$"}  # OmegaCo
 def editor_schemas() -> dict[str, EditorSchema]:
     """The schema of whole runs, of tables of choices, and of each section that has a group, by the name of its file."""
     groups = {group: {"$ref": f"run.json#/$defs/{section}"} for group, section in SECTIONS.items()}
-    rows = {group: {"type": "object", "additionalProperties": schema} for group, schema in groups.items()}
-    choices = {"type": "object", "properties": rows, "additionalProperties": {"additionalProperties": _RUN}}
+    rows = {
+        group: {"type": "object", "additionalProperties": schema}
+        for group, schema in groups.items()
+    }
+    choices = {
+        "type": "object",
+        "properties": rows,
+        "additionalProperties": {"additionalProperties": _RUN},
+    }
     return {"run": run_schema(), "choices": choices, **groups}
 
 
@@ -41,16 +56,32 @@ def run_schema() -> EditorSchema:
     schema = _partial(json_schema(RunConfig))
     sections = schema["$defs"]
     for choice in _CHOICES:
-        options = {name: _hoisted(sections, json_schema(choice.registry.model(name))) for name in choice.registry.known}
+        options = {
+            name: _hoisted(sections, json_schema(choice.registry.model(name)))
+            for name in choice.registry.known
+        }
         _choose(sections[choice.__name__], "name", options, own=choice.registry.own)
-    penalties = {name: _hoisted(sections, json_schema(PENALTY_REGISTRY.model(name))) for name in PENALTY_REGISTRY.known}
-    sections["RewardConfig"]["properties"]["penalties"] = {"type": "object", "properties": penalties}
-    tasks = {name: _hoisted(sections, json_schema(generator.task_options)) for name, generator in GENERATORS.items()}
+    penalties = {
+        name: _hoisted(sections, json_schema(PENALTY_REGISTRY.model(name)))
+        for name in PENALTY_REGISTRY.known
+    }
+    sections["RewardConfig"]["properties"]["penalties"] = {
+        "type": "object",
+        "properties": penalties,
+    }
+    tasks = {
+        name: _hoisted(sections, json_schema(generator.task_options))
+        for name, generator in GENERATORS.items()
+    }
     _choose(sections["DataConfig"], "generator", tasks, own=False)
     file = {"anyOf": [{"$ref": "#/$defs/TaskFile"}, {"type": "string"}]}
     for split in ("train", "validation", "test"):
         sections["DataConfig"]["properties"][split] = {
-            "anyOf": [{"type": "integer", "minimum": 1}, *file["anyOf"], {"type": "array", "items": file}]
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                *file["anyOf"],
+                {"type": "array", "items": file},
+            ]
         }
     schema["allOf"] = [*_cold_starts(sections)]
     schema["properties"] |= {
@@ -61,11 +92,19 @@ def run_schema() -> EditorSchema:
         "grid": {"type": "object", "additionalProperties": {"$ref": "#/$defs/Piece"}},
         "settings": {"type": "object", "additionalProperties": {"$ref": "#/$defs/Piece"}},
     }
-    piece = [{"type": ["string", "null"]}, {"type": "array", "items": {"$ref": "#/$defs/Piece"}}, {"$ref": "#"}]
+    piece = [
+        {"type": ["string", "null"]},
+        {"type": "array", "items": {"$ref": "#/$defs/Piece"}},
+        {"$ref": "#"},
+    ]
     sections["Piece"] = {"anyOf": piece}
     for section in SECTIONS.values():
         sections[section]["properties"]["defaults"] = {"type": "array"}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "mcore-mas run", **schema}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "mcore-mas run",
+        **schema,
+    }
 
 
 def _cold_starts(sections: EditorSchema) -> Iterator[EditorSchema]:
@@ -77,10 +116,16 @@ def _cold_starts(sections: EditorSchema) -> Iterator[EditorSchema]:
             yield {"if": _where("data", _where("generator", {"const": name})), "then": then}
 
 
-def _choose(section: EditorSchema, key: str, options: Mapping[str, EditorSchema], *, own: bool) -> None:
+def _choose(
+    section: EditorSchema, key: str, options: Mapping[str, EditorSchema], *, own: bool
+) -> None:
     """Make the options of a section follow the name under `key`."""
-    names: list[EditorSchema] = [{"enum": [*sorted(options), *([None] if key == "generator" else [])]}]
-    section["properties"][key] = {"anyOf": [*names, {"type": "string", "pattern": ":"}]} if own else names[0]
+    names: list[EditorSchema] = [
+        {"enum": [*sorted(options), *([None] if key == "generator" else [])]}
+    ]
+    section["properties"][key] = (
+        {"anyOf": [*names, {"type": "string", "pattern": ":"}]} if own else names[0]
+    )
     section["allOf"] = [
         {"if": _where(key, {"const": name}), "then": {"properties": {"options": schema}}}
         for name, schema in options.items()
@@ -104,9 +149,14 @@ def _partial(schema: Any) -> Any:
         return [_partial(part) for part in schema]
     if not isinstance(schema, dict):
         return None if isinstance(schema, float) and schema == float("inf") else schema
-    kept = {key: _partial(part) for key, part in schema.items() if key not in ("required", "title", "properties")}
+    kept = {
+        key: _partial(part)
+        for key, part in schema.items()
+        if key not in ("required", "title", "properties")
+    }
     if "properties" in schema:
         kept["properties"] = {
-            name: {"anyOf": [_partial(part), _INTERPOLATED]} for name, part in schema["properties"].items()
+            name: {"anyOf": [_partial(part), _INTERPOLATED]}
+            for name, part in schema["properties"].items()
         }
     return kept

@@ -15,7 +15,7 @@ import pandas as pd
 from docs.writers import DOCS, rendered
 from mcore_mas.reports.paper_tables import PaperTable, table_names
 from mcore_mas.reports.tables import markdown_table
-from mcore_mas.rollout.base.files import json_lines
+from rollout.base.files import json_lines
 
 OUTCOMES = DOCS / "tables_tiny.md"
 SAMPLE = DOCS / "tables_drmas_1_tiny.md"
@@ -25,7 +25,11 @@ def pages(results: Path = DOCS.parent / "results" / "tiny") -> dict[Path, str]:
     """The page about the results folder of such a run; and Dr.MAS' Table 1 as that made it, head and all, if it did."""
     table = results / "tables" / "drmas_1.md"
     note = "Copied by `python -m docs.writers tables_tiny` from results/tiny/tables/drmas_1.md, as the run left it."
-    sample = {SAMPLE: f"{table.read_text(encoding='utf-8').rstrip()}\n\n{note}\n"} if table.is_file() else {}
+    sample = (
+        {SAMPLE: f"{table.read_text(encoding='utf-8').rstrip()}\n\n{note}\n"}
+        if table.is_file()
+        else {}
+    )
     return {OUTCOMES: _outcomes(results), **sample}
 
 
@@ -45,12 +49,18 @@ def _outcomes(results: Path) -> str:
         jobs=jobs,
         tables=markdown_table(pd.DataFrame([_table(table, made, rows) for table in tables])),
         count=len(tables),
-        rows=markdown_table(pd.DataFrame({"experiment": f"`{name}`", **row} for name, row in rows.items()).fillna("")),
+        rows=markdown_table(
+            pd.DataFrame({"experiment": f"`{name}`", **row} for name, row in rows.items()).fillna(
+                ""
+            )
+        ),
         experiments=len(rows),
     )
 
 
-def _table(table: PaperTable, made: dict[str, Any], rows: dict[str, dict[str, str]]) -> dict[str, str]:
+def _table(
+    table: PaperTable, made: dict[str, Any], rows: dict[str, dict[str, str]]
+) -> dict[str, str]:
     ran = sum(rows[name]["outcome"].startswith("ran") for name in table.experiments)
     return {
         "table": f"`table_{table.name}`",
@@ -62,7 +72,11 @@ def _table(table: PaperTable, made: dict[str, Any], rows: dict[str, dict[str, st
 
 def _made(path: Path) -> tuple[float, str] | None:
     """When a table was made, in Unix time, and at which commit."""
-    return (path.stat().st_mtime, json.loads(path.read_text(encoding="utf-8"))["commit"]) if path.is_file() else None
+    return (
+        (path.stat().st_mtime, json.loads(path.read_text(encoding="utf-8"))["commit"])
+        if path.is_file()
+        else None
+    )
 
 
 def _experiment(run: Path) -> dict[str, str]:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_mas.api.objects import AgentSpec, Conversation, load_tasks
 from mcore_mas.pipeline.base_model import make_tiny_model
-from mcore_mas.rollout.base.text import nearest
-from mcore_mas.rollout.environments.math import last_boxed
-from mcore_mas.rollout.environments.protocol import Env, Step, ToolCall, last_tag
-from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
-from mcore_mas.rollout.tasks import Generator
-from mcore_mas.rollout.teams.roles import register_agent
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.base.text import nearest
+from rollout.environments.math import last_boxed
+from rollout.environments.protocol import Env, Step, ToolCall, last_tag
+from rollout.records.trajectory import Group, Status, Task, Trajectory
+from rollout.tasks import Generator
+from rollout.teams.roles import register_agent
+from rollout.teams.team import TeamSession
 
 if TYPE_CHECKING:
     from mcore_mas.api.run import Run
     from mcore_mas.equations.turns import Advantages, Turns
-    from mcore_mas.rollout.rewards.coach import Coach
-    from mcore_mas.rollout.sandbox import RunLimits, Sandbox
+    from rollout.rewards.coach import Coach
+    from rollout.sandbox import RunLimits, Sandbox
 
 __all__ = [
     "Advantages",
@@ -49,15 +49,17 @@ __all__ = [
 
 _LATER = {  # what brings torch or the whole pipeline with it, imported when it is used
     "Advantages": "mcore_mas.equations.turns",
-    "Coach": "mcore_mas.rollout.rewards.coach",
+    "Coach": "rollout.rewards.coach",
     "Run": "mcore_mas.api.run",
-    "RunLimits": "mcore_mas.rollout.sandbox",
-    "Sandbox": "mcore_mas.rollout.sandbox",
+    "RunLimits": "rollout.sandbox",
+    "Sandbox": "rollout.sandbox",
     "Turns": "mcore_mas.equations.turns",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
-        raise AttributeError(f"module 'mcore_mas' has no attribute '{name}'; see docs/api.md{nearest(name, __all__)}")
+        raise AttributeError(
+            f"module 'mcore_mas' has no attribute '{name}'; see docs/api.md{nearest(name, __all__)}"
+        )
     return getattr(import_module(_LATER[name]), name)

@@ -17,13 +17,13 @@ import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
 
-from mcore_mas.rollout.base.options import HERE, OptionsError, check_call, checked, lookup
-from mcore_mas.rollout.base.schema_words import invalid
-from mcore_mas.rollout.config.data import TaskFile, placed_tasks
-from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, changed
-from mcore_mas.rollout.tasks.files import PLAIN, distinct, located_dataset, not_downloaded, read_task_file
-from mcore_mas.rollout.tasks.splits import SPLITS
-from mcore_mas.rollout.teams.roles import Parser
+from rollout.base.options import HERE, OptionsError, check_call, checked, lookup
+from rollout.base.schema_words import invalid
+from rollout.config.data import TaskFile, placed_tasks
+from rollout.records.trajectory import Group, Status, Task, Trajectory, changed
+from rollout.tasks.files import PLAIN, distinct, located_dataset, not_downloaded, read_task_file
+from rollout.tasks.splits import SPLITS
+from rollout.teams.roles import Parser
 
 
 class TaskError(ValueError):
@@ -78,7 +78,9 @@ def _script() -> str:
     """The import path of this process's script; "" where an import would run it again, and of a notebook."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    if not file or not re.search(r"^if __name__ ==", Path(file).read_text(encoding="utf-8"), re.MULTILINE):
+    if not file or not re.search(
+        r"^if __name__ ==", Path(file).read_text(encoding="utf-8"), re.MULTILINE
+    ):
         return ""
     return spec.name if spec else Path(file).stem
 
@@ -94,7 +96,9 @@ def reward_section(reward: Callable[..., Any] | str, label: str) -> dict[str, An
     try:
         check_call(f"reward {label}", reward, ("trajectory",), given=())
     except OptionsError as error:
-        raise TaskError(f"{error}; expected a function of a trajectory or a group, or an allocator's name") from error
+        raise TaskError(
+            f"{error}; expected a function of a trajectory or a group, or an allocator's name"
+        ) from error
     if allocator_of(reward) is reward:
         return {"name": known_here(reward, label)}
     return {"name": f"{__name__}:by_trajectory", "options": {"reward": known_here(reward, label)}}
@@ -155,15 +159,21 @@ def split_tasks(given: Any) -> dict[str, list[Task]]:
     """
     parts = dict(given) if isinstance(given, Mapping) else {"train": given}
     if "train" not in parts or not parts.keys() <= {*SPLITS}:
-        raise TaskError(f"tasks has keys {', '.join(map(str, parts))}; expected {', '.join(SPLITS)}")
+        raise TaskError(
+            f"tasks has keys {', '.join(map(str, parts))}; expected {', '.join(SPLITS)}"
+        )
     for split, part in parts.items():
         if isinstance(part, str | Path):
             parts[split] = load_tasks(part, split=split)
         elif not isinstance(part, Iterable):
-            raise TaskError(f"tasks.{split} is {part!r:.80}; expected tasks, (prompt, answer) pairs, rows, or a file")
+            raise TaskError(
+                f"tasks.{split} is {part!r:.80}; expected tasks, (prompt, answer) pairs, rows, or a file"
+            )
     train = list(parts["train"])
     if len(train) < 3 and len(parts) < 3:
-        raise TaskError(f"{len(train)} tasks; expected 3 or more: a tenth is for validation, a tenth for the test")
+        raise TaskError(
+            f"{len(train)} tasks; expected 3 or more: a tenth is for validation, a tenth for the test"
+        )
     held, cut = max(1, len(train) // 10), [split for split in SPLITS[:0:-1] if split not in parts]
     for split in cut:
         parts[split], train = train[-held:], train[:-held]
@@ -206,7 +216,11 @@ def load_tasks(
         RecordError: it has no such subset or split, or a row is not of the format.
     """
     rows = None if isinstance(given, str | Path) else given
-    keys = {"path": located_dataset(str(given)) if rows is None else "rows", "subset": subset, "columns": dict(columns)}
+    keys = {
+        "path": located_dataset(str(given)) if rows is None else "rows",
+        "subset": subset,
+        "columns": dict(columns),
+    }
     try:
         file = TaskFile(**checked("a data set", TaskFile, {**keys, "format": format}))
     except ValidationError as error:
@@ -238,7 +252,9 @@ def _task(item: Any, split: str, number: int) -> Task:
         )
     accepted = answers if isinstance(answers, list | tuple) else (answers,)
     texts = tuple(map(str, accepted))
-    return Task(id=f"{split}-{number}", prompt=prompt, answers=texts, env="", source="own", split=split)
+    return Task(
+        id=f"{split}-{number}", prompt=prompt, answers=texts, env="", source="own", split=split
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -248,7 +264,9 @@ class Conversation(Trajectory):
     advantages: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, trajectory: Trajectory, advantages: Mapping[tuple[str, str, int], float]) -> Conversation:
+    def of(
+        cls, trajectory: Trajectory, advantages: Mapping[tuple[str, str, int], float]
+    ) -> Conversation:
         """The same trajectory."""
         own = {f.name: getattr(trajectory, f.name) for f in fields(Trajectory)}
         return cls(**own, advantages=advantages)

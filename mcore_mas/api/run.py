@@ -18,22 +18,36 @@ from typing import Any, TypeVar, get_args
 import yaml
 from rich.console import Console
 
-from mcore_mas.api.objects import AgentSpec, Conversation, TaskError, known_here, pure, reward_section, split_tasks
+from mcore_mas.api.objects import (
+    AgentSpec,
+    Conversation,
+    TaskError,
+    known_here,
+    pure,
+    reward_section,
+    split_tasks,
+)
 from mcore_mas.config.compose import GROUPS, resolve
 from mcore_mas.config.policy import PolicyConfig, TrainerConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.check import machine_problems, model_problems, too_few
 from mcore_mas.pipeline.prepare import prepare_tasks
-from mcore_mas.rollout.base.files import json_lines, write_text
-from mcore_mas.rollout.base.options import merged
-from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.base.text import nearest
-from mcore_mas.rollout.records.files import read_trajectories, write_tasks
-from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from rollout.base.files import json_lines, write_text
+from rollout.base.options import merged
+from rollout.base.processes import say
+from rollout.base.text import nearest
+from rollout.records.files import read_trajectories, write_tasks
+from rollout.records.trajectory import Task, Trajectory
 
 StepRow = dict[str, float]  # a step's metrics by name, with the number of the step
 _T = TypeVar("_T")
-_ARGUMENTS = ("data", "env", "orchestra", "policies", "reward")  # of Run itself, that are no sections
+_ARGUMENTS = (
+    "data",
+    "env",
+    "orchestra",
+    "policies",
+    "reward",
+)  # of Run itself, that are no sections
 _COLLECTED = 8  # tasks of a step, where it is not said
 
 
@@ -79,18 +93,26 @@ class Run:
     ) -> None:
         self.folder = Path(folder).expanduser()
         name = self.folder.name
-        is_section = isinstance(tasks, Mapping) and ("generator" in tasks or "format" in tasks)  # `data` of a config
+        is_section = isinstance(tasks, Mapping) and (
+            "generator" in tasks or "format" in tasks
+        )  # `data` of a config
         given = {} if is_section else split_tasks(tasks)
         most = min(_COLLECTED, len(given["train"])) if given else _COLLECTED
         chosen, sections = _settings(settings, most)
         team = _team(name, agents, orchestra, env, reward)
-        own = {"run": name, "evaluation": {}, "data": {s: [str(self._given(s))] for s in given} or tasks}
+        own = {
+            "run": name,
+            "evaluation": {},
+            "data": {s: [str(self._given(s))] for s in given} or tasks,
+        }
         own |= {**team, **_policies(agents, policies)}
         chosen += [f"team={agents}"] if isinstance(agents, str) else []
         overrides = ["~experiment", f"results={json.dumps(str(self.folder.parent))}", *chosen]
         self._values = resolve(overrides, own=pure(merged(own, sections)))
         world = self._values["env"]["name"]
-        self._tasks = {split: [replace(t, env=t.env or world) for t in tasks] for split, tasks in given.items()}
+        self._tasks = {
+            split: [replace(t, env=t.env or world) for t in tasks] for split, tasks in given.items()
+        }
         self.config = _checked(self._values, f"run '{name}'", self._tasks)
         self._steps: _Steps | None = None  # of the newest loop
 
@@ -102,7 +124,9 @@ class Run:
         file = self.folder / "config.yaml"
         for split, tasks in self._tasks.items():
             write_tasks(self._given(split), tasks)
-        write_text(file, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True, width=120))
+        write_text(
+            file, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True, width=120)
+        )
         prepare_tasks(file, self.folder / "tasks")
         return file
 
@@ -166,10 +190,17 @@ class Run:
     def _recorded(self, step: int | None) -> Path | None:
         """The file of a step's trajectories, of the newest with None; None before there is one."""
         files = sorted((self.folder / "train" / "trajectories").glob("step_*.parquet"))
-        return next((file for file in files[::-1] if step is None or file.stem == f"step_{step:06d}"), None)
+        return next(
+            (file for file in files[::-1] if step is None or file.stem == f"step_{step:06d}"), None
+        )
 
     def explain(
-        self, advantage: str = "drmas", *, step: int | None = None, task: str | None = None, **options: Any
+        self,
+        advantage: str = "drmas",
+        *,
+        step: int | None = None,
+        task: str | None = None,
+        **options: Any,
     ) -> None:
         """Print the credit that an estimator gives a step's turns: who was compared with whom, and every advantage.
 
@@ -198,8 +229,8 @@ class Run:
             FolderError: the training has not finished.
             EvaluationError: too much failed for a score.
         """
-        from mcore_mas.training.evaluate import evaluate
-        from mcore_mas.training.joblog import StopSignal
+        from mcore_mas.evaluation.evaluate import evaluate
+        from mcore_mas.runtime.joblog import StopSignal
 
         self._prepared()
         section = self.config.evaluation.model_copy(update={"samples": k})
@@ -207,7 +238,9 @@ class Run:
         out = self.folder / "evaluation" / f"{state}.json"
         stop = StopSignal(signals=False)
         rows = _apart(lambda: evaluate(config, state, out, stop=stop), stop.interrupt)["rows"]
-        return {row["metric"]: row["value"] for row in rows if row["dataset"] == rows[-1]["dataset"]}
+        return {
+            row["metric"]: row["value"] for row in rows if row["dataset"] == rows[-1]["dataset"]
+        }
 
     def export(self, to: str | Path, policy: str | None = None) -> Path:
         """Write a policy, the only one if it is not named, as a Hugging Face folder that was checked.
@@ -215,14 +248,18 @@ class Run:
         Raises:
             ExportError: there is no such policy, nothing is trained yet, or `to` holds something.
         """
-        from mcore_mas.training.export import export
+        from mcore_mas.evaluation.export import export
 
-        _apart(lambda: export(self.folder, policy or self.config.trained[0], Path(to), lambda line: None))
+        _apart(
+            lambda: export(
+                self.folder, policy or self.config.trained[0], Path(to), lambda line: None
+            )
+        )
         return Path(to)
 
     def chat(self, *prompts: str, state: str = "trained") -> list[Conversation]:
         """Have the team play what you ask of it; without prompts it asks for them, until an empty line or Ctrl-D."""
-        from mcore_mas.training.evaluate import converse
+        from mcore_mas.evaluation.evaluate import converse
 
         told: queue.Queue[str] = queue.Queue()
         return _talk(converse(self.config, state, iter(told.get, None)), told, prompts)
@@ -242,13 +279,21 @@ def _team(run: str, agents: Any, orchestra: Any, env: Any, reward: Any) -> dict[
     """Sections that these arguments of `Run` stand for; a team that ships has what is None."""
     sections: dict[str, Any] = {}
     if not isinstance(agents, str):
-        if not isinstance(agents, Sequence) or not agents or not all(isinstance(agent, AgentSpec) for agent in agents):
-            raise TaskError(f"agents: {agents!r:.80}; expected a list of AgentSpec, or the name of a team that ships")
+        if (
+            not isinstance(agents, Sequence)
+            or not agents
+            or not all(isinstance(agent, AgentSpec) for agent in agents)
+        ):
+            raise TaskError(
+                f"agents: {agents!r:.80}; expected a list of AgentSpec, or the name of a team that ships"
+            )
         for name, times in Counter(agent.name for agent in agents).items():
             if times > 1:
                 raise TaskError(f"agents: '{name}' is there twice; expected different names")
         if orchestra is None:
-            raise TaskError("orchestra is missing; expected an async function (task, team, env), or a name that ships")
+            raise TaskError(
+                "orchestra is missing; expected an async function (task, team, env), or a name that ships"
+            )
         sections["agents"] = {agent.name: agent.section(run) for agent in agents}
         env, reward = env or "math", reward or "shared_outcome"
     for key, given in (("orchestra", orchestra), ("env", env)):
@@ -259,7 +304,9 @@ def _team(run: str, agents: Any, orchestra: Any, env: Any, reward: Any) -> dict[
     return sections
 
 
-def _checked(values: Mapping[str, Any], where: str, tasks: Mapping[str, Sequence[Task]]) -> RunConfig:
+def _checked(
+    values: Mapping[str, Any], where: str, tasks: Mapping[str, Sequence[Task]]
+) -> RunConfig:
     """The config of these values, for `tasks` by split, of which nothing is known to fail."""
     config = RunConfig.check(values, where)
     wrong = [*machine_problems(config)]
@@ -277,11 +324,19 @@ def _checked(values: Mapping[str, Any], where: str, tasks: Mapping[str, Sequence
     return config
 
 
-def _policies(agents: Sequence[AgentSpec] | str, given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+def _policies(
+    agents: Sequence[AgentSpec] | str, given: str | Path | Mapping[str, Any]
+) -> dict[str, Any]:
     """Sections for policies of these models: one for all, or one or a section for each."""
     if isinstance(given, Mapping):
-        return {"policies": {k: {"model": str(m)} if isinstance(m, str | Path) else m for k, m in given.items()}}
-    names: dict[str, Any] = {} if isinstance(agents, str) else {agent.policy: {} for agent in agents}
+        return {
+            "policies": {
+                k: {"model": str(m)} if isinstance(m, str | Path) else m for k, m in given.items()
+            }
+        }
+    names: dict[str, Any] = (
+        {} if isinstance(agents, str) else {agent.policy: {} for agent in agents}
+    )
     return {"policies": names, "policy_defaults": {"model": str(given)}}
 
 
@@ -298,25 +353,45 @@ def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str],
         elif key == "penalties":  # of the section whose other keys are the argument `reward`
             sections["reward"] = {key: value}
         elif key in RunConfig.model_fields or key == "sharing":
-            sections[key] = merged(sections.get(key, {}), value) if isinstance(value, Mapping) else value
+            sections[key] = (
+                merged(sections.get(key, {}), value) if isinstance(value, Mapping) else value
+            )
         elif key in TrainerConfig.model_fields:
             sections["trainer"][key] = value
         elif key in PolicyConfig.model_fields:
             sections["policy_defaults"][key] = value
         else:
-            known = [*RunConfig.model_fields, *TrainerConfig.model_fields, *PolicyConfig.model_fields]
+            known = [
+                *RunConfig.model_fields,
+                *TrainerConfig.model_fields,
+                *PolicyConfig.model_fields,
+            ]
             places = _places(key)
-            expected = f"write {' or '.join(places)}" if places else f"expected one of {', '.join(known)}"
-            raise TaskError(f"Run has no setting '{key}'; {expected}{'' if places else nearest(key, known)}")
+            expected = (
+                f"write {' or '.join(places)}" if places else f"expected one of {', '.join(known)}"
+            )
+            raise TaskError(
+                f"Run has no setting '{key}'; {expected}{'' if places else nearest(key, known)}"
+            )
     return chosen, sections
 
 
 def _places(key: str) -> list[str]:
     """How arguments say a key of a section of the config; [] where no section has it."""
-    kinds = {name: (field.annotation, *get_args(field.annotation)) for name, field in RunConfig.model_fields.items()}
-    having = [name for name, own in kinds.items() if any(key in getattr(kind, "model_fields", ()) for kind in own)]
+    kinds = {
+        name: (field.annotation, *get_args(field.annotation))
+        for name, field in RunConfig.model_fields.items()
+    }
+    having = [
+        name
+        for name, own in kinds.items()
+        if any(key in getattr(kind, "model_fields", ()) for kind in own)
+    ]
     value = f'{{"{key}": ...}}'
-    said = (f"AgentSpec(..., settings={value})" if name == "agents" else f"{name}={value}" for name in having)
+    said = (
+        f"AgentSpec(..., settings={value})" if name == "agents" else f"{name}={value}"
+        for name in having
+    )
     return [text for text, name in zip(said, having, strict=True) if name not in _ARGUMENTS]
 
 
@@ -374,7 +449,7 @@ class _Steps:
 
     def close(self) -> None:
         """End the training where it is, with a checkpoint, and wait for that; it says what kept it from that."""
-        from mcore_mas.training.joblog import cause
+        from mcore_mas.runtime.joblog import cause
 
         self._asked.put(False)  # of the row that it waits behind, or of a step under way
         self._thread.join()
@@ -383,7 +458,7 @@ class _Steps:
                 say(f"{self._run}: {cause(error)}")
 
     def _train(self, config: Path) -> None:
-        from mcore_mas.training.joblog import Stopped
+        from mcore_mas.runtime.joblog import Stopped
         from mcore_mas.training.train import train
 
         async def after_step(number: int, metrics: Mapping[str, float]) -> bool:

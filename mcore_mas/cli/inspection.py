@@ -15,33 +15,33 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mcore_mas.cli.machine import UsageError, run_names
-from mcore_mas.rollout.base.options import offered
-from mcore_mas.rollout.base.text import nearest, shown_line, shown_text
+from rollout.base.options import offered
+from rollout.base.text import nearest, shown_line, shown_text
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --help is there at once
-    from mcore_mas.rollout.records.trajectory import Task
-    from mcore_mas.rollout.tasks.splits import Leak, Match
+    from rollout.records.trajectory import Task
+    from rollout.tasks.splits import Leak, Match
 
 inspection_commands = typer.Typer()
 _TRAJECTORIES = "Look at trajectories"
 _DATA = "Look at data and names"
 
 REGISTRIES = {  # where the names that a config may use stand, and the kind by which packages offer further ones
-    "orchestras": ("mcore_mas.rollout.orchestras:ORCHESTRAS", "orchestra"),
-    "envs": ("mcore_mas.rollout.environments:ENVS", "env"),
-    "roles": ("mcore_mas.rollout.config.sections:ROLES", "agent role"),
-    "tasks": ("mcore_mas.rollout.tasks:GENERATORS", "task generator"),
-    "formats": ("mcore_mas.rollout.tasks.files:READABLE", "data format"),
-    "allocators": ("mcore_mas.rollout.rewards:ALLOCATORS", "reward"),
-    "penalties": ("mcore_mas.rollout.rewards.penalties:PENALTIES", "penalty"),
+    "orchestras": ("rollout.orchestras:ORCHESTRAS", "orchestra"),
+    "envs": ("rollout.environments:ENVS", "env"),
+    "roles": ("rollout.config.sections:ROLES", "agent role"),
+    "tasks": ("rollout.tasks:GENERATORS", "task generator"),
+    "formats": ("rollout.tasks.files:READABLE", "data format"),
+    "allocators": ("rollout.rewards:ALLOCATORS", "reward"),
+    "penalties": ("rollout.rewards.penalties:PENALTIES", "penalty"),
     "estimators": ("mcore_mas.equations.advantages:ESTIMATORS", "advantage"),
     "filters": ("mcore_mas.equations.filters:FILTERS", "filter"),
     "losses": ("mcore_mas.equations.losses:LOSSES", ""),
     "corrections": ("mcore_mas.equations.divergence:CORRECTIONS", ""),
     "aggregations": ("mcore_mas.equations.losses:AGGREGATIONS", ""),
-    "engines": ("mcore_mas.rollout.engines:ENGINES", "engine"),
-    "tools": ("mcore_mas.rollout.environments:TOOLS", ""),
-    "providers": ("mcore_mas.rollout.engines.remote:PROVIDERS", ""),
+    "engines": ("rollout.engines:ENGINES", "engine"),
+    "tools": ("rollout.environments:TOOLS", ""),
+    "providers": ("rollout.engines.remote:PROVIDERS", ""),
     **dict.fromkeys(("experiments", "teams", "recipes"), ("mcore_mas.config.compose:names_in", "")),
 }
 
@@ -60,13 +60,23 @@ def recorded(named: Path) -> Path:
     Raises:
         UsageError: there is neither.
     """
-    steps = [file for run in (named, "results" / named) for file in sorted(run.glob("train/trajectories/*.parquet"))]
-    is_run = any(run.is_dir() for run in (named, "results" / named)) and not any(named.glob("*.parquet"))
+    steps = [
+        file
+        for run in (named, "results" / named)
+        for file in sorted(run.glob("train/trajectories/*.parquet"))
+    ]
+    is_run = any(run.is_dir() for run in (named, "results" / named)) and not any(
+        named.glob("*.parquet")
+    )
     if not steps and is_run:
-        raise UsageError(f"{named}: no trajectories here; a run that was not trained has none (mcore-mas run SUITE)")
+        raise UsageError(
+            f"{named}: no trajectories here; a run that was not trained has none (mcore-mas run SUITE)"
+        )
     if not steps and not named.exists():
         near = nearest(str(named), run_names())
-        raise UsageError(f"{named}: no such file or run; expected a parquet file of trajectories, or a run{near}")
+        raise UsageError(
+            f"{named}: no such file or run; expected a parquet file of trajectories, or a run{near}"
+        )
     return steps[-1] if steps else named
 
 
@@ -83,25 +93,37 @@ _Recorded = Annotated[
 @inspection_commands.command("show", rich_help_panel=_TRAJECTORIES)
 def show_trajectory(
     file: _Recorded,
-    index: Annotated[int | None, typer.Option(help="Which of the file's trajectories, from 0; else a list.")] = None,
-    trajectory: Annotated[str | None, typer.Option("--id", help="Show this trajectory instead.")] = None,
+    index: Annotated[
+        int | None, typer.Option(help="Which of the file's trajectories, from 0; else a list.")
+    ] = None,
+    trajectory: Annotated[
+        str | None, typer.Option("--id", help="Show this trajectory instead.")
+    ] = None,
     branches: Annotated[
         bool, typer.Option("--branches", help="Of a tree, also the branches that did not go on.")
     ] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page that stands by itself to this file instead.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page that stands by itself to this file instead.")
+    ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(help="Of a game: draw it into this .svg file instead, or all of the file's into a folder."),
+        typer.Option(
+            help="Of a game: draw it into this .svg file instead, or all of the file's into a folder."
+        ),
     ] = None,
 ) -> None:
     """List a file's trajectories, or print one as a conversation: who said what to whom, tools, rewards, advantages."""
     from mcore_mas.reports.pages import draw_games, find_trajectory, trajectory_page
     from mcore_mas.reports.terminal import credit_of, print_trajectories, print_trajectory
-    from mcore_mas.rollout.base.files import write_text
-    from mcore_mas.rollout.records.files import read_trajectories
+    from rollout.base.files import write_text
+    from rollout.records.files import read_trajectories
 
     if picture is not None:
-        print("\n".join(map(str, draw_games(file, picture, index=index or 0, trajectory_id=trajectory))))
+        print(
+            "\n".join(
+                map(str, draw_games(file, picture, index=index or 0, trajectory_id=trajectory))
+            )
+        )
         return
     trajectories = read_trajectories(file)
     advantages, _ = credit_of(file, trajectories)
@@ -127,8 +149,12 @@ def _paged(console: Console) -> AbstractContextManager[object]:
 @inspection_commands.command("explain", rich_help_panel=_TRAJECTORIES)
 def explain_credit(
     file: _Recorded,
-    advantage: Annotated[str, typer.Option(help="estimator (`mcore-mas list estimators`)")] = "drmas",
-    option: Annotated[list[str] | None, typer.Option(help="of the estimator, as key=value; may repeat")] = None,
+    advantage: Annotated[
+        str, typer.Option(help="estimator (`mcore-mas list estimators`)")
+    ] = "drmas",
+    option: Annotated[
+        list[str] | None, typer.Option(help="of the estimator, as key=value; may repeat")
+    ] = None,
     task: Annotated[str | None, typer.Option(help="only this task")] = None,
     limit: Annotated[int, typer.Option(min=1, help="at most so many tasks")] = 3,
 ) -> None:
@@ -148,7 +174,9 @@ def explain_credit(
 
 
 @inspection_commands.command("verify", rich_help_panel=_DATA)
-def verify_table(bundle: Annotated[Path, typer.Argument(help="results/tables/{table}.bundle.zip.")]) -> None:
+def verify_table(
+    bundle: Annotated[Path, typer.Argument(help="results/tables/{table}.bundle.zip.")],
+) -> None:
     """Check a reproduction bundle: every digest in it, and that its table is what its per-task scores give."""
     from mcore_mas.pipeline.bundle import verify_bundle
 
@@ -157,12 +185,16 @@ def verify_table(bundle: Annotated[Path, typer.Argument(help="results/tables/{ta
 
 @inspection_commands.command("replay", rich_help_panel=_TRAJECTORIES)
 def replay_trajectory(
-    file: Annotated[Path, typer.Argument(help="A quarantined trajectory: a file of train/quarantine of a run.")],
-    config: Annotated[Path | None, typer.Option(help="The resolved config, if not the run's own.")] = None,
+    file: Annotated[
+        Path, typer.Argument(help="A quarantined trajectory: a file of train/quarantine of a run.")
+    ],
+    config: Annotated[
+        Path | None, typer.Option(help="The resolved config, if not the run's own.")
+    ] = None,
 ) -> None:
     """Play a quarantined trajectory again from what its policies said; exit status 1 if it fails again."""
+    from mcore_mas.evaluation.evaluate import replay
     from mcore_mas.reports.terminal import print_trajectory
-    from mcore_mas.training.evaluate import replay
 
     played, trace = replay(file, config or file.resolve().parents[2] / "config.yaml")
     console = Console(highlight=False)
@@ -173,21 +205,31 @@ def replay_trajectory(
 
 @inspection_commands.command("leaks", rich_help_panel=_DATA)
 def show_leaks(
-    files: Annotated[list[Path] | None, typer.Argument(help="Data files that should have no task in common.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A resolved config, whose splits are compared instead.")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Data files that should have no task in common.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A resolved config, whose splits are compared instead.")
+    ] = None,
     format: Annotated[str, typer.Option(help="of the files (`mcore-mas list formats`)")] = "tasks",
-    words: Annotated[int, typer.Option(min=1, help="tokens of the runs by which texts are compared")] = 8,
-    threshold: Annotated[float, typer.Option(min=0.01, max=1, help="share of runs in common that is similar")] = 0.5,
+    words: Annotated[
+        int, typer.Option(min=1, help="tokens of the runs by which texts are compared")
+    ] = 8,
+    threshold: Annotated[
+        float, typer.Option(min=0.01, max=1, help="share of runs in common that is similar")
+    ] = 0.5,
     examples: Annotated[int, typer.Option(min=0, help="at most so many of each leak")] = 3,
-    report_only: Annotated[bool, typer.Option("--report-only", help="Exit with status 0 whatever leaks.")] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Exit with status 0 whatever leaks.")
+    ] = False,
 ) -> None:
     """Say which tasks of one split are in another, and which programs are scored on tests that they are shown.
 
     Exit status 1 if one is, by id, text or test; similar texts are for you to judge.
     """
     from mcore_mas.config.run import RunConfig
-    from mcore_mas.rollout.config.data import make_tasks
-    from mcore_mas.rollout.tasks.splits import find_leaks
+    from rollout.config.data import make_tasks
+    from rollout.tasks.splits import find_leaks
 
     if (config is None) == (not files):
         raise UsageError("name data files to compare, or --config with a resolved config")
@@ -204,26 +246,32 @@ def show_leaks(
 
 def _file_splits(files: Sequence[Path], format: str) -> dict[str, list[Task]]:
     """One split per file: named by the file, or by its path where two files have one name."""
-    from mcore_mas.rollout.tasks.files import read_task_file
+    from rollout.tasks.files import read_task_file
 
     names = Counter(file.name for file in files)
     splits: dict[str, list[Task]] = {}
     for file in files:
         name = file.name if names[file.name] == 1 else str(file)
         if name in splits:
-            raise ValueError(f"{file} is named twice; name files that should have nothing in common")
+            raise ValueError(
+                f"{file} is named twice; name files that should have nothing in common"
+            )
         splits[name] = [task for _, task in read_task_file(file, format=format, split="train")]
     return splits
 
 
 def _print_leaks(leaks: Sequence[Leak], examples: int, console: Console) -> None:
     """What leaks, as a table, and at most so many examples of each."""
-    table = Table("splits", "leak", *(Column(heading, justify="right") for heading in ("tasks", "of", "%")))
+    table = Table(
+        "splits", "leak", *(Column(heading, justify="right") for heading in ("tasks", "of", "%"))
+    )
     for leak in leaks:
         found = len(leak.matches)
         share = f"{100 * found / leak.tasks:.1f}" if leak.tasks else "-"
         style = "red" if leak.exact else "yellow" if found else ""
-        table.add_row(_where(leak), _SENSES[leak.kind], str(found), str(leak.tasks), share, style=style)
+        table.add_row(
+            _where(leak), _SENSES[leak.kind], str(found), str(leak.tasks), share, style=style
+        )
     console.print(table)
     for leak in leaks:
         if leak.matches and examples:
@@ -231,7 +279,12 @@ def _print_leaks(leaks: Sequence[Leak], examples: int, console: Console) -> None
             for match in leak.matches[:examples]:
                 console.print(Text(_line(leak, match)), soft_wrap=True)
             if len(leak.matches) > examples:
-                console.print(Text(f"and {len(leak.matches) - examples} more; --examples shows them", style="dim"))
+                console.print(
+                    Text(
+                        f"and {len(leak.matches) - examples} more; --examples shows them",
+                        style="dim",
+                    )
+                )
 
 
 def _where(leak: Leak) -> str:
@@ -249,7 +302,9 @@ def _line(leak: Leak, match: Match) -> str:
 
 @inspection_commands.command("list", rich_help_panel=_DATA)
 def list_names(
-    registry: Annotated[str, typer.Argument(help=", ".join(REGISTRIES), autocompletion=lambda: list(REGISTRIES))],
+    registry: Annotated[
+        str, typer.Argument(help=", ".join(REGISTRIES), autocompletion=lambda: list(REGISTRIES))
+    ],
 ) -> None:
     """Print the names a config may use, one a line; what an installed package offers, with the package.
 
@@ -258,12 +313,18 @@ def list_names(
     word = registry.removesuffix(".name").rpartition(".")[2]
     words = {other: name for name, (_, kind) in REGISTRIES.items() for other in _words(name, kind)}
     if word not in words:
-        raise UsageError(f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}{nearest(word, REGISTRIES)}")
+        raise UsageError(
+            f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}{nearest(word, REGISTRIES)}"
+        )
     place, kind = REGISTRIES[words[word]]
     module, _, attribute = place.partition(":")
     own = getattr(import_module(module), attribute)
     own = own(words[word].removesuffix("s")) if callable(own) else own
-    theirs = [f"{entry.name}  (of {entry.dist.name if entry.dist else '?'})" for entry in offered(kind)] if kind else []
+    theirs = (
+        [f"{entry.name}  (of {entry.dist.name if entry.dist else '?'})" for entry in offered(kind)]
+        if kind
+        else []
+    )
     print("\n".join(sorted([*own, *theirs])))
 
 

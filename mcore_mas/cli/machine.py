@@ -19,16 +19,20 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from mcore_mas.rollout.base.ownership import FolderError
-from mcore_mas.rollout.base.processes import start_group, stop_group
-from mcore_mas.rollout.base.text import nearest, shown_line
+from rollout.base.ownership import FolderError
+from rollout.base.processes import start_group, stop_group
+from rollout.base.text import nearest, shown_line
 
 machine_commands = typer.Typer()
 _PANEL = "This machine"
 HOST = "127.0.0.1"  # the pages have no password
 # of MLflow's page: trainings, not folded below their experiments as without an order
 TRAININGS = urlencode(
-    {"searchFilter": "tags.stage = 'train'", "orderByKey": "metrics.`validation/accuracy`", "orderByAsc": "false"},
+    {
+        "searchFilter": "tags.stage = 'train'",
+        "orderByKey": "metrics.`validation/accuracy`",
+        "orderByAsc": "false",
+    },
     quote_via=quote,
 )
 
@@ -39,12 +43,14 @@ class UsageError(ValueError):
 
 @machine_commands.command("ui", rich_help_panel=_PANEL)
 def open_pages(
-    store: Annotated[str, typer.Option(help="MLflow tracking store.")] = "sqlite:///results/mlflow.db",
+    store: Annotated[
+        str, typer.Option(help="MLflow tracking store.")
+    ] = "sqlite:///results/mlflow.db",
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1.", min=1, max=65535)] = 5000,
 ) -> None:
     """Serve MLflow's pages on the runs of this machine until interrupted."""
-    from mcore_mas.rollout.base.http_server import bind
-    from mcore_mas.training.tracking_store import unfinished
+    from mcore_mas.tracking.store import unfinished
+    from rollout.base.http_server import bind
 
     scheme, _, path = store.partition(":///")
     if scheme == "sqlite" and not Path(path).is_file():
@@ -52,11 +58,15 @@ def open_pages(
             f"{path}: no such file; no run has been tracked yet (run `make demo`, or name another --store)"
         )
     if scheme == "sqlite" and unfinished(Path(path)):
-        raise UsageError(f"{path}: MLflow makes this store now, or was ended while it did; the next run makes it anew")
+        raise UsageError(
+            f"{path}: MLflow makes this store now, or was ended while it did; the next run makes it anew"
+        )
     try:
         bind(HOST, port).close()
     except OSError as error:
-        raise UsageError(f"port {port} on {HOST}: {error.strerror}; choose another --port") from error
+        raise UsageError(
+            f"port {port} on {HOST}: {error.strerror}; choose another --port"
+        ) from error
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
     command += ["--host", HOST, "--port", str(port), "--workers", "1"]
     environment = {
@@ -84,13 +94,25 @@ def _first_page(store: Path) -> str:
     """The page of the experiment in which a run was last begun: its trainings."""
     with closing(sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True)) as database:
         try:
-            last = database.execute("SELECT experiment_id FROM runs ORDER BY start_time DESC LIMIT 1").fetchone()
+            last = database.execute(
+                "SELECT experiment_id FROM runs ORDER BY start_time DESC LIMIT 1"
+            ).fetchone()
         except sqlite3.Error:  # MLflow says what is wrong with it
             last = None
     return f"/#/experiments/{last[0]}/runs?{TRAININGS}&compareRunsMode=CHART" if last else ""
 
 
-_NEEDED = ("torch", "megatron-core", "ray", "transformers", "snakemake", "mlflow", "faiss-cpu", "pyarrow", "hydra-core")
+_NEEDED = (
+    "torch",
+    "megatron-core",
+    "ray",
+    "transformers",
+    "snakemake",
+    "mlflow",
+    "faiss-cpu",
+    "pyarrow",
+    "hydra-core",
+)
 _OPTIONAL = ("transformer-engine", "sglang", "gymnasium", "mcp", "alfworld")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where Ray keeps its objects)
 
@@ -124,14 +146,17 @@ def _gpus() -> tuple[bool, str]:
     import torch
 
     if not torch.cuda.is_available():
-        return True, "none: training runs on the CPU over gloo, for models of a few million parameters"
+        return (
+            True,
+            "none: training runs on the CPU over gloo, for models of a few million parameters",
+        )
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return True, f"{len(names)}: {', '.join(sorted(set(names)))}"
 
 
 def _sandbox() -> tuple[bool, str]:
     """The tier in which model-written programs run here; without one, teams that run none still train."""
-    from mcore_mas.rollout.sandbox import Sandbox, SandboxUnavailable
+    from rollout.sandbox import Sandbox, SandboxUnavailable
 
     sandbox = Sandbox(slots=1)
     try:
@@ -149,9 +174,15 @@ def _room(needed: float, free: int) -> tuple[bool, str]:
 
 
 _CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
-    "python": lambda: (sys.version_info >= (3, 11), f"{sys.version.split()[0]} (3.11 or newer is needed)"),
+    "python": lambda: (
+        sys.version_info >= (3, 11),
+        f"{sys.version.split()[0]} (3.11 or newer is needed)",
+    ),
     "packages": _packages,
-    "optional": lambda: (True, ", ".join(f"{name} {_version(name) or 'absent'}" for name in _OPTIONAL)),
+    "optional": lambda: (
+        True,
+        ", ".join(f"{name} {_version(name) or 'absent'}" for name in _OPTIONAL),
+    ),
     "gpus": _gpus,
     "cores": lambda: (True, f"{len(os.sched_getaffinity(0))} usable"),
     "sandbox": _sandbox,
@@ -191,7 +222,11 @@ def run_config(named: Path) -> Path:
 
 RunFolder = Annotated[
     Path,
-    typer.Argument(help="A run: its folder, or its name in results/.", callback=run_folder, autocompletion=run_names),
+    typer.Argument(
+        help="A run: its folder, or its name in results/.",
+        callback=run_folder,
+        autocompletion=run_names,
+    ),
 ]
 ConfigFile = Annotated[
     Path,
@@ -205,7 +240,9 @@ ConfigFile = Annotated[
 
 @run_commands.command("ls", rich_help_panel=_RUNS_PANEL)
 def list_runs(
-    results: Annotated[Path, typer.Argument(help="The folder of the runs, or that of one.")] = Path("results"),
+    results: Annotated[Path, typer.Argument(help="The folder of the runs, or that of one.")] = Path(
+        "results"
+    ),
 ) -> None:
     """List the runs of a folder: steps taken, last reward and validation, scores before training and after it."""
     from mcore_mas.reports.runs import run_states
@@ -214,12 +251,18 @@ def list_runs(
     if not states:
         print(f"no runs in {shown_line(str(results))}")
         return
-    names = list(dict.fromkeys(["base", "trained", *(name for state in states for name in state.scores)]))
+    names = list(
+        dict.fromkeys(["base", "trained", *(name for state in states for name in state.scores)])
+    )
     table = Table("run", "steps", "reward", "validation", *names, show_edge=False)
     for state in states:
         numbers = (state.reward, state.accuracy, *(state.scores.get(name) for name in names))
         cells = ("" if number is None else f"{number:.3f}" for number in numbers)
-        table.add_row(Text(shown_line(state.run)), f"{state.steps}/{state.of}{' done' if state.done else ''}", *cells)
+        table.add_row(
+            Text(shown_line(state.run)),
+            f"{state.steps}/{state.of}{' done' if state.done else ''}",
+            *cells,
+        )
     Console(highlight=False).print(table)
 
 
@@ -232,21 +275,39 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
     heads = (Column(shown_line(run.name), overflow="fold") for run in (first, second))
     settings = Table(Column("setting", overflow="fold"), *heads, show_edge=False)
     for key, values in config_differences(first, second).items():
-        settings.add_row(Text(shown_line(key)), *(Text("not set" if v is None else shown_line(str(v))) for v in values))
+        settings.add_row(
+            Text(shown_line(key)),
+            *(Text("not set" if v is None else shown_line(str(v))) for v in values),
+        )
     console.print(settings if settings.rows else "no setting differs")
-    scores = Table("evaluation", "metric", "first", "second", "difference", "95 % interval", "tasks", show_edge=False)
+    scores = Table(
+        "evaluation",
+        "metric",
+        "first",
+        "second",
+        "difference",
+        "95 % interval",
+        "tasks",
+        show_edge=False,
+    )
     for row in score_differences(first, second):
-        numbers = (f"{100 * row.first:.1f}", f"{100 * row.second:.1f}", f"{100 * (row.second - row.first):+.1f}")
+        numbers = (
+            f"{100 * row.first:.1f}",
+            f"{100 * row.second:.1f}",
+            f"{100 * (row.second - row.first):+.1f}",
+        )
         interval = f"[{100 * row.low:+.1f}, {100 * row.high:+.1f}]"
         scores.add_row(row.state, row.metric, *numbers, Text(interval), str(row.tasks))
     console.print(scores if scores.rows else "no evaluation that both have")
 
 
 @run_commands.command("track", rich_help_panel=_RUNS_PANEL)
-def track_results(results: Annotated[Path, typer.Argument(help="The folder of the runs.")] = Path("results")) -> None:
+def track_results(
+    results: Annotated[Path, typer.Argument(help="The folder of the runs.")] = Path("results"),
+) -> None:
     """Send MLflow what it lacks of a folder's finished runs: steps, evaluations, costs, tables and charts."""
     from mcore_mas.reports.runs import runs_in
-    from mcore_mas.training.publish import publish
+    from mcore_mas.tracking.publish import publish
 
     said: list[str] = []
     runs, tables = runs_in(results), sorted(results.glob("tables/*.csv"))
@@ -257,11 +318,13 @@ def track_results(results: Annotated[Path, typer.Argument(help="The folder of th
 
 
 @run_commands.command("chat", rich_help_panel=_RUNS_PANEL)
-def chat_with_team(run: RunFolder, state: Annotated[str, typer.Option(help="base or trained.")] = "trained") -> None:
+def chat_with_team(
+    run: RunFolder, state: Annotated[str, typer.Option(help="base or trained.")] = "trained"
+) -> None:
     """Talk to a run's team: each line is a task that it plays; an empty line, or Ctrl-D at a terminal, ends."""
     from mcore_mas.config.run import RunConfig
+    from mcore_mas.evaluation.evaluate import converse
     from mcore_mas.reports.terminal import print_trajectory
-    from mcore_mas.training.evaluate import converse
 
     console = Console(highlight=False)
     prompt = "you: " if sys.stdin.isatty() else ""

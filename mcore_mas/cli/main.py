@@ -15,8 +15,8 @@ import typer
 from mcore_mas import with_pages
 from mcore_mas.cli.inspection import inspection_commands
 from mcore_mas.cli.machine import ConfigFile, RunFolder, UsageError, machine_commands, run_commands
-from mcore_mas.rollout.base.text import nearest, show_logs
-from mcore_mas.training.joblog import Stopped, cause, stop_at_start
+from mcore_mas.runtime.joblog import Stopped, cause, stop_at_start
+from rollout.base.text import nearest, show_logs
 
 app = typer.Typer(
     name="mcore-mas",
@@ -30,9 +30,15 @@ _PANEL = "Train and evaluate"
 _Suite = Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")]
 _Host = Annotated[str, typer.Option(help="Address to listen on.")]
 _Port = Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)]
-_TokenFile = Annotated[Path | None, typer.Option(help="Bearer token; required for a host that is not loopback.")]
-_Configs = Annotated[Path | None, typer.Option(help="Folder of your own configs, if it is another.")]
-_Overrides = Annotated[list[str] | None, typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3.")]
+_TokenFile = Annotated[
+    Path | None, typer.Option(help="Bearer token; required for a host that is not loopback.")
+]
+_Configs = Annotated[
+    Path | None, typer.Option(help="Folder of your own configs, if it is another.")
+]
+_Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3.")
+]
 
 
 def _version(asked: bool) -> None:
@@ -43,13 +49,19 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")
+    ] = False,
 ) -> None:
     """Reinforcement-learning post-training of teams of LLM agents on Megatron-core."""
     show_logs()
 
 
-@app.command("run", rich_help_panel=_PANEL, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    "run",
+    rich_help_panel=_PANEL,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def run_suite(context: typer.Context, suite: _Suite, config_dir: _Configs = None) -> None:
     """Run the pipeline on a suite.
 
@@ -108,22 +120,29 @@ def _check_for_snakemake(words: Sequence[str]) -> None:
 
     def refuse(message: str) -> NoReturn:
         near = nearest(message.rpartition(" ")[2], [*parser._option_string_actions, "--config-dir"])
-        raise UsageError(f"{message}; `mcore-mas run --help` and `snakemake --help` list what there is{near}")
+        raise UsageError(
+            f"{message}; `mcore-mas run --help` and `snakemake --help` list what there is{near}"
+        )
 
     parser = get_argument_parser()
     parser.error = refuse
     files = (SNAKEFILE, *SNAKEFILE.parent.glob("rules/*.smk"))
-    rules = re.findall(r"^rule (\w+):", "".join(file.read_text(encoding="utf-8") for file in files), re.MULTILINE)
+    rules = re.findall(
+        r"^rule (\w+):", "".join(file.read_text(encoding="utf-8") for file in files), re.MULTILINE
+    )
     for word in parser.parse_args(list(words)).targets:
         if not re.match(r"(table|bundle|acquire)_|.*/", word) and word not in rules:
             known = (
-                f"a file such as results/RUN/train/done.json, a rule, or KEY=VALUE without spaces{nearest(word, rules)}"
+                "a file such as results/RUN/train/done.json, a rule, or KEY=VALUE without spaces"
             )
+            known += nearest(word, rules)
             raise UsageError(f"no target '{word}'; expected {known}")
 
 
 @app.command("new", rich_help_panel=_PANEL)
-def new_team(name: Annotated[str, typer.Argument(help="Of the project, and of its Python package.")]) -> None:
+def new_team(
+    name: Annotated[str, typer.Argument(help="Of the project, and of its Python package.")],
+) -> None:
     """Write a project of your own: team, environment, reward, tasks and test, which learn in minutes on a laptop."""
     from mcore_mas.pipeline.base_model import new_project
 
@@ -148,11 +167,15 @@ def plan_suite(
     suite: _Suite,
     gpus: Annotated[
         str | None,
-        typer.Option(help="Number and kind, by default the run's cluster.gpus or 8xH100; over 8 are several machines."),
+        typer.Option(
+            help="Number and kind, by default the run's cluster.gpus or 8xH100; over 8 are several machines."
+        ),
     ] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="YAML instead: gpus, node, memory (GB), flops (TFLOP/s), bandwidth (TB/s)."),
+        typer.Option(
+            help="YAML instead: gpus, node, memory (GB), flops (TFLOP/s), bandwidth (TB/s)."
+        ),
     ] = None,
     config_dir: _Configs = None,
 ) -> None:
@@ -175,9 +198,15 @@ def plan_suite(
 
 @app.command("plan-index", rich_help_panel=_PANEL)
 def plan_index(
-    passages: Annotated[int, typer.Argument(min=1, help="Number of passages; wiki-18 has 21015324.")],
-    dim: Annotated[int, typer.Option(min=8, help="Of the encoder: 768 of E5-base and BGE-base, 384 of MiniLM.")] = 768,
-    rate: Annotated[float, typer.Option(min=0.1, help="Passages that all jobs encode in a second.")] = 50.0,
+    passages: Annotated[
+        int, typer.Argument(min=1, help="Number of passages; wiki-18 has 21015324.")
+    ],
+    dim: Annotated[
+        int, typer.Option(min=8, help="Of the encoder: 768 of E5-base and BGE-base, 384 of MiniLM.")
+    ] = 768,
+    rate: Annotated[
+        float, typer.Option(min=0.1, help="Passages that all jobs encode in a second.")
+    ] = 50.0,
 ) -> None:
     """Say what each kind of search index would take, by arithmetic: memory, disk and hours."""
     from mcore_mas.planning.page import index_lines
@@ -188,8 +217,12 @@ def plan_index(
 @app.command("train", rich_help_panel=_PANEL)
 def train_run(
     run: ConfigFile,
-    address: Annotated[str | None, typer.Option(help="Of a running Ray, in place of cluster.address.")] = None,
-    adopt: Annotated[bool, typer.Option("--adopt", help="Fork a run of another recipe or code.")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="Of a running Ray, in place of cluster.address.")
+    ] = None,
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="Fork a run of another recipe or code.")
+    ] = False,
 ) -> None:
     """Train one run, from its newest checkpoint if it has one."""
     stop_at_start()
@@ -201,17 +234,23 @@ def train_run(
 @app.command("evaluate", rich_help_panel=_PANEL)
 def evaluate_run(
     run: ConfigFile,
-    state: Annotated[str, typer.Option(help="base or trained; with --seat, a name for what plays.")] = "trained",
-    out: Annotated[Path | None, typer.Option(help="JSON file; by default evaluation/{state}.json of the run")] = None,
+    state: Annotated[
+        str, typer.Option(help="base or trained; with --seat, a name for what plays.")
+    ] = "trained",
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file; by default evaluation/{state}.json of the run")
+    ] = None,
     seat: Annotated[
         list[str] | None,
-        typer.Option(help="AGENT=WHO, where WHO is base, trained, RUN, RUN/AGENT, {model: FOLDER} or {remote: ...}."),
+        typer.Option(
+            help="AGENT=WHO, where WHO is base, trained, RUN, RUN/AGENT, {model: FOLDER} or {remote: ...}."
+        ),
     ] = None,
 ) -> None:
     """Measure a team on its test tasks: avg@k, pass@k and maj@k per data source."""
     from mcore_mas.config.run import RunConfig
-    from mcore_mas.training.evaluate import evaluate, read_seats
-    from mcore_mas.training.publish import publish_evaluated
+    from mcore_mas.evaluation.evaluate import evaluate, read_seats
+    from mcore_mas.tracking.publish import publish_evaluated
 
     seats = read_seats(state, seat or [])
     path = out or RunConfig.load(run).folder / "evaluation" / f"{state}.json"
@@ -227,11 +266,15 @@ def serve_run(
     host: _Host = "127.0.0.1",
     port: _Port = 8000,
     token_file: _TokenFile = None,
-    most_calls: Annotated[int, typer.Option(help="Answered at a time; further ones get status 429.", min=1)] = 256,
-    most_connections: Annotated[int, typer.Option(help="Open at a time; calls of further ones too.", min=1)] = 1024,
+    most_calls: Annotated[
+        int, typer.Option(help="Answered at a time; further ones get status 429.", min=1)
+    ] = 256,
+    most_connections: Annotated[
+        int, typer.Option(help="Open at a time; calls of further ones too.", min=1)
+    ] = 1024,
 ) -> None:
     """Answer as models of OpenAI's and Anthropic's APIs: the whole team by the run's name, and each of its agents."""
-    from mcore_mas.training.serve import serve
+    from mcore_mas.evaluation.serve import serve
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -259,10 +302,12 @@ def export_policy(
     run: RunFolder,
     policy: Annotated[str, typer.Argument(help="One of its trained policies.")],
     to: Annotated[Path, typer.Option("--to", help="Folder to write, empty or not there.")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter of a LoRA policy, for PEFT.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the adapter of a LoRA policy, for PEFT.")
+    ] = False,
 ) -> None:
     """Write a policy as a Hugging Face folder, from its finished model or else its newest valid checkpoint."""
-    from mcore_mas.training.export import export
+    from mcore_mas.evaluation.export import export
 
     export(run, policy, to, lambda line: print(line, file=sys.stderr), adapter=adapter)
     print(to)
@@ -289,7 +334,10 @@ def main() -> None:
         if context := getattr(error, "ctx", None):  # the call does not parse
             said = " ".join(error.format_message().split()).rstrip(".?")  # type: ignore[attr-defined]
             if said:  # else the help was shown, because nothing was asked
-                print(f"error: {said}; `{context.command_path} --help` says what is expected", file=sys.stderr)
+                print(
+                    f"error: {said}; `{context.command_path} --help` says what is expected",
+                    file=sys.stderr,
+                )
             sys.exit(2)
         print(f"error: {with_pages(cause(error))}  (--debug shows the traceback)", file=sys.stderr)
         sys.exit(1)

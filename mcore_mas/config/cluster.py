@@ -6,15 +6,19 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from mcore_mas.rollout.base.options import Section
-from mcore_mas.rollout.engines import EngineConfig
+from rollout.base.options import Section
+from rollout.engines import EngineConfig
 
 
 class NodesConfig(Section):
     """The nodes of a cluster that a policy's processes go to, by the value of their label `pool`; None: any."""
 
-    train: str | None = Field(None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")  # of trainer and critic
-    rollout: str | None = Field(None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")  # of the engine
+    train: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
+    )  # of trainer and critic
+    rollout: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
+    )  # of the engine
 
 
 class ClusterConfig(Section):
@@ -24,24 +28,42 @@ class ClusterConfig(Section):
     address: str = "local"
     # that trainers and engines compute on; auto: GPUs where there are any. An engine's own `device` is within this
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    restarts: int = Field(3, ge=0)  # of all trainers from the newest state when one is lost or hangs, in an hour
-    hang_s: float | None = Field(1800.0, gt=0)  # without a sign of life of a trainer at work; None: any time
-    threads_per_process: int | None = Field(None, ge=1)  # None: the cores over the processes that work at a time
+    restarts: int = Field(
+        3, ge=0
+    )  # of all trainers from the newest state when one is lost or hangs, in an hour
+    hang_s: float | None = Field(
+        1800.0, gt=0
+    )  # without a sign of life of a trainer at work; None: any time
+    threads_per_process: int | None = Field(
+        None, ge=1
+    )  # None: the cores over the processes that work at a time
     object_store_mb: int | None = Field(None, ge=80)  # None: what a step's samples need
-    pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies
+    pool: Literal["split", "shared"] = (
+        "split"  # a device for each process, or the same devices for all policies
+    )
     nodes: dict[str, NodesConfig] = Field(default_factory=dict)  # by policy; of an `address`
     one_by_one: bool = False  # of trainers with offload, only the one that works has its memory
-    cpus: int | None = Field(None, ge=1)  # devices of a machine without GPUs; None: as many as are needed
-    gpus: str | None = None  # such as 8xH100: a suite then gives the run the placement that makes the most of them
+    cpus: int | None = Field(
+        None, ge=1
+    )  # devices of a machine without GPUs; None: as many as are needed
+    gpus: str | None = (
+        None  # such as 8xH100: a suite then gives the run the placement that makes the most of them
+    )
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
         if not re.fullmatch(r"local|auto|(ray://)?[^\s/]+:\d{1,5}", self.address):
-            raise ValueError(f"address: {self.address!r}; expected local, auto, or [ray://]host:port of a running Ray")
+            raise ValueError(
+                f"address: {self.address!r}; expected local, auto, or [ray://]host:port of a running Ray"
+            )
         if self.address != "local" and self.cpus is not None:
-            raise ValueError("cpus is for a Ray of the run's own; the nodes at an address count theirs: leave it out")
+            raise ValueError(
+                "cpus is for a Ray of the run's own; the nodes at an address count theirs: leave it out"
+            )
         if self.nodes and (self.address == "local" or self.pool == "shared"):
-            raise ValueError("nodes tells apart those of a Ray that runs already: set address, and pool: split")
+            raise ValueError(
+                "nodes tells apart those of a Ray that runs already: set address, and pool: split"
+            )
         return self
 
     def check_engine(self, policy: str, engine: EngineConfig) -> None:
@@ -87,7 +109,9 @@ class ClusterConfig(Section):
         """
         if self.one_by_one and (keeping or self.pool == "split"):
             what = (
-                f"policy '{keeping[0]}' keeps its memory" if keeping else "cluster.pool: split gives each its own GPUs"
+                f"policy '{keeping[0]}' keeps its memory"
+                if keeping
+                else "cluster.pool: split gives each its own GPUs"
             )
             raise ValueError(
                 f"cluster.one_by_one: trainers that share GPUs have memory in turn, and {what}; use cluster.pool: "
@@ -95,20 +119,27 @@ class ClusterConfig(Section):
             )
         for name in self.nodes:
             if name not in policies:
-                raise ValueError(f"cluster.nodes: no policy is called '{name}'; policies: {', '.join(policies)}")
+                raise ValueError(
+                    f"cluster.nodes: no policy is called '{name}'; policies: {', '.join(policies)}"
+                )
         for name, (first, *_) in policies.items():
             if self.nodes.get(name) != self.nodes.get(first):
                 raise ValueError(
                     f"cluster.nodes.{name}: share_base puts it on the nodes of '{first}'; give both the same ones"
                 )
 
-    def check_shared_engine(self, policy: str, engine: EngineConfig, first: str, own: EngineConfig) -> None:
+    def check_shared_engine(
+        self, policy: str, engine: EngineConfig, first: str, own: EngineConfig
+    ) -> None:
         """Refuse an engine that policy `first` and another one share, and that cannot hold both.
 
         Raises:
             ValueError: whose settings differ, or which of them it cannot do.
         """
-        if "embedded" not in (engine.name, own.name) and "slots" not in (engine.adapters, own.adapters):
+        if "embedded" not in (engine.name, own.name) and "slots" not in (
+            engine.adapters,
+            own.adapters,
+        ):
             return
         if engine != own:
             raise ValueError(

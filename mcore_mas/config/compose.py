@@ -32,21 +32,38 @@ from mcore_mas.config.models import located
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import scaled
 from mcore_mas.equations.advantages import ESTIMATORS
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.options import merged
-from mcore_mas.rollout.base.schema_words import expected, json_schema, walk
-from mcore_mas.rollout.base.text import nearest
-from mcore_mas.rollout.tasks.files import located_dataset
-from mcore_mas.rollout.tasks.splits import SPLITS
+from rollout.base.files import read_yaml
+from rollout.base.options import merged
+from rollout.base.schema_words import expected, json_schema, walk
+from rollout.base.text import nearest
+from rollout.tasks.files import located_dataset
+from rollout.tasks.splits import SPLITS
 
 CONFIGS = SHIPPED / "configs"
 CHOICES = "choices.yaml"  # of a folder of configs: a table of small ones by group and name
-GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking", "experiment", "recipe")
-_GLOBAL = ("team", "experiment", "recipe")  # groups whose files set any section, not the one of their name
+GROUPS = (
+    "team",
+    "advantage",
+    "loss",
+    "engine",
+    "coach",
+    "cluster",
+    "tracking",
+    "experiment",
+    "recipe",
+)
+_GLOBAL = (
+    "team",
+    "experiment",
+    "recipe",
+)  # groups whose files set any section, not the one of their name
 
 
 def resolve(
-    overrides: Sequence[str], folder: Path | None = None, scale: str = "paper", own: Mapping[str, Any] | None = None
+    overrides: Sequence[str],
+    folder: Path | None = None,
+    scale: str = "paper",
+    own: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Compose the configs of `folder`, if any, and the shipped ones with Hydra overrides, at a scale.
 
@@ -56,7 +73,9 @@ def resolve(
         ConfigError: a file is no config, an override names nothing, or the result does not validate.
     """
     folders = [CONFIGS] if folder is None else [folder.resolve(), CONFIGS]
-    where = f"run '{own['run']}'" if own else f"configs/ with {' '.join(overrides) or 'no overrides'}"
+    where = (
+        f"run '{own['run']}'" if own else f"configs/ with {' '.join(overrides) or 'no overrides'}"
+    )
     try:
         values = scaled(_located(_shared(_over(_composed(overrides, folders), own or {}))), scale)
     except yaml.YAMLError as error:
@@ -65,7 +84,9 @@ def resolve(
         raise ConfigError(f"{where}: {_no_mapping(overrides) or uncomposed(error)}") from error
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return RunConfig.check(values, where, given=[_key(override) for override in overrides]).model_dump(mode="json")
+    return RunConfig.check(
+        values, where, given=[_key(override) for override in overrides]
+    ).model_dump(mode="json")
 
 
 def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
@@ -94,15 +115,31 @@ def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> dict[str, An
     version.setbase("1.3")
     loader = ConfigLoaderImpl(path)
     loader.repository = _Repository(path)
-    parsed, repository = loader._parse_overrides_and_create_caching_repo("config", list(map(_forced, overrides)))
+    parsed, repository = loader._parse_overrides_and_create_caching_repo(
+        "config", list(map(_forced, overrides))
+    )
     loader.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
-    choices = [(one.key_or_group, one.value()) for one in parsed if one.key_or_group in GROUPS and not one.is_delete()]
+    choices = [
+        (one.key_or_group, one.value())
+        for one in parsed
+        if one.key_or_group in GROUPS and not one.is_delete()
+    ]
     for group, chosen in choices:  # a mapping is no choice, but settings
-        for name in chosen if isinstance(chosen, list) and chosen else [chosen] * (not isinstance(chosen, dict)):
+        for name in (
+            chosen
+            if isinstance(chosen, list) and chosen
+            else [chosen] * (not isinstance(chosen, dict))
+        ):
             if not loader.repository.config_exists(f"{group}/{name}"):
-                raise ConfigError(_unchosen(group, name, loader.repository.get_group_options(group)))
+                raise ConfigError(
+                    _unchosen(group, name, loader.repository.get_group_options(group))
+                )
     defaults = create_defaults_list(
-        repo=repository, config_name="config", overrides_list=parsed, prepend_hydra=False, skip_missing=False
+        repo=repository,
+        config_name="config",
+        overrides_list=parsed,
+        prepend_hydra=False,
+        skip_missing=False,
     )
     parts = (_in_package(default, loader.repository) for default in defaults.defaults)
     composed = OmegaConf.create(_merged(*parts))
@@ -147,10 +184,19 @@ class Folder(FileConfigSource):
         given = _content(choices)[1] if choices.is_file() else {}
         for group, rows in given.items():
             if group not in GROUPS:
-                raise ConfigError(f"{choices}: no group '{group}'; groups: {', '.join(GROUPS)}{nearest(group, GROUPS)}")
-            if not isinstance(rows, dict) or not all(isinstance(row, dict | None) for row in rows.values()):
-                raise ConfigError(f"{choices}: {group} is {rows}; expected names, each with its settings")
-        self._rows: dict[str, dict[str, Any]] = {"advantage": {name: {"name": name} for name in ESTIMATORS}, **given}
+                raise ConfigError(
+                    f"{choices}: no group '{group}'; groups: {', '.join(GROUPS)}{nearest(group, GROUPS)}"
+                )
+            if not isinstance(rows, dict) or not all(
+                isinstance(row, dict | None) for row in rows.values()
+            ):
+                raise ConfigError(
+                    f"{choices}: {group} is {rows}; expected names, each with its settings"
+                )
+        self._rows: dict[str, dict[str, Any]] = {
+            "advantage": {name: {"name": name} for name in ESTIMATORS},
+            **given,
+        }
 
     @staticmethod
     def scheme() -> str:
@@ -168,7 +214,9 @@ class Folder(FileConfigSource):
         """The section that a config sets, and the configs that it is made of; `content` has its values."""
         package, made = self.content(config_path)
         if not isinstance(made.get("defaults", []), list):
-            raise ConfigError(f"{config_path}: defaults is {made['defaults']}; expected a list: [override /team: NAME]")
+            raise ConfigError(
+                f"{config_path}: defaults is {made['defaults']}; expected a list: [override /team: NAME]"
+            )
         header = {"package": package or ("_global_" if _place(config_path)[0] in _GLOBAL else None)}
         config = OmegaConf.create({"defaults": made["defaults"]} if "defaults" in made else {})
         return ConfigResult(provider=self.provider, path=self.path, config=config, header=header)
@@ -194,7 +242,16 @@ class Folder(FileConfigSource):
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """The names in a group."""
         made = self._experiments if config_path == "experiment" else self._rows.get(config_path, ())
-        return sorted({*(super().list(config_path, results_filter) if super().is_group(config_path) else ()), *made})
+        return sorted(
+            {
+                *(
+                    super().list(config_path, results_filter)
+                    if super().is_group(config_path)
+                    else ()
+                ),
+                *made,
+            }
+        )
 
 
 Plugins.instance().register(Folder)
@@ -238,7 +295,9 @@ def _names(file: Path, modified_ns: int) -> list[str]:
     if not isinstance(values, dict) or "grid" not in values:
         return [file.stem]
     if not isinstance(values["grid"], dict):
-        raise ConfigError(f"{file}: grid is {values['grid']}; expected patterns of names, each with its settings")
+        raise ConfigError(
+            f"{file}: grid is {values['grid']}; expected patterns of names, each with its settings"
+        )
     return [name for pattern in values["grid"] for name, _ in expand_braces(pattern)]
 
 
@@ -254,19 +313,30 @@ def _row(file: Path, name: str) -> dict[str, Any]:
     _, content = _content(file)
     grid, settings = content["grid"], content.get("settings", {})
     values = {key: value for key, value in content.items() if key not in ("grid", "settings")}
-    pieces = [[*words, own] for pattern, own in grid.items() for row, words in expand_braces(pattern) if row == name]
+    pieces = [
+        [*words, own]
+        for pattern, own in grid.items()
+        for row, words in expand_braces(pattern)
+        if row == name
+    ]
     try:
         return _merged(values, _setting(pieces, settings), {"run": name})
     except KeyError as error:
         known = ", ".join(settings)
-        raise ConfigError(f"{file}: '{name}' takes {error}; expected one of settings: {known}") from error
+        raise ConfigError(
+            f"{file}: '{name}' takes {error}; expected one of settings: {known}"
+        ) from error
 
 
 def _setting(piece: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a piece of a row sets: written out, named in `settings`, or a list of both."""
     if isinstance(piece, str):
         return _setting(settings[piece], settings)
-    return _merged(*(_setting(part, settings) for part in piece)) if isinstance(piece, list) else piece or {}
+    return (
+        _merged(*(_setting(part, settings) for part in piece))
+        if isinstance(piece, list)
+        else piece or {}
+    )
 
 
 def _merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,22 +376,38 @@ def _shared(values: dict[str, Any]) -> dict[str, Any]:
     sharing, partly = values.pop("sharing", "shared"), values.pop("partly", None)
     defaults, policies = values.pop("policy_defaults", {}), values.get("policies") or {}
     agents = values.get("agents")
-    if not isinstance(agents, dict) or not all(isinstance(agent, dict) for agent in agents.values()):
+    if not isinstance(agents, dict) or not all(
+        isinstance(agent, dict) for agent in agents.values()
+    ):
         return values  # pydantic says what is wrong with them
-    known = {"shared": dict.fromkeys(agents, "shared"), "separate": {name: name for name in agents}, "partly": partly}
+    known = {
+        "shared": dict.fromkeys(agents, "shared"),
+        "separate": {name: name for name in agents},
+        "partly": partly,
+    }
     named = known.get(sharing) if isinstance(sharing, str) else sharing
     if not isinstance(named, dict) or named.keys() != agents.keys():
         expected = [name for name, policy in known.items() if policy]
         raise ConfigError(
             f"sharing is {sharing}; expected {', '.join(expected)}, or a policy for each of {', '.join(agents)}"
         )
-    values["agents"] = {name: {**agent, "policy": agent.get("policy", named[name])} for name, agent in agents.items()}
+    values["agents"] = {
+        name: {**agent, "policy": agent.get("policy", named[name])}
+        for name, agent in agents.items()
+    }
     if not isinstance(defaults, dict):
-        raise ConfigError(f"policy_defaults is {defaults}; expected keys of a policy, for example lr: 1.0e-6")
+        raise ConfigError(
+            f"policy_defaults is {defaults}; expected keys of a policy, for example lr: 1.0e-6"
+        )
     if defaults and isinstance(policies, dict):
-        played = [agent["policy"] for agent in values["agents"].values() if agent["policy"] in named.values()]
+        played = [
+            agent["policy"]
+            for agent in values["agents"].values()
+            if agent["policy"] in named.values()
+        ]
         values["policies"] = {
-            name: _merged(defaults, policies.get(name) or {}) for name in dict.fromkeys([*played, *policies])
+            name: _merged(defaults, policies.get(name) or {})
+            for name in dict.fromkeys([*played, *policies])
         }
     return values
 
@@ -334,7 +420,9 @@ def _located(values: dict[str, Any]) -> dict[str, Any]:
             policy["model"] = located(policy["model"])
     data = values.get("data")
     if isinstance(data, dict):
-        values["data"] = {key: _located_file(value) if key in SPLITS else value for key, value in data.items()}
+        values["data"] = {
+            key: _located_file(value) if key in SPLITS else value for key, value in data.items()
+        }
     return values
 
 
@@ -349,10 +437,22 @@ def _located_file(file: Any) -> Any:
 
 # what Hydra and OmegaConf say, and what it means
 _MEANT = (
-    (r"Could not override '([^'@]+)", f"defaults override '{{}}', no group{{near}}; there are: {', '.join(GROUPS)}"),
-    (r"Could not delete(?: from config\.)? '([^'=]+)", "~{}: there is no such key to take out{near}"),
-    (r"Ambiguous value for argument '\+*(\S+)'", "{}: expected one value; a list is KEY=[a,b], text KEY=\"'a,b'\""),
-    (r"Missing mandatory value: .* full_key: (\S+)", "{} is ???, which is to be set; give it a value"),
+    (
+        r"Could not override '([^'@]+)",
+        f"defaults override '{{}}', no group{{near}}; there are: {', '.join(GROUPS)}",
+    ),
+    (
+        r"Could not delete(?: from config\.)? '([^'=]+)",
+        "~{}: there is no such key to take out{near}",
+    ),
+    (
+        r"Ambiguous value for argument '\+*(\S+)'",
+        "{}: expected one value; a list is KEY=[a,b], text KEY=\"'a,b'\"",
+    ),
+    (
+        r"Missing mandatory value: .* full_key: (\S+)",
+        "{} is ???, which is to be set; give it a value",
+    ),
     (r"(.*resolving interpolation: )?(?P<said>.*) full_key: (?P<key>\S+)", "{key}: {said}"),
 )
 
@@ -368,7 +468,11 @@ def uncomposed(error: Exception) -> str:
     said = " ".join(str(error).split())
     for pattern, words in _MEANT:
         if found := re.search(pattern, said):
-            near = "" if "." in str(found[1]) else nearest(str(found[1]), {*GROUPS, *RunConfig.model_fields})
+            near = (
+                ""
+                if "." in str(found[1])
+                else nearest(str(found[1]), {*GROUPS, *RunConfig.model_fields})
+            )
             return words.format(*found.groups(), **found.groupdict(), near=near)
     return said
 

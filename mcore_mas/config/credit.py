@@ -10,8 +10,8 @@ from mcore_mas.equations.divergence import CORRECTIONS, KLName
 from mcore_mas.equations.filters import FILTERS
 from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, AggregationName
 from mcore_mas.equations.turns import Grouping
-from mcore_mas.rollout.base.options import Registry, Section
-from mcore_mas.rollout.config.sections import AgentConfig, Choice
+from rollout.base.options import Registry, Section
+from rollout.config.sections import AgentConfig, Choice
 
 
 class AdvantageConfig(Choice):
@@ -19,14 +19,18 @@ class AdvantageConfig(Choice):
 
     registry = Registry(kind="advantage", known=ESTIMATORS, takes=("turns",))
 
-    align: int | None = Field(None, ge=1)  # turns per task and agent that train, the rest dropped or repeated (M-GRPO)
+    align: int | None = Field(
+        None, ge=1
+    )  # turns per task and agent that train, the rest dropped or repeated (M-GRPO)
 
 
 class CreditedAgentConfig(AgentConfig):
     """An agent with the credit it gets."""
 
     advantage: AdvantageConfig | None = None  # None: the run's
-    loss_weight: float = Field(1.0, ge=0)  # 0 freezes the agent: its turns count as peers, and do not train
+    loss_weight: float = Field(
+        1.0, ge=0
+    )  # 0 freezes the agent: its turns count as peers, and do not train
 
 
 class FilterConfig(Choice):
@@ -34,7 +38,9 @@ class FilterConfig(Choice):
 
     registry = Registry(kind="filter", known=FILTERS, takes=("turns",))
 
-    resample: int = Field(0, ge=0)  # further batches of tasks that a step may collect to fill up what was left out
+    resample: int = Field(
+        0, ge=0
+    )  # further batches of tasks that a step may collect to fill up what was left out
 
 
 class KLConfig(Section):
@@ -43,20 +49,26 @@ class KLConfig(Section):
     coef: float = Field(0.0, ge=0)  # 0: no reference is kept
     estimate: KLName = "k3"
     where: Literal["loss", "reward"] = "loss"
-    target: float | None = Field(None, gt=0)  # nats per token that an adaptive coefficient steers to; None: fixed
+    target: float | None = Field(
+        None, gt=0
+    )  # nats per token that an adaptive coefficient steers to; None: fixed
     horizon: float = Field(10_000.0, gt=0)  # samples, of the adaptive coefficient
 
     @model_validator(mode="after")
     def _starts(self) -> Self:
         if self.target is not None and not self.coef:
-            raise ValueError("an adaptive coefficient starts above 0; set coef, or leave target out")
+            raise ValueError(
+                "an adaptive coefficient starts above 0; set coef, or leave target out"
+            )
         return self
 
 
 class CorrectionConfig(Choice):
     """What the mismatch between sampler and trainer does to a token's weight."""
 
-    registry = Registry(kind="correction", known=CORRECTIONS, takes=("log_ratio", "sequences"), own=False)
+    registry = Registry(
+        kind="correction", known=CORRECTIONS, takes=("log_ratio", "sequences"), own=False
+    )
 
     name: str = "none"
 
@@ -67,7 +79,9 @@ class LossConfig(Choice):
     registry = Registry(kind="loss", known=LOSSES, takes=("tokens", "old"), own=False)
 
     aggregation: AggregationName = "token_mean"
-    norm: float | None = Field(None, gt=0)  # tokens, for aggregations that divide by a constant length
+    norm: float | None = Field(
+        None, gt=0
+    )  # tokens, for aggregations that divide by a constant length
     entropy: float = Field(0.0, ge=0)  # factor of the entropy bonus
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
@@ -76,14 +90,22 @@ class LossConfig(Choice):
     def _normed(self) -> Self:
         normed = AGGREGATIONS[self.aggregation].normed
         if normed != (self.norm is not None):
-            what = "needs norm, a length in tokens" if normed else "divides by no constant; leave norm out"
+            what = (
+                "needs norm, a length in tokens"
+                if normed
+                else "divides by no constant; leave norm out"
+            )
             raise ValueError(f"aggregation '{self.aggregation}' {what}")
         return self
 
 
 def cut_off(agents: Mapping[str, CreditedAgentConfig]) -> list[str]:
     """A line on the agents that train on replies from a cut distribution; nothing for none."""
-    cut = [name for name, agent in agents.items() if agent.loss_weight and (agent.top_p < 1 or agent.top_k)]
+    cut = [
+        name
+        for name, agent in agents.items()
+        if agent.loss_weight and (agent.top_p < 1 or agent.top_k)
+    ]
     return [
         f"agents {', '.join(cut)} train on replies drawn with top_p or top_k: the gradient is that of the whole "
         "distribution, and nothing corrects for what was cut off; for an unbiased one set top_p=1 and top_k=0"

@@ -6,14 +6,16 @@ from typing import Any
 
 from mcore_mas.config.policy import BaseModelConfig, PolicyConfig
 from mcore_mas.config.run import RunConfig, for_policy
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.models.architecture import Architecture, architecture_of, read_architecture
-from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
+from rollout.base.errors import ModelError
+from rollout.models.architecture import Architecture, architecture_of, read_architecture
+from rollout.models.layout import ParallelLayout, check_fit
 
 
 def layout_of(policy: PolicyConfig) -> ParallelLayout:
     """The ranks of a policy's trainer."""
-    return ParallelLayout(**{field.name: getattr(policy, field.name) for field in fields(ParallelLayout)})
+    return ParallelLayout(
+        **{field.name: getattr(policy, field.name) for field in fields(ParallelLayout)}
+    )
 
 
 def located(model: str) -> str:
@@ -53,7 +55,12 @@ def check_layout(config: RunConfig, name: str, model: Path | Architecture) -> No
     policy = config.policies[name]
     try:
         architecture = read_architecture(model) if isinstance(model, Path) else model
-        check_fit(architecture, layout_of(policy), policy.layers, policy.lora.targets if policy.lora else ())
+        check_fit(
+            architecture,
+            layout_of(policy),
+            policy.layers,
+            policy.lora.targets if policy.lora else (),
+        )
     except ModelError as error:
         raise ModelError(f"policies.{name}: {error}") from None
     engine = for_policy(config, name).engine

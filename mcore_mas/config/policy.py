@@ -10,20 +10,24 @@ from pydantic import Field, JsonValue, PositiveFloat, field_validator, model_val
 from pydantic_core import to_json
 
 from mcore_mas.equations.divergence import Figure
-from mcore_mas.rollout.base.options import Section, merged
-from mcore_mas.rollout.engines.remote import RemoteConfig
-from mcore_mas.rollout.models.layout import Projection, Recompute
-from mcore_mas.rollout.teams.tree import Branching
+from rollout.base.options import Section, merged
+from rollout.engines.remote import RemoteConfig
+from rollout.models.layout import Projection, Recompute
+from rollout.teams.tree import Branching
 
 
 class RateConfig(Section):
     """The learning rate of every update."""
 
     lr: float = Field(gt=0)
-    warmup_steps: int = Field(0, ge=0)  # updates of linear warm-up; training steps with trainer.minibatch
+    warmup_steps: int = Field(
+        0, ge=0
+    )  # updates of linear warm-up; training steps with trainer.minibatch
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     min_lr: float = Field(0.0, ge=0)  # where the schedule ends
-    decay_steps: int | None = Field(None, ge=1)  # as warmup_steps, until there, these included; None: the run's end
+    decay_steps: int | None = Field(
+        None, ge=1
+    )  # as warmup_steps, until there, these included; None: the run's end
 
     @model_validator(mode="after")
     def _falls(self) -> Self:
@@ -40,7 +44,9 @@ class LoraConfig(Section):
 
     rank: int = Field(ge=1)
     alpha: float = Field(gt=0)
-    targets: tuple[Projection, ...] = Field(get_args(Projection), min_length=1)  # projections of every layer
+    targets: tuple[Projection, ...] = Field(
+        get_args(Projection), min_length=1
+    )  # projections of every layer
     adapter: str | None = None  # folder in PEFT's format to start from; None: A random, B zero
 
     @property
@@ -53,13 +59,24 @@ class CriticConfig(RateConfig):
     """A value head on a copy of the policy's first model."""
 
     clip: float = Field(0.2, gt=0)  # of a value's change in one step, in reward units
-    head_start: int = Field(0, ge=0)  # training steps in which it is trained, and its policy not yet
+    head_start: int = Field(
+        0, ge=0
+    )  # training steps in which it is trained, and its policy not yet
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _OF_SGLANG = ("python", "urls", "members", "key_file", "options", "environment", "adapters")
 _OF_ONE_ENGINE = (*_OF_SGLANG, "transport", "device", "joining")
-_OWN_ENGINE = ("name", "slots", "max_length", "overlong_prompts", "replicas", "tp", "router_replay", *_OF_ONE_ENGINE)
+_OWN_ENGINE = (
+    "name",
+    "slots",
+    "max_length",
+    "overlong_prompts",
+    "replicas",
+    "tp",
+    "router_replay",
+    *_OF_ONE_ENGINE,
+)
 _OWN_SETTINGS = {  # of the run's sections, that a policy may have of its own
     "engine": _OWN_ENGINE,
     "loss": ("name", "options", "aggregation", "norm", "entropy", "kl", "correction"),
@@ -79,7 +96,9 @@ class OwnConfig(Section):
         for section, allowed in _OWN_SETTINGS.items():
             for key in getattr(self, section):
                 if key not in allowed:
-                    raise ValueError(f"{section}.{key} is the run's; a policy's own can be {', '.join(allowed)}")
+                    raise ValueError(
+                        f"{section}.{key} is the run's; a policy's own can be {', '.join(allowed)}"
+                    )
         return self
 
     def over(self, name: str, section: Section) -> Section:
@@ -91,9 +110,13 @@ class OwnConfig(Section):
         changed = getattr(self, name)
         if not changed:
             return section
-        named = {*_OF_ONE_ENGINE} if name == "engine" else {"options"}  # what another name begins without
+        named = (
+            {*_OF_ONE_ENGINE} if name == "engine" else {"options"}
+        )  # what another name begins without
         values = section.model_dump(mode="json", exclude=named if "name" in changed else set())
-        return section.model_validate_json(to_json(merged(values, changed), inf_nan_mode="constants"), strict=True)
+        return section.model_validate_json(
+            to_json(merged(values, changed), inf_nan_mode="constants"), strict=True
+        )
 
 
 class PolicyConfig(RateConfig):
@@ -101,7 +124,9 @@ class PolicyConfig(RateConfig):
 
     lr: float = Field(0.0, ge=0)  # 0 only where nothing trains it
     model: str = ""  # Hugging Face folder
-    chat_template: Literal["plain", "chatml"] | None = None  # in place of the model's own, for a base model without one
+    chat_template: Literal["plain", "chatml"] | None = (
+        None  # in place of the model's own, for a base model without one
+    )
     # what its template is given, such as enable_thinking: false
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     remote: RemoteConfig | None = None  # in its place a frozen model behind an API
@@ -112,25 +137,43 @@ class PolicyConfig(RateConfig):
     dp: int = Field(1, ge=1)  # data-parallel ranks
     ep: int = Field(1, ge=1)  # of those, how many share out the experts of a layer
     sp: bool = False  # cut by sequence what tensor parallelism repeats
-    distributed_optimizer: bool = False  # each data-parallel rank keeps its part of the optimizer's state
+    distributed_optimizer: bool = (
+        False  # each data-parallel rank keeps its part of the optimizer's state
+    )
     overlap: bool = False  # exchange gradients, and with the distributed optimizer weights, while others are computed
     offload: bool = False  # give the trainer's memory away while the team acts
-    host_moments: bool = False  # keep Adam's moments in host memory, but for the weight that is being stepped
+    host_moments: bool = (
+        False  # keep Adam's moments in host memory, but for the weight that is being stepped
+    )
     # what the backward pass computes again: nothing; norms' outputs and SwiGLU's products; or all of every layer
     recompute: Recompute = "none"
-    layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
-    attention: Literal["auto", "torch"] = "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
+    layers: Literal["local", "te"] = (
+        "local"  # whose linear layers: Megatron's own, or Transformer Engine's
+    )
+    attention: Literal["auto", "torch"] = (
+        "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
+    )
     bf16: bool = False  # train in bfloat16 with float32 master weights; the embedded engine multiplies in it too
     lora: LoraConfig | None = None  # train adapters on the frozen model; None: train all weights
-    share_base: bool = False  # hold the frozen model once for all policies of this model that say so
-    max_in_flight: int | None = Field(None, ge=1)  # replies asked of its engine at once; None: as many as it decodes
-    staleness: int | None = Field(None, ge=0)  # hand-overs its turns may be behind; None: trainer.staleness
+    share_base: bool = (
+        False  # hold the frozen model once for all policies of this model that say so
+    )
+    max_in_flight: int | None = Field(
+        None, ge=1
+    )  # replies asked of its engine at once; None: as many as it decodes
+    staleness: int | None = Field(
+        None, ge=0
+    )  # hand-overs its turns may be behind; None: trainer.staleness
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)  # of Adam
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)  # not of norms and biases
     clip_grad: float = Field(1.0, gt=0)
-    spike_factor: float = Field(10.0, gt=1)  # times the running median from which a gradient norm is a spike
-    skip_spikes: bool = False  # leave the step out, as one with a gradient that is not finite always is
+    spike_factor: float = Field(
+        10.0, gt=1
+    )  # times the running median from which a gradient norm is a spike
+    skip_spikes: bool = (
+        False  # leave the step out, as one with a gradient that is not finite always is
+    )
     critic: CriticConfig | None = None  # for agents whose advantage is gae
     own: OwnConfig = OwnConfig()  # settings of engine, loss and trainer in place of the run's
 
@@ -142,15 +185,25 @@ class PolicyConfig(RateConfig):
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         if bool(self.model) == (self.remote is not None):
-            raise ValueError("a policy has either a model (a folder) or a remote (an API); set one of them")
+            raise ValueError(
+                "a policy has either a model (a folder) or a remote (an API); set one of them"
+            )
         if self.remote is not None and self.max_in_flight is not None:
-            raise ValueError("max_in_flight bounds an engine of ours; of a remote model set remote.concurrency")
+            raise ValueError(
+                "max_in_flight bounds an engine of ours; of a remote model set remote.concurrency"
+            )
         if self.remote is not None and (self.chat_template or self.chat_template_kwargs):
-            raise ValueError("chat_template and chat_template_kwargs are of a model folder; leave them out of a remote")
+            raise ValueError(
+                "chat_template and chat_template_kwargs are of a model folder; leave them out of a remote"
+            )
         if self.remote is not None and self.own.engine.get("router_replay"):
-            raise ValueError("own.engine.router_replay: a remote model says nothing of its experts; leave it out")
+            raise ValueError(
+                "own.engine.router_replay: a remote model says nothing of its experts; leave it out"
+            )
         if self.overlap and self.dp * self.cp == 1:
-            raise ValueError("overlap: one data-parallel rank exchanges nothing; use overlap: false, or dp: 2")
+            raise ValueError(
+                "overlap: one data-parallel rank exchanges nothing; use overlap: false, or dp: 2"
+            )
         return self
 
 
@@ -177,10 +230,18 @@ def check_sharing(policies: Mapping[str, PolicyConfig], trained: Collection[str]
             continue
         where, others = f"policies.{name}: share_base", sharing(policies, name)
         if name not in trained or policy.lora is None:
-            why = "all of its weights are trained; give it a lora section" if name in trained else "nothing trains it"
-            raise ValueError(f"{where} is of trained adapters on a frozen model, and {why}, or leave share_base out")
+            why = (
+                "all of its weights are trained; give it a lora section"
+                if name in trained
+                else "nothing trains it"
+            )
+            raise ValueError(
+                f"{where} is of trained adapters on a frozen model, and {why}, or leave share_base out"
+            )
         if len(others) == 1:
-            raise ValueError(f"{where}: no other policy with it has model {policy.model}; leave it out, or check model")
+            raise ValueError(
+                f"{where}: no other policy with it has model {policy.model}; leave it out, or check model"
+            )
         first = policies[others[0]]
         for key in _OF_BASE:
             if (mine := getattr(policy, key)) != (theirs := getattr(first, key)):
@@ -204,8 +265,12 @@ class TrainerConfig(Section):
     tasks_per_step: int = Field(ge=1)
     group_size: int = Field(ge=1)  # trajectories per task, trees with branching
     branching: Branching | None = None
-    oversample: float = Field(1.0, ge=1)  # times group_size that are started; the slowest are given up
-    staleness: int = Field(0, ge=0)  # steps that collection may be ahead of training; 0 trains what it samples
+    oversample: float = Field(
+        1.0, ge=1
+    )  # times group_size that are started; the slowest are given up
+    staleness: int = Field(
+        0, ge=0
+    )  # steps that collection may be ahead of training; 0 trains what it samples
     updates_per_step: int = Field(1, ge=1)  # optimizer steps, each on its share of a step's samples
     # turns of an optimizer step, in place of updates_per_step; drawn at random
     minibatch: int | None = Field(None, ge=1)
@@ -216,7 +281,9 @@ class TrainerConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)  # the newest
     # steps of which trajectories stay, the newest; those since the newest checkpoint always do. None: all
     keep_trajectories: int | None = Field(None, ge=1)
-    keep_best: int = Field(0, ge=0)  # also those with the highest validation accuracy; each is saved when it is found
+    keep_best: int = Field(
+        0, ge=0
+    )  # also those with the highest validation accuracy; each is saved when it is found
     final: Literal["last", "best"] = "last"  # which weights are written as the finished policies
     resume: Literal["same", "changed"] = "same"  # changed: a run of another recipe is forked
     validate_every: int = Field(10, ge=1)  # steps
@@ -224,12 +291,16 @@ class TrainerConfig(Section):
     max_advantage: float | None = Field(1e3, gt=0)  # |A| beyond which the run stops; None: never
     # steps from the start within which a turn must have an advantage, and in a row without a finite gradient
     signal_within: int | None = Field(10, ge=1)
-    agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)  # bounds in place of the precision's
+    agreement: dict[Figure, PositiveFloat] = Field(
+        default_factory=dict
+    )  # bounds in place of the precision's
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         if self.minibatch is not None and self.updates_per_step > 1:
-            raise ValueError("minibatch and updates_per_step both cut a step's samples; leave one of them out")
+            raise ValueError(
+                "minibatch and updates_per_step both cut a step's samples; leave one of them out"
+            )
         if self.final == "best" and not self.keep_best:
             raise ValueError("final 'best' needs a kept best: set trainer.keep_best to 1 or more")
         if self.updates_per_step > self.tasks_per_step:
@@ -250,7 +321,9 @@ class BaseModelConfig(Section):
     ffn: int = Field(ge=8)
     vocab: int = Field(ge=300)  # 256 bytes and the special tokens are always in it
     positions: int = Field(1024, ge=16)
-    tokens: Literal["words", "phrases"] = "words"  # the largest text that may become one token; digits never join
+    tokens: Literal["words", "phrases"] = (
+        "words"  # the largest text that may become one token; digits never join
+    )
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -286,8 +359,12 @@ class EvaluationConfig(Section):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     retries: int = Field(2, ge=0)  # of a trajectory that failed, with the same seeds
-    max_failed: float = Field(0.05, ge=0, le=1)  # share of trajectories that may fail for good, of an evaluation
-    in_flight: int | None = Field(None, ge=1)  # trajectories at a time; None: two for each that the engines decode
+    max_failed: float = Field(
+        0.05, ge=0, le=1
+    )  # share of trajectories that may fail for good, of an evaluation
+    in_flight: int | None = Field(
+        None, ge=1
+    )  # trajectories at a time; None: two for each that the engines decode
 
     @property
     def sampling(self) -> dict[str, float]:
@@ -300,11 +377,17 @@ class TrackingConfig(Section):
 
     uri: str  # of MLflow's tracking store
     experiment: str
-    traces: int = Field(2, ge=0)  # trajectories of each step with a validation that go there as traces
+    traces: int = Field(
+        2, ge=0
+    )  # trajectories of each step with a validation that go there as traces
     zeros: bool = False  # send metrics that never leave zero, too
     # of MLflow's runs, by names that it takes; a suite adds its name, and a paper's tables
-    tags: dict[Annotated[str, Field(pattern=r"^[\w.\-:/ ]+$", max_length=250)], str] = Field(default_factory=dict)
-    also: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # further trackers of a training's metrics
+    tags: dict[Annotated[str, Field(pattern=r"^[\w.\-:/ ]+$", max_length=250)], str] = Field(
+        default_factory=dict
+    )
+    also: tuple[
+        Literal["tensorboard", "wandb", "trackio"], ...
+    ] = ()  # further trackers of a training's metrics
 
     @field_validator("uri")
     @classmethod
@@ -313,11 +396,31 @@ class TrackingConfig(Section):
         http = parts.scheme.startswith("http")
         given = re.search("(?i)(password|passwd|pwd|token|secret|api_?key)=", unquote(parts.query))
         if given or parts.password or (parts.username and http):
-            raise ValueError("may hold no password, which config.yaml and MLflow would show; see docs/mlflow.md")
-        if not uri or parts.scheme.partition("+")[0] not in _STORES or (http and not parts.hostname):
-            raise ValueError(f"'{uri}' is no store of MLflow; expected http(s)://HOST:PORT or sqlite:///FILE")
+            raise ValueError(
+                "may hold no password, which config.yaml and MLflow would show; see docs/mlflow.md"
+            )
+        if (
+            not uri
+            or parts.scheme.partition("+")[0] not in _STORES
+            or (http and not parts.hostname)
+        ):
+            raise ValueError(
+                f"'{uri}' is no store of MLflow; expected http(s)://HOST:PORT or sqlite:///FILE"
+            )
         return uri
 
 
-_STORES = {"", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "uc", "databricks-uc"}
+_STORES = {
+    "",
+    "file",
+    "http",
+    "https",
+    "sqlite",
+    "postgresql",
+    "mysql",
+    "mssql",
+    "databricks",
+    "uc",
+    "databricks-uc",
+}
 _STORES |= {entry.name for entry in entry_points(group="mlflow.tracking_store")}

@@ -31,12 +31,12 @@ from mcore_mas.config.policy import (
 from mcore_mas.equations.advantages import NEEDS, compared
 from mcore_mas.equations.divergence import Precision
 from mcore_mas.equations.filters import contrasted
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.options import Section, UnknownName, lookup
-from mcore_mas.rollout.base.schema_words import invalid
-from mcore_mas.rollout.base.text import nearest, without_secrets
-from mcore_mas.rollout.config.data import DataConfig
-from mcore_mas.rollout.config.sections import (
+from rollout.base.files import read_yaml
+from rollout.base.options import Section, UnknownName, lookup
+from rollout.base.schema_words import invalid
+from rollout.base.text import nearest, without_secrets
+from rollout.config.data import DataConfig
+from rollout.config.sections import (
     CollectionConfig,
     EnvConfig,
     OrchestraConfig,
@@ -44,13 +44,13 @@ from mcore_mas.rollout.config.sections import (
     RewardConfig,
     check_named,
 )
-from mcore_mas.rollout.engines import EngineConfig
-from mcore_mas.rollout.engines.remote import RemoteConfig
-from mcore_mas.rollout.engines.sglang.settings import slot_problem
-from mcore_mas.rollout.orchestras import SEARCHES
-from mcore_mas.rollout.rewards.coach import CoachConfig
-from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.teams.roles import ROLES
+from rollout.engines import EngineConfig
+from rollout.engines.remote import RemoteConfig
+from rollout.engines.sglang.settings import slot_problem
+from rollout.orchestras import SEARCHES
+from rollout.rewards.coach import CoachConfig
+from rollout.tasks import GENERATORS
+from rollout.teams.roles import ROLES
 
 
 class ConfigError(ValueError):
@@ -62,7 +62,9 @@ class ConfigError(ValueError):
 
 STATES = ("base", "trained")  # of a run's policies: before training and after it
 GAIN = "trained-base"  # their difference, paired by task
-_RENAMED = {"trainer.logprob_tolerance": "trainer.agreement"}  # keys of version 0.1, and what they are called now
+_RENAMED = {
+    "trainer.logprob_tolerance": "trainer.agreement"
+}  # keys of version 0.1, and what they are called now
 
 
 class RunConfig(Section):
@@ -96,12 +98,16 @@ class RunConfig(Section):
             try:
                 lookup("agent role", agent.role or name, ROLES)
             except UnknownName as error:
-                raise ValueError(f"agents.{name}: {error}; or no module that is imported registers it") from None
+                raise ValueError(
+                    f"agents.{name}: {error}; or no module that is imported registers it"
+                ) from None
             self._check_policy(name, agent)
         self.orchestra.check_agents(self.agents)
         self.env.check_tools(self.agents)
         if self.orchestra.name in SEARCHES and self.trainer.branching is not None:
-            raise ValueError(f"orchestra '{self.orchestra.name}' grows its own tree; leave trainer.branching out")
+            raise ValueError(
+                f"orchestra '{self.orchestra.name}' grows its own tree; leave trainer.branching out"
+            )
         self.reward.check_agents(self.agents)
         if self.reward.name == "coach" and self.coach is None:
             raise ValueError("reward 'coach' needs a coach; choose one, for example coach=openai")
@@ -114,7 +120,9 @@ class RunConfig(Section):
             )
         if self.cold_start is not None:
             self.data.demonstration_arguments(self.cold_start.options)
-            if self.data.generator in GENERATORS:  # whose demonstrations' options are by agent, as far as by anything
+            if (
+                self.data.generator in GENERATORS
+            ):  # whose demonstrations' options are by agent, as far as by anything
                 check_named("cold_start.options", self.cold_start.options, self.agents)
             for name, policy in self.policies.items():
                 if policy.chat_template or policy.chat_template_kwargs:
@@ -127,7 +135,9 @@ class RunConfig(Section):
         _check_schedules(self)
         check_sharing(self.policies, self.trained)
         keeping = [name for name in self.trained if not self.policies[name].offload]
-        self.cluster.check_policies({name: sharing(self.policies, name) for name in self.policies}, keeping)
+        self.cluster.check_policies(
+            {name: sharing(self.policies, name) for name in self.policies}, keeping
+        )
         _check_engines(self)
         _check_ahead(self)
         return self
@@ -154,7 +164,9 @@ class RunConfig(Section):
                 f"set agents.{name}.temperature above 0, or loss_weight to 0"
             )
         if agent.loss_weight and not policy.lr:
-            raise ValueError(f"policies.{agent.policy}.lr is missing; agent '{name}' trains this policy")
+            raise ValueError(
+                f"policies.{agent.policy}.lr is missing; agent '{name}' trains this policy"
+            )
 
     def precision_of(self, policy: str) -> Precision:
         """What a policy's log-probabilities are computed in, by trainer or engine, whichever rounds more."""
@@ -200,21 +212,31 @@ class RunConfig(Section):
         if step > trained and not self.ahead:
             return False
         until = [self.in_turn(s) for s in range(trained, step)]
-        return all(sum(name in own for own in until) <= self.staleness_of(name) for name in self.trained)
+        return all(
+            sum(name in own for own in until) <= self.staleness_of(name) for name in self.trained
+        )
 
     @property
     def remotes(self) -> dict[str, RemoteConfig]:
         """The models behind an API, by policy."""
-        return {name: policy.remote for name, policy in self.policies.items() if policy.remote is not None}
+        return {
+            name: policy.remote
+            for name, policy in self.policies.items()
+            if policy.remote is not None
+        }
 
     @property
     def models(self) -> dict[str, str]:
         """The folders of the other policies' models."""
-        return {name: policy.model for name, policy in self.policies.items() if policy.remote is None}
+        return {
+            name: policy.model for name, policy in self.policies.items() if policy.remote is None
+        }
 
     def trajectories_in_flight(self, servers: int) -> int:
         """How many trajectories a measurement plays at a time, on so many engines of its own."""
-        slots = self.engine.slots * servers + sum(remote.concurrency for remote in self.remotes.values())
+        slots = self.engine.slots * servers + sum(
+            remote.concurrency for remote in self.remotes.values()
+        )
         return self.evaluation.in_flight or 2 * slots
 
     @property
@@ -237,9 +259,13 @@ class RunConfig(Section):
         try:
             values = read_yaml(path)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())}); make it again") from error
+            raise ConfigError(
+                f"{path}: not YAML ({' '.join(str(error).split())}); make it again"
+            ) from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{path}: {type(values).__name__}, where a config is a mapping; name another file")
+            raise ConfigError(
+                f"{path}: {type(values).__name__}, where a config is a mapping; name another file"
+            )
         return cls.check(values, str(path))
 
     @classmethod
@@ -252,7 +278,9 @@ class RunConfig(Section):
         try:
             if isinstance(values, dict):
                 _check_played(values.get("agents"), values.get("policies"))
-            return _corrected(cls.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True))
+            return _corrected(
+                cls.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True)
+            )
         except ValidationError as error:
             said = invalid(error, cls, given).removeprefix("the config: ")
             for old, new in _RENAMED.items():
@@ -265,10 +293,16 @@ class RunConfig(Section):
 def _check_played(agents: Any, policies: Any) -> None:
     """Refuse policies and agents that do not go together, before one that is misspelt lacks what the other has."""
     if not (
-        isinstance(agents, dict) and isinstance(policies, dict) and all(isinstance(a, dict) for a in agents.values())
+        isinstance(agents, dict)
+        and isinstance(policies, dict)
+        and all(isinstance(a, dict) for a in agents.values())
     ):
         return
-    played = {name: str(agent.get("policy")) for name, agent in agents.items() if isinstance(agent.get("policy"), str)}
+    played = {
+        name: str(agent.get("policy"))
+        for name, agent in agents.items()
+        if isinstance(agent.get("policy"), str)
+    }
     for name, policy in played.items():
         if policy not in policies:
             near = nearest(policy, policies) or nearest(name, agents.keys() - {name})
@@ -276,7 +310,9 @@ def _check_played(agents: Any, policies: Any) -> None:
             raise ValueError(f"{what}; policies: {', '.join(policies)}{near}")
     if (idle := policies.keys() - played.values()) and len(played) == len(agents):
         near = nearest(min(idle), policies.keys() - idle)
-        raise ValueError(f"policy '{min(idle)}' is played by no agent; remove it or name it in agents{near}")
+        raise ValueError(
+            f"policy '{min(idle)}' is played by no agent; remove it or name it in agents{near}"
+        )
 
 
 def for_policy(config: RunConfig, policy: str) -> RunConfig:
@@ -286,12 +322,18 @@ def for_policy(config: RunConfig, policy: str) -> RunConfig:
         ValueError: they do not go with the run's.
     """
     own = config.policies[policy].own
-    sections: dict[str, Section] = {"engine": config.engine, "loss": config.loss, "trainer": config.trainer}
+    sections: dict[str, Section] = {
+        "engine": config.engine,
+        "loss": config.loss,
+        "trainer": config.trainer,
+    }
     for name, section in sections.items():
         try:
             sections[name] = own.over(name, section)
         except ValidationError as error:
-            fault = f"{name}.{invalid(error, type(section))}".replace(f"{name}.the config: ", f"{name}: ")
+            fault = f"{name}.{invalid(error, type(section))}".replace(
+                f"{name}.the config: ", f"{name}: "
+            )
             raise ValueError(f"policies.{policy}.own.{fault}") from None
     mine = config.model_copy(update=sections)
     tokens, length = mine.trainer.microbatch_tokens, mine.engine.max_length
@@ -307,18 +349,24 @@ def for_policy(config: RunConfig, policy: str) -> RunConfig:
 def engine_holder(config: RunConfig, policy: str) -> str:
     """The policy whose engine samples for `policy`: the holder of its model, where one engine has all adapters."""
     engine = for_policy(config, policy).engine
-    return config.holder(policy) if engine.name == "embedded" or engine.adapters == "slots" else policy
+    return (
+        config.holder(policy) if engine.name == "embedded" or engine.adapters == "slots" else policy
+    )
 
 
 def _check_engines(config: RunConfig) -> None:
     if config.engine.router_replay and not config.models:
-        raise ValueError("engine.router_replay: remote models say nothing of their experts; leave it out")
+        raise ValueError(
+            "engine.router_replay: remote models say nothing of their experts; leave it out"
+        )
     for name in config.models:
         engine, policy = for_policy(config, name).engine, config.policies[name]
         config.cluster.check_engine(name, engine)
         if policy.share_base:
             holder = config.holder(name)
-            config.cluster.check_shared_engine(name, engine, holder, for_policy(config, holder).engine)
+            config.cluster.check_shared_engine(
+                name, engine, holder, for_policy(config, holder).engine
+            )
         if engine.adapters == "slots" and name in config.trained:
             alone = "engine.adapters: slots is of policies with lora"
             if problem := slot_problem(policy.lora.targets) if policy.lora else alone:
@@ -332,7 +380,11 @@ def places_in_schedule(config: RunConfig, policy: str) -> int:
     """
     trainer = for_policy(config, policy).trainer
     every = config.trainer.alternate is None and policy in config.trained
-    steps = trainer.steps if every else sum(policy in config.in_turn(step) for step in range(trainer.steps))
+    steps = (
+        trainer.steps
+        if every
+        else sum(policy in config.in_turn(step) for step in range(trainer.steps))
+    )
     return steps if trainer.minibatch else trainer.passes * trainer.updates_per_step * steps
 
 
@@ -364,10 +416,15 @@ def _check_room(config: RunConfig) -> None:
         )
     overlong = config.reward.penalties.get("overlong", {})
     for name, agent in config.agents.items():
-        limit, buffer = overlong.get("max_tokens", {}).get(name, agent.max_tokens), overlong.get("buffer", 0)
+        limit, buffer = (
+            overlong.get("max_tokens", {}).get(name, agent.max_tokens),
+            overlong.get("buffer", 0),
+        )
         if buffer > limit:
             where = "reward.penalties.overlong.buffer"
-            raise ValueError(f"{where} {buffer} is more than max_tokens {limit} of agent '{name}'; lower it")
+            raise ValueError(
+                f"{where} {buffer} is more than max_tokens {limit} of agent '{name}'; lower it"
+            )
         length = for_policy(config, agent.policy).engine.max_length
         if agent.max_tokens >= length and config.policies[agent.policy].remote is None:
             raise ValueError(
@@ -381,16 +438,31 @@ def _check_credit(config: RunConfig) -> None:
     for name, agent in config.agents.items():
         rule = config.advantage_of(name)
         what, need = f"agent '{name}': advantage '{rule.name}'", NEEDS.get(rule.name)
-        if need == "values" and agent.policy in config.trained and config.policies[agent.policy].critic is None:
+        if (
+            need == "values"
+            and agent.policy in config.trained
+            and config.policies[agent.policy].critic is None
+        ):
             raise ValueError(f"{what} needs policies.{agent.policy}.critic")
         if need == "greedy" and config.reward.name == "tree_shaping":
-            raise ValueError(f"{what} plays a greedy trajectory, which reward 'tree_shaping' has no reward for")
+            raise ValueError(
+                f"{what} plays a greedy trajectory, which reward 'tree_shaping' has no reward for"
+            )
         if need == "steps" and "trees" in config.contrasts:
-            raise ValueError(f"{what} needs rewards of steps in one line of time, and trees have none; choose another")
-        if agent.loss_weight and rule.options.get("lone") != "raw":  # whose lone votes have advantages too
+            raise ValueError(
+                f"{what} needs rewards of steps in one line of time, and trees have none; choose another"
+            )
+        if (
+            agent.loss_weight and rule.options.get("lone") != "raw"
+        ):  # whose lone votes have advantages too
             check_contrast(what, compared(rule.name, rule.options), config.contrasts)
     branching, own = config.trainer.branching, config.reward.options.get("alpha", 1.0)
-    if config.reward.name == "local_team" and branching is not None and branching.alpha != 1.0 and own != 1.0:
+    if (
+        config.reward.name == "local_team"
+        and branching is not None
+        and branching.alpha != 1.0
+        and own != 1.0
+    ):
         raise ValueError(
             f"reward.options.alpha {own:g} would multiply trainer.branching.alpha {branching.alpha:g}, which is in a "
             "branch's score already; leave one of them out"
@@ -402,7 +474,9 @@ def _check_credit(config: RunConfig) -> None:
 
 def _corrected(config: RunConfig) -> RunConfig:
     """With the correction that the config leaves open: TIS where a trained policy rounds to bfloat16."""
-    if "correction" in config.loss.model_fields_set or all(config.precision_of(p) == "float32" for p in config.trained):
+    if "correction" in config.loss.model_fields_set or all(
+        config.precision_of(p) == "float32" for p in config.trained
+    ):
         return config
     loss = config.loss.model_copy(update={"correction": CorrectionConfig(name="tis")})
     return config.model_copy(update={"loss": loss})
@@ -416,7 +490,9 @@ def _check_ahead(config: RunConfig) -> None:
         return
     most = max(config.staleness_of(name) for name in config.trained)
     if config.engine.sleep:
-        raise ValueError(f"engine.sleep: engines have no rest while staleness is {most}; set one to 0 or false")
+        raise ValueError(
+            f"engine.sleep: engines have no rest while staleness is {most}; set one to 0 or false"
+        )
     for name, policy in config.policies.items():
         if policy.offload:
             raise ValueError(

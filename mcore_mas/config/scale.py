@@ -8,10 +8,10 @@ from zlib import crc32
 
 from mcore_mas import SHIPPED
 from mcore_mas.config.run import ConfigError
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.options import merged
-from mcore_mas.rollout.records.trajectory import Turn
-from mcore_mas.rollout.tasks.splits import SPLITS
+from rollout.base.files import read_yaml
+from rollout.base.options import merged
+from rollout.records.trajectory import Turn
+from rollout.tasks.splits import SPLITS
 
 _CORPUS = "data/search/passages.jsonl"
 _FILE_LIMIT = 4  # tasks of each file
@@ -33,7 +33,9 @@ def scaled(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
     made: dict[str, Any] = merged(values, rule["merged"]) | rule["replaced"]
     for section, limits in rule["most"].items():
         made[section] = _capped(made[section], limits)
-    made["policies"] = {name: _policy(own, rule["policies"], values) for name, own in values["policies"].items()}
+    made["policies"] = {
+        name: _policy(own, rule["policies"], values) for name, own in values["policies"].items()
+    }
     made["agents"] = {name: {**own, **rule["agents"]} for name, own in values["agents"].items()}
     made["data"] = _data(made["data"], Path(values["results"]))
     retriever = values.get("retriever") or {}
@@ -70,12 +72,16 @@ def _capped(value: Any, limits: Mapping[str, int]) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {
-        key: min(item, limits[key]) if key in limits and type(item) is int else _capped(item, limits)
+        key: min(item, limits[key])
+        if key in limits and type(item) is int
+        else _capped(item, limits)
         for key, item in value.items()
     }
 
 
-def _policy(policy: Mapping[str, Any], settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _policy(
+    policy: Mapping[str, Any], settings: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
     made = {**policy, **settings}
     if made.get("critic"):
         made["critic"] = {**made["critic"], "warmup_steps": 0, "schedule": "constant"}
@@ -85,7 +91,9 @@ def _policy(policy: Mapping[str, Any], settings: Mapping[str, Any], values: Mapp
 
 
 def _data(data: Mapping[str, Any], results: Path) -> dict[str, Any]:
-    if data.get("generator") == "dsbench":  # its files may not be given on; generated tables are played the same way
+    if (
+        data.get("generator") == "dsbench"
+    ):  # its files may not be given on; generated tables are played the same way
         return {**data, "generator": "tabular", "options": {}}
     if data.get("generator"):
         return dict(data)
@@ -94,8 +102,15 @@ def _data(data: Mapping[str, Any], results: Path) -> dict[str, Any]:
         if isinstance(entry, list | tuple):
             return [moved(one) for one in entry]
         keys = entry if isinstance(entry, Mapping) else {"path": entry}
-        if keys.get("format", data.get("format")) == "search":  # a file of many sources, each a row of some table
-            return {**keys, "limit": None, "limit_per_source": 1, "path": str(results / keys["path"])}
+        if (
+            keys.get("format", data.get("format")) == "search"
+        ):  # a file of many sources, each a row of some table
+            return {
+                **keys,
+                "limit": None,
+                "limit_per_source": 1,
+                "path": str(results / keys["path"]),
+            }
         limit = min(keys.get("limit") or _FILE_LIMIT, _FILE_LIMIT)
         return {**keys, "limit": limit, "path": str(results / keys["path"])}
 

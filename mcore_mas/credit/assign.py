@@ -22,17 +22,22 @@ from mcore_mas.credit.samples import CreditError, Sample, TurnId
 from mcore_mas.equations.advantages import ALONE, BY_TOKEN, NEEDS, compared
 from mcore_mas.equations.divergence import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
-from mcore_mas.rollout.records.trajectory import changed, grouped
+from rollout.records.trajectory import changed, grouped
 
 _IDS = ("policy", "task", "agent", "trajectory", "state")
 
 
 def _keys(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """The key columns of `Turns`: texts of samples are numbered, and so are nodes and their parents."""
-    keys = {"turn": torch.tensor([s.turn for s in samples]), "round": torch.tensor([s.round for s in samples])}
+    keys = {
+        "turn": torch.tensor([s.turn for s in samples]),
+        "round": torch.tensor([s.round for s in samples]),
+    }
     for column in _IDS:
         known: dict[str, int] = {}
-        keys[column] = torch.tensor([known.setdefault(getattr(s, column), len(known)) for s in samples])
+        keys[column] = torch.tensor(
+            [known.setdefault(getattr(s, column), len(known)) for s in samples]
+        )
     numbers: dict[tuple[str, str], int] = {}
     nodes = [numbers.setdefault((s.trajectory, s.node), len(numbers)) for s in samples]
     # a parent without a turn here, filtered or masked, has a number too: its children are nobody else's siblings
@@ -40,7 +45,9 @@ def _keys(samples: Sequence[Sample]) -> dict[str, Tensor]:
     for place in above:
         if place[1]:
             numbers.setdefault(place, len(numbers))
-    parents = [numbers.get(place, -1) if s.node else -1 for s, place in zip(samples, above, strict=True)]
+    parents = [
+        numbers.get(place, -1) if s.node else -1 for s, place in zip(samples, above, strict=True)
+    ]
     return keys | {"node": torch.tensor(nodes), "parent": torch.tensor(parents)}
 
 
@@ -49,13 +56,17 @@ def columns(samples: Sequence[Sample]) -> Turns:
     trees = any(sample.node for sample in samples)
     penalised = any(sample.penalties is not None for sample in samples)
     return Turns(
-        scores=torch.tensor([sample.reward - sum(sample.penalties or ()) for sample in samples], dtype=torch.float64),
+        scores=torch.tensor(
+            [sample.reward - sum(sample.penalties or ()) for sample in samples], dtype=torch.float64
+        ),
         keys=_keys(samples),
         lengths=torch.tensor([sample.tokens for sample in samples]),
         # the rounds of a tree are not one line of time
         steps=None if trees else _steps(samples),
         greedy=_named(samples, "greedy"),
-        penalties=_by_token([s.penalties or (0.0,) * s.tokens for s in samples]) if penalised else None,
+        penalties=_by_token([s.penalties or (0.0,) * s.tokens for s in samples])
+        if penalised
+        else None,
         values=_by_token([sample.values for sample in samples]),
         alike=partial(_alike, samples),
     )
@@ -87,7 +98,11 @@ def assessments(
     """Every estimator of `rules`, with the places of the turns that it sees, these turns, and what it makes of them."""
     for rule in _distinct(samples, rules):
         own = [i for i, sample in enumerate(samples) if rules[sample.agent] == rule]
-        seen = [i for i in own if samples[i].tokens] if rule.name in ALONE else list(range(len(samples)))
+        seen = (
+            [i for i in own if samples[i].tokens]
+            if rule.name in ALONE
+            else list(range(len(samples)))
+        )
         if seen:  # else every reply of these agents is masked
             turns = columns([samples[i] for i in seen])
             yield rule, seen, turns, assess(turns, rule)
@@ -101,7 +116,9 @@ def assess(turns: Turns, rule: AdvantageConfig) -> Advantages:
     """
     need = NEEDS.get(rule.name)
     if need is not None and getattr(turns, need) is None:
-        raise CreditError(f"advantage '{rule.name}' needs {need} of every turn, and a turn has none")
+        raise CreditError(
+            f"advantage '{rule.name}' needs {need} of every turn, and a turn has none"
+        )
     made = rule.call(turns)
     return made if isinstance(made, Advantages) else Advantages(made)
 
@@ -113,7 +130,9 @@ def by_place(samples: Sequence[Sample]) -> dict[TurnId, float]:
 
 def penalise(sample: Sample, coef: float, kind: KLName) -> Sample:
     """The sample with the penalty `coef` times KL estimate `kind`, against the reference, on every token's reward."""
-    penalty = coef * kl_penalty(torch.tensor(sample.behaviour), torch.tensor(sample.reference), kind)
+    penalty = coef * kl_penalty(
+        torch.tensor(sample.behaviour), torch.tensor(sample.reference), kind
+    )
     return replace(sample, penalties=tuple(penalty.tolist()))
 
 
@@ -132,7 +151,9 @@ def keep(samples: Sequence[Sample], rule: FilterConfig) -> list[Sample]:
     return [sample for sample, stays in zip(samples, mask.tolist(), strict=True) if stays]
 
 
-def _distinct(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> list[AdvantageConfig]:
+def _distinct(
+    samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]
+) -> list[AdvantageConfig]:
     distinct: list[AdvantageConfig] = []
     for sample in samples:
         if sample.agent not in rules:
@@ -160,7 +181,11 @@ def _rows(turns: Turns, values: Tensor, *, by_token: bool) -> list[tuple[float, 
 def _named(samples: Sequence[Sample], name: str) -> Tensor | None:
     """[n] the score `name` of every turn; None when a turn has none."""
     values = [sample.scores.get(name) for sample in samples]
-    return None if any(value is None for value in values) else torch.tensor(values, dtype=torch.float64)
+    return (
+        None
+        if any(value is None for value in values)
+        else torch.tensor(values, dtype=torch.float64)
+    )
 
 
 def _steps(samples: Sequence[Sample]) -> Tensor | None:
@@ -186,7 +211,8 @@ def _alike(samples: Sequence[Sample], similarity: float) -> Tensor:
         alike = (
             number
             for number, prompt in anchors[sample.task]
-            if SequenceMatcher(None, prompt, sample.prompt_ids, autojunk=False).ratio() >= similarity
+            if SequenceMatcher(None, prompt, sample.prompt_ids, autojunk=False).ratio()
+            >= similarity
         )
         if (found := next(alike, None)) is None:
             found = next(new)
@@ -204,7 +230,9 @@ class CreditWatch:
     def __init__(self) -> None:
         self._without = 0  # steps from the start on in which no turn had an advantage
         self._seen = False  # whether a turn ever had one
-        self._told: set[tuple[str, str]] = set()  # pairs of agents whose rewards were said to be apart in scale
+        self._told: set[tuple[str, str]] = (
+            set()
+        )  # pairs of agents whose rewards were said to be apart in scale
 
     def check(self, trainer: TrainerConfig, step: int, samples: Sequence[Sample]) -> None:
         """Look at a step's `samples`, in the order of the steps.
@@ -215,7 +243,9 @@ class CreditWatch:
         """
         bound, within = trainer.max_advantage, trainer.signal_within
         sizes = np.array([np.abs(sample.advantages or (0.0,)).max() for sample in samples])
-        if bound is not None and not (sizes <= bound).all():  # nor may one be no number, which is the largest here
+        if (
+            bound is not None and not (sizes <= bound).all()
+        ):  # nor may one be no number, which is the largest here
             largest, sample = sizes.max(), samples[int(sizes.argmax())]
             raise CreditError(
                 f"step {step}: agent {sample.agent} has an advantage of {largest:.2g} (trajectory {sample.trajectory}, "
@@ -240,7 +270,9 @@ class CreditWatch:
         if not any(group is not None and "agent" not in group.peers for group in groups):
             return ""
         rewards = grouped((sample.agent, sample.reward) for sample in samples)
-        scales = {agent: max(own) - min(own) for agent, own in rewards.items() if max(own) > min(own)}
+        scales = {
+            agent: max(own) - min(own) for agent, own in rewards.items() if max(own) > min(own)
+        }
         if not scales:
             return ""
         low, high = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)

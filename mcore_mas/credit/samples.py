@@ -8,7 +8,7 @@ from itertools import count, takewhile
 import torch
 
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName, token_weights
-from mcore_mas.rollout.records.trajectory import Group, Status, Turn, changed, derive_seed, grouped
+from rollout.records.trajectory import Group, Status, Turn, changed, derive_seed, grouped
 
 TurnId = tuple[str, str, int]  # trajectory, node, turn: which turn of a step
 
@@ -28,23 +28,33 @@ class Sample:
     turn: int
     round: int = 0  # which step of the environment followed
     node: str = ""  # branch numbers from the root; "" outside tree sampling
-    state: str = ""  # digest of the environment's state without history, or else of what the agent saw
+    state: str = (
+        ""  # digest of the environment's state without history, or else of what the agent saw
+    )
     version: int = 0  # oldest weights that sampled any of it
     age: int = 0  # by how many hand-overs they are behind those being trained
     prompt_ids: tuple[int, ...]  # [P]
     completion_ids: tuple[int, ...]  # [C]
-    trained: tuple[bool, ...] | None = None  # [C] loss mask (response mask): True carries loss; None: all
+    trained: tuple[bool, ...] | None = (
+        None  # [C] loss mask (response mask): True carries loss; None: all
+    )
     temperature: float = 1.0
     reward: float = 0.0
-    scores: Mapping[str, float] = field(default_factory=dict)  # what was measured of the turn, by name
-    steps: tuple[float, ...] = ()  # reward of every step of its trajectory, by round; see `step_rewards`
+    scores: Mapping[str, float] = field(
+        default_factory=dict
+    )  # what was measured of the turn, by name
+    steps: tuple[
+        float, ...
+    ] = ()  # reward of every step of its trajectory, by round; see `step_rewards`
     copies: int = 1  # how often the turn counts
     weight: float = 1.0  # of each token's loss, the denominator included once `weigh` has run
     kl_coef: float = 0.0  # factor of the KL term in the loss
     entropy_coef: float = 0.0  # factor of the entropy bonus
     # by token, natural logarithms after temperature; None: not known
     behaviour: tuple[float, ...] | None = None  # [C] log-probabilities of the sampler
-    proximal: tuple[float, ...] | None = None  # [C] log-probabilities under the weights at the start of the step
+    proximal: tuple[float, ...] | None = (
+        None  # [C] log-probabilities under the weights at the start of the step
+    )
     reference: tuple[float, ...] | None = None  # [C] log-probabilities under the frozen reference
     penalties: tuple[float, ...] | None = None  # [C] taken from the reward
     values: tuple[float, ...] | None = None  # [C] the critic's values before each token
@@ -65,7 +75,9 @@ class Sample:
     @property
     def has_gradient(self) -> bool:
         """Whether it changes its policy: by an advantage, a KL term or an entropy bonus."""
-        return self.tokens > 0 and (any(self.advantages or ()) or bool(self.kl_coef or self.entropy_coef))
+        return self.tokens > 0 and (
+            any(self.advantages or ()) or bool(self.kl_coef or self.entropy_coef)
+        )
 
 
 def to_samples(groups: Iterable[Group]) -> list[Sample]:
@@ -91,7 +103,9 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
                     continue
                 if turn.reward is None or not math.isfinite(turn.reward):
                     where = f"trajectory {trajectory.id}, turn {turn.index} ({turn.agent})"
-                    raise CreditError(f"{where}: reward is {turn.reward}; the reward allocator must set a finite one")
+                    raise CreditError(
+                        f"{where}: reward is {turn.reward}; the reward allocator must set a finite one"
+                    )
                 samples.append(
                     Sample(
                         policy=turn.policy,
@@ -129,21 +143,29 @@ def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
     return tuple(rewards[number] for number in takewhile(rewards.__contains__, count()))
 
 
-def align(samples: Sequence[Sample], sizes: Mapping[str, int | None], *place: int | str) -> list[Sample]:
+def align(
+    samples: Sequence[Sample], sizes: Mapping[str, int | None], *place: int | str
+) -> list[Sample]:
     """The samples with `copies` such that each agent has `sizes[agent]` turns per task, where a size is given.
 
     M-GRPO (arXiv 2511.13288): sub-agents are called more often in one trajectory than in another; turns beyond the
     size are dropped at random, missing ones are made up by counting some more than once. `place` seeds the draw.
     """
     done = []
-    for (_, agent), own in grouped(((sample.task, sample.agent), sample) for sample in samples).items():
+    for (_, agent), own in grouped(
+        ((sample.task, sample.agent), sample) for sample in samples
+    ).items():
         size = sizes.get(agent)
         if size is None:
             done += own
             continue
-        order = sorted(own, key=lambda s: derive_seed(*place, "align", s.trajectory, s.node, s.turn))
+        order = sorted(
+            own, key=lambda s: derive_seed(*place, "align", s.trajectory, s.node, s.turn)
+        )
         each, more = divmod(size, len(own))
-        done += [replace(s, copies=each + (i < more)) for i, s in enumerate(order) if each + (i < more)]
+        done += [
+            replace(s, copies=each + (i < more)) for i, s in enumerate(order) if each + (i < more)
+        ]
     return done
 
 

@@ -34,7 +34,7 @@ from mcore_mas.equations.turns import (
     reverse_scan,
     total,
 )
-from mcore_mas.rollout.base.options import Share
+from rollout.base.options import Share
 
 Lone = Literal["zero", "raw"]  # what a vote without peers gets
 Baseline = Literal["mean", "others", "second"]
@@ -139,7 +139,9 @@ def gigpo(
         lone: what an episode without peers gets: "zero", or "raw", its own score; a lone step gets 0.
     """
     episode = relative(turns, peers=peers, vote=vote, std=std, eps=eps, ddof=ddof, lone=lone)
-    anchored = Grouping(peers=(*grouping(peers, "turn").peers, "state"), vote=grouping(peers, "turn").vote)
+    anchored = Grouping(
+        peers=(*grouping(peers, "turn").peers, "state"), vote=grouping(peers, "turn").vote
+    )
     by_state = anchored.statistics(_anchored(turns, step), ddof)
     of_step = (by_state.own - by_state.mean) / (by_state.scale + eps if std == "peers" else 1.0)
     values = episode.values + step.weight * _singletons(by_state, of_step, "zero")
@@ -151,9 +153,13 @@ def _anchored(turns: Turns, step: StepCredit) -> Turns:
     state = turns.keys["state"]
     if step.similarity < 1.0:
         if turns.alike is None:
-            raise ValueError("gigpo: step.similarity below 1 needs the texts of the states, which are not there")
+            raise ValueError(
+                "gigpo: step.similarity below 1 needs the texts of the states, which are not there"
+            )
         state = turns.alike(step.similarity)
-    return replace(turns, scores=discounted_returns(turns, step.gamma), keys={**turns.keys, "state": state})
+    return replace(
+        turns, scores=discounted_returns(turns, step.gamma), keys={**turns.keys, "state": state}
+    )
 
 
 def discounted_returns(turns: Turns, gamma: float) -> Tensor:
@@ -163,7 +169,9 @@ def discounted_returns(turns: Turns, gamma: float) -> Tensor:
         ValueError: the turns have no rewards of environment steps.
     """
     if turns.steps is None:
-        raise ValueError("discounted returns need the rewards of environment steps, which are not there")
+        raise ValueError(
+            "discounted returns need the rewards of environment steps, which are not there"
+        )
     returns = torch.zeros_like(turns.scores)
     for rewards in reversed(turns.steps.unbind(1)):
         returns = rewards + gamma * returns
@@ -177,7 +185,9 @@ def remax(turns: Turns) -> Advantages:
         ValueError: the turns have no greedy outcomes.
     """
     if turns.greedy is None:
-        raise ValueError("remax needs the outcome of a greedy trajectory of every task, which is not there")
+        raise ValueError(
+            "remax needs the outcome of a greedy trajectory of every task, which is not there"
+        )
     return Advantages(turns.scores - turns.greedy)
 
 
@@ -193,11 +203,15 @@ def tree_baseline(turns: Turns, lam: float) -> tuple[GroupStatistics, Tensor]:
     """
     b = _SIBLINGS.statistics(turns)
     node, above = turns.keys["node"], turns.keys["parent"]
-    by_node = torch.full((int(torch.maximum(node, above).max()) + 2,), torch.nan, dtype=torch.float64)
+    by_node = torch.full(
+        (int(torch.maximum(node, above).max()) + 2,), torch.nan, dtype=torch.float64
+    )
     by_node[node] = b.own  # the last place stays empty: it is the root's, which -1 stands for
     parent = by_node[above]
     # the mean of the others is μ - (r - μ) / (n - 1), which leaves equal scores equal
-    siblings = torch.where(b.size > 1, b.mean - (b.own - b.mean) / (b.size - 1).clamp(min=1), torch.nan)
+    siblings = torch.where(
+        b.size > 1, b.mean - (b.own - b.mean) / (b.size - 1).clamp(min=1), torch.nan
+    )
     both = (1 - lam) * parent + lam * siblings
     either = torch.where(parent.isnan(), siblings, parent)
     baseline = torch.where(both.isnan(), either, both)
@@ -270,11 +284,18 @@ def reinforce_pp_baseline(
         vote: what counts once in it; a trajectory in Dr. MAS's and MARTI's code, so that long ones do not set it.
     """
     b = grouping(peers, vote).statistics(turns)
-    return Advantages(_whitened(turns, turns.by_token(turns.scores - b.mean), whitened), {"peers": b})
+    return Advantages(
+        _whitened(turns, turns.by_token(turns.scores - b.mean), whitened), {"peers": b}
+    )
 
 
 def gae(
-    turns: Turns, *, gamma: Share = 1.0, lam: Share = 1.0, across: Across = "turn", whitened: Whitened = "policy"
+    turns: Turns,
+    *,
+    gamma: Share = 1.0,
+    lam: Share = 1.0,
+    across: Across = "turn",
+    whitened: Whitened = "policy",
 ) -> Advantages:
     """Advantages [T] against a critic, whitened: A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t.
 
@@ -319,11 +340,19 @@ Estimator = Callable[..., Advantages]  # of (Turns, **options)
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": _row("GRPO: DeepSeekMath, arXiv 2402.03300", peers="task", vote="trajectory"),
     "dr_grpo": _row("Dr. GRPO, arXiv 2503.20783", peers="task", vote="trajectory", std="none"),
-    "drmas": _row("Dr. MAS, arXiv 2602.08847, eq. 5; Table 3 by peers, vote and std", peers="agent", vote="turn"),
+    "drmas": _row(
+        "Dr. MAS, arXiv 2602.08847, eq. 5; Table 3 by peers, vote and std",
+        peers="agent",
+        vote="turn",
+    ),
     "at_grpo": _row("AT-GRPO: Stronger-MAS, arXiv 2510.11062", peers="state", vote="turn"),
     "gigpo": gigpo,
-    "rloo": _row("RLOO, arXiv 2402.14740", peers="task", vote="trajectory", baseline="others", std="none"),
-    "grpo_passk": _row("arXiv 2503.19595, as verl has it", peers="task", vote="trajectory", baseline="second"),
+    "rloo": _row(
+        "RLOO, arXiv 2402.14740", peers="task", vote="trajectory", baseline="others", std="none"
+    ),
+    "grpo_passk": _row(
+        "arXiv 2503.19595, as verl has it", peers="task", vote="trajectory", baseline="second"
+    ),
     # each call of a sub-agent is a sample of its own in the released code (AQ-MedAI/MrlX); with advantage.align
     "m_grpo": _row("M-GRPO, arXiv 2511.13288", peers="agent", vote="turn"),
     "reinforce_pp": reinforce_pp,
@@ -346,6 +375,9 @@ def compared(name: str, options: Mapping[str, Any]) -> Grouping | None:
     """Whom estimator `name` compares, and what it needs differences in; None where nobody is, or it is not ours."""
     if name not in ESTIMATORS or name in _OF_TREES:
         return _OF_TREES.get(name)
-    defaults = {option.name: option.default for option in inspect.signature(ESTIMATORS[name]).parameters.values()}
+    defaults = {
+        option.name: option.default
+        for option in inspect.signature(ESTIMATORS[name]).parameters.values()
+    }
     chosen = {**defaults, **options}
     return grouping(chosen["peers"], chosen["vote"]) if "peers" in chosen else None

@@ -53,9 +53,11 @@ from typing import Literal
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from mcore_mas.equations.tensors import Tensor, torch
-from mcore_mas.rollout.base.options import AboveLow
+from rollout.base.options import AboveLow
 
-LARGEST_LOG_RATIO = 20.0  # nats; only guards exp against overflow, far outside every range that anyone clips to
+LARGEST_LOG_RATIO = (
+    20.0  # nats; only guards exp against overflow, far outside every range that anyone clips to
+)
 _MOST_K3 = 10.0  # nats
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
@@ -129,7 +131,9 @@ class AdaptiveKL:
         for name in ("coefficient", "target", "horizon"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"adaptive KL: {name} is {value}; expected a finite number above 0")
+                raise ValueError(
+                    f"adaptive KL: {name} is {value}; expected a finite number above 0"
+                )
 
     def update(self, kl: float, n: int) -> AdaptiveKL:
         """The controller after `n` samples whose mean KL was `kl`; n below 5 horizons keeps β above 0.
@@ -138,9 +142,13 @@ class AdaptiveKL:
             ValueError: `kl` is not finite, or β would not stay above 0.
         """
         if not math.isfinite(kl):
-            raise ValueError(f"adaptive KL: measured KL is {kl}; expected a finite number, so skip steps without one")
+            raise ValueError(
+                f"adaptive KL: measured KL is {kl}; expected a finite number, so skip steps without one"
+            )
         error = max(-0.2, min(0.2, kl / self.target - 1.0))
-        return dataclasses.replace(self, coefficient=self.coefficient * (1.0 + error * n / self.horizon))
+        return dataclasses.replace(
+            self, coefficient=self.coefficient * (1.0 + error * n / self.horizon)
+        )
 
 
 Correction = Callable[..., Tensor]
@@ -151,7 +159,9 @@ def none(log_ratio: Tensor, sequences: Tensor) -> Tensor:
     return torch.ones_like(log_ratio)
 
 
-def importance(log_ratio: Tensor, sequences: Tensor, *, level: Level = "token", veto: NonNegativeFloat = 0.0) -> Tensor:
+def importance(
+    log_ratio: Tensor, sequences: Tensor, *, level: Level = "token", veto: NonNegativeFloat = 0.0
+) -> Tensor:
     """w = π_old/μ [N], from log_ratio [N] = log π_old − log μ and the replies' numbers [N]."""
     known = torch.where(log_ratio.isnan(), 0.0, log_ratio.detach())
     weights = bounded_exp(at_level(known, sequences, level))
@@ -159,7 +169,9 @@ def importance(log_ratio: Tensor, sequences: Tensor, *, level: Level = "token", 
         return weights
     # the lowest token decides for its reply
     _, reply = torch.unique(sequences, return_inverse=True)
-    lowest = torch.zeros_like(known).scatter_reduce(0, reply, known, "amin", include_self=False)[reply]
+    lowest = torch.zeros_like(known).scatter_reduce(0, reply, known, "amin", include_self=False)[
+        reply
+    ]
     return torch.where(lowest < math.log(veto), 0.0, weights)
 
 
@@ -192,7 +204,13 @@ def mis(
 icepop = partial(mis, low=0.5, high=5.0, level="token")
 icepop.__doc__ = "IcePop: masked importance sampling of single tokens on both sides [N]."
 
-CORRECTIONS: dict[str, Correction] = {"none": none, "importance": importance, "tis": tis, "mis": mis, "icepop": icepop}
+CORRECTIONS: dict[str, Correction] = {
+    "none": none,
+    "importance": importance,
+    "tis": tis,
+    "mis": mis,
+    "icepop": icepop,
+}
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -296,10 +314,13 @@ def disagreement(metrics: Mapping[str, float], bounds: Mapping[Figure, float]) -
             continue
         found = {figure: metrics[f"{whose}/{_NAME}{figure}"] for figure in _FIGURES}
         slack = SLACK if count < FEW else 1.0
-        allowed = {figure: bound * (1.0 if figure == "max" else slack) for figure, bound in bounds.items()}
+        allowed = {
+            figure: bound * (1.0 if figure == "max" else slack) for figure, bound in bounds.items()
+        }
         if any(found[figure] > bound for figure, bound in allowed.items()):
             figures = ", ".join(
-                f"{figure} {value:.2g}" + (f" (bound {allowed[figure]:.2g})" if figure in allowed else "")
+                f"{figure} {value:.2g}"
+                + (f" (bound {allowed[figure]:.2g})" if figure in allowed else "")
                 for figure, value in found.items()
             )
             said = "the trainer's log-probabilities differ from the engine's by"

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from mcore_mas.equations.tensors import Tensor, torch
 from mcore_mas.equations.turns import Grouping, Turns, grouping
-from mcore_mas.rollout.base.options import AboveLow
+from rollout.base.options import AboveLow
 
 _By = Literal["task", "state"]
 _Ratio = Annotated[float, Field(ge=0, lt=1)]  # 1 would leave nothing
@@ -44,8 +44,12 @@ def lowest_spread(turns: Turns, *, ratio: _Ratio = 0.5, by: _By = "task") -> Ten
     """All groups but the share `ratio` of them with the lowest variance / range²   Stronger-MAS, filter_method std."""
     b = _PEERS[by].statistics(turns)
     groups = int(b.group_of.max()) + 1
-    highest = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce(0, b.group_of, b.votes, "amax")
-    lowest = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce(0, b.group_of, b.votes, "amin")
+    highest = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce(
+        0, b.group_of, b.votes, "amax"
+    )
+    lowest = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce(
+        0, b.group_of, b.votes, "amin"
+    )
     group = turns.key(*_PEERS[by].peers)
     span = (highest - lowest)[group]
     # the variance divides by the votes, as the released code's does
@@ -59,7 +63,10 @@ def outliers(turns: Turns, *, ratio: _Ratio = 0.1, by: _By = "task") -> Tensor:
 
     Stronger-MAS, filter_method uid.
     """
-    distance, group = (turns.scores - _PEERS[by].statistics(turns).mean).abs(), turns.key(*_PEERS[by].peers)
+    distance, group = (
+        (turns.scores - _PEERS[by].statistics(turns).mean).abs(),
+        turns.key(*_PEERS[by].peers),
+    )
     order = distance.argsort(descending=True, stable=True)
     order = order[group[order].argsort(stable=True)]  # by group, furthest first
     size = group.bincount()
@@ -81,7 +88,9 @@ def _best_groups(value: Tensor, group: Tensor, ratio: float) -> Tensor:
 
 Filter = Callable[..., Tensor]
 
-FILTERS: dict[str, Filter] = {f.__name__: f for f in (informative, mean_range, lowest_mean, lowest_spread, outliers)}
+FILTERS: dict[str, Filter] = {
+    f.__name__: f for f in (informative, mean_range, lowest_mean, lowest_spread, outliers)
+}
 _OF_CONTRASTS = ("informative", "lowest_spread", "outliers")
 
 

@@ -19,9 +19,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from mcore_mas.equations.divergence import CORRECTIONS, KL_ESTIMATES, KLName, at_level, bounded_exp, k3
+from mcore_mas.equations.divergence import (
+    CORRECTIONS,
+    KL_ESTIMATES,
+    KLName,
+    at_level,
+    bounded_exp,
+    k3,
+)
 from mcore_mas.equations.tensors import Tensor, torch
-from mcore_mas.rollout.base.options import Share
+from rollout.base.options import Share
 
 DualClip = Annotated[float, Field(gt=1, allow_inf_nan=True)]
 Statistics = dict[str, Tensor]
@@ -38,7 +45,9 @@ class Tokens:
     entropy: Tensor  # [N] nats, carries the gradient where entropy_coef is not zero
     kl_coef: Tensor | None  # [N] factor of the KL term; None: there is none
     entropy_coef: Tensor  # [N] factor of the entropy bonus
-    proximal: Tensor | None = None  # [N] of the weights at the start of the step; None or NaN: the current ones
+    proximal: Tensor | None = (
+        None  # [N] of the weights at the start of the step; None or NaN: the current ones
+    )
     reference: Tensor | None = None  # [N] of the frozen reference; NaN where kl_coef is zero
 
 
@@ -52,11 +61,18 @@ def cross_entropy(tokens: Tokens, old: Tensor) -> tuple[Tensor, Statistics]:
 
 def reinforce(tokens: Tokens, old: Tensor) -> tuple[Tensor, Statistics]:
     """Policy gradient −A log π [N] without ratio or clip: Williams 1992."""
-    return -tokens.advantages * tokens.logprobs, _distance(tokens, old, bounded_exp((tokens.logprobs - old).detach()))
+    return -tokens.advantages * tokens.logprobs, _distance(
+        tokens, old, bounded_exp((tokens.logprobs - old).detach())
+    )
 
 
 def ppo_clip(
-    tokens: Tokens, old: Tensor, *, clip_low: Share = 0.2, clip_high: NonNegativeFloat = 0.2, dual_clip: DualClip = 3.0
+    tokens: Tokens,
+    old: Tensor,
+    *,
+    clip_low: Share = 0.2,
+    clip_high: NonNegativeFloat = 0.2,
+    dual_clip: DualClip = 3.0,
 ) -> tuple[Tensor, Statistics]:
     """Clipped policy-gradient loss [N] of PPO, with dual clip.
 
@@ -89,7 +105,9 @@ def gspo(
     return loss, statistics | _distance(tokens, old, ratio)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> tuple[Tensor, Statistics]:
+def _clipped(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float
+) -> tuple[Tensor, Statistics]:
     plain = -ratio * advantages
     clipped = -ratio.clamp(1.0 - low, 1.0 + high) * advantages
     bound = torch.where(advantages < 0, -dual * advantages, math.inf)
@@ -116,7 +134,12 @@ def _distance(tokens: Tokens, old: Tensor, ratio: Tensor) -> Statistics:
     }
 
 
-LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "reinforce": reinforce, "ppo_clip": ppo_clip, "gspo": gspo}
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": cross_entropy,
+    "reinforce": reinforce,
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +173,9 @@ class Objective:
         loss, statistics = LOSSES[self.loss](tokens, old, **self.options)
         if self.correction != "none":
             log_ratio = (old - tokens.behaviour).detach()
-            weight = CORRECTIONS[self.correction](log_ratio, tokens.sequences, **self.correction_options)
+            weight = CORRECTIONS[self.correction](
+                log_ratio, tokens.sequences, **self.correction_options
+            )
             loss = loss * weight
             statistics |= {"correction_weight": weight, "correction_weight_max": weight}
             statistics |= {"correction_masked": (weight == 0).float()}
@@ -163,7 +188,9 @@ class Objective:
             loss = loss + tokens.kl_coef * kl
             statistics |= {"reference_kl": torch.where(known, kl.detach(), math.nan)}
         elif tokens.kl_coef is not None and bool(tokens.kl_coef.any()):
-            raise ValueError("objective: kl_coef is not zero, but no token has reference log-probabilities; add them")
+            raise ValueError(
+                "objective: kl_coef is not zero, but no token has reference log-probabilities; add them"
+            )
         return loss - tokens.entropy_coef * tokens.entropy, statistics
 
 
@@ -177,7 +204,9 @@ class ValueObjective:
 
     clip: float = 0.2  # in reward units; inf is plain regression
 
-    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Tensor, Statistics]:
+    def __call__(
+        self, values: Tensor, old_values: Tensor, returns: Tensor
+    ) -> tuple[Tensor, Statistics]:
         """(loss [N] before token weights, statistics [N] by name).
 
         Args:
@@ -209,7 +238,11 @@ def explained_variance(means: Mapping[str, float]) -> float:
 
 
 AggregationName = Literal[
-    "token_mean", "agent_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
+    "token_mean",
+    "agent_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum_norm",
 ]
 
 
@@ -217,10 +250,14 @@ AggregationName = Literal[
 class Aggregation:
     """One way to make a loss of all tokens."""
 
-    weights: Callable[[Tensor, float], Tensor]  # (lengths [n] float64, norm) -> weight of a token of each sample [n]
+    weights: Callable[
+        [Tensor, float], Tensor
+    ]  # (lengths [n] float64, norm) -> weight of a token of each sample [n]
     source: str
     normed: bool = False  # divides by a configured length
-    by_agent: bool = False  # each agent's samples by themselves, of which the mean over agents is taken
+    by_agent: bool = (
+        False  # each agent's samples by themselves, of which the mean over agents is taken
+    )
 
 
 AGGREGATIONS: dict[AggregationName, Aggregation] = {
@@ -254,7 +291,9 @@ AGGREGATIONS: dict[AggregationName, Aggregation] = {
 }
 
 
-def token_weights(lengths: Tensor, *, mode: AggregationName = "token_mean", norm: float | None = None) -> Tensor:
+def token_weights(
+    lengths: Tensor, *, mode: AggregationName = "token_mean", norm: float | None = None
+) -> Tensor:
     """The weight [n] float64 of each single token of sample i, the update's denominator included.
 
     Args:

@@ -14,7 +14,9 @@ def pass_at(scores: Sequence[float], k: int) -> float:
     # Σ_i s_(i) C(i-1, k-1) / C(n, k), s_(1) ≤ … ≤ s_(n); of scores 0 and 1, c of them 1, that is
     # 1 - C(n-c, k) / C(n, k)   Chen et al., arXiv 2107.03374, eq. 1
     ranked = enumerate(sorted(scores))
-    return math.fsum(score * math.comb(below, k - 1) for below, score in ranked) / math.comb(len(scores), k)
+    return math.fsum(score * math.comb(below, k - 1) for below, score in ranked) / math.comb(
+        len(scores), k
+    )
 
 
 def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
@@ -51,7 +53,9 @@ def mean_interval(values: Sequence[float], name: str) -> tuple[float, float]:
         return statistics.fmean(values) - half, statistics.fmean(values) + half
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     size, drawn = len(values), np.asarray(values, dtype=float)
-    rows = max(1, _AT_ONCE // size)  # at once, and the same draws: all resamples of 50,000 tasks would be 8 GB
+    rows = max(
+        1, _AT_ONCE // size
+    )  # at once, and the same draws: all resamples of 50,000 tasks would be 8 GB
     pieces = (min(rows, RESAMPLES - first) for first in range(0, RESAMPLES, rows))
     means = [drawn[generator.integers(size, size=(piece, size))].mean(axis=1) for piece in pieces]
     low, high = np.percentile(np.concatenate(means), [2.5, 97.5])

@@ -24,11 +24,15 @@ class Turns:
     scores: Tensor  # [n] float64, each turn's reward, token penalties included
     keys: Mapping[str, Tensor]  # [n] int64 by column
     lengths: Tensor  # [n] int64 tokens that carry loss
-    steps: Tensor | None = None  # [n, K] float64 rewards of the environment's steps from the turn's round on, then 0
+    steps: Tensor | None = (
+        None  # [n, K] float64 rewards of the environment's steps from the turn's round on, then 0
+    )
     greedy: Tensor | None = None  # [n] float64 outcome of the task's greedy trajectory
     penalties: Tensor | None = None  # [T] float64 taken from the reward token by token
     values: Tensor | None = None  # [T] float64 the critic's value before each token
-    alike: Callable[[float], Tensor] | None = None  # similarity in (0, 1] -> [n] numbers of states at least so alike
+    alike: Callable[[float], Tensor] | None = (
+        None  # similarity in (0, 1] -> [n] numbers of states at least so alike
+    )
 
     def key(self, *columns: str) -> Tensor:
         """[n] int64 from 0 on: turns that agree in all `columns` get equal numbers."""
@@ -44,12 +48,18 @@ class Turns:
 
     def token_rewards(self) -> Tensor:
         """[T] the turn's own reward on its last token, less the penalty of every token."""
-        rewards = -self.penalties if self.penalties is not None else torch.zeros(int(self.lengths.sum())).double()
+        rewards = (
+            -self.penalties
+            if self.penalties is not None
+            else torch.zeros(int(self.lengths.sum())).double()
+        )
         last = self.lengths.cumsum(0) - 1
         own = self.scores
         if self.penalties is not None:
             own = own + total(self.penalties, self.by_token(torch.arange(len(own))), len(own))
-        said = self.lengths > 0  # a reply of no tokens has none to reward, and not the one before it
+        said = (
+            self.lengths > 0
+        )  # a reply of no tokens has none to reward, and not the one before it
         return rewards.index_add(0, last[said], own[said])
 
     def by_token(self, column: Tensor) -> Tensor:
@@ -107,7 +117,9 @@ class Grouping:
         hardly ever share one beyond the first turn.
         """
         apart = {"trajectory": "states" if "state" in self.peers else "groups", "node": "trees"}
-        return frozenset(apart[column] for column in self.vote if column in apart and column not in self.peers)
+        return frozenset(
+            apart[column] for column in self.vote if column in apart and column not in self.peers
+        )
 
     def statistics(self, turns: Turns, ddof: int = 1) -> GroupStatistics:
         """Count each vote once in each group that it has turns in; σ divides by (votes - `ddof`)."""
@@ -123,7 +135,9 @@ class Grouping:
         mean = average(votes, group_of, groups)
         squares = total((votes - mean[group_of]) ** 2, group_of, groups)
         std = (squares / (size - ddof).clamp(min=1)).sqrt()
-        return GroupStatistics(self, score, mean[group], std[group], size[group], vote, votes, group_of)
+        return GroupStatistics(
+            self, score, mean[group], std[group], size[group], vote, votes, group_of
+        )
 
 
 Peers = Literal["task", "agent", "state"]
@@ -177,5 +191,7 @@ class Advantages:
     """What an estimator made of the turns, and of what."""
 
     values: Tensor  # [n] by turn, or [T] by token; float64
-    groups: Mapping[str, GroupStatistics] = field(default_factory=dict)  # that it compared, by statistic; {}: none
+    groups: Mapping[str, GroupStatistics] = field(
+        default_factory=dict
+    )  # that it compared, by statistic; {}: none
     returns: Tensor | None = None  # [T] targets of a critic

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.rollout.models.architecture import Architecture, read_architecture
+from rollout.models.architecture import Architecture, read_architecture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +31,25 @@ def depths(segments: Sequence[Segment]) -> list[int]:
     """How many tokens lie above each segment."""
     above: list[int] = []
     for segment in segments:
-        above.append(above[segment.parent] + segments[segment.parent].tokens if segment.parent >= 0 else 0)
+        above.append(
+            above[segment.parent] + segments[segment.parent].tokens if segment.parent >= 0 else 0
+        )
     return above
 
 
 def pairs(segments: Sequence[Segment]) -> int:
     """Pairs of a token and one that it attends to, itself among them."""
-    return sum(s.tokens * (2 * above + s.tokens + 1) // 2 for s, above in zip(segments, depths(segments), strict=True))
+    return sum(
+        s.tokens * (2 * above + s.tokens + 1) // 2
+        for s, above in zip(segments, depths(segments), strict=True)
+    )
 
 
-_BY_TOKEN = ("token_ids", "position_ids", "routing")  # columns of a micro-batch that are of its tokens, not its rows
+_BY_TOKEN = (
+    "token_ids",
+    "position_ids",
+    "routing",
+)  # columns of a micro-batch that are of its tokens, not its rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +74,32 @@ class Microbatch:
     weights: Tensor  # [N] float32, the update's denominator included
     kl_coef: Tensor  # [N] float32 factor of the KL term
     entropy_coef: Tensor  # [N] float32 factor of the entropy bonus
-    proximal: Tensor | None = None  # [N] float32 log-probabilities under the weights at the start of the step
+    proximal: Tensor | None = (
+        None  # [N] float32 log-probabilities under the weights at the start of the step
+    )
     reference: Tensor | None = None  # [N] float32 log-probabilities under the frozen reference
     values: Tensor | None = None  # [N] float32 the critic's values at the start of the step
     returns: Tensor | None = None  # [N] float32 the critic's targets
-    ages: Tensor | None = None  # [N] float32 hand-overs since the reply's oldest token; None: all are fresh
-    routing: Tensor | None = None  # [T, bytes] uint8, each token's experts as `Completion` has them; all 255: not known
+    ages: Tensor | None = (
+        None  # [N] float32 hand-overs since the reply's oldest token; None: all are fresh
+    )
+    routing: Tensor | None = (
+        None  # [T, bytes] uint8, each token's experts as `Completion` has them; all 255: not known
+    )
 
     def select(self, kept: Tensor) -> Microbatch:
         """Only the rows `kept` [N] bool, with the segments that lead to them."""
         if kept.all():
             return self
         lengths = torch.tensor([segment.tokens for segment in self.segments])
-        owner = torch.arange(len(self.segments)).repeat_interleave(lengths)  # [T] the segment of each token
+        owner = torch.arange(len(self.segments)).repeat_interleave(
+            lengths
+        )  # [T] the segment of each token
         needed = torch.zeros(len(self.segments), dtype=torch.bool)
         needed[owner[self.predictors[kept]]] = True
-        for number in reversed(range(len(self.segments))):  # a segment comes after the one that it continues
+        for number in reversed(
+            range(len(self.segments))
+        ):  # a segment comes after the one that it continues
             if needed[number] and self.segments[number].parent >= 0:
                 needed[self.segments[number].parent] = True
         tokens = needed[owner]
@@ -105,8 +124,12 @@ class Microbatch:
             self,
             segments=(*self.segments, Segment(tokens=extra)),
             token_ids=torch.cat([self.token_ids, self.token_ids.new_zeros(extra)]),
-            position_ids=torch.cat([self.position_ids, torch.arange(extra, device=self.position_ids.device)]),
-            routing=None if self.routing is None else F.pad(self.routing, (0, 0, 0, extra), value=255),
+            position_ids=torch.cat(
+                [self.position_ids, torch.arange(extra, device=self.position_ids.device)]
+            ),
+            routing=None
+            if self.routing is None
+            else F.pad(self.routing, (0, 0, 0, extra), value=255),
         )
 
     def part(self, ranks: int, rank: int) -> tuple[Microbatch, Tensor]:
@@ -119,12 +142,16 @@ class Microbatch:
         tokens = len(self.token_ids) // ranks
         own = slice(tokens * rank, tokens * (rank + 1))
         rows = ((self.predictors >= own.start) & (self.predictors < own.stop)).nonzero()[:, 0]
-        columns: dict[str, Any] = {name: column[own if name in _BY_TOKEN else rows] for name, column in self._columns()}
+        columns: dict[str, Any] = {
+            name: column[own if name in _BY_TOKEN else rows] for name, column in self._columns()
+        }
         return replace(self, **columns | {"predictors": columns["predictors"] - own.start}), rows
 
     def idle(self) -> Microbatch:
         """One token and one row of weight 0 with the same columns, for a rank that must keep step without work."""
-        rows: dict[str, Any] = {name: column.new_zeros(1, *column.shape[1:]) for name, column in self._columns()}
+        rows: dict[str, Any] = {
+            name: column.new_zeros(1, *column.shape[1:]) for name, column in self._columns()
+        }
         rows["temperatures"] = torch.ones_like(rows["temperatures"])
         if self.routing is not None:
             rows["routing"].fill_(255)
@@ -158,11 +185,22 @@ class CostModel:
     per_shared: float = 0.0  # what it takes, in tokens, that one of them attends to one more stretch that others share
 
     @classmethod
-    def of(cls, spec: TrainerSpec, architecture: Architecture | None = None, *, cpu: bool = False) -> CostModel:
+    def of(
+        cls, spec: TrainerSpec, architecture: Architecture | None = None, *, cpu: bool = False
+    ) -> CostModel:
         """The cost model of a trainer, whose `architecture` is read if it is not given."""
-        a, per_shared = architecture or read_architecture(spec.model), _CPU_PER_SHARED if cpu else 0.0
+        a, per_shared = (
+            architecture or read_architecture(spec.model),
+            _CPU_PER_SHARED if cpu else 0.0,
+        )
         sizes = {"dp": spec.dp, "pp": spec.pp, "vpp": spec.vpp}
-        return cls(**sizes, architecture=a, value_head=spec.head == "value", lora=spec.lora, per_shared=per_shared)
+        return cls(
+            **sizes,
+            architecture=a,
+            value_head=spec.head == "value",
+            lora=spec.lora,
+            per_shared=per_shared,
+        )
 
     @property
     def spread(self) -> bool:
@@ -187,7 +225,9 @@ class CostModel:
         sparse = sum(a.experts.sparse) if a.experts else 0
         weights += (a.layers - sparse) * a.hidden * 3 * a.ffn
         if a.experts:
-            weights += sparse * a.hidden * (3 * a.experts.per_token * a.experts.ffn + a.experts.count)
+            weights += (
+                sparse * a.hidden * (3 * a.experts.per_token * a.experts.ffn + a.experts.count)
+            )
         head = a.hidden * (1 if self.value_head else a.vocab)
         # scores and sums of values over what is attended to
         return 2.0 * (tokens * weights + 2 * a.layers * seen * attention + rows * head)
@@ -205,7 +245,10 @@ class CostModel:
         if self.lora is None or a is None:
             return work
         adapters = sum(sum(a.projections[x]) for x in self.lora.targets) * self.lora.rank
-        tokens, rows = sum(len(b.token_ids) for b in batches), sum(len(b.predictors) for b in batches)
+        tokens, rows = (
+            sum(len(b.token_ids) for b in batches),
+            sum(len(b.predictors) for b in batches),
+        )
         return work - self.work(tokens, 0, rows) + 6 * a.layers * tokens * adapters
 
     def counts(self, least: int) -> list[int]:

@@ -28,7 +28,10 @@ _LITERAL_MODULES = (
 
 # Modules that ask which stream they are on, or wait for one.
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"  # sends token counts to the CPU on a stream of its own
-_STREAM_MODULES = (_DISPATCHER, "megatron.core.distributed.param_and_grad_buffer")  # the latter from 0.19 on
+_STREAM_MODULES = (
+    _DISPATCHER,
+    "megatron.core.distributed.param_and_grad_buffer",
+)  # the latter from 0.19 on
 
 
 class _Changed(types.ModuleType):
@@ -48,8 +51,13 @@ def _torch_on_cpu() -> _Changed:
     # what was asked of it is done; so are the events it records
     only = types.SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
     only.record_event = lambda: only
-    cuda = _Changed(torch.cuda, Stream=lambda: only, current_stream=lambda: only, stream=contextlib.nullcontext)
-    factories = {name: partial(_on_cpu, getattr(torch, name)) for name in ("zeros", "ones", "tensor", "empty")}
+    cuda = _Changed(
+        torch.cuda, Stream=lambda: only, current_stream=lambda: only, stream=contextlib.nullcontext
+    )
+    factories = {
+        name: partial(_on_cpu, getattr(torch, name))
+        for name in ("zeros", "ones", "tensor", "empty")
+    }
     return _Changed(torch, cuda=cuda, **factories)
 
 
@@ -79,7 +87,9 @@ def patch_cuda() -> None:
     # Experts cut by tensor- and dealt to expert-parallel ranks get unequal numbers of tokens; gloo gathers equal ones.
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     mappings._gather_along_first_dim = _unequally(mappings._gather_along_first_dim, _gather)
-    mappings._reduce_scatter_along_first_dim = _unequally(mappings._reduce_scatter_along_first_dim, _reduce_scatter)
+    mappings._reduce_scatter_along_first_dim = _unequally(
+        mappings._reduce_scatter_along_first_dim, _reduce_scatter
+    )
     # The optimizer and gradient clipping assert on the *name* "torch.cuda.FloatTensor".
     torch.Tensor.type = _cuda_type_name
     # A tied embedding's copy on the last pipeline stage is sent to the GPU before it is filled.
@@ -88,7 +98,9 @@ def patch_cuda() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     # Recomputing activations saves and restores the CUDA generator beside the CPU's, which stays as it is.
-    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
+    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *_, **__: torch.empty(
+        0, dtype=torch.uint8
+    )
 
 
 def _current_device() -> torch.device:
@@ -106,7 +118,9 @@ def _as_asked(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
 def _unequally(equal: Any, unequal: Any) -> Any:
     """Megatron's exchange of equal parts, with another where it is told the sizes of unequal ones."""
 
-    def exchange(x: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def exchange(
+        x: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if sizes is None or group.size() == 1:
             return equal(x, group, sizes, use_global_buffer)
         return unequal(x, group, [int(size) for size in sizes])
@@ -126,7 +140,9 @@ def _reduce_scatter(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tens
     """The sum over ranks of this rank's rows; rank r has `sizes`[r] of them."""
     own = sizes[group.rank()]
     parts = x.new_empty(len(sizes), own, *x.shape[1:])
-    dist.all_to_all_single(parts.flatten(0, 1), x.contiguous(), [own] * len(sizes), sizes, group=group)
+    dist.all_to_all_single(
+        parts.flatten(0, 1), x.contiguous(), [own] * len(sizes), sizes, group=group
+    )
     return parts.sum(dim=0)
 
 
@@ -139,7 +155,12 @@ def _cuda_type_name(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwarg
     return _tensor_type(tensor).replace("torch.", "torch.cuda.", 1)
 
 
-TRIED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")  # of these, rows of docs/exactness.md have been measured
+TRIED = (
+    "0.16.1",
+    "0.17.1",
+    "0.18.2",
+    "0.19.2",
+)  # of these, rows of docs/exactness.md have been measured
 
 
 def untried(version: str) -> str | None:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_mas.rollout.base.processes import ProcessLost
+from rollout.base.processes import ProcessLost
 
 _T = TypeVar("_T")
 _BLOCK = 64 << 20  # bytes of host memory that are had at once, and copied at once
@@ -56,7 +56,9 @@ def patch_fallbacks() -> None:
         layers._grad_accum_fusion_available = True
         # Apex' module of that name
         layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
-            wgrad_gemm_accum_fp32=lambda inputs, of_out, total: add_product(total, of_out.t(), inputs)
+            wgrad_gemm_accum_fp32=lambda inputs, of_out, total: add_product(
+                total, of_out.t(), inputs
+            )
         )
 
 
@@ -83,7 +85,9 @@ def of_weight(weight: Tensor, total: Tensor | None, ctx: Any) -> Tensor | None:
     return None if ctx.embeds else added(weight)
 
 
-def _norm(_chunk: int, _flag: Tensor, tensors: Sequence[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+def _norm(
+    _chunk: int, _flag: Tensor, tensors: Sequence[list[Tensor]], *_: Any
+) -> tuple[Tensor, None]:
     """The norm [1] of all tensors together."""
     norms = torch._foreach_norm(tensors[0])
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
@@ -100,7 +104,11 @@ def _scale(_chunk: int, _flag: Tensor, tensors: Sequence[list[Tensor]], scale: f
 
 def rank_device() -> torch.device:
     """Where this rank's tensors live."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -108,13 +116,20 @@ def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return [value]
-    written = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=rank_device())
+    written = torch.tensor(
+        list(json.dumps(value).encode()), dtype=torch.uint8, device=rank_device()
+    )
     sizes = [torch.empty(1, dtype=torch.int64, device=rank_device()) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor([len(written)], device=rank_device()), group=group)
     longest = int(max(sizes))
     texts = [torch.empty(longest, dtype=torch.uint8, device=rank_device()) for _ in range(ranks)]
-    dist.all_gather(texts, torch.nn.functional.pad(written, (0, longest - len(written))), group=group)
-    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+    dist.all_gather(
+        texts, torch.nn.functional.pad(written, (0, longest - len(written))), group=group
+    )
+    return [
+        json.loads(bytes(text[: int(size)].tolist()))
+        for text, size in zip(texts, sizes, strict=True)
+    ]
 
 
 def upload(value: _T, device: torch.device, stream: torch.cuda.Stream | None = None) -> _T:
@@ -144,9 +159,14 @@ def upload(value: _T, device: torch.device, stream: torch.cuda.Stream | None = N
     return _replaced(value, moved)  # type: ignore[no-any-return]
 
 
-def uploads(values: Iterable[_T], device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[_T]:
+def uploads(
+    values: Iterable[_T], device: torch.device, stream: torch.cuda.Stream | None
+) -> Iterator[_T]:
     """Each value on `device`, once the one after it is on its way on `stream`, beside what the device computes."""
-    sent = ((upload(value, device, stream), stream.record_event() if stream else None) for value in values)
+    sent = (
+        (upload(value, device, stream), stream.record_event() if stream else None)
+        for value in values
+    )
     for (value, arrived), _ in pairwise(chain(sent, [None])):  # type: ignore[misc]
         if arrived:
             torch.cuda.current_stream(device).wait_event(arrived)
@@ -162,7 +182,9 @@ class BlockMemory:
     def __init__(self, device: torch.device | None = None) -> None:
         """Hold nothing yet; `device` None is the host."""
         self._blocks: list[Tensor] = []
-        self._how: dict[str, Any] = {"device": device} if device else {"pin_memory": torch.cuda.is_available()}
+        self._how: dict[str, Any] = (
+            {"device": device} if device else {"pin_memory": torch.cuda.is_available()}
+        )
 
     def beside(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts of contiguous tensors and for each its place here, both flat and as bytes.
@@ -202,8 +224,15 @@ def host_places(sizes: Iterable[int]) -> list[Tensor]:
 
 def stored(tensors: Iterable[Tensor]) -> list[Tensor]:
     """What the storages of tensors hold, each storage once, flat and as bytes."""
-    found = {storage._cdata: storage for tensor in tensors if (storage := tensor.untyped_storage()).nbytes()}
-    return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in found.values()]
+    found = {
+        storage._cdata: storage
+        for tensor in tensors
+        if (storage := tensor.untyped_storage()).nbytes()
+    }
+    return [
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for storage in found.values()
+    ]
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -251,15 +280,21 @@ class WatchFiles:
             ProcessLost: none has shown a sign of life for `hang_s`; which does not answer, and where others stand.
         """
         seen, since = None, time.monotonic()
-        while time.monotonic() - since < self.hang_s * (1 + 2 / _LOOKS):  # their own watchdogs come first
+        while time.monotonic() - since < self.hang_s * (
+            1 + 2 / _LOOKS
+        ):  # their own watchdogs come first
             await asyncio.sleep(self.hang_s / _LOOKS)
             if (now := [self._beat(rank) for rank in range(len(answers))]) != seen:
                 seen, since = now, time.monotonic()
         told = "; ".join(
             f"{'rank' if len(own) == 1 else 'ranks'} {', '.join(map(str, own))} {what}"
-            for what, own in self._standing([n for n, answer in enumerate(answers) if not answer.done()]).items()
+            for what, own in self._standing(
+                [n for n, answer in enumerate(answers) if not answer.done()]
+            ).items()
         )
-        raise ProcessLost(f"policy {self.policy}: nothing for {time.monotonic() - since:.0f} s; {told}")
+        raise ProcessLost(
+            f"policy {self.policy}: nothing for {time.monotonic() - since:.0f} s; {told}"
+        )
 
     def _beat(self, rank: int) -> int:
         """The time of a rank's last sign of life, of which a dump of its stacks is none."""
@@ -275,7 +310,11 @@ class WatchFiles:
             text = self.of(rank).read_text() if self.of(rank).is_file() else ""
             phase, _, dump = text.partition("\n")
             what = f"does not answer in {phase}" if phase else "has not begun"
-            what = f"stands in {phase} at {_place(dump)}" if _LATE in dump else f"{what} (is it stopped?)"
+            what = (
+                f"stands in {phase} at {_place(dump)}"
+                if _LATE in dump
+                else f"{what} (is it stopped?)"
+            )
             found.setdefault(what, []).append(rank)
         return dict(sorted(found.items()))
 
@@ -283,8 +322,12 @@ class WatchFiles:
 def _place(dump: str) -> str:
     """The innermost frames of the thread that a rank's calls run in."""
     threads = [_FRAME.findall(thread) for thread in dump.split("\nThread ")]
-    own = next((frames for frames in threads if any(_CALLS in file for file, _, _ in frames)), threads[0])
-    return " > ".join(f"{Path(file).name}:{line} {name}" for file, line, name in reversed(own[:_FRAMES]))
+    own = next(
+        (frames for frames in threads if any(_CALLS in file for file, _, _ in frames)), threads[0]
+    )
+    return " > ".join(
+        f"{Path(file).name}:{line} {name}" for file, line, name in reversed(own[:_FRAMES])
+    )
 
 
 class RankWatch:

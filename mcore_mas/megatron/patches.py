@@ -7,7 +7,9 @@ from mcore_mas.megatron.device import patch_fallbacks
 
 # Training without Transformer Engine or Apex is a supported way, not an accident to be warned of at every import.
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
-warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's own default, said at every model
+warnings.filterwarnings(
+    "ignore", message="full scope is deprecated"
+)  # Megatron's own default, said at every model
 patch_cuda()
 patch_release()
 patch_fallbacks()

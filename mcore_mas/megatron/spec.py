@@ -11,7 +11,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.equations.losses import Objective, ValueObjective
-from mcore_mas.rollout.models.layout import ParallelLayout, Recompute
+from rollout.models.layout import ParallelLayout, Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,24 +19,42 @@ class TrainerSpec(ParallelLayout):
     """One trainer, as plain data that travels to every rank."""
 
     model: str  # Hugging Face folder
-    init: Literal["folder", "random"] = "folder"  # "random": seeded weights in the shape of the folder's config.json
+    init: Literal["folder", "random"] = (
+        "folder"  # "random": seeded weights in the shape of the folder's config.json
+    )
     seed: int = 0  # of those
     lora: LoraConfig | None = None  # train adapters on a frozen `model`; None: train all weights
     lora_seed: int = 0  # of a random A
-    head: Literal["policy", "value"] = "policy"  # "value": a critic, whose head starts afresh if `model` has none
-    distributed_optimizer: bool = False  # each data-parallel rank keeps its part of the optimizer's state
+    head: Literal["policy", "value"] = (
+        "policy"  # "value": a critic, whose head starts afresh if `model` has none
+    )
+    distributed_optimizer: bool = (
+        False  # each data-parallel rank keeps its part of the optimizer's state
+    )
     overlap: bool = False  # reduce gradients while others are computed; with the distributed optimizer, gather likewise
     bucket: int | None = None  # parameters of one overlapping exchange; None: Megatron's choice
-    host_moments: bool = False  # Adam's moments are in host memory, but for the weight that is being stepped
+    host_moments: bool = (
+        False  # Adam's moments are in host memory, but for the weight that is being stepped
+    )
     recompute: Recompute = "none"  # activations in the backward pass
-    layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
-    attention: Literal["auto", "torch"] = "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
+    layers: Literal["local", "te"] = (
+        "local"  # whose linear layers: Megatron's own, or Transformer Engine's
+    )
+    attention: Literal["auto", "torch"] = (
+        "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
+    )
     bf16: bool = False  # train in bfloat16 with float32 master weights
-    deterministic: bool = False  # compute in float32 on a CPU what the embedded engine does, to the bit
-    cumem: str | None = None  # NCCL_CUMEM_ENABLE of its ranks where nobody has set it; None: NCCL's own choice
+    deterministic: bool = (
+        False  # compute in float32 on a CPU what the embedded engine does, to the bit
+    )
+    cumem: str | None = (
+        None  # NCCL_CUMEM_ENABLE of its ranks where nobody has set it; None: NCCL's own choice
+    )
     lr: float = 1e-6
     warmup_steps: int = 0  # updates of linear warm-up
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after them
+    schedule: Literal["constant", "linear", "cosine"] = (
+        "constant"  # of the learning rate after them
+    )
     min_lr: float = 0.0  # from update decay_steps on
     decay_steps: int | None = None  # updates, the warm-up included; None goes with a constant rate
     betas: tuple[float, float] = (0.9, 0.95)
@@ -44,13 +62,19 @@ class TrainerSpec(ParallelLayout):
     weight_decay: float = 0.0  # not of norms and biases
     clip_grad: float = 1.0
     spike_factor: float = 10.0  # times the running median that makes a gradient norm a spike
-    skip_spikes: bool = False  # leave out the step of a spike, as always that of a gradient that is not finite
-    objective: Objective | ValueObjective = field(default_factory=Objective)  # a ValueObjective goes with a value head
+    skip_spikes: bool = (
+        False  # leave out the step of a spike, as always that of a gradient that is not finite
+    )
+    objective: Objective | ValueObjective = field(
+        default_factory=Objective
+    )  # a ValueObjective goes with a value head
 
     def __post_init__(self) -> None:
         if isinstance(self.objective, ValueObjective) != (self.head == "value"):
             kind = type(self.objective).__name__
-            raise ValueError(f"trainer: head '{self.head}' with {kind}; a value head goes with a ValueObjective")
+            raise ValueError(
+                f"trainer: head '{self.head}' with {kind}; a value head goes with a ValueObjective"
+            )
         if self.schedule != "constant" and (self.decay_steps or 0) <= self.warmup_steps:
             raise ValueError(
                 f"trainer: schedule '{self.schedule}' over {self.decay_steps} updates with a warm-up of "
@@ -83,8 +107,12 @@ def init_process_groups(
         torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     store, patience = store or HashStore(), timedelta(seconds=patience_s)
-    store.set_timeout(patience)  # of its own 5 minutes, within which all would have to begin NCCL's first collective
-    dist.init_process_group(backend, rank=rank, world_size=layout.ranks, store=store, timeout=patience)
+    store.set_timeout(
+        patience
+    )  # of its own 5 minutes, within which all would have to begin NCCL's first collective
+    dist.init_process_group(
+        backend, rank=rank, world_size=layout.ranks, store=store, timeout=patience
+    )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -94,7 +122,9 @@ def init_process_groups(
         distributed_timeout_minutes=math.ceil(patience_s / 60),
     )
     if torch.cuda.is_available():
-        model_parallel_cuda_manual_seed(1)  # drawn from by nothing, asked for by every layer: there is no dropout
+        model_parallel_cuda_manual_seed(
+            1
+        )  # drawn from by nothing, asked for by every layer: there is no dropout
 
 
 def destroy_process_groups() -> None:

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel, Microbatch, Segment
-from mcore_mas.packing.prefix_tree import PackingItem, PrefixForest, bin_pack, prefix_forest, unshared_forest
+from mcore_mas.packing.prefix_tree import (
+    PackingItem,
+    PrefixForest,
+    bin_pack,
+    prefix_forest,
+    unshared_forest,
+)
 
 _UNKNOWN = float("nan")
 
@@ -64,7 +70,9 @@ class PackedSamples:
     samples without a gradient then need no place.
     """
 
-    def __init__(self, samples: Sequence[Sample], max_tokens: int, cost: CostModel | None = None) -> None:
+    def __init__(
+        self, samples: Sequence[Sample], max_tokens: int, cost: CostModel | None = None
+    ) -> None:
         """The arguments are those of `pack`."""
         self._samples = list(samples)
         self._pack = partial(pack, max_tokens=max_tokens, cost=cost)
@@ -89,9 +97,15 @@ class PackedSamples:
         ordered = [known.get(sample.id) for sample in self._samples]
         kept = torch.tensor([sample is not None for sample in ordered])
         filled = []
-        for batch in (b.select(kept[b.sequences]) for b in self._microbatches if kept[b.sequences].any()):
-            members = [s for n in batch.sequences.unique_consecutive().tolist() if (s := ordered[n])]  # as its rows are
-            filled.append(replace(batch, unshared=sum(map(_computed, members)), **_columns(members)))
+        for batch in (
+            b.select(kept[b.sequences]) for b in self._microbatches if kept[b.sequences].any()
+        ):
+            members = [
+                s for n in batch.sequences.unique_consecutive().tolist() if (s := ordered[n])
+            ]  # as its rows are
+            filled.append(
+                replace(batch, unshared=sum(map(_computed, members)), **_columns(members))
+            )
         return filled
 
 
@@ -114,7 +128,9 @@ def pack(
     for agent in sorted({own.sample.agent for own in every}):
         members = [own for own in every if own.sample.agent == agent]
         tokens = [own.tokens for own in members]
-        forest, holders = prefix_forest(tokens, cost.per_shared) if share else unshared_forest(tokens)
+        forest, holders = (
+            prefix_forest(tokens, cost.per_shared) if share else unshared_forest(tokens)
+        )
         held: list[list[_Sequence]] = [[] for _ in forest.sequences]
         for own, holder in zip(members, holders, strict=True):
             held[holder].append(own)
@@ -146,7 +162,10 @@ def unpack(
 
 
 def _microbatch(
-    agent: str, forest: PrefixForest, held: Sequence[Sequence[_Sequence]], items: Sequence[PackingItem]
+    agent: str,
+    forest: PrefixForest,
+    held: Sequence[Sequence[_Sequence]],
+    items: Sequence[PackingItem],
 ) -> Microbatch:
     segments: list[Segment] = []
     token_ids: list[Tensor] = []
@@ -159,7 +178,9 @@ def _microbatch(
         part = forest[item.first : item.end]
         own, places = part.segments()
         ids, positions = torch.empty(2, part.tokens, dtype=torch.int64)
-        for sequence, place, riders in zip(part.sequences, places, held[item.first : item.end], strict=True):
+        for sequence, place, riders in zip(
+            part.sequences, places, held[item.first : item.end], strict=True
+        ):
             ids[place] = sequence
             positions[place] = torch.arange(len(place))
             for rider in riders:
@@ -180,7 +201,9 @@ def _microbatch(
         token_ids=torch.cat(token_ids),
         position_ids=torch.cat(position_ids),
         predictors=torch.cat(predictors),
-        labels=_tensor([own.sample.completion_ids[i] for own in trained for i in own.trained], np.int64),
+        labels=_tensor(
+            [own.sample.completion_ids[i] for own in trained for i in own.trained], np.int64
+        ),
         sequences=_tensor([own.number for own in trained], np.int64).repeat_interleave(
             torch.tensor([len(own.trained) for own in trained])
         ),
@@ -195,12 +218,16 @@ def _routing(tokens: int, samples: Sequence[Sample], places: Sequence[Tensor]) -
     Args:
         places: of each sample's tokens that are computed.
     """
-    known = [(sample, place) for sample, place in zip(samples, places, strict=True) if sample.routing]
+    known = [
+        (sample, place) for sample, place in zip(samples, places, strict=True) if sample.routing
+    ]
     found: Tensor | None = None
     for sample, place in reversed(known):  # the first one has the last word
         computed = len(sample.prompt_ids) + len(sample.completion_ids) - 1
         rows = torch.frombuffer(bytearray(sample.routing), dtype=torch.uint8).view(computed, -1)
-        found = torch.full((tokens, rows.shape[1]), 255, dtype=torch.uint8) if found is None else found
+        found = (
+            torch.full((tokens, rows.shape[1]), 255, dtype=torch.uint8) if found is None else found
+        )
         found[place] = rows[: len(place)]
     return found
 
@@ -211,7 +238,9 @@ def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
     counts = torch.tensor([len(places) for places in trained])
 
     def constant(name: str) -> Tensor:
-        return torch.tensor([getattr(s, name) for s in samples], dtype=torch.float32).repeat_interleave(counts)
+        return torch.tensor(
+            [getattr(s, name) for s in samples], dtype=torch.float32
+        ).repeat_interleave(counts)
 
     def by_token(name: str) -> Tensor | None:
         """NaN where only others know it."""

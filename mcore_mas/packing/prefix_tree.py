@@ -44,7 +44,9 @@ class PrefixForest:
     @property
     def tokens(self) -> int:
         """Tokens of all segments."""
-        return sum(len(ids) - shared for ids, shared in zip(self.sequences, self.shared, strict=True))
+        return sum(
+            len(ids) - shared for ids, shared in zip(self.sequences, self.shared, strict=True)
+        )
 
     def segments(self) -> tuple[list[Segment], list[Tensor]]:
         """The segments, depth first, and of each sequence where its tokens are in them."""
@@ -59,7 +61,10 @@ class PrefixForest:
             common = min(self.shared[first + 1 : end], default=len(self.sequences[first]))
             if own := common - len(path):
                 segments.append(Segment(tokens=own, parent=parent))
-                parent, path = len(segments) - 1, torch.cat([path, torch.arange(stored, stored + own)])
+                parent, path = (
+                    len(segments) - 1,
+                    torch.cat([path, torch.arange(stored, stored + own)]),
+                )
                 stored += own
             if end - first == 1:
                 places.append(path)
@@ -70,7 +75,9 @@ class PrefixForest:
         return segments, places
 
 
-def prefix_forest(sequences: Sequence[Tensor], per_shared: float = 0.0) -> tuple[PrefixForest, list[int]]:
+def prefix_forest(
+    sequences: Sequence[Tensor], per_shared: float = 0.0
+) -> tuple[PrefixForest, list[int]]:
     """The forest of some sequences, and which of its sequences each of them is a beginning of.
 
     Args:
@@ -93,7 +100,9 @@ def prefix_forest(sequences: Sequence[Tensor], per_shared: float = 0.0) -> tuple
 
 def unshared_forest(sequences: Sequence[Tensor]) -> tuple[PrefixForest, list[int]]:
     """The same as a forest of lone sequences in their order, which share nothing."""
-    return PrefixForest(sequences=sequences, shared=[0] * len(sequences)), list(range(len(sequences)))
+    return PrefixForest(sequences=sequences, shared=[0] * len(sequences)), list(
+        range(len(sequences))
+    )
 
 
 def _common(a: Tensor, b: Tensor) -> int:
@@ -107,8 +116,14 @@ def _worthwhile(sequences: Sequence[Tensor], shared: Sequence[int], per_shared: 
     """What neighbours share, without stretches that save less than `MIN_SAVED` tokens, or than they take."""
     kept = list(shared)
     # tokens of all sequences before one, each without what it shares
-    before = list(accumulate((len(ids) - common for ids, common in zip(sequences, shared, strict=True)), initial=0))
-    open_stretches = [(0, len(shared), 0)]  # stretches of sequences, and how many tokens of theirs are segments above
+    before = list(
+        accumulate(
+            (len(ids) - common for ids, common in zip(sequences, shared, strict=True)), initial=0
+        )
+    )
+    open_stretches = [
+        (0, len(shared), 0)
+    ]  # stretches of sequences, and how many tokens of theirs are segments above
     while open_stretches:
         first, end, depth = open_stretches.pop()
         if end - first < 2:
@@ -154,7 +169,9 @@ class _Bin:
         self.work += item.work
 
 
-def bin_pack(forest: PrefixForest, rows: Sequence[int], max_tokens: int, cost: CostModel) -> list[list[PackingItem]]:
+def bin_pack(
+    forest: PrefixForest, rows: Sequence[int], max_tokens: int, cost: CostModel
+) -> list[list[PackingItem]]:
     """The forest's sequences by micro-batch.
 
     Trees that are too large are cut, each part with a stem of its own; then the largest comes first, into the first
@@ -180,7 +197,9 @@ class _Sums:
 
     def __init__(self, forest: PrefixForest, rows: Sequence[int], cost: CostModel) -> None:
         self._shared = [*forest.shared, 0]
-        own = [(len(ids), shared) for ids, shared in zip(forest.sequences, forest.shared, strict=True)]
+        own = [
+            (len(ids), shared) for ids, shared in zip(forest.sequences, forest.shared, strict=True)
+        ]
         self._tokens = [0, *accumulate(length - shared for length, shared in own)]
         self._pairs = [0, *accumulate(_pairs(length) - _pairs(shared) for length, shared in own)]
         self._rows = [0, *accumulate(rows)]
@@ -208,7 +227,10 @@ class _Sums:
 
     def halves(self, item: PackingItem) -> tuple[PackingItem, PackingItem]:
         """The two parts of an item whose larger one is smallest."""
-        cuts = ((self.item(item.first, i), self.item(i, item.end)) for i in range(item.first + 1, item.end))
+        cuts = (
+            (self.item(item.first, i), self.item(i, item.end))
+            for i in range(item.first + 1, item.end)
+        )
         return min(cuts, key=lambda parts: max(part.work for part in parts))
 
 

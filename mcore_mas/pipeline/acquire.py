@@ -20,20 +20,22 @@ import pyarrow.parquet as pq
 from mcore_mas.pipeline.hub import AcquireError, Hub, fetch
 from mcore_mas.pipeline.sources import Source, known_sources
 from mcore_mas.reports.pages import render_page
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import atomic_path, write_json, write_text
-from mcore_mas.rollout.config.data import DataConfig, make_tasks
-from mcore_mas.rollout.models.architecture import read_config
-from mcore_mas.rollout.models.tensors import tensor_shapes
-from mcore_mas.rollout.records.files import RecordError
-from mcore_mas.rollout.records.trajectory import grouped
-from mcore_mas.rollout.tasks.fields import BadRow
-from mcore_mas.rollout.tasks.files import FORMATS, problem_task, read_rows
-from mcore_mas.rollout.tasks.splits import SPLITS, find_leaks, tokenise
+from rollout.base.errors import ModelError
+from rollout.base.files import atomic_path, write_json, write_text
+from rollout.config.data import DataConfig, make_tasks
+from rollout.models.architecture import read_config
+from rollout.models.tensors import tensor_shapes
+from rollout.records.files import RecordError
+from rollout.records.trajectory import grouped
+from rollout.tasks.fields import BadRow
+from rollout.tasks.files import FORMATS, problem_task, read_rows
+from rollout.tasks.splits import SPLITS, find_leaks, tokenise
 
 _RAW = Path("data/raw")
 _BATCH = 256  # rows written together
-Drawn = Mapping[str, tuple[Mapping[str, Any], int]]  # what tasks are drawn by: data section and seed of each run
+Drawn = Mapping[
+    str, tuple[Mapping[str, Any], int]
+]  # what tasks are drawn by: data section and seed of each run
 
 
 @dataclass(slots=True)
@@ -43,7 +45,9 @@ class Rows:
     rows: int = 0  # with the values that the source asks for
     kept: int = 0
     duplicates: int = 0  # of a kept one: the same question and answer, under the same id
-    repeated: int = 0  # kept, though its question is a kept one's, but for case, spacing and LaTeX's marks
+    repeated: int = (
+        0  # kept, though its question is a kept one's, but for case, spacing and LaTeX's marks
+    )
     dropped: dict[str, int] = field(default_factory=dict)  # by reason
 
     def drop(self, reason: str) -> None:
@@ -80,15 +84,17 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
         found = {**found, "bytes": path.stat().st_size}
     origin = "was there" if there else source.described
     revision = hub.recorded(str(source.repository))["revision"] if fetched else None
-    write_json(receipt, {"item": item, "origin": origin, "revision": revision, "files": fetched, **found})
+    write_json(
+        receipt, {"item": item, "origin": origin, "revision": revision, "files": fetched, **found}
+    )
     print(f"{item}: {origin}, {found}")
 
 
 def _open_index(source: Source, manifest: Path) -> dict[str, Any]:
     """Make a published index usable, or verify it where it is; its counts."""
-    from mcore_mas.retrieval.build import import_index
-    from mcore_mas.retrieval.encoder import Encoder
-    from mcore_mas.retrieval.index import Index
+    from retrieval.build import import_index
+    from retrieval.encoder import Encoder
+    from retrieval.index import Index
 
     vectors, corpus, folder = map(Path, source.needs)
     encoder = Encoder.of(str(source.encoder), folder)
@@ -110,8 +116,14 @@ def _check_model(folder: Path) -> dict[str, Any]:
         raise AcquireError(f"{error}; remove {folder} to have it fetched") from error
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise AcquireError(f"{folder}: its tokenizer cannot be read ({reason}); remove it to have it fetched") from None
-    return {"model_type": kind, "tensors": len(shapes), "parameters": sum(map(prod, shapes.values()))}
+        raise AcquireError(
+            f"{folder}: its tokenizer cannot be read ({reason}); remove it to have it fetched"
+        ) from None
+    return {
+        "model_type": kind,
+        "tensors": len(shapes),
+        "parameters": sum(map(prod, shapes.values())),
+    }
 
 
 def convert(raw: Sequence[Path], source: Source, out: Path) -> Rows:
@@ -123,7 +135,9 @@ def convert(raw: Sequence[Path], source: Source, out: Path) -> Rows:
     found = Rows()
     with atomic_path(out) as temporary:
         try:
-            types = pq.read_schema(raw[0]) if all(file.suffix == ".parquet" for file in raw) else None
+            types = (
+                pq.read_schema(raw[0]) if all(file.suffix == ".parquet" for file in raw) else None
+            )
             _write(temporary, out.suffix, _taken(raw, source, found), types)
         except (RecordError, pa.ArrowException) as error:
             raise AcquireError(f"{source.repository}: {error}") from error
@@ -138,24 +152,34 @@ def _check_data(path: Path, source: Source) -> Rows:
             pass
     except RecordError as error:
         raise AcquireError(f"{error}; remove it to have it fetched") from error
-    _judge(str(path), source.model_copy(update={"rows": None}), found)  # it may have been made in another way
+    _judge(
+        str(path), source.model_copy(update={"rows": None}), found
+    )  # it may have been made in another way
     return found
 
 
 def _judge(where: str, source: Source, found: Rows) -> None:
     if source.rows not in (None, found.rows):
-        raise AcquireError(f"{where}: {found.rows} rows, expected {source.rows}; see revision and rows in sources.yaml")
+        raise AcquireError(
+            f"{where}: {found.rows} rows, expected {source.rows}; see revision and rows in sources.yaml"
+        )
     if not found.kept:
         reasons = ", ".join(found.dropped) or "it has none"
-        raise AcquireError(f"{where}: no row of format {source.format} ({reasons}); see its columns and sources.yaml")
+        raise AcquireError(
+            f"{where}: no row of format {source.format} ({reasons}); see its columns and sources.yaml"
+        )
 
 
 def _taken(files: Sequence[Path], source: Source, found: Rows) -> Iterator[Mapping[str, Any]]:
     """The rows that a team can be asked, each once; `found` learns what became of all."""
     reader, drawn = FORMATS[str(source.format)], None
-    if source.drawn is not None:  # of the rows the authors take some, whom they draw with numpy's older generator
+    if (
+        source.drawn is not None
+    ):  # of the rows the authors take some, whom they draw with numpy's older generator
         number, seed = source.drawn
-        drawn = set(np.random.RandomState(seed).choice(source.rows or 0, number, replace=False).tolist())
+        drawn = set(
+            np.random.RandomState(seed).choice(source.rows or 0, number, replace=False).tolist()
+        )
     known: dict[str, int] = {}  # id -> hash of what it asks and accepts
     texts: set[str] = set()
     for row in (row for file in files for row in read_rows(file)):
@@ -187,7 +211,9 @@ def _taken(files: Sequence[Path], source: Source, found: Rows) -> Iterator[Mappi
             yield row
 
 
-def _write(path: Path, suffix: str, rows: Iterator[Mapping[str, Any]], schema: pa.Schema | None) -> None:
+def _write(
+    path: Path, suffix: str, rows: Iterator[Mapping[str, Any]], schema: pa.Schema | None
+) -> None:
     if suffix == ".json":
         write_json(path, list(rows))
         return
@@ -215,7 +241,9 @@ def assemble(parts: Sequence[Path], out: Path) -> None:
                 with gzip.open(part) if part.suffix == ".gz" else part.open("rb") as stream:
                     _append(stream, target, part)
             except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
-                raise AcquireError(f"{part}: damaged ({error}); remove it to have it fetched again") from error
+                raise AcquireError(
+                    f"{part}: damaged ({error}); remove it to have it fetched again"
+                ) from error
     for part in parts:
         part.unlink()
 
@@ -235,7 +263,9 @@ def _append(stream: Any, target: IO[bytes], part: Path) -> None:
                 shutil.copyfileobj(content, target, 1 << 24)
 
 
-def report_inputs(receipts: Sequence[Path], runs: Drawn, out: Path, *, by_hand: Sequence[str] = ()) -> None:
+def report_inputs(
+    receipts: Sequence[Path], runs: Drawn, out: Path, *, by_hand: Sequence[str] = ()
+) -> None:
     """Write a page on what was acquired: origin, rows and why some were dropped, and what leaks between splits.
 
     Args:
@@ -246,15 +276,27 @@ def report_inputs(receipts: Sequence[Path], runs: Drawn, out: Path, *, by_hand: 
         AcquireError: something has to be put there by hand.
     """
     if by_hand:
-        raise AcquireError(f"all else is there; put these there by hand, and start it again: {'; '.join(by_hand)}")
+        raise AcquireError(
+            f"all else is there; put these there by hand, and start it again: {'; '.join(by_hand)}"
+        )
     found = [json.loads(path.read_text(encoding="utf-8")) for path in receipts]
-    sizes = [own.get("bytes") or sum(file["bytes"] for file in own["files"].values()) or "" for own in found]
-    write_text(out, render_page("inputs.md.jinja", found=list(zip(found, sizes, strict=True)), leaks=_leaks(runs)))
+    sizes = [
+        own.get("bytes") or sum(file["bytes"] for file in own["files"].values()) or ""
+        for own in found
+    ]
+    write_text(
+        out,
+        render_page(
+            "inputs.md.jinja", found=list(zip(found, sizes, strict=True)), leaks=_leaks(runs)
+        ),
+    )
 
 
 def _leaks(runs: Drawn) -> list[str]:
     read = {run: drawn for run, drawn in runs.items() if not drawn[0].get("generator")}
-    names = grouped((json.dumps(drawn, sort_keys=True, default=str), run) for run, drawn in read.items())
+    names = grouped(
+        (json.dumps(drawn, sort_keys=True, default=str), run) for run, drawn in read.items()
+    )
     lines = []
     for key, alike in names.items():
         data, seed = json.loads(key)
@@ -263,5 +305,7 @@ def _leaks(runs: Drawn) -> list[str]:
             if leak.matches and leak.kind != "tests":
                 more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
                 count = f"{len(leak.matches)} of {leak.tasks} {leak.split}"
-                lines.append(f"{alike[0]}{more}: {count} tasks are in {leak.earlier}, by {leak.kind}")
+                lines.append(
+                    f"{alike[0]}{more}: {count} tasks are in {leak.earlier}, by {leak.kind}"
+                )
     return lines

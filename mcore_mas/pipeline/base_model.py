@@ -19,30 +19,38 @@ from mcore_mas import SHIPPED
 from mcore_mas.config.models import made_sizes
 from mcore_mas.config.policy import BaseModelConfig, ColdStartConfig
 from mcore_mas.config.run import RunConfig
-from mcore_mas.retrieval.corpus import Corpus
-from mcore_mas.rollout.base.files import write_text
-from mcore_mas.rollout.base.options import lookup
-from mcore_mas.rollout.config.sections import build_team
-from mcore_mas.rollout.models.chat_template import CHAT_TEMPLATES
-from mcore_mas.rollout.records.files import read_tasks
-from mcore_mas.rollout.records.trajectory import Demonstration, derive_seed
-from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.tasks.arithmetic import arithmetic_tasks
-from mcore_mas.rollout.teams.roles import ROLES
+from retrieval.corpus import Corpus
+from rollout.base.files import write_text
+from rollout.base.options import lookup
+from rollout.config.sections import build_team
+from rollout.models.chat_template import CHAT_TEMPLATES
+from rollout.records.files import read_tasks
+from rollout.records.trajectory import Demonstration, derive_seed
+from rollout.tasks import GENERATORS
+from rollout.tasks.arithmetic import arithmetic_tasks
+from rollout.teams.roles import ROLES
 
 _END, _START, _STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _DEMONSTRATIONS_READ = 4000  # for the vocabulary
 _WORD = r" ?</?[a-z]+>| ?\p{L}+| ?[^\s\p{L}]+|\s+"  # a tag, a word or a sign, each with the space before it
-_INIT_STD = 0.06  # a model this narrow learns several times faster from here than from the usual 0.02
+_INIT_STD = (
+    0.06  # a model this narrow learns several times faster from here than from the usual 0.02
+)
 
 
-def run_demonstrations(config: RunConfig, cold_start: ColdStartConfig, n: int) -> Iterator[Demonstration]:
+def run_demonstrations(
+    config: RunConfig, cold_start: ColdStartConfig, n: int
+) -> Iterator[Demonstration]:
     """`n` demonstrations by the run's generator, in the words of the run's agents."""
     generator = lookup("task generator", config.data.generator or "", GENERATORS)
     assert generator.demonstrations is not None  # RunConfig has checked it
     agents = build_team(config.agents, {}).agents
     roles = {name: agent.role for name, agent in agents.items()}
-    team = {"agents": agents} if "agents" in signature(generator.demonstrations).parameters else {"roles": roles}
+    team = (
+        {"agents": agents}
+        if "agents" in signature(generator.demonstrations).parameters
+        else {"roles": roles}
+    )
     options = config.data.arguments | config.data.demonstration_arguments(cold_start.options)
     return generator.demonstrations(config.seed, n, **team, **options)
 
@@ -55,20 +63,30 @@ def make_base_model(config_path: Path, tasks_dir: Path, out_dir: Path) -> None:
     config = RunConfig.load(config_path)
     assert config.cold_start is not None, "a run without a cold start brings its own model"
     base = config.cold_start.base
-    tokenizer = train_tokenizer(_texts(config, config.cold_start, tasks_dir), base.vocab, base.tokens)
+    tokenizer = train_tokenizer(
+        _texts(config, config.cold_start, tasks_dir), base.vocab, base.tokens
+    )
     tokenizer.save_pretrained(str(out_dir))
-    init_model(tokenizer, base, derive_seed(config.seed, "base model") % 2**63).save_pretrained(str(out_dir))
+    init_model(tokenizer, base, derive_seed(config.seed, "base model") % 2**63).save_pretrained(
+        str(out_dir)
+    )
 
 
 def make_tiny_model(out_dir: str | Path) -> None:
     """Write a small random model of the family that `out_dir` is named after, for the scale `tiny`."""
     out_dir = Path(out_dir)
-    family = next((family for prefix, family in _FAMILIES if out_dir.name.startswith(prefix)), "Qwen2")
+    family = next(
+        (family for prefix, family in _FAMILIES if out_dir.name.startswith(prefix)), "Qwen2"
+    )
     texts = [text for role in ROLES.values() for text in (role.system, role.user)]
     tasks = arithmetic_tasks(1, {"train": 100})
     tokenizer = train_tokenizer(iter([*texts, *(task.prompt for task in tasks)]), 1024, "words")
-    tokenizer.chat_template = f"{CHAT_TEMPLATES['chatml']}{_NO_THOUGHT if family == 'Qwen3' else ''}"
-    base = BaseModelConfig(layers=1, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=1024, positions=4096)
+    tokenizer.chat_template = (
+        f"{CHAT_TEMPLATES['chatml']}{_NO_THOUGHT if family == 'Qwen3' else ''}"
+    )
+    base = BaseModelConfig(
+        layers=1, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=1024, positions=4096
+    )
     tokenizer.save_pretrained(str(out_dir))
     model = init_model(tokenizer, base, derive_seed(1, out_dir.name) % 2**63, family)
     # one part is common to all embeddings, which are the output's rows too: the stop token's is larger, so that it is
@@ -82,14 +100,22 @@ def make_tiny_model(out_dir: str | Path) -> None:
 _COMMON, _STOPS = 0.1, 2.1
 # first letters of a model's name and its architecture in transformers
 _FAMILIES = (("Qwen3", "Qwen3"), ("AReaL", "Qwen3"), ("Llama", "Llama"))
-_NO_THOUGHT = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+_NO_THOUGHT = (
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+)
 
 
 def _texts(config: RunConfig, cold_start: ColdStartConfig, tasks_dir: Path) -> Iterator[str]:
     for demonstration in run_demonstrations(config, cold_start, _DEMONSTRATIONS_READ):
-        for message in demonstration.messages:  # as the chat template writes them; a reply is tokenised by itself
+        for message in (
+            demonstration.messages
+        ):  # as the chat template writes them; a reply is tokenised by itself
             written = message.role == "assistant"
-            yield from (f"{message.role}\n", message.content) if written else (f"{message.role}\n{message.content}",)
+            yield from (
+                (f"{message.role}\n", message.content)
+                if written
+                else (f"{message.role}\n{message.content}",)
+            )
     for task in read_tasks(tasks_dir / "train.parquet"):
         yield task.prompt
     passages = tasks_dir / "passages.jsonl"
@@ -100,7 +126,9 @@ def _texts(config: RunConfig, cold_start: ColdStartConfig, tasks_dir: Path) -> I
 
 def train_tokenizer(texts: Iterator[str], vocab: int, unit: str) -> Any:
     """A byte-level BPE tokenizer of at most `vocab` tokens; `unit` as `BaseModelConfig.tokens`."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read by tokenizers; with threads, ties may fall either way
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # read by tokenizers; with threads, ties may fall either way
+    )
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -132,7 +160,9 @@ def init_model(tokenizer: Any, base: BaseModelConfig, seed: int, family: str = "
 
     transformers.utils.logging.disable_progress_bar()  # writing takes milliseconds
     torch.manual_seed(seed)
-    own = {"head_dim": base.hidden // base.heads} if family == "Qwen3" else {}  # it is not hidden / heads by itself
+    own = (
+        {"head_dim": base.hidden // base.heads} if family == "Qwen3" else {}
+    )  # it is not hidden / heads by itself
     return getattr(transformers, f"{family}ForCausalLM")(
         getattr(transformers, f"{family}Config")(
             **{**made_sizes(base), **own, "vocab_size": len(tokenizer)},
@@ -166,19 +196,31 @@ def new_project(name: str, parent: Path) -> Path:
         or keyword.iskeyword(name)
         or yaml.safe_load(name) != name
     ):
-        raise ScaffoldError(f"'{name}' cannot be a Python package; expected letters, digits and _, such as my_team")
+        raise ScaffoldError(
+            f"'{name}' cannot be a Python package; expected letters, digits and _, such as my_team"
+        )
     folder = parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ScaffoldError(f"{folder}: something is there already; name another project, or remove it")
+        raise ScaffoldError(
+            f"{folder}: something is there already; name another project, or remove it"
+        )
     spec, own = find_spec(name), {file.name for file in _FILES.iterdir()} - {_NAME} | {"results"}
     if name in own or (spec and spec.origin):  # a folder without modules has no origin
-        which = "one of a project's own folders" if name in own else "a Python module that is installed here"
+        which = (
+            "one of a project's own folders"
+            if name in own
+            else "a Python module that is installed here"
+        )
         raise ScaffoldError(f"'{name}' is {which}; take another name, such as my_{name}")
     try:
         with TemporaryDirectory(dir=parent, prefix=f".{name}-") as made:
             for file in sorted(_FILES.rglob("*.txt")):
                 place = str(file.relative_to(_FILES)).removesuffix(".txt").replace(_NAME, name)
-                text = file.read_text(encoding="utf-8").replace(_NAME, name).replace("SHIPPED", str(SHIPPED))
+                text = (
+                    file.read_text(encoding="utf-8")
+                    .replace(_NAME, name)
+                    .replace("SHIPPED", str(SHIPPED))
+                )
                 write_text(Path(made, name, place), text)
             copytree(_FILES / "models", Path(made, name, "models"))
             Path(made, name).rename(folder)

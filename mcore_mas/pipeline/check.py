@@ -12,17 +12,17 @@ from mcore_mas.pipeline.sources import known_sources
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.planning.jobs import PlacementError, check_fits, server_gpus, tenants_of
 from mcore_mas.planning.machine import gpus_here
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.options import UnknownName
-from mcore_mas.rollout.base.text import nearest
-from mcore_mas.rollout.config.data import check_envs, make_tasks
-from mcore_mas.rollout.engines.remote import has_key
-from mcore_mas.rollout.models.architecture import open_tensors, tensor_files
-from mcore_mas.rollout.models.chat_template import has_chat_template
-from mcore_mas.rollout.records.files import RecordError
-from mcore_mas.rollout.tasks.files import dataset_files, not_downloaded
-from mcore_mas.rollout.tasks.splits import SPLITS
-from mcore_mas.training.trackers import not_installed
+from mcore_mas.tracking.trackers import not_installed
+from rollout.base.errors import ModelError
+from rollout.base.options import UnknownName
+from rollout.base.text import nearest
+from rollout.config.data import check_envs, make_tasks
+from rollout.engines.remote import has_key
+from rollout.models.architecture import open_tensors, tensor_files
+from rollout.models.chat_template import has_chat_template
+from rollout.records.files import RecordError
+from rollout.tasks.files import dataset_files, not_downloaded
+from rollout.tasks.splits import SPLITS
 
 
 def problems(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
@@ -34,7 +34,12 @@ def problems(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[st
     for run in suite.runs:
         config = suite.checked(run)
         own = (*_files(suite, run), *_tasks(suite, config)) if files else ()
-        for line in (*_models(suite, config, files), *machine_problems(config), *_servers(config, node_gpus), *own):
+        for line in (
+            *_models(suite, config, files),
+            *machine_problems(config),
+            *_servers(config, node_gpus),
+            *own,
+        ):
             runs.setdefault(line, []).append(run)
     more = {line: f" and {len(own) - 1} more" if len(own) > 1 else "" for line, own in runs.items()}
     return [f"run '{own[0]}'{more[line]}: {line}" for line, own in runs.items()]
@@ -49,19 +54,31 @@ def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
         try:
             if made == Path(model):
                 if cold_start := suite.checked(start or "").cold_start:
-                    check_layout(config, name, cold_started(cold_start.base, f"cold_start of {start}"))
-            elif Path(model, "config.json").is_file() or (files and suite.scale == "paper" and not start):
+                    check_layout(
+                        config, name, cold_started(cold_start.base, f"cold_start of {start}")
+                    )
+            elif Path(model, "config.json").is_file() or (
+                files and suite.scale == "paper" and not start
+            ):
                 yield from model_problems(config, name, model, suite.folder)
         except ModelError as error:
             yield str(error)
-        if policy.lora is not None and policy.lora.adapter and not Path(policy.lora.adapter).is_dir():
+        if (
+            policy.lora is not None
+            and policy.lora.adapter
+            and not Path(policy.lora.adapter).is_dir()
+        ):
             yield f"policies.{name}.lora.adapter: {policy.lora.adapter}: no such folder; expected one in PEFT's format"
 
 
-def model_problems(config: RunConfig, name: str, model: str, folder: Path | None = None) -> Iterator[str]:
+def model_problems(
+    config: RunConfig, name: str, model: str, folder: Path | None = None
+) -> Iterator[str]:
     """What is wrong with a policy's model, or that it is not there; `folder`: of the suite's file."""
     if not Path(model, "config.json").is_file():
-        near = nearest(model, [str(file.parent) for file in Path(model).parent.glob("*/config.json")])
+        near = nearest(
+            model, [str(file.parent) for file in Path(model).parent.glob("*/config.json")]
+        )
         expected = _beside(folder, model) or near.removeprefix("; ") or _from(model)
         yield f"policies.{name}: {model}: no model here (config.json is missing); {expected}"
         return
@@ -82,8 +99,16 @@ def model_problems(config: RunConfig, name: str, model: str, folder: Path | None
 
 def _beside(folder: Path | None, path: str) -> str:
     """What to do about a path that is meant from the folder of the suite's file; "" if it is not there either."""
-    there = folder is not None and Path(folder, path).exists() and Path(folder, path) != Path(path).absolute()
-    return f"paths are relative to the current folder, and it is in {folder}: cd {folder}" if there else ""
+    there = (
+        folder is not None
+        and Path(folder, path).exists()
+        and Path(folder, path) != Path(path).absolute()
+    )
+    return (
+        f"paths are relative to the current folder, and it is in {folder}: cd {folder}"
+        if there
+        else ""
+    )
 
 
 def _from(path: str) -> str:
@@ -93,7 +118,9 @@ def _from(path: str) -> str:
         fetched = "" if source.by_hand else ", and the target `acquire` fetches it"
         return f"it is {source.described}{fetched} (docs/tables.md)"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        return f"nor is it in the hub's cache on this machine: `hf download {path}`, or name a folder"
+        return (
+            f"nor is it in the hub's cache on this machine: `hf download {path}`, or name a folder"
+        )
     return "name a Hugging Face folder, or the hub's id of a model that was downloaded"
 
 
@@ -105,10 +132,14 @@ def _files(suite: Suite, run: str) -> Iterator[str]:
     own = [("data", file) for file in suite.data_files(run)]
     own += [("data.options.folder", folder) for folder in suite.data_folders(run)]
     if retriever := config.retriever:
-        named = {key: getattr(retriever, key) for key in ("folder", "encoder_folder", "golden", "python")}
+        named = {
+            key: getattr(retriever, key) for key in ("folder", "encoder_folder", "golden", "python")
+        }
         named["folder"] = retriever.folder and retriever.folder / "index.json"
         own += [(f"retriever.{key}", str(file)) for key, file in named.items() if file]
-    given_folders = [(split, file) for split in SPLITS for file in config.data.files(split) if file.path.is_dir()]
+    given_folders = [
+        (split, file) for split in SPLITS for file in config.data.files(split) if file.path.is_dir()
+    ]
     for split, given in given_folders:
         try:
             dataset_files(given.path, given.subset, given.split or split)
@@ -126,11 +157,17 @@ _READ_AT_ONCE = 2**24  # bytes of data files; larger ones are read when the task
 def _tasks(suite: Suite, config: RunConfig) -> Iterator[str]:
     """What is wrong with a run's tasks, where making them costs next to nothing."""
     data, train = config.data, config.data.train
-    own = ":" in data.generator if data.generator else suite.scale == "paper" and all(map(Path.is_file, data.paths))
+    own = (
+        ":" in data.generator
+        if data.generator
+        else suite.scale == "paper" and all(map(Path.is_file, data.paths))
+    )
     cheap = own and sum(p.stat().st_size for p in data.paths) < _READ_AT_ONCE
     if suite.tasks[config.run] == config.run and (cheap or (data.generator and not own)):
         try:  # of a generator that is shipped, one
-            tasks = make_tasks(data if own else data.model_copy(update=dict.fromkeys(SPLITS, 1)), config.seed)
+            tasks = make_tasks(
+                data if own else data.model_copy(update=dict.fromkeys(SPLITS, 1)), config.seed
+            )
             train = len(tasks["train"]) if own else train
             check_envs(task for split in tasks.values() for task in split)
             for task in tasks["train"][:1]:
@@ -173,7 +210,11 @@ def _devices(config: RunConfig) -> Iterator[str]:
     if device == "cpu" and (gpus or _submits()):
         for policy in config.models:
             engine = for_policy(config, policy).engine
-            if engine.name == "sglang" and not engine.urls and engine.options.get("device") != "cpu":
+            if (
+                engine.name == "sglang"
+                and not engine.urls
+                and engine.options.get("device") != "cpu"
+            ):
                 yield f"policies.{policy}: cluster.device: cpu shows SGLang's servers no GPU; set it to auto or cuda"
     searched = config.retriever.gpus if config.retriever else 0
     if device == "cpu" and searched:
@@ -195,12 +236,19 @@ def machine_problems(config: RunConfig) -> Iterator[str]:
     yield from _devices(config)
     engines = {"engine": config.engine}
     engines |= {
-        f"policies.{n}.own.engine": for_policy(config, n).engine for n in config.models if config.policies[n].own.engine
+        f"policies.{n}.own.engine": for_policy(config, n).engine
+        for n in config.models
+        if config.policies[n].own.engine
     }
     for where, engine in engines.items():
         if engine.device == "cuda" and not submits and not gpus_here():
             yield f"{where}.device: cuda, and there is no GPU here; set it to cpu"
-        if engine.name == "sglang" and engine.python and not submits and not engine.python.is_file():
+        if (
+            engine.name == "sglang"
+            and engine.python
+            and not submits
+            and not engine.python.is_file()
+        ):
             yield f"{where}.python: {engine.python}: no such interpreter (docs/engines.md makes one)"
     yield from () if submits else not_installed(config)
     with_keys: dict[str, Any] = {**engines, "retriever": config.retriever, "coach": config.coach}
@@ -213,7 +261,9 @@ def machine_problems(config: RunConfig) -> Iterator[str]:
         if variable is not None and not has_key(variable):
             yield f"{where}.key_variable: {variable} is not set here; export it with the key, or name a key_file"
     servers: dict[str, Any] = config.env.options["servers"] if config.env.name == "mcp" else {}
-    commands = {f"env.options.servers.{name}": server["command"] for name, server in servers.items()}
+    commands = {
+        f"env.options.servers.{name}": server["command"] for name, server in servers.items()
+    }
     if config.orchestra.name == "program" and (command := config.orchestra.options.get("command")):
         commands["orchestra.options"] = command[0]
     for where, program in commands.items():

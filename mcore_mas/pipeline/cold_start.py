@@ -20,23 +20,25 @@ from mcore_mas.packing.pack import pack
 from mcore_mas.pipeline.base_model import run_demonstrations
 from mcore_mas.pipeline.sharing import settings_digest
 from mcore_mas.planning.machine import on_its_devices
-from mcore_mas.rollout.base.files import Digest, sha256, write_json
-from mcore_mas.rollout.config.data import prepared_tasks
-from mcore_mas.rollout.config.sections import build_team
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.engines.embedded.batching import LocalEngine
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.records.trajectory import Demonstration, Task
-from mcore_mas.rollout.teams.collect import Collector
-from mcore_mas.training.checkpoint import Checkpoints
-from mcore_mas.training.engine_factory import world
-from mcore_mas.training.joblog import STOP_SIGNALS, Stopped
-from mcore_mas.training.logbook import Reporter
+from mcore_mas.runtime.checkpoint import Checkpoints
+from mcore_mas.runtime.engine_factory import world
+from mcore_mas.runtime.joblog import STOP_SIGNALS, Stopped
+from mcore_mas.runtime.recipe import Identity
+from mcore_mas.tracking.logbook import Reporter
 from mcore_mas.training.metrics import success
-from mcore_mas.training.recipe import Identity
+from rollout.base.files import Digest, sha256, write_json
+from rollout.config.data import prepared_tasks
+from rollout.config.sections import build_team
+from rollout.engines import EngineClient
+from rollout.engines.embedded.batching import LocalEngine
+from rollout.environments.protocol import Env
+from rollout.models.chat_template import Renderer
+from rollout.records.trajectory import Demonstration, Task
+from rollout.teams.collect import Collector
 
-_Measure = Callable[[MegatronTrainer, int], tuple[float, float]]  # (accuracy, share of well-formed turns) after a step
+_Measure = Callable[
+    [MegatronTrainer, int], tuple[float, float]
+]  # (accuracy, share of well-formed turns) after a step
 
 _POLICY = "cold start"
 _BETAS = (0.9, 0.98)  # of Adam: a cold start is short
@@ -74,11 +76,17 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
             trainer.restore(saved.folder)
             print(f"continuing from {saved.folder}")
             step, history = saved.step, saved.state["history"]
-        reporter = stack.enter_context(Reporter(f"{config.run} bootstrap", cold_start.max_steps, step))
+        reporter = stack.enter_context(
+            Reporter(f"{config.run} bootstrap", cold_start.max_steps, step)
+        )
         started = time.monotonic() - (history[-1]["seconds"] if history else 0.0)
         for batch in _batches(config, cold_start, renderer, step):
             last = history[-1] if history else None
-            if last and last["legal"] >= cold_start.stop_legal and last["accuracy"] >= cold_start.stop_accuracy:
+            if (
+                last
+                and last["legal"] >= cold_start.stop_legal
+                and last["accuracy"] >= cold_start.stop_accuracy
+            ):
                 break
             step += 1
             metrics = trainer.update(pack(batch, config.trainer.microbatch_tokens))
@@ -93,7 +101,9 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
             if due or told:
                 asyncio.run(_save(checkpoints, trainer, step, history))
             if told:
-                raise Stopped(f"stopped by {signal.Signals(min(told)).name} after step {step}; all of it is saved")
+                raise Stopped(
+                    f"stopped by {signal.Signals(min(told)).name} after step {step}; all of it is saved"
+                )
         trainer.model.write(out_dir / "model")
     write_json(out_dir / "bootstrap.json", {"model": str(out_dir / "model"), "history": history})
     shutil.rmtree(out_dir / "checkpoints")
@@ -101,12 +111,17 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
 
 def _checkpoints(folder: Path, config: RunConfig, base_dir: Path) -> Checkpoints:
     """Those of a cold start, in a folder for its settings and its base model: others start anew."""
-    settings, base = settings_digest(config.model_dump(mode="json"), "start"), sha256(*sorted(base_dir.iterdir()))
+    settings, base = (
+        settings_digest(config.model_dump(mode="json"), "start"),
+        sha256(*sorted(base_dir.iterdir())),
+    )
     identity = Identity(run=config.run, models={}, inputs={"settings": settings, "base": base})
     return Checkpoints(folder / f"{settings}-{base}"[:40], identity, keep=1)
 
 
-async def _save(checkpoints: Checkpoints, trainer: MegatronTrainer, step: int, history: list[dict[str, float]]) -> None:
+async def _save(
+    checkpoints: Checkpoints, trainer: MegatronTrainer, step: int, history: list[dict[str, float]]
+) -> None:
     """Save all that is needed to go on after `step`."""
 
     async def write(folder: Path) -> Any:
@@ -122,7 +137,11 @@ async def _save(checkpoints: Checkpoints, trainer: MegatronTrainer, step: int, h
 
 
 def _measurement(
-    config: RunConfig, cold_start: ColdStartConfig, base_dir: Path, renderer: Renderer, make_env: Callable[[Task], Env]
+    config: RunConfig,
+    cold_start: ColdStartConfig,
+    base_dir: Path,
+    renderer: Renderer,
+    make_env: Callable[[Task], Env],
 ) -> _Measure:
     """How to measure the team, on the trainer's weights after a step, on a few validation tasks."""
     engine = LocalEngine(base_dir, rows=config.engine.slots, max_length=config.engine.max_length)
@@ -133,18 +152,24 @@ def _measurement(
 
     async def measure(trainer: MegatronTrainer, step: int) -> tuple[float, float]:
         await engine.load_weights(trainer.model.weights(), version=step)
-        collector = Collector(team=team, make_env=make_env, orchestra=orchestra, seed=config.seed, step=step)
+        collector = Collector(
+            team=team, make_env=make_env, orchestra=orchestra, seed=config.seed, step=step
+        )
         return success(await collector.collect(tasks, 1))
 
     return lambda trainer, step: asyncio.run(measure(trainer, step))
 
 
-def _batches(config: RunConfig, cold_start: ColdStartConfig, renderer: Renderer, taken: int) -> Iterator[list[Sample]]:
+def _batches(
+    config: RunConfig, cold_start: ColdStartConfig, renderer: Renderer, taken: int
+) -> Iterator[list[Sample]]:
     """`max_steps` batches of samples, each weighted to a token mean, without those of the first `taken` steps."""
     stream = run_demonstrations(config, cold_start, cold_start.max_steps * cold_start.batch)
     stream = islice(stream, taken * cold_start.batch, None)
     # one micro-batch holds one agent's samples, and nobody asks here which agent a gradient came from
-    while batch := [_sample(demonstration, renderer) for demonstration in islice(stream, cold_start.batch)]:
+    while batch := [
+        _sample(demonstration, renderer) for demonstration in islice(stream, cold_start.batch)
+    ]:
         yield weigh(batch, {_POLICY: 1.0})
 
 

@@ -10,16 +10,27 @@ from typing import Any
 
 import httpx2
 import huggingface_hub
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mcore_mas.pipeline.sources import SOURCES_FILE, Source
-from mcore_mas.rollout.base.files import Digest, sha256, waited_for, write_json
+from rollout.base.files import Digest, sha256, waited_for, write_json
 
 LOCK = Path("data/sources.lock")
-_MODEL_FILES = (".safetensors", ".json", ".txt", ".model", ".jinja")  # of a model, at the top of its repository
+_MODEL_FILES = (
+    ".safetensors",
+    ".json",
+    ".txt",
+    ".model",
+    ".jinja",
+)  # of a model, at the top of its repository
 _DENIED = (401, 403)
 
 
@@ -31,19 +42,27 @@ class AcquireError(RuntimeError):
 class Hub:
     """Where files come from, and what has been recorded of those that came."""
 
-    endpoint: str = field(default_factory=lambda: huggingface_hub.constants.ENDPOINT)  # of HF_ENDPOINT
+    endpoint: str = field(
+        default_factory=lambda: huggingface_hub.constants.ENDPOINT
+    )  # of HF_ENDPOINT
     github: str = "https://raw.githubusercontent.com"
     offline: bool = field(default_factory=huggingface_hub.is_offline_mode)
     lock: Path = LOCK
 
     def recorded(self, repository: str) -> dict[str, Any]:
         """`revision`, and `files` with the bytes and sha256 of each, of what was fetched before; {} if nothing was."""
-        return dict(json.loads(self.lock.read_text(encoding="utf-8")).get(repository, {})) if self.lock.exists() else {}
+        return (
+            dict(json.loads(self.lock.read_text(encoding="utf-8")).get(repository, {}))
+            if self.lock.exists()
+            else {}
+        )
 
     def record(self, repository: str, revision: str, files: Mapping[str, Digest]) -> None:
         """Add to the lock file what was fetched."""
         with waited_for(self.lock):
-            content = json.loads(self.lock.read_text(encoding="utf-8")) if self.lock.exists() else {}
+            content = (
+                json.loads(self.lock.read_text(encoding="utf-8")) if self.lock.exists() else {}
+            )
             known = content.get(repository, {})
             before = known["files"] if known.get("revision") == revision else {}
             content[repository] = {"revision": revision, "files": {**before, **files}}
@@ -63,7 +82,9 @@ def fetch(source: Source, folder: Path, hub: Hub, *, model: bool = False) -> dic
     """
     repository = source.repository
     if repository is None:
-        raise AcquireError(f"{folder}: it is on no hub; put it there by hand, from {source.by_hand}")
+        raise AcquireError(
+            f"{folder}: it is on no hub; put it there by hand, from {source.by_hand}"
+        )
     known = hub.recorded(repository)
     if source.revision and known.get("revision", source.revision) != source.revision:
         known = {}  # of another revision
@@ -71,9 +92,13 @@ def fetch(source: Source, folder: Path, hub: Hub, *, model: bool = False) -> dic
         if kept := _kept(source, folder, known, model):
             return kept
         if hub.offline:
-            raise AcquireError(f"{repository}: offline, and its files are not in {folder}; put them there by hand")
+            raise AcquireError(
+                f"{repository}: offline, and its files are not in {folder}; put them there by hand"
+            )
         if source.host == "github":
-            with _explained(source, hub.github, f"{hub.github}/{repository}", "put its file there by hand"):
+            with _explained(
+                source, hub.github, f"{hub.github}/{repository}", "put its file there by hand"
+            ):
                 return _download_pinned(source, folder, hub)
         page = f"{hub.endpoint}/{'' if model else 'datasets/'}{repository}"
         with _explained(source, hub.endpoint, page, "name another hub in HF_ENDPOINT"):
@@ -84,7 +109,10 @@ def _kept(source: Source, folder: Path, known: Mapping[str, Any], model: bool) -
     """The files that are there already, if these are all that the lock file names and their bytes are the same."""
     names = _matching(source, list(known.get("files", {})), model)
     expected = {name: known["files"][name] for name in names}
-    same = all((folder / name).is_file() and sha256(folder / name) == own["sha256"] for name, own in expected.items())
+    same = all(
+        (folder / name).is_file() and sha256(folder / name) == own["sha256"]
+        for name, own in expected.items()
+    )
     return expected if same else {}
 
 
@@ -94,19 +122,27 @@ def _download_pinned(source: Source, folder: Path, hub: Hub) -> dict[str, Digest
     fetched = {}
     for name in source.files:
         digests = {SOURCES_FILE.name: source.sha256[name]}
-        fetched[name] = _fetch_file(f"{root}/{repository}/{revision}/{name}", folder / name, None, digests, headers={})
+        fetched[name] = _fetch_file(
+            f"{root}/{repository}/{revision}/{name}", folder / name, None, digests, headers={}
+        )
     hub.record(repository, revision, fetched)
     return fetched
 
 
-def _download(source: Source, folder: Path, hub: Hub, known: Mapping[str, Any], model: bool) -> dict[str, Digest]:
+def _download(
+    source: Source, folder: Path, hub: Hub, known: Mapping[str, Any], model: bool
+) -> dict[str, Digest]:
     repository, kind = str(source.repository), "model" if model else "dataset"
     asked = source.revision or known.get("revision")
     api = huggingface_hub.HfApi(endpoint=hub.endpoint)
-    info = (api.model_info if model else api.dataset_info)(repository, revision=asked, files_metadata=True)
+    info = (api.model_info if model else api.dataset_info)(
+        repository, revision=asked, files_metadata=True
+    )
     there = {file.rfilename: file for file in info.siblings or ()}
     if outside := [name for name in there if name[:1] == "/" or ".." in name.split("/")]:
-        raise AcquireError(f"{repository}: {hub.endpoint} lists {outside[0]!r}, which leads out of its folder")
+        raise AcquireError(
+            f"{repository}: {hub.endpoint} lists {outside[0]!r}, which leads out of its folder"
+        )
     names = _matching(source, list(there), model)
     if not names:
         raise AcquireError(
@@ -137,7 +173,12 @@ def _matching(source: Source, names: list[str], model: bool) -> list[str]:
 
 
 def _fetch_file(
-    url: str, path: Path, size: int | None, digests: Mapping[str, str | None], *, headers: dict[str, str]
+    url: str,
+    path: Path,
+    size: int | None,
+    digests: Mapping[str, str | None],
+    *,
+    headers: dict[str, str],
 ) -> Digest:
     """Bring one file, or find it there; `digests` are the expected ones by who says so.
 
@@ -146,7 +187,9 @@ def _fetch_file(
     partial = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file():
-        path.replace(partial)  # fetched before its digest was recorded, or to be checked against another one
+        path.replace(
+            partial
+        )  # fetched before its digest was recorded, or to be checked against another one
     if partial.exists() and (size is None or partial.stat().st_size > size):
         partial.unlink()
     disable_progress_bars()
@@ -156,7 +199,9 @@ def _fetch_file(
     for whose, expected in digests.items():
         if expected not in (None, found):
             partial.unlink()
-            raise AcquireError(f"{url}: sha256 is {found}, but {whose} says {expected}; removed, fetch it again")
+            raise AcquireError(
+                f"{url}: sha256 is {found}, but {whose} says {expected}; removed, fetch it again"
+            )
     partial.replace(path)
     print(f"{path}: {path.stat().st_size} bytes, sha256 {found}", flush=True)
     return {"bytes": path.stat().st_size, "sha256": found}
@@ -168,17 +213,25 @@ def _explained(source: Source, host: str, page: str, else_do: str) -> Iterator[N
     try:
         yield
     except RevisionNotFoundError:
-        raise AcquireError(f"{source.repository}: no revision {source.revision} at {host}") from None
+        raise AcquireError(
+            f"{source.repository}: no revision {source.revision} at {host}"
+        ) from None
     except (HfHubHTTPError, httpx2.HTTPStatusError) as error:
         status = error.response.status_code
-        if isinstance(error, GatedRepoError) or (source.gated and status in _DENIED) or status == 403:
+        if (
+            isinstance(error, GatedRepoError)
+            or (source.gated and status in _DENIED)
+            or status == 403
+        ):
             licence = f"the licence {source.licence}" if source.licence else "its licence"
             raise AcquireError(
                 f"{source.repository}: no access ({status}); accept {licence} at {page}, and set HF_TOKEN to a token "
                 "of that account"
             ) from None
         if isinstance(error, RepositoryNotFoundError) or status in _DENIED:
-            raise AcquireError(f"{page}: no such repository, or it is not public ({status}); see HF_TOKEN") from None
+            raise AcquireError(
+                f"{page}: no such repository, or it is not public ({status}); see HF_TOKEN"
+            ) from None
         raise AcquireError(f"{page}: answered {status}; try again, or {else_do}") from None
     except (httpx2.TransportError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

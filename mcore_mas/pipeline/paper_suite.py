@@ -13,14 +13,16 @@ from mcore_mas.pipeline.sources import acquirable, known_sources, listed
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
-from mcore_mas.rollout.base.files import read_yaml, write_json
-from mcore_mas.rollout.records.trajectory import grouped
+from rollout.base.files import read_yaml, write_json
+from rollout.records.trajectory import grouped
 
 ALL_TABLES = "tables"  # the target of every table
 ACQUIRE = "acquire"  # that of all inputs; acquire_NAME those of a table
 
 
-def asked_tables(arguments: Sequence[str], configured: str | None, *, own_suite: bool = False) -> list[str]:
+def asked_tables(
+    arguments: Sequence[str], configured: str | None, *, own_suite: bool = False
+) -> list[str]:
     """The tables that a command line of Snakemake asks for, or that its config names, as it does in a submitted job.
 
     Without a suite of one's own, all inputs are those of every table.
@@ -31,10 +33,16 @@ def asked_tables(arguments: Sequence[str], configured: str | None, *, own_suite:
     if configured:
         return configured.split("+")
     known = table_names()
-    asked = [word.partition("_")[2] for word in arguments if re.fullmatch(rf"(table|bundle|{ACQUIRE})_\w+", word)]
+    asked = [
+        word.partition("_")[2]
+        for word in arguments
+        if re.fullmatch(rf"(table|bundle|{ACQUIRE})_\w+", word)
+    ]
     unknown = [name for name in asked if name not in known]
     if unknown:
-        raise SuiteError(f"no target table_{unknown[0]}; expected {', '.join(f'table_{name}' for name in known)}")
+        raise SuiteError(
+            f"no target table_{unknown[0]}; expected {', '.join(f'table_{name}' for name in known)}"
+        )
     every = ALL_TABLES in arguments or (ACQUIRE in arguments and not own_suite)
     return known if every else list(dict.fromkeys(asked))
 
@@ -62,11 +70,15 @@ def paper_suite(tables: Sequence[str], config: Mapping[str, Any]) -> dict[str, A
         raise SuiteError(str(error)) from error
     scale, seeds = str(config.get("scale", "paper")), seeds_of(config)
     # experiment -> tables that it is in
-    names = grouped((run, table) for table, own in zip(tables, loaded, strict=True) for run in own.experiments)
+    names = grouped(
+        (run, table) for table, own in zip(tables, loaded, strict=True) for run in own.experiments
+    )
     cells = {run: own for table in loaded for run, own in table.evaluate.items()}
     return {
         "suite": f"table_{tables[0]}" if len(tables) == 1 else ALL_TABLES,
-        "results": str(config.get("results", "results" if scale == "paper" else f"results/{scale}")),
+        "results": str(
+            config.get("results", "results" if scale == "paper" else f"results/{scale}")
+        ),
         "scale": scale,
         "experiments": {
             seeded(name, seed): [
@@ -78,7 +90,9 @@ def paper_suite(tables: Sequence[str], config: Mapping[str, Any]) -> dict[str, A
             for seed in seeds
         },
         # at the scale `tiny` nothing is placed
-        "overrides": [f"cluster.gpus={config['gpus']}"] if config.get("gpus") and scale == "paper" else [],
+        "overrides": [f"cluster.gpus={config['gpus']}"]
+        if config.get("gpus") and scale == "paper"
+        else [],
         "evaluate": {
             seeded(run, seed): {cell: _reseeded(seats, seed) for cell, seats in own.items()}
             for run, own in cells.items()
@@ -92,7 +106,12 @@ def inputs(suite: Suite) -> dict[str, list[str]]:
     needed: dict[str, list[str]] = {}
     for run in suite.runs if suite.scale == "paper" else ():
         published = [] if suite.indexes(run) else [suite.index(run)]
-        for path in (*suite.data_files(run), *suite.data_folders(run), *suite.models(run), *filter(None, published)):
+        for path in (
+            *suite.data_files(run),
+            *suite.data_folders(run),
+            *suite.models(run),
+            *filter(None, published),
+        ):
             needed.setdefault(path.removesuffix("/config.json"), []).append(run)
     return needed
 
@@ -112,7 +131,9 @@ def check_there(suite: Suite) -> None:
         path: f" (for {runs[0]}{f' and {len(runs) - 1} more' if len(runs) > 1 else ''})"
         for path, runs in missing.items()
     }
-    target = f"{ACQUIRE}_{suite.name.removeprefix('table_')}" if suite.name != ALL_TABLES else ACQUIRE
+    target = (
+        f"{ACQUIRE}_{suite.name.removeprefix('table_')}" if suite.name != ALL_TABLES else ACQUIRE
+    )
     fetched, by_hand = acquirable(missing)
     besides = ", but for what is to be put there by hand" if by_hand else ""
     size = f"{sum(known_sources()[path].gb or 0 for path in fetched):.1f} GB where known"
@@ -145,7 +166,10 @@ def seeded(run: str, seed: int) -> str:
 
 def _reseeded(seats: Mapping[str, Any], seed: int) -> dict[str, Any]:
     parts = {agent: str(source).partition("/") for agent, source in seats.items()}
-    return {a: f"{seeded(run, seed)}/{of}" if slash else seats[a] for a, (run, slash, of) in parts.items()}
+    return {
+        a: f"{seeded(run, seed)}/{of}" if slash else seats[a]
+        for a, (run, slash, of) in parts.items()
+    }
 
 
 def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[str, list[str]]:
@@ -155,7 +179,8 @@ def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[
         runs = [seeded(experiment, seed) for seed in seeds]
         owners = [suite.bases[run] if state == "base" else run for run in runs]
         found[f"{experiment}/{state}"] = [
-            str(suite.config_path(owner).with_name("evaluation") / f"{state}.json") for owner in owners
+            str(suite.config_path(owner).with_name("evaluation") / f"{state}.json")
+            for owner in owners
         ]
     return found
 
@@ -163,11 +188,17 @@ def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[
 def _commits(evaluated: Sequence[Path]) -> list[str]:
     """The commits that runs were trained and evaluated with; of this checkout where none is recorded."""
     made = [*evaluated, *{path.parent.parent / "train" / "done.json" for path in evaluated}]
-    found = {json.loads(path.read_text(encoding="utf-8")).get("commit") for path in made if path.is_file()}
+    found = {
+        json.loads(path.read_text(encoding="utf-8")).get("commit")
+        for path in made
+        if path.is_file()
+    }
     return sorted(filter(None, found)) or [code_commit()]
 
 
-def write_paper_table(name: str, evaluations: Mapping[str, Sequence[str]], out: Path, *, scale: str) -> None:
+def write_paper_table(
+    name: str, evaluations: Mapping[str, Sequence[str]], out: Path, *, scale: str
+) -> None:
     """Write a table as `out`, Markdown, beside it as CSV, and as JSON what both were made from.
 
     `evaluations` are a file of each seed by `experiment/state`.
@@ -178,7 +209,10 @@ def write_paper_table(name: str, evaluations: Mapping[str, Sequence[str]], out: 
     table = PaperTable.load(name)
     files = {key: [Path(path) for path in paths] for key, paths in evaluations.items()}
     # a run once: its trained team's answers, or what else is in the table where those are not
-    evaluated = sorted((path for paths in files.values() for path in paths), key=lambda path: path.stem == "trained")
+    evaluated = sorted(
+        (path for paths in files.values() for path in paths),
+        key=lambda path: path.stem == "trained",
+    )
     played = {path.parent.parent: path.stem for path in evaluated}
     made = MadeFrom(
         scale=scale,
@@ -188,4 +222,6 @@ def write_paper_table(name: str, evaluations: Mapping[str, Sequence[str]], out: 
         deviations=known_deviations(table),
     )
     make_paper_table(table, files, made, out.with_suffix(".csv"), out)
-    write_json(out.with_suffix(".json"), {"table": name, "evaluations": dict(evaluations), **asdict(made)})
+    write_json(
+        out.with_suffix(".json"), {"table": name, "evaluations": dict(evaluations), **asdict(made)}
+    )

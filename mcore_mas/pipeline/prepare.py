@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.retrieval.corpus import Corpus, copy_corpus, write_corpus
-from mcore_mas.retrieval.sidecar import Golden, probe, read_golden
-from mcore_mas.rollout.base.files import write_json, write_text
-from mcore_mas.rollout.base.options import lookup
-from mcore_mas.rollout.config.data import make_tasks
-from mcore_mas.rollout.config.sections import RetrieverConfig
-from mcore_mas.rollout.records.files import write_tasks
-from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.tasks.encyclopedia import passages as encyclopedia_passages
-from mcore_mas.rollout.tasks.tiny_files import write_tiny_file
+from retrieval.corpus import Corpus, copy_corpus, write_corpus
+from retrieval.sidecar import Golden, probe, read_golden
+from rollout.base.files import write_json, write_text
+from rollout.base.options import lookup
+from rollout.config.data import make_tasks
+from rollout.config.sections import RetrieverConfig
+from rollout.records.files import write_tasks
+from rollout.tasks import GENERATORS
+from rollout.tasks.encyclopedia import passages as encyclopedia_passages
+from rollout.tasks.tiny_files import write_tiny_file
 
 if TYPE_CHECKING:
-    from mcore_mas.retrieval.encoder import Encoder
+    from retrieval.encoder import Encoder
 
 TINY_PASSAGES = 80  # of the scale `tiny`
 PROBES = 50  # passages that are asked for by their titles
@@ -61,7 +61,7 @@ def encode_passages(config_path: Path, passages: Path, out_dir: Path, number: in
     Raises:
         RetrievalError: a line of the corpus is malformed, or the encoder's weights are not the pinned ones.
     """
-    from mcore_mas.retrieval.build import encode_shard
+    from retrieval.build import encode_shard
 
     retriever = _retriever(config_path)
     encode_shard(passages, out_dir, _encoder(retriever), number, retriever.shards)
@@ -73,11 +73,16 @@ def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:
     Raises:
         RetrievalError: a line of the corpus is malformed, or the encoder's weights are not the pinned ones.
     """
-    from mcore_mas.retrieval.build import build_index
+    from retrieval.build import build_index
 
     retriever = _retriever(config_path)
-    encoder, lexical = None if retriever.ranking == "bm25" else _encoder(retriever), retriever.ranking != "dense"
-    manifest = build_index(passages, out_dir, encoder, retriever.index, shards=retriever.shards, lexical=lexical)
+    encoder, lexical = (
+        None if retriever.ranking == "bm25" else _encoder(retriever),
+        retriever.ranking != "dense",
+    )
+    manifest = build_index(
+        passages, out_dir, encoder, retriever.index, shards=retriever.shards, lexical=lexical
+    )
     name = manifest.encoder.name if manifest.encoder else "none: words alone"
     print(f"{manifest.ntotal} passages, {manifest.dim} dimensions, encoder {name}")
 
@@ -85,7 +90,7 @@ def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:
 def _encoder(retriever: RetrieverConfig) -> Encoder:
     import torch
 
-    from mcore_mas.retrieval.encoder import Encoder
+    from retrieval.encoder import Encoder
 
     torch.set_num_threads(retriever.threads)
     return Encoder.of(retriever.encoder, retriever.encoder_folder).to(retriever.device)
@@ -99,21 +104,30 @@ def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
     Raises:
         RetrievalError: the server cannot start, or gives no usable answer.
     """
-    from mcore_mas.training.engine_factory import sidecar_of  # loads torch, which tasks are prepared without
+    from mcore_mas.runtime.engine_factory import (
+        sidecar_of,  # loads torch, which tasks are prepared without
+    )
 
     retriever = _retriever(config_path)
     if retriever.golden is not None:
         golden = read_golden(retriever.golden)
     else:
-        corpus = Corpus(index_dir / json.loads((index_dir / "index.json").read_text(encoding="utf-8"))["corpus"])
+        corpus = Corpus(
+            index_dir / json.loads((index_dir / "index.json").read_text(encoding="utf-8"))["corpus"]
+        )
         stride = max(1, len(corpus) // PROBES)
         golden = [Golden(corpus[row].title) for row in range(0, len(corpus), stride)][:PROBES]
     with sidecar_of(retriever, index_dir) as url:
         found = asyncio.run(probe(url, golden))
     print(f"recall@1 {found['recall_at_1']:.2f}, median {found['latency_ms_median']:.1f} ms")
     write_json(out, found)
-    rows = "".join(f"<tr><td>{escape(key)}</td><td>{escape(f'{value}')}</td></tr>" for key, value in found.items())
-    write_text(out.with_suffix(".html"), f"<!doctype html><meta charset=utf-8><table>{rows}</table>\n")
+    rows = "".join(
+        f"<tr><td>{escape(key)}</td><td>{escape(f'{value}')}</td></tr>"
+        for key, value in found.items()
+    )
+    write_text(
+        out.with_suffix(".html"), f"<!doctype html><meta charset=utf-8><table>{rows}</table>\n"
+    )
 
 
 def _retriever(config_path: Path) -> RetrieverConfig:

@@ -14,17 +14,37 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mcore_mas import SHIPPED
-from mcore_mas.rollout.base.files import file_stamp, write_text
+from mcore_mas import PACKAGES, SHIPPED, package_folders
+from rollout.base.files import file_stamp, write_text
 
 Runs = Mapping[str, Mapping[str, Any]]  # resolved configs by run
 
 # what tasks, passages and their index depend on; of the retriever, its corpus
 _TASKS = ("seed", "data")
 # what a cold start depends on
-_COLD = ("seed", "data", "env", "orchestra", "agents", "engine", "cold_start", "retriever", "cluster")
+_COLD = (
+    "seed",
+    "data",
+    "env",
+    "orchestra",
+    "agents",
+    "engine",
+    "cold_start",
+    "retriever",
+    "cluster",
+)
 # what the score of an untrained team depends on besides its agents and the models that they play
-_PLAYED = ("seed", "data", "env", "orchestra", "engine", "evaluation", "collection", "retriever", "cold_start")
+_PLAYED = (
+    "seed",
+    "data",
+    "env",
+    "orchestra",
+    "engine",
+    "evaluation",
+    "collection",
+    "retriever",
+    "cold_start",
+)
 _VOICE = ("model", "remote", "chat_template", "chat_template_kwargs")
 _ASKED = ("urls", "members", "key_file", "balance", "patience_s")
 _NOT_INDEXED = (*_ASKED, "threads", "shards", "backend", "device", "python")
@@ -41,7 +61,8 @@ def started_from(config: Mapping[str, Any], owner: str) -> dict[str, Any]:
         return dict(config)
     mine, theirs = f"{config['results']}/{config['run']}/", f"{config['results']}/{owner}/"
     policies = {
-        name: {**policy, "model": policy["model"].replace(mine, theirs)} for name, policy in config["policies"].items()
+        name: {**policy, "model": policy["model"].replace(mine, theirs)}
+        for name, policy in config["policies"].items()
     }
     return {**config, "cold_start": None, "policies": policies}
 
@@ -52,7 +73,11 @@ def settings_digest(config: Mapping[str, Any], stage: str) -> str:
 
 
 def _of_tasks(config: Mapping[str, Any]) -> dict[str, Any]:
-    corpus = {key: value for key, value in (config.get("retriever") or {}).items() if key not in _NOT_INDEXED}
+    corpus = {
+        key: value
+        for key, value in (config.get("retriever") or {}).items()
+        if key not in _NOT_INDEXED
+    }
     return {**{key: config[key] for key in _TASKS}, "corpus": corpus}
 
 
@@ -68,7 +93,10 @@ _STAGES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = MappingProxyType(
     {
         "tasks": _of_tasks,
         "index": lambda config: [_of_tasks(config), config.get("retriever")],
-        "start": lambda config: {**{key: config[key] for key in _COLD}, "agents": _unrewarded(config)},
+        "start": lambda config: {
+            **{key: config[key] for key in _COLD},
+            "agents": _unrewarded(config),
+        },
         # all but where it is watched, and how often a trained team answers
         "training": lambda config: {
             **config,
@@ -88,7 +116,10 @@ def _voice(policy: Mapping[str, Any]) -> list[Any]:
 
 def _unrewarded(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The agents without what only training asks of them."""
-    return {name: {**agent, "advantage": None, "loss_weight": 1} for name, agent in config["agents"].items()}
+    return {
+        name: {**agent, "advantage": None, "loss_weight": 1}
+        for name, agent in config["agents"].items()
+    }
 
 
 def first_alike(keys: Iterable[tuple[str, Any]]) -> dict[str, str]:
@@ -97,8 +128,9 @@ def first_alike(keys: Iterable[tuple[str, Any]]) -> dict[str, str]:
     return {run: first.setdefault(_digest(key), run) for run, key in keys}
 
 
-_PACKAGES = ("mcore_mas", "rollout", "retrieval")
-_FROM_ENVIRONMENT = "oc.env"  # OmegaConf's resolver of a variable, which may change without any file
+_FROM_ENVIRONMENT = (
+    "oc.env"  # OmegaConf's resolver of a variable, which may change without any file
+)
 
 
 class ConfigCache:
@@ -111,17 +143,24 @@ class ConfigCache:
     def __init__(self, path: Path, configs: Path | None, code: Sequence[Path]) -> None:
         """Read what is there; `configs` are a user's own, `code` folders with Python modules that they may name."""
         self._path, self._code = path, code
-        shipped = [*(SHIPPED / "configs").rglob("*.yaml"), *(SHIPPED / "workflow" / "scales").iterdir()]
-        packages = [file for name in _PACKAGES for file in (Path(__file__).parents[2] / name).rglob("*.py")]
+        shipped = [
+            *(SHIPPED / "configs").rglob("*.yaml"),
+            *(SHIPPED / "workflow" / "scales").iterdir(),
+        ]
+        packages = [file for folder in package_folders() for file in folder.rglob("*.py")]
         own = sorted(configs.rglob("*.yaml")) if configs else []
-        self._off = any(_FROM_ENVIRONMENT in file.read_text(encoding="utf-8", errors="replace") for file in own)
+        self._off = any(
+            _FROM_ENVIRONMENT in file.read_text(encoding="utf-8", errors="replace") for file in own
+        )
         self._made_with = _digest(_stamps([*shipped, *packages, *own]))
         self._before: dict[str, Any] = {}
         with suppress(OSError, ValueError, TypeError):  # it is not there, or no mapping
             self._before = dict(json.loads(path.read_text(encoding="utf-8")))
         self._now: dict[str, Any] = {}
 
-    def get(self, settings: Mapping[str, Any], compose: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def get(
+        self, settings: Mapping[str, Any], compose: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
         """The config of `settings`, composed where it is not known."""
         key = _digest([self._made_with, settings])
         known = self._before.get(key)
@@ -136,15 +175,25 @@ class ConfigCache:
 
     def save(self) -> None:
         """Keep what was asked for, and nothing else, if any of it is new."""
-        if self._now.keys() - self._before.keys() or any(self._now[key] != self._before[key] for key in self._now):
+        if self._now.keys() - self._before.keys() or any(
+            self._now[key] != self._before[key] for key in self._now
+        ):
             write_text(self._path, json.dumps(self._now))
 
     def _imported(self) -> list[str]:
         """The user's modules that this process has imported."""
-        others = (module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "mcore_mas")
+        others = (
+            module
+            for name, module in list(sys.modules.items())
+            if name.partition(".")[0] not in PACKAGES
+        )
         files = (str(getattr(module, "__file__", None) or "") for module in others)
         folders = tuple(f"{folder}{os.sep}" for folder in self._code)
-        return [file for file in files if file.startswith(folders) and f"{os.sep}site-packages{os.sep}" not in file]
+        return [
+            file
+            for file in files
+            if file.startswith(folders) and f"{os.sep}site-packages{os.sep}" not in file
+        ]
 
 
 def _stamps(files: Iterable[Path | str]) -> dict[str, list[int] | None]:

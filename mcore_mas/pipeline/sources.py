@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field, TypeAdapter
 
 from mcore_mas import SHIPPED
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.options import Section
+from rollout.base.files import read_yaml
+from rollout.base.options import Section
 
 SOURCES_FILE = SHIPPED / "workflow" / "sources.yaml"
 
@@ -37,7 +37,9 @@ class Source(Section):
     def described(self) -> str:
         """Repository or place, size and licence, as a person asks for them."""
         host = "GitHub" if self.host == "github" else "the hub"
-        what = self.by_hand or (f"{self.repository} of {host}" if self.repository else f"made of {self.needs[0]}")
+        what = self.by_hand or (
+            f"{self.repository} of {host}" if self.repository else f"made of {self.needs[0]}"
+        )
         gb = self.gb or sum(known_sources()[path].gb or 0 for path in self.needs)
         size = f", {gb:g} GB" if gb else f", {self.rows} rows" if self.rows else ""
         return f"{what}{size}{f', licence {self.licence}' if self.licence else ''}{', gated' if self.gated else ''}"

@@ -18,13 +18,15 @@ from mcore_mas.pipeline import sharing, suite_file
 from mcore_mas.pipeline.sharing import ConfigCache
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.planning.choose import PlanError, placed
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import read_yaml, write_text
-from mcore_mas.rollout.base.text import nearest
-from mcore_mas.rollout.tasks.splits import SPLITS
+from rollout.base.errors import ModelError
+from rollout.base.files import read_yaml, write_text
+from rollout.base.text import nearest
+from rollout.tasks.splits import SPLITS
 
 SNAKEFILE = SHIPPED / "workflow" / "Snakefile"
-Seats = Mapping[str, Mapping[str, Mapping[str, Any]]]  # run -> evaluation beside base and trained -> seats by agent
+Seats = Mapping[
+    str, Mapping[str, Mapping[str, Any]]
+]  # run -> evaluation beside base and trained -> seats by agent
 _BY_SUITE = ("tables", "figures", "reports")  # folders of results whose files have a suite's name
 
 
@@ -38,19 +40,31 @@ class Suite:
 
     name: str
     runs: sharing.Runs
-    experiments: Mapping[str, str]  # run -> experiment; runs that differ only in their seed share one
+    experiments: Mapping[
+        str, str
+    ]  # run -> experiment; runs that differ only in their seed share one
     overrides: Mapping[str, list[str]]  # run -> Hydra overrides that the suite gives it
-    starts: Mapping[str, str]  # run -> the run whose cold start its policies begin with; others bring their models
+    starts: Mapping[
+        str, str
+    ]  # run -> the run whose cold start its policies begin with; others bring their models
     cells: Seats
-    bases: Mapping[str, str]  # run -> the first run whose untrained team is measured in the same way
-    tasks: Mapping[str, str]  # run -> the first run with the same tasks, and the same index if it has one
+    bases: Mapping[
+        str, str
+    ]  # run -> the first run whose untrained team is measured in the same way
+    tasks: Mapping[
+        str, str
+    ]  # run -> the first run with the same tasks, and the same index if it has one
     scale: str = "paper"  # or tiny
     folder: Path | None = None  # of the suite's file
-    configs: Path | None = None  # a user's own configs, which are looked through before the shipped ones
+    configs: Path | None = (
+        None  # a user's own configs, which are looked through before the shipped ones
+    )
     _checked: dict[str, RunConfig] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def load(cls, suite: Mapping[str, Any], folder: Path | None = None, cache: Path | None = None) -> Self:
+    def load(
+        cls, suite: Mapping[str, Any], folder: Path | None = None, cache: Path | None = None
+    ) -> Self:
         """Check the content of a suite file in `folder` and compose the config of each of its runs.
 
         From then on Python code in `folder`, and beside its configs, is imported here and in processes started here.
@@ -79,15 +93,27 @@ class Suite:
             raise SuiteError("\n  ".join(wrong.values()))
         if known:
             known.save()
-        started = {run: config for run, config in runs.items() if config.get("cold_start") is not None}
+        started = {
+            run: config for run, config in runs.items() if config.get("cold_start") is not None
+        }
         starts = {run: run for run in started}
         if suite.get("share_cold_starts"):
             starts = sharing.sharers(started, "start")
-            runs = {run: sharing.started_from(config, starts.get(run, run)) for run, config in runs.items()}
-        recipes = {run: [i for i in items if i.partition("=")[0] != "seed"] for run, items in overrides.items()}
+            runs = {
+                run: sharing.started_from(config, starts.get(run, run))
+                for run, config in runs.items()
+            }
+        recipes = {
+            run: [i for i in items if i.partition("=")[0] != "seed"]
+            for run, items in overrides.items()
+        }
         named, tagged = sharing.first_alike(recipes.items()), {}
         for run, config in runs.items():  # for MLflow's runs, beside their own
-            tags = {"suite": suite["suite"], "experiment": named[run], **config["tracking"].get("tags", {})}
+            tags = {
+                "suite": suite["suite"],
+                "experiment": named[run],
+                **config["tracking"].get("tags", {}),
+            }
             tagged[run] = {**config, "tracking": {**config["tracking"], "tags": tags}}
         return cls(
             name=suite["suite"],
@@ -106,12 +132,18 @@ class Suite:
     @property
     def states(self) -> list[str]:
         """Every state that some run is evaluated in."""
-        return list(dict.fromkeys([*STATES, *(cell for cells in self.cells.values() for cell in cells)]))
+        return list(
+            dict.fromkeys([*STATES, *(cell for cells in self.cells.values() for cell in cells)])
+        )
 
     @property
     def evaluations(self) -> list[str]:
         """`run/evaluation/state` of each evaluation."""
-        return [f"{run}/evaluation/{state}" for run in self.runs for state in (*STATES, *self.cells.get(run, ()))]
+        return [
+            f"{run}/evaluation/{state}"
+            for run in self.runs
+            for state in (*STATES, *self.cells.get(run, ()))
+        ]
 
     @property
     def graph(self) -> dict[str, list[str]]:
@@ -141,9 +173,19 @@ class Suite:
     def trained_for(self, run: str, state: str) -> list[str]:
         """The runs whose trained policies play in an evaluation."""
         seats = self.seats(run, state)
-        rest = [] if state == "base" else ["trained"] * any(agent not in seats for agent in self.runs[run]["agents"])
-        named = [source.partition("/")[0] for source in (*seats.values(), *rest) if isinstance(source, str)]
-        return list(dict.fromkeys(run if name == "trained" else name for name in named if name != "base"))
+        rest = (
+            []
+            if state == "base"
+            else ["trained"] * any(agent not in seats for agent in self.runs[run]["agents"])
+        )
+        named = [
+            source.partition("/")[0]
+            for source in (*seats.values(), *rest)
+            if isinstance(source, str)
+        ]
+        return list(
+            dict.fromkeys(run if name == "trained" else name for name in named if name != "base")
+        )
 
     @property
     def own_starts(self) -> str:
@@ -170,7 +212,9 @@ class Suite:
     def data_folders(self, run: str) -> list[str]:
         """The folder that a shipped generator of `run` reads, such as DSBench's."""
         data = self.checked(run).data
-        folder = data.options.get("folder") if data.generator and ":" not in data.generator else None
+        folder = (
+            data.options.get("folder") if data.generator and ":" not in data.generator else None
+        )
         return [folder] if isinstance(folder, str) else []
 
     def models(self, run: str) -> list[str]:
@@ -178,7 +222,9 @@ class Suite:
         encoder = (self.runs[run].get("retriever") or {}).get("encoder_folder")
         folders = [encoder] if encoder else []
         if run not in self.starts:
-            folders += [policy["model"] for policy in self.runs[run]["policies"].values() if policy["model"]]
+            folders += [
+                policy["model"] for policy in self.runs[run]["policies"].values() if policy["model"]
+            ]
         return [f"{folder}/config.json" for folder in dict.fromkeys(folders)]
 
     @property
@@ -188,7 +234,11 @@ class Suite:
         for run in self.runs if self.scale == "tiny" else ():
             data = self.checked(run).data
             found |= dict.fromkeys(self.data_files(run), "passages")
-            found |= {str(file.path): file.format or data.format for split in SPLITS for file in data.files(split)}
+            found |= {
+                str(file.path): file.format or data.format
+                for split in SPLITS
+                for file in data.files(split)
+            }
         return found
 
     def checked(self, run: str) -> RunConfig:
@@ -204,7 +254,9 @@ class Suite:
     def write_configs(self, runs: Iterable[str | None]) -> None:
         """Write the resolved configs of `runs`, each complete or not at all."""
         for run in self.runs.keys() & set(runs):
-            text = yaml.safe_dump(dict(self.runs[run]), sort_keys=False, allow_unicode=True, width=120)
+            text = yaml.safe_dump(
+                dict(self.runs[run]), sort_keys=False, allow_unicode=True, width=120
+            )
             write_text(self.config_path(run), text)
 
     def made_folders(self, outputs: Iterable[str]) -> list[Path]:
@@ -214,7 +266,11 @@ class Suite:
         """
         results = Path(next(iter(self.runs.values()))["results"])
         paths = [Path(path) for path in outputs]
-        inside = {results / path.relative_to(results).parts[0] for path in paths if path.is_relative_to(results)}
+        inside = {
+            results / path.relative_to(results).parts[0]
+            for path in paths
+            if path.is_relative_to(results)
+        }
         outside = {path.parent for path in paths if not path.is_relative_to(results)}
         own = Path(".snakemake", "suites", self.name)
         return sorted((inside - {results / name for name in _BY_SUITE}) | outside | {own})
@@ -225,12 +281,20 @@ class Suite:
         With `shared` it is of those that take both from another run.
         """
         return _pattern(
-            [run for run in self.runs if self.indexes(run) is indexes and (self.tasks[run] != run) is shared]
+            [
+                run
+                for run in self.runs
+                if self.indexes(run) is indexes and (self.tasks[run] != run) is shared
+            ]
         )
 
 
 def _composed(
-    suite: Mapping[str, Any], run: str, overrides: Sequence[str], configs: Path | None, cache: ConfigCache | None
+    suite: Mapping[str, Any],
+    run: str,
+    overrides: Sequence[str],
+    configs: Path | None,
+    cache: ConfigCache | None,
 ) -> dict[str, Any]:
     """The resolved config of a run, with its placement."""
     scale = suite.get("scale", "paper")
@@ -239,10 +303,16 @@ def _composed(
     def compose() -> dict[str, Any]:
         try:
             values = resolve(settings, configs, scale, own={"run": run})
-            return placed(values) if scale == "paper" and values["cluster"]["gpus"] is not None else values
+            return (
+                placed(values)
+                if scale == "paper" and values["cluster"]["gpus"] is not None
+                else values
+            )
         except (ConfigError, ModelError, PlanError) as error:
             where = f"run '{run}': "
-            raise SuiteError(f"{where}{str(error).removeprefix(where)} ({' '.join(overrides)})") from error
+            raise SuiteError(
+                f"{where}{str(error).removeprefix(where)} ({' '.join(overrides)})"
+            ) from error
 
     return cache.get({"overrides": settings, "scale": scale}, compose) if cache else compose()
 
@@ -258,7 +328,9 @@ def _cells(cells: Seats, runs: sharing.Runs) -> Seats:
     return cells
 
 
-def _check_seat(where: str, run: Mapping[str, Any], agent: str, source: Any, runs: Mapping[str, Any]) -> None:
+def _check_seat(
+    where: str, run: Mapping[str, Any], agent: str, source: Any, runs: Mapping[str, Any]
+) -> None:
     if agent not in run["agents"]:
         raise SuiteError(f"{where}: no such agent; agents: {', '.join(run['agents'])}")
     if not isinstance(source, str) or source in STATES:
@@ -270,7 +342,9 @@ def _check_seat(where: str, run: Mapping[str, Any], agent: str, source: Any, run
             "{model: folder} or {remote: ...}"
         )
     if (of or agent) not in runs[other]["agents"]:
-        raise SuiteError(f"{where}: run '{other}' has no agent '{of or agent}'; {', '.join(runs[other]['agents'])}")
+        raise SuiteError(
+            f"{where}: run '{other}' has no agent '{of or agent}'; {', '.join(runs[other]['agents'])}"
+        )
 
 
 def load_suite(suite: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Suite:
@@ -308,7 +382,9 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
         raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
     if suite not in known:
         near = nearest(suite, [*known, *map(str, Path().glob("*.yaml"))])
-        raise SuiteError(f"{suite}: no such file, and no experiment of this name (docs/experiments.md){near}")
+        raise SuiteError(
+            f"{suite}: no such file, and no experiment of this name (docs/experiments.md){near}"
+        )
     return {"suite": suite, "experiments": {suite: [f"experiment={suite}"]}, **own}
 
 
@@ -328,9 +404,22 @@ def make_report(suite: Mapping[str, Any], targets: Sequence[str], out: Path) -> 
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as folder:
         suite_file, page = Path(folder) / "suite.yaml", Path(folder) / "report.html"
         suite_file.write_text(yaml.safe_dump(dict(suite), sort_keys=False), encoding="utf-8")
-        command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE), "--configfile", str(suite_file)]
+        command = [
+            sys.executable,
+            "-m",
+            "snakemake",
+            "--snakefile",
+            str(SNAKEFILE),
+            "--configfile",
+            str(suite_file),
+        ]
         command += ["--workflow-profile", "none", "--nolock", "--cores", "1", "--report", str(page)]
-        command += ["--report-stylesheet", str(SNAKEFILE.parent / "report/narrow.css"), "--", *targets]
+        command += [
+            "--report-stylesheet",
+            str(SNAKEFILE.parent / "report/narrow.css"),
+            "--",
+            *targets,
+        ]
         status = subprocess.run(command, check=False).returncode
         if status != 0 or not page.is_file():
             raise ReportError(f"{out}: snakemake --report ended with status {status}")

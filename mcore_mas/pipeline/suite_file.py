@@ -13,9 +13,9 @@ import jsonschema
 import yaml
 
 from mcore_mas import SHIPPED, with_pages
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.schema_words import expected
-from mcore_mas.rollout.base.text import nearest, without_secrets
+from rollout.base.files import read_yaml
+from rollout.base.schema_words import expected
+from rollout.base.text import nearest, without_secrets
 
 SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
 
@@ -56,7 +56,9 @@ def check_command(arguments: Sequence[str]) -> None:
         try:
             read_yaml(Path(file))
         except yaml.YAMLError as error:
-            raise SystemExit(f"error: --configfile {file}: not YAML ({' '.join(str(error).split())})") from None
+            raise SystemExit(
+                f"error: --configfile {file}: not YAML ({' '.join(str(error).split())})"
+            ) from None
 
 
 def own_configs(suite: Mapping[str, Any], folder: Path | None) -> Path | None:
@@ -68,15 +70,23 @@ def own_configs(suite: Mapping[str, Any], folder: Path | None) -> Path | None:
     named = suite.get("config_dir")
     configs = ((folder or Path()) / (named or "configs")).resolve()
     if named and not configs.is_dir():
-        raise SuiteError(f"config_dir: {configs} is not a folder; expected one with experiment/, team/ or other groups")
+        raise SuiteError(
+            f"config_dir: {configs} is not a folder; expected one with experiment/, team/ or other groups"
+        )
     return configs if named or (folder and configs.is_dir()) else None
 
 
 def make_importable(*folders: Path) -> None:
     """Have Python find modules of `folders`, here and in processes started here."""
-    new = [path for path in dict.fromkeys(str(folder.resolve()) for folder in folders) if path not in sys.path]
+    new = [
+        path
+        for path in dict.fromkeys(str(folder.resolve()) for folder in folders)
+        if path not in sys.path
+    ]
     sys.path[:0] = new
-    os.environ["PYTHONPATH"] = os.pathsep.join([*new, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [*new, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
 
 
 def combinations(grid: Mapping[str, Any] | None) -> dict[str, list[str]]:
@@ -97,18 +107,26 @@ def check_schema(suite: Mapping[str, Any]) -> None:
     Raises:
         SuiteError: the first such key, with the nearest that is known.
     """
-    validator = jsonschema.Draft202012Validator(json.loads(SUITE_SCHEMA.read_text(encoding="utf-8")))
+    validator = jsonschema.Draft202012Validator(
+        json.loads(SUITE_SCHEMA.read_text(encoding="utf-8"))
+    )
     error = jsonschema.exceptions.best_match(validator.iter_errors(suite))
     if error is not None:
         value = error.instance
         got = "" if isinstance(value, dict) else f" (got {value!r})"
-        trouble = f"{error.schema.get('errorMessage') or f'expected {expected(error.schema, {})}'}{got}"
+        trouble = (
+            f"{error.schema.get('errorMessage') or f'expected {expected(error.schema, {})}'}{got}"
+        )
         if error.validator == "required":
-            trouble = f"'{next(key for key in error.validator_value if key not in value)}' is missing"
+            trouble = (
+                f"'{next(key for key in error.validator_value if key not in value)}' is missing"
+            )
         if error.validator == "additionalProperties":
             known = error.schema.get("properties", {})
             unknown = next(key for key in value if key not in known)
-            trouble = f"unknown key '{unknown}'; known here: {', '.join(known)}{nearest(unknown, known)}"
+            trouble = (
+                f"unknown key '{unknown}'; known here: {', '.join(known)}{nearest(unknown, known)}"
+            )
         raise SuiteError(f"{'.'.join(map(str, ('suite', *error.absolute_path)))}: {trouble}")
 
 
@@ -122,7 +140,9 @@ def check_writable(results: Path) -> None:
     try:
         while not folder.exists():
             folder = folder.parent
-        tempfile.TemporaryFile(dir=folder).close()  # to ask for rights is not enough: root has all of them
+        tempfile.TemporaryFile(
+            dir=folder
+        ).close()  # to ask for rights is not enough: root has all of them
     except OSError as error:
         raise SuiteError(
             f"results folder '{results}': {folder} is not a folder that can be written; "

@@ -23,14 +23,19 @@ from mcore_mas.planning.estimate import (
     workloads,
 )
 from mcore_mas.planning.memory import GPU, GPUS
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.models.architecture import Architecture, planned_architecture
-from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
+from rollout.base.errors import ModelError
+from rollout.base.files import read_yaml
+from rollout.models.architecture import Architecture, planned_architecture
+from rollout.models.layout import ParallelLayout, check_fit
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs among which the nearest that fits is looked for
 # of the numbers in a file of a cluster
-_UNITS = {"node": " of GPUs in a machine", "memory": ", in GB", "flops": ", in TFLOP/s", "bandwidth": ", in TB/s"}
+_UNITS = {
+    "node": " of GPUs in a machine",
+    "memory": ", in GB",
+    "flops": ", in TFLOP/s",
+    "bandwidth": ", in TB/s",
+}
 _CUTS = (1, 2, 4, 8)  # ranks that tensor parallelism may take, within a machine
 
 
@@ -77,8 +82,13 @@ class Cluster:
             key = min(map(str, unknown), default="gpus")
             raise PlanError(f"{path}: {key}; expected gpus: 16xH100, and {', '.join(_UNITS)}")
         for key in values.keys() & _UNITS.keys():
-            if type(values[key]) not in ((int,) if key == "node" else (int, float)) or not values[key] > 0:
-                raise PlanError(f"{path}: {key}: {values[key]!r}; expected a number above 0{_UNITS[key]}")
+            if (
+                type(values[key]) not in ((int,) if key == "node" else (int, float))
+                or not values[key] > 0
+            ):
+                raise PlanError(
+                    f"{path}: {key}: {values[key]!r}; expected a number above 0{_UNITS[key]}"
+                )
         plain = cls.parse(str(values["gpus"]))
         sizes = {key: float(size) for key, size in values.items() if key not in ("gpus", "node")}
         return replace(plain, gpu=replace(plain.gpu, **sizes), node=values.get("node", plain.node))
@@ -121,12 +131,19 @@ def choose_placement(config: RunConfig, cluster: Cluster) -> tuple[Placement, Ru
     if best is not None and not best[1].lack:
         return best
     larger = (replace(cluster, gpus=gpus) for gpus in _SIZES if gpus != cluster.gpus)
-    fitting = next((c for c in larger if (own := _best(config, models, c)) is not None and not own[1].lack), None)
+    fitting = next(
+        (c for c in larger if (own := _best(config, models, c)) is not None and not own[1].lack),
+        None,
+    )
     if best is None:
         why = f"the trainers and engines of {len(models)} policies cannot share out {cluster.gpus} GPUs evenly"
     else:
         why = f"the fullest GPU is short of {best[1].lack / 1e9:.1f} GB with {describe(best[0])}"
-    nearest = f"nearest that fits: {fitting}" if fitting else f"nothing up to {replace(cluster, gpus=_SIZES[-1])} fits"
+    nearest = (
+        f"nearest that fits: {fitting}"
+        if fitting
+        else f"nothing up to {replace(cluster, gpus=_SIZES[-1])} fits"
+    )
     raise PlanError(f"{config.run}: nothing fits {cluster}; {why}; {nearest}")
 
 
@@ -158,21 +175,29 @@ def _searched(config: RunConfig, models: Models, cluster: Cluster) -> _Found:
                 found = rank, tried
         if found is not None and not found[0][0] and found[1].pool == "shared":
             break  # trainers one by one, and smaller micro-batches, only where nothing that shares GPUs fits without
-    return None if found is None else (found[1], estimate_run(config, models, found[1], cluster.gpu))
+    return (
+        None if found is None else (found[1], estimate_run(config, models, found[1], cluster.gpu))
+    )
 
 
 def _placements(config: RunConfig, models: Models, cluster: Cluster) -> Iterator[Placement]:
     """What uses all GPUs of the cluster: shared by all parts, or split evenly among trainers and among engines."""
     trained = {policy: models[policy] for policy in config.trained}
     trainers = len(rank_sets(config, trained))
-    cuts = [tp for tp in _CUTS if tp <= cluster.node and all(a.heads % tp == 0 for a in models.values())]
+    cuts = [
+        tp for tp in _CUTS if tp <= cluster.node and all(a.heads % tp == 0 for a in models.values())
+    ]
     for tp, recompute in itertools.product(cuts, PASSES):
-        made = partial(Placement, engine_tp=tp, recompute=recompute, tokens=config.trainer.microbatch_tokens)
+        made = partial(
+            Placement, engine_tp=tp, recompute=recompute, tokens=config.trainer.microbatch_tokens
+        )
         if cluster.gpus % tp == 0 and trained:
             for layouts in _layouts(trained, cluster.gpus, cluster.node):
                 for colocated in (False,) if config.ahead else (False, True):
                     replicas = cluster.gpus // tp
-                    yield made(pool="shared", layouts=layouts, replicas=replicas, colocated=colocated)
+                    yield made(
+                        pool="shared", layouts=layouts, replicas=replicas, colocated=colocated
+                    )
         for ranks in range(1, cluster.gpus):
             replicas, rest = divmod(cluster.gpus - ranks * trainers, tp * len(models))
             if replicas > 0 and not rest:
@@ -184,7 +209,11 @@ def _layouts(models: Models, ranks: int, node: int) -> Iterator[dict[str, Parall
     """The same number of ranks for every policy, each cut by tensor as far as it and a common bound allow."""
     seen: list[dict[str, ParallelLayout]] = []
     for bound, pp in itertools.product([tp for tp in _CUTS if tp <= node], (1, 2, 4)):
-        found = {policy: layout for policy, a in models.items() if (layout := _layout(a, ranks, bound, pp))}
+        found = {
+            policy: layout
+            for policy, a in models.items()
+            if (layout := _layout(a, ranks, bound, pp))
+        }
         if len(found) == len(models) and found not in seen:
             seen.append(found)
             yield found
@@ -219,7 +248,11 @@ def placed(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, policy in values["policies"].items():
         policies[name] = policy
         if (layout := placement.layouts.get(name)) is not None:
-            own = {"offload": placement.colocated, "host_moments": placement.one_by_one, "overlap": False}
+            own = {
+                "offload": placement.colocated,
+                "host_moments": placement.one_by_one,
+                "overlap": False,
+            }
             policies[name] = {**policy, **asdict(layout), **own, "recompute": placement.recompute}
     share = (max(estimate.weights.values()) + estimate.kv) / (cluster.gpu.memory * 1e9)
     engine = {
@@ -233,7 +266,11 @@ def placed(values: Mapping[str, Any]) -> dict[str, Any]:
         "policies": policies,
         "engine": {**values["engine"], **engine},
         "trainer": {**values["trainer"], "microbatch_tokens": placement.tokens},
-        "cluster": {**values["cluster"], "pool": placement.pool, "one_by_one": placement.one_by_one},
+        "cluster": {
+            **values["cluster"],
+            "pool": placement.pool,
+            "one_by_one": placement.one_by_one,
+        },
     }
     return RunConfig.check({**values, **changed}, f"run '{values['run']}'").model_dump(mode="json")
 
@@ -247,7 +284,11 @@ def placement_of(config: RunConfig) -> Placement:
         replicas=config.engine.replicas,
         engine_tp=config.engine.tp,
         colocated=any(policy.offload for policy in trained.values()),
-        recompute=max((policy.recompute for policy in trained.values()), key=list(PASSES).index, default="none"),
+        recompute=max(
+            (policy.recompute for policy in trained.values()),
+            key=list(PASSES).index,
+            default="none",
+        ),
         tokens=config.trainer.microbatch_tokens,
     )
 
@@ -261,9 +302,15 @@ def describe(placement: Placement) -> str:
     """A placement in a few words, with policies of one layout named once."""
     cuts: dict[str, list[str]] = {}
     for policy, layout in placement.layouts.items():
-        sizes = " ".join(f"{key} {size}" for key in ("tp", "pp", "cp", "dp") if (size := getattr(layout, key)) > 1)
+        sizes = " ".join(
+            f"{key} {size}"
+            for key in ("tp", "pp", "cp", "dp")
+            if (size := getattr(layout, key)) > 1
+        )
         cuts.setdefault(sizes or "one rank", []).append(policy)
-    trainers = "; ".join(cut if len(cuts) == 1 else f"{', '.join(names)} {cut}" for cut, names in cuts.items())
+    trainers = "; ".join(
+        cut if len(cuts) == 1 else f"{', '.join(names)} {cut}" for cut, names in cuts.items()
+    )
     engines = f"{placement.replicas} x tp {placement.engine_tp}"
     marks = {"in turn": placement.colocated, "one by one": placement.one_by_one}
     marks |= {f"{placement.recompute} recompute": placement.recompute != "none"}

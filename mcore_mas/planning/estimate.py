@@ -17,8 +17,8 @@ from mcore_mas.planning.memory import (
     rank_parameters,
     trainer_memory,
 )
-from mcore_mas.rollout.models.architecture import Architecture
-from mcore_mas.rollout.models.layout import ParallelLayout, Recompute
+from rollout.models.architecture import Architecture
+from rollout.models.layout import ParallelLayout, Recompute
 
 _GB = 1e9
 Models = Mapping[str, Architecture]  # of policies
@@ -55,7 +55,9 @@ class Placement:
     replicas: int  # servers of each policy
     engine_tp: int
     colocated: bool = False  # trainers are offloaded and engines sleep in turn
-    one_by_one: bool = False  # ... and of the trainers one has its memory, and Adam's moments are in the host's
+    one_by_one: bool = (
+        False  # ... and of the trainers one has its memory, and Adam's moments are in the host's
+    )
     recompute: Recompute = "full"
     tokens: int  # of a micro-batch
 
@@ -112,7 +114,11 @@ def workloads(config: RunConfig) -> dict[str, Workload]:
         each = options["max_nodes"] / len(config.agents) if options.get("max_nodes") else rounds
         room = sum(max(0, config.engine.max_length - agent.max_tokens) for agent in own) / len(own)
         turns = trajectories * width * each * len(own)
-        parts = max(1.0, turns / own_trainer.minibatch) if own_trainer.minibatch else own_trainer.updates_per_step
+        parts = (
+            max(1.0, turns / own_trainer.minibatch)
+            if own_trainer.minibatch
+            else own_trainer.updates_per_step
+        )
         found[policy] = Workload(
             turns=turns,
             depth=each * len(own),
@@ -133,11 +139,17 @@ def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[
         recompute=placement.recompute,
         tokens=_own(own.own.trainer.get("microbatch_tokens"), placement.tokens),
         host_moments=placement.one_by_one,
-        agents=sum(agent.policy == policy and agent.loss_weight > 0 for agent in config.agents.values()),
+        agents=sum(
+            agent.policy == policy and agent.loss_weight > 0 for agent in config.agents.values()
+        ),
         lora=own.lora,
         on_base=config.holder(policy) != policy,
     )
-    critics = {"critic": replace(kind, value_head=True, on_base=own.share_base)} if own.critic is not None else {}
+    critics = (
+        {"critic": replace(kind, value_head=True, on_base=own.share_base)}
+        if own.critic is not None
+        else {}
+    )
     return {"trainer": kind, **critics}
 
 
@@ -146,7 +158,9 @@ def _own(own: object, runs: int) -> int:
     return own if isinstance(own, int) else runs
 
 
-def memory_of_trainers(config: RunConfig, models: Models, placement: Placement) -> dict[tuple[str, str], TrainerMemory]:
+def memory_of_trainers(
+    config: RunConfig, models: Models, placement: Placement
+) -> dict[tuple[str, str], TrainerMemory]:
     """What one rank of each trainer and critic holds, by policy and part."""
     return {
         (policy, part): trainer_memory(models[policy], placement.layouts[policy], kind)
@@ -172,7 +186,9 @@ def estimate_run(config: RunConfig, models: Models, placement: Placement, gpu: G
     trainers, weights, (kv, update, rollout) = _held(config, models, placement, gpu)
     seconds = step_seconds(config, models, placement, gpu, kv=max(kv, 1.0), works=works)
     kinds = {policy: trainer_kinds(config, policy, placement) for policy in config.trained}
-    kept = config.trainer.keep_checkpoints + config.trainer.keep_best + 1  # and the one that is being written
+    kept = (
+        config.trainer.keep_checkpoints + config.trainer.keep_best + 1
+    )  # and the one that is being written
     disk = sum(
         kept * checkpoint_bytes(models[policy], own) + 2 * count_parameters(models[policy])
         for policy, own in kinds.items()
@@ -201,7 +217,9 @@ def rank_of(
     """
     _, _, (kv, update, rollout) = _held(config, models, placement, gpu)
     lack = _lack(update, rollout, gpu)
-    return lack, 0.0 if lack else sum(step_seconds(config, models, placement, gpu, max(kv, 1.0), works).values())
+    return lack, 0.0 if lack else sum(
+        step_seconds(config, models, placement, gpu, max(kv, 1.0), works).values()
+    )
 
 
 def _lack(update: float, rollout: float, gpu: GPU) -> float:
@@ -220,24 +238,38 @@ def _held(
     weights = {policy: engine_weights(a, placement.engine_tp) for policy, a in models.items()}
     usable, context = ASSUMED.usable * gpu.memory * _GB, ASSUMED.process * _GB
     serving = context + ASSUMED.graphs * _GB  # of a server, beside weights, keys and values
-    ranks = [reduce(TrainerMemory.beside, (trainers[key] for key in own)) for own in rank_sets(config, config.trained)]
+    ranks = [
+        reduce(TrainerMemory.beside, (trainers[key] for key in own))
+        for own in rank_sets(config, config.trained)
+    ]
     own = {policy: config.policies[policy].own.engine for policy in models}
     longest = {  # sequence of each policy
-        policy: kv_bytes(a, placement.engine_tp) * _own(own[policy].get("max_length"), config.engine.max_length)
+        policy: kv_bytes(a, placement.engine_tp)
+        * _own(own[policy].get("max_length"), config.engine.max_length)
         for policy, a in models.items()
     }
     least = max(longest.values())
-    most = max(size * _own(own[policy].get("slots"), config.engine.slots) for policy, size in longest.items())
+    most = max(
+        size * _own(own[policy].get("slots"), config.engine.slots)
+        for policy, size in longest.items()
+    )
     if placement.pool == "split":
         kv = min(most, max(least, usable - max(weights.values()) - serving))
-        phases = kv, max(memory.total for memory in ranks) + context, max(weights.values()) + kv + serving
+        phases = (
+            kv,
+            max(memory.total for memory in ranks) + context,
+            max(weights.values()) + kv + serving,
+        )
         return trainers, weights, phases
     contexts = context * len(ranks) + serving * len(weights)
     together = max if placement.one_by_one else sum
     trained, kept = together(m.total for m in ranks), sum(m.kept for m in ranks)
     engines = sum(weights.values())
     # engines take new weights while other policies are still trained
-    beside = {"update": trained + engines, "rollout": engines + (0 if placement.colocated else kept)}
+    beside = {
+        "update": trained + engines,
+        "rollout": engines + (0 if placement.colocated else kept),
+    }
     fullest = beside["rollout"] if placement.colocated else max(beside.values())
     kv = min(most, max(least, (usable - contexts - fullest) / len(weights)))
     room = kv * len(weights)
@@ -251,7 +283,9 @@ def host_bytes(config: RunConfig, models: Models, placement: Placement) -> float
     In one place are in turn what is offloaded and the sum of other agents' gradients. Beside it are moments, the
     reference's weights, and the newest checkpoint.
     """
-    total = sum(checkpoint_bytes(models[p], trainer_kinds(config, p, placement)) for p in config.trained)
+    total = sum(
+        checkpoint_bytes(models[p], trainer_kinds(config, p, placement)) for p in config.trained
+    )
     for (policy, part), memory in memory_of_trainers(config, models, placement).items():
         in_turn = max((memory.weights + memory.optimizer) * placement.colocated, memory.summed)
         own = in_turn + memory.weights * _referred(config, policy, part) + memory.on_host
@@ -265,7 +299,12 @@ def _referred(config: RunConfig, policy: str, part: str) -> bool:
 
 
 def step_seconds(
-    config: RunConfig, models: Models, placement: Placement, gpu: GPU, kv: float, works: Mapping[str, Workload]
+    config: RunConfig,
+    models: Models,
+    placement: Placement,
+    gpu: GPU,
+    kv: float,
+    works: Mapping[str, Workload],
 ) -> dict[str, float]:
     """Seconds of a step by part; tools, validations and waiting for a slow environment are not in it.
 
@@ -276,28 +315,42 @@ def step_seconds(
     acting = joined(_rollout_s(config, models[p], works[p], placement, gpu, kv) for p in models)
     depth = sum(works[p].depth * _turn_s(models[p], works[p], placement, gpu) for p in models)
     alone = {p: _update_s(config, p, models[p], works[p], placement, gpu) for p in config.trained}
-    updating = joined(sum(alone[p] for p, part in keys if part == "trainer") for keys in rank_sets(config, alone))
+    updating = joined(
+        sum(alone[p] for p, part in keys if part == "trainer") for keys in rank_sets(config, alone)
+    )
     moved = joined(
         engine_weights(models[p], 1) / placement.layouts[p].tp
         + 2 * _parked(config, p, models[p], works[p].updates, placement)
         for p in config.trained
     )
-    return {"rollout": max(acting, depth), "update": updating, "copies": moved / (ASSUMED.copies * _GB)}
+    return {
+        "rollout": max(acting, depth),
+        "update": updating,
+        "copies": moved / (ASSUMED.copies * _GB),
+    }
 
 
-def _parked(config: RunConfig, policy: str, a: Architecture, updates: float, placement: Placement) -> float:
+def _parked(
+    config: RunConfig, policy: str, a: Architecture, updates: float, placement: Placement
+) -> float:
     """Bytes of a step that go from a GPU of a policy's trainers to its host and come back."""
     kinds, total = trainer_kinds(config, policy, placement), 0.0
     # of those one by one policy and critic take turns at every update, and once before to score
-    times = 1 + (updates if len(kinds) > 1 else 1) * placement.one_by_one if placement.colocated else 0
+    times = (
+        1 + (updates if len(kinds) > 1 else 1) * placement.one_by_one if placement.colocated else 0
+    )
     for part, kind in kinds.items():
         memory = trainer_memory(a, placement.layouts[policy], kind)
-        total += times * (memory.weights + memory.optimizer) + 2 * memory.weights * _referred(config, policy, part)
+        total += times * (memory.weights + memory.optimizer) + 2 * memory.weights * _referred(
+            config, policy, part
+        )
         total += updates * (memory.on_host + (kind.agents - 1) * memory.summed)
     return total
 
 
-def _rollout_s(config: RunConfig, a: Architecture, work: Workload, placement: Placement, gpu: GPU, kv: float) -> float:
+def _rollout_s(
+    config: RunConfig, a: Architecture, work: Workload, placement: Placement, gpu: GPU, kv: float
+) -> float:
     """Seconds in which a policy's servers read its prompts and write its replies, all of them busy.
 
     A step of decoding reads the weights once and every row's keys and values (Pope et al. 2022, arXiv 2211.05102).
@@ -324,7 +377,9 @@ def _exchanges_s(a: Architecture, placement: Placement) -> float:
     return 2 * a.layers * ASSUMED.latency * (placement.engine_tp > 1)
 
 
-def _update_s(config: RunConfig, policy: str, a: Architecture, work: Workload, placement: Placement, gpu: GPU) -> float:
+def _update_s(
+    config: RunConfig, policy: str, a: Architecture, work: Workload, placement: Placement, gpu: GPU
+) -> float:
     """Seconds of a policy's update, its critic's, and of the passes before them.
 
     A forward pass and a backward pass of twice as much (Kaplan et al. 2020, arXiv 2001.08361, §2.1), full recomputation
@@ -337,9 +392,14 @@ def _update_s(config: RunConfig, policy: str, a: Architecture, work: Workload, p
     # on GPUs of their own a critic works beside its policy
     beside = 1 if placement.pool == "split" and not config.policies[policy].share_base else models
     layout, tokens = placement.layouts[policy], work.tokens
-    passes = beside * work.passes * PASSES[placement.recompute] / ASSUMED.train_mfu + scores / ASSUMED.score_mfu
+    passes = (
+        beside * work.passes * PASSES[placement.recompute] / ASSUMED.train_mfu
+        + scores / ASSUMED.score_mfu
+    )
     computing = forward * passes / (layout.ranks * gpu.flops * 1e12)
-    microbatches = max(1.0, tokens / (placement.tokens * layout.dp * layout.cp * updates / work.passes))
+    microbatches = max(
+        1.0, tokens / (placement.tokens * layout.dp * layout.cp * updates / work.passes)
+    )
     bubble = 1 + (layout.pp - 1) / microbatches  # Narayanan et al. 2021 (arXiv 2104.04473, §2.2)
     # two sums a layer and pass over the hidden states of a token (Shoeybi et al. 2019, arXiv 1909.08053, §3), of which
     # a ring sends each rank's part twice; gradients likewise, once an update

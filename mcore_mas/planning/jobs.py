@@ -11,9 +11,9 @@ from mcore_mas.planning.choose import placement_of, shapes_of
 from mcore_mas.planning.estimate import host_bytes, workloads
 from mcore_mas.planning.memory import engine_weights
 from mcore_mas.planning.page import PASSAGE_BYTES, index_needs
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import read_json
-from mcore_mas.rollout.config.sections import RetrieverConfig
+from rollout.base.errors import ModelError
+from rollout.base.files import read_json
+from rollout.config.sections import RetrieverConfig
 
 Pool = Literal["shared", "split"]
 Kind = Literal["GPU", "CPU"]
@@ -38,7 +38,9 @@ class Tenant:
     @property
     def pieces(self) -> list[int]:
         """Devices of each part that is placed by itself: engines need not be near each other."""
-        return [self.unit] * (self.devices // self.unit) if self.part == "engine" else [self.devices]
+        return (
+            [self.unit] * (self.devices // self.unit) if self.part == "engine" else [self.devices]
+        )
 
 
 def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
@@ -57,9 +59,19 @@ def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
         engine = for_policy(config, name).engine
         if engine.urls or engine_holder(config, name) != name:
             continue  # of servers elsewhere; of an adapter that is in the engine of the holder
-        if engine.name == "sglang" or kind == "CPU" or engine.device == "cuda":  # else it takes none of the GPUs
+        if (
+            engine.name == "sglang" or kind == "CPU" or engine.device == "cuda"
+        ):  # else it takes none of the GPUs
             unit = engine.tp if engine.name == "sglang" else 1
-            tenants.append(Tenant(policy=name, part="engine", devices=engine.replicas * unit, unit=unit, label=rollout))
+            tenants.append(
+                Tenant(
+                    policy=name,
+                    part="engine",
+                    devices=engine.replicas * unit,
+                    unit=unit,
+                    label=rollout,
+                )
+            )
     return tenants
 
 
@@ -84,11 +96,18 @@ def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, nodes: Sequenc
     if wanted <= available:
         return
     table = "; ".join(
-        f"{policy}: " + ", ".join(f"{tenant.part} {tenant.devices}" for tenant in tenants if tenant.policy == policy)
+        f"{policy}: "
+        + ", ".join(
+            f"{tenant.part} {tenant.devices}" for tenant in tenants if tenant.policy == policy
+        )
         for policy in dict.fromkeys(tenant.policy for tenant in tenants)
     )
     shared = needed(tenants, "shared")
-    advice = f"use cluster.pool: shared, which needs {shared}" if shared <= available else "use fewer ranks"
+    advice = (
+        f"use cluster.pool: shared, which needs {shared}"
+        if shared <= available
+        else "use fewer ranks"
+    )
     if kind == "GPU":
         advice += ", or compute on CPUs: cluster.device: cpu"
     raise PlacementError(
@@ -99,7 +118,11 @@ def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, nodes: Sequenc
 def server_gpus(config: RunConfig) -> dict[str, int]:
     """GPUs of one engine of each policy that has any of its own: an evaluation needs these on one machine."""
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
-    ours = {p: e for p, e in engines.items() if (e.name == "sglang" or e.device == "cuda") and not e.urls}
+    ours = {
+        p: e
+        for p, e in engines.items()
+        if (e.name == "sglang" or e.device == "cuda") and not e.urls
+    }
     return {policy: engine.tp if engine.name == "sglang" else 1 for policy, engine in ours.items()}
 
 
@@ -114,7 +137,9 @@ _WITH_PROGRAMS = ("code", "data_science", "repository")
 _SERVED_MB = 900  # a retriever with an index of its own: encoder and passages of a generator
 _SMALL_BYTES = 50_000_000  # of a corpus whose index is within that
 _DIMENSIONS = {"minilm": 384, "e5": 768, "bge": 768}  # where the encoder is not here yet
-_WORDS_BYTES = 600  # of BM25's index of a passage of 100 words, served or built (20,000 passages: 400)
+_WORDS_BYTES = (
+    600  # of BM25's index of a passage of 100 words, served or built (20,000 passages: 400)
+)
 _PUBLISHED_MB = 80_000  # one whose index is not here yet: wiki-18, 21 M vectors of 768 float32, and its passages
 
 
@@ -136,14 +161,20 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     """
     engines = [for_policy(config, policy).engine for policy in config.models]
     on_gpus = any(e.name == "sglang" or e.device == "cuda" for e in engines)
-    kind: Kind = "GPU" if config.cluster.device == "cuda" or (on_gpus and config.cluster.device == "auto") else "CPU"
+    kind: Kind = (
+        "GPU"
+        if config.cluster.device == "cuda" or (on_gpus and config.cluster.device == "auto")
+        else "CPU"
+    )
     beside = config.retriever if config.retriever and not config.retriever.elsewhere else None
     searched, searching = (_retriever_mb(beside), beside.threads) if beside else (0, 0)
     on_gpu = config.retriever.gpus if config.retriever else 0
     if stage == "retriever":
         return JobNeeds(nodes=1, gpus=on_gpu, cpus=searching or 1, memory_mb=1_000 + searched)
     tenants = tenants_of(config, kind)
-    if stage == "evaluate":  # no trainers, and as many engines of each policy as the GPUs of training allow
+    if (
+        stage == "evaluate"
+    ):  # no trainers, and as many engines of each policy as the GPUs of training allow
         one = sum(server_gpus(config).values()) if kind == "GPU" else 0
         most = min(node_gpus, needed(tenants, config.cluster.pool))
         # with fewer GPUs than one of each needs they share them
@@ -158,7 +189,11 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     memory = _DRIVER_MB[kind] + searched + processes * _PROCESS_MB[kind]
     memory += _PROGRAMS_MB * (config.env.name in _WITH_PROGRAMS)
     if stage == "train":
-        memory += object_store_mb(config) + _replayed_mb(config) + (_host_mb(config) if kind == "GPU" else 0)
+        memory += (
+            object_store_mb(config)
+            + _replayed_mb(config)
+            + (_host_mb(config) if kind == "GPU" else 0)
+        )
     return JobNeeds(
         nodes=nodes,
         gpus=min(devices + on_gpu, node_gpus) if nodes == 1 else node_gpus,
@@ -174,7 +209,10 @@ _TASKS_MB, _OF_FILES = 1_000, 10  # of DeepCoder's tasks 4.3 times the file; oth
 
 def tasks_mb(files: Iterable[Path]) -> int:
     """The memory in which tasks are made of data files, MB."""
-    return _TASKS_MB + _OF_FILES * sum(file.stat().st_size for file in files if file.is_file()) // 10**6
+    return (
+        _TASKS_MB
+        + _OF_FILES * sum(file.stat().st_size for file in files if file.is_file()) // 10**6
+    )
 
 
 _TOKEN_BYTES = 72  # of a micro-batch: ids, positions, labels, and what losses read of each token
@@ -190,7 +228,10 @@ def object_store_mb(config: RunConfig) -> int:
     if config.cluster.object_store_mb is not None:
         return config.cluster.object_store_mb
     works = workloads(config)
-    samples = sum(works[policy].tokens * (_TOKEN_BYTES + _routing_bytes(config, policy)) for policy in config.trained)
+    samples = sum(
+        works[policy].tokens * (_TOKEN_BYTES + _routing_bytes(config, policy))
+        for policy in config.trained
+    )
     return max(_LEAST_STORE_MB, int(2 * samples / 2**20))
 
 
@@ -216,16 +257,30 @@ def _retriever_mb(retriever: RetrieverConfig) -> int:
     if retriever.folder is None:
         passages = retriever.passages
         size = passages.stat().st_size if passages and passages.is_file() else 0
-        return _SERVED_MB + (_own_mb(retriever, size // PASSAGE_BYTES) if size > _SMALL_BYTES else 0)
+        return _SERVED_MB + (
+            _own_mb(retriever, size // PASSAGE_BYTES) if size > _SMALL_BYTES else 0
+        )
     files = list(retriever.folder.glob("*"))
-    return sum(file.stat().st_size for file in files) // 10**6 * 5 // 4 + _SERVED_MB if files else _PUBLISHED_MB
+    return (
+        sum(file.stat().st_size for file in files) // 10**6 * 5 // 4 + _SERVED_MB
+        if files
+        else _PUBLISHED_MB
+    )
 
 
 def _own_mb(retriever: RetrieverConfig, passages: int) -> int:
     """The memory of an index over so many passages: its vectors, its words, or both."""
     config = retriever.encoder_folder / "config.json" if retriever.encoder_folder else None
-    dim = int(read_json(config)["hidden_size"]) if config and config.is_file() else _DIMENSIONS[retriever.encoder]
-    vectors = index_needs(retriever.index, passages, dim, rate=1.0)["memory_gb"] if retriever.ranking != "bm25" else 0
+    dim = (
+        int(read_json(config)["hidden_size"])
+        if config and config.is_file()
+        else _DIMENSIONS[retriever.encoder]
+    )
+    vectors = (
+        index_needs(retriever.index, passages, dim, rate=1.0)["memory_gb"]
+        if retriever.ranking != "bm25"
+        else 0
+    )
     words = passages * _WORDS_BYTES / 1e9 if retriever.ranking != "dense" else 0
     return int((vectors + words) * 1000 * 5 / 4)
 
@@ -238,5 +293,9 @@ def _host_mb(config: RunConfig) -> int:
         return 0
     placement = placement_of(config)
     kept = host_bytes(config, models, placement)
-    through = [p for p in config.trained if for_policy(config, p).engine.transport in (None, "disk")]
-    return int((kept + sum(2 * engine_weights(models[p], 1) for p in through)) / 1e6)  # old and new, in shared memory
+    through = [
+        p for p in config.trained if for_policy(config, p).engine.transport in (None, "disk")
+    ]
+    return int(
+        (kept + sum(2 * engine_weights(models[p], 1) for p in through)) / 1e6
+    )  # old and new, in shared memory

@@ -14,11 +14,18 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 def gpus_here() -> int:
     """How many GPUs this process may take; none where torch is built without CUDA."""
     torch = importlib.util.find_spec("torch")
-    if torch is None or not Path(torch.origin or "").with_name("lib").joinpath("libtorch_cuda.so").exists():
+    if (
+        torch is None
+        or not Path(torch.origin or "").with_name("lib").joinpath("libtorch_cuda.so").exists()
+    ):
         return 0
     there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     named = os.environ.get(_VISIBLE)
-    return there if named is None else min(there, sum(name not in ("", "-1") for name in named.split(",")))
+    return (
+        there
+        if named is None
+        else min(there, sum(name not in ("", "-1") for name in named.split(",")))
+    )
 
 
 def visible_gpus() -> list[str]:
@@ -26,7 +33,10 @@ def visible_gpus() -> list[str]:
     import torch
 
     named = os.environ.get(_VISIBLE, "").split(",")
-    return [named[i] if i < len(named) and named[i] else str(i) for i in range(torch.cuda.device_count())]
+    return [
+        named[i] if i < len(named) and named[i] else str(i)
+        for i in range(torch.cuda.device_count())
+    ]
 
 
 @contextmanager

@@ -12,10 +12,12 @@ from functools import lru_cache
 from operator import add
 
 from mcore_mas.config.policy import LoraConfig
-from mcore_mas.rollout.models.architecture import Architecture
-from mcore_mas.rollout.models.layout import ParallelLayout, Recompute
+from rollout.models.architecture import Architecture
+from rollout.models.layout import ParallelLayout, Recompute
 
-LOGITS = 1 << 30  # float32 logits that exist at a time on a GPU (`mcore_mas/megatron/model/decoder.py`)
+LOGITS = (
+    1 << 30
+)  # float32 logits that exist at a time on a GPU (`mcore_mas/megatron/model/decoder.py`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,10 @@ def peak_flops(name: str) -> float | None:
     """What a GPU can do a second in bfloat16, by the name that CUDA has for it; None: it is none of `GPUS`."""
     words = set(re.split("[ -]", name))
     kind = next((kind for kind in GPUS if kind in words), None)
-    slower = {"PCIe", "NVL"} & words and kind in ("H100", "H200")  # cards of that name with less power
+    slower = {"PCIe", "NVL"} & words and kind in (
+        "H100",
+        "H200",
+    )  # cards of that name with less power
     return None if kind is None or slower else 1e12 * GPUS[kind].flops
 
 
@@ -51,7 +56,9 @@ class TrainerMemory:
 
     weights: float
     gradients: float  # float32
-    optimizer: float  # float32 master weights and Adam's two moments, or of these the largest weight's
+    optimizer: (
+        float  # float32 master weights and Adam's two moments, or of these the largest weight's
+    )
     on_host: float  # moments that are kept in host memory
     summed: float  # what agents' gradients add up to where a rank steps all, in host memory meanwhile ...
     shared: float  # ... and on the GPU where ranks share it out
@@ -73,7 +80,9 @@ class TrainerMemory:
         """With another trainer on the same rank, of which one computes at a time."""
         at_a_time = ("shared", "activations", "passing", "logits")
         joined = {field.name: max if field.name in at_a_time else add for field in fields(self)}
-        return TrainerMemory(**{n: join(getattr(self, n), getattr(other, n)) for n, join in joined.items()})
+        return TrainerMemory(
+            **{n: join(getattr(self, n), getattr(other, n)) for n, join in joined.items()}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +142,9 @@ def adapter_parameters(a: Architecture, layout: ParallelLayout, lora: LoraConfig
     per_layer = 0
     for target in lora.targets:
         rows, inputs = a.projections[target]
-        per_layer += rows + inputs // layout.tp if target in ("o", "down") else rows // layout.tp + inputs
+        per_layer += (
+            rows + inputs // layout.tp if target in ("o", "down") else rows // layout.tp + inputs
+        )
     return lora.rank * per_layer * a.layers // layout.pp
 
 
@@ -152,10 +163,14 @@ def trainer_memory(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -
     ranks = layout.dp * layout.cp if kind.distributed_optimizer else 1
     rows = a.vocab_padded(layout.tp) // layout.tp
     moments = 8 * trained / ranks if kind.host_moments else 0.0
-    largest = max(rows * a.hidden, 2 * a.hidden * a.ffn // layout.tp)  # the embedding, or gate and up together
+    largest = max(
+        rows * a.hidden, 2 * a.hidden * a.ffn // layout.tp
+    )  # the embedding, or gate and up together
     of_weight = 0 if kind.lora is not None else weight * rows * a.hidden
     ffn = a.ffn if a.experts is None else max(a.ffn, a.experts.per_token * a.experts.ffn)
-    rows_of_head = 2 * weight * kind.tokens / layout.cp * a.hidden  # as if every token were asked for
+    rows_of_head = (
+        2 * weight * kind.tokens / layout.cp * a.hidden
+    )  # as if every token were asked for
     return TrainerMemory(
         weights=weight * ((a.hidden * kind.value_head if kind.on_base else here) + added),
         gradients=4 * trained,
@@ -197,7 +212,9 @@ def activation_bytes(a: Architecture, layout: ParallelLayout, kind: TrainerKind)
     mlp = max(mlps) if full else sum(mlps) / len(mlps)
     layer = 2 * norm * a.hidden / repeated + (cut + mlp) / layout.tp
     layers, entry = a.layers // layout.pp, a.hidden / repeated
-    layer += 3 * kind.lora.rank * len(kind.lora.targets) if kind.lora is not None else 0  # A x of each, and its parts
+    layer += (
+        3 * kind.lora.rank * len(kind.lora.targets) if kind.lora is not None else 0
+    )  # A x of each, and its parts
     elements = entry * layers * layout.pp + layer if full else layer * layers * layout.pp
     return (2 if kind.bf16 else 4) * kind.tokens / layout.cp * (elements + 2 * wide * entry)
 
@@ -219,7 +236,9 @@ def kv_bytes(a: Architecture, tp: int) -> int:
 def checkpoint_bytes(a: Architecture, kinds: Mapping[str, TrainerKind]) -> float:
     """One checkpoint of a policy's trainer and critic: float32 weights and moments of what is trained."""
     trained = (
-        adapter_parameters(a, ParallelLayout(), k.lora) if k.lora else count_parameters(a, value_head=k.value_head)
+        adapter_parameters(a, ParallelLayout(), k.lora)
+        if k.lora
+        else count_parameters(a, value_head=k.value_head)
         for k in kinds.values()
     )
     return 12 * sum(trained)

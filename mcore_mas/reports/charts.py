@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.study import Metrics, curve, curves_of, read_metrics
-from mcore_mas.rollout.base.files import write_text
+from rollout.base.files import write_text
 
 # Okabe and Ito's colours, told apart with any colour vision; a line style and a marker repeat the distinction
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -35,7 +35,9 @@ _GROUPED = {
     "mean -log p of sampled tokens by agent": ("agent", "sampled_entropy"),
 }
 
-Bands = Mapping[str, tuple[pd.Series, pd.Series]]  # of each run, the interval of its validation accuracy
+Bands = Mapping[
+    str, tuple[pd.Series, pd.Series]
+]  # of each run, the interval of its validation accuracy
 Panels = dict[str, dict[str, pd.Series]]  # by the panel's title, each run's values by updates done
 
 
@@ -61,7 +63,10 @@ def key_curves(metrics: Mapping[str, Metrics]) -> str:
 
 
 def _bands(metrics: Mapping[str, Metrics]) -> Bands:
-    return {run: (curve(rows, "validation/ci_low"), curve(rows, "validation/ci_high")) for run, rows in metrics.items()}
+    return {
+        run: (curve(rows, "validation/ci_low"), curve(rows, "validation/ci_high"))
+        for run, rows in metrics.items()
+    }
 
 
 def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
@@ -82,8 +87,17 @@ def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
 
 def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:
     """The panels as SVG; a run has the same line in all of them, and its band around the validation accuracy."""
-    style: Any = {"svg.hashsalt": "mcore-mas", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 10}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.formatter.useoffset": False}
+    style: Any = {
+        "svg.hashsalt": "mcore-mas",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "axes.titlesize": 10,
+    }
+    style |= {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.formatter.useoffset": False,
+    }
     with rc_context(style):  # the salt makes equal numbers equal pictures
         down = math.ceil(len(panels) / _ACROSS)
         across = min(_ACROSS, len(panels))
@@ -97,10 +111,18 @@ def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:
             axis.set(title=title.replace("$", r"\$"), xlabel="training step")
             axis.locator_params(axis="x", integer=True)
         lines = {
-            label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+            label: line
+            for axis in figure.axes
+            for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
         }
         if lines:
-            figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=across, frameon=False)
+            figure.legend(
+                lines.values(),
+                lines.keys(),
+                loc="outside lower center",
+                ncols=across,
+                frameon=False,
+            )
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
@@ -109,12 +131,16 @@ def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:
 def _panel(axis: Axes, curves: Mapping[str, pd.Series], runs: Sequence[str], bands: Bands) -> None:
     for run, values in curves.items():
         number = runs.index(run)
-        dense = len(values) == 1 + values.index[-1] - values.index[0]  # a value of every step, as no validation has
+        dense = (
+            len(values) == 1 + values.index[-1] - values.index[0]
+        )  # a value of every step, as no validation has
         colour = _COLOURS[number % len(_COLOURS)]
         if dense:
             axis.plot(values.index, values, color=colour, alpha=0.3, linewidth=1)
         elif values.index[0] == 0:
-            axis.axhline(values.iloc[0], color=colour, linestyle=":", linewidth=1)  # before training
+            axis.axhline(
+                values.iloc[0], color=colour, linestyle=":", linewidth=1
+            )  # before training
         if run in bands and len(bands[run][0]):
             low, high = bands[run]
             axis.fill_between(low.index, low, high, color=colour, alpha=0.12, linewidth=0)
@@ -132,4 +158,11 @@ def _panel(axis: Axes, curves: Mapping[str, pd.Series], runs: Sequence[str], ban
     axis.grid(visible=True, color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     if not curves:
-        axis.text(0.5, 0.5, "no such metric was logged", ha="center", va="center", transform=axis.transAxes)
+        axis.text(
+            0.5,
+            0.5,
+            "no such metric was logged",
+            ha="center",
+            va="center",
+            transform=axis.transAxes,
+        )

@@ -6,15 +6,19 @@ import pandas as pd
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mcore_mas.rollout.base.files import json_lines, read_record
-from mcore_mas.rollout.base.parquet import bounded_table
+from rollout.base.files import json_lines, read_record
+from rollout.base.parquet import bounded_table
 
 _OF_TURNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
 
 
 def run_costs(run: Path, state: str) -> dict[str, str]:
     """A line of a table on the run in the folder `run` and its evaluation in `state`; without what was not recorded."""
-    found, costs, answer = {"experiment": run.name}, training_costs(run), answer_costs(run / "evaluation" / state)
+    found, costs, answer = (
+        {"experiment": run.name},
+        training_costs(run),
+        answer_costs(run / "evaluation" / state),
+    )
     devices = read_record(run / "train" / "done.json").get("devices") if costs else None
     if devices:
         found["trained on"] = f"{devices['count']} x {devices['name']}"
@@ -50,7 +54,9 @@ def training_costs(run: Path) -> dict[str, float]:
     seconds = sum(line["time/collect_s"] + line["time/update_s"] for line in taken)
     found = {"tokens": float(sum(line.get("rollout/tokens", 0.0) for line in taken))}
     devices = read_record(done).get("devices")
-    return found | ({f"{devices['kind'].lower()}_hours": devices["count"] * seconds / 3600} if devices else {})
+    return found | (
+        {f"{devices['kind'].lower()}_hours": devices["count"] * seconds / 3600} if devices else {}
+    )
 
 
 def answer_costs(folder: Path) -> dict[str, float]:
@@ -59,7 +65,9 @@ def answer_costs(folder: Path) -> dict[str, float]:
     They are means over the completed trajectories of the evaluation in `folder`. Seconds of an answer are from its
     first call to the end of its last.
     """
-    parts = [_turns(path, number) for number, path in enumerate(sorted(folder.glob("part_*.parquet")))]
+    parts = [
+        _turns(path, number) for number, path in enumerate(sorted(folder.glob("part_*.parquet")))
+    ]
     if not parts or not sum(map(len, parts)):
         return {}
     turns = pd.concat(parts)
@@ -68,7 +76,9 @@ def answer_costs(folder: Path) -> dict[str, float]:
     found = {"tokens": turns["tokens"].sum() / len(answers), "seconds": float(seconds)}
     for agent, own in turns.groupby("agent", sort=False):
         sums = {"calls": len(own), "tokens": own["tokens"].sum(), "seconds": own["took"].sum()}
-        found |= {f"agent/{agent}/{name}": float(value) / len(answers) for name, value in sums.items()}
+        found |= {
+            f"agent/{agent}/{name}": float(value) / len(answers) for name, value in sums.items()
+        }
     return found
 
 
@@ -82,7 +92,9 @@ def _turns(path: Path, number: int) -> pd.DataFrame:
     started, took = pc.struct_field(flat, "started_s"), pc.struct_field(flat, "took_s")
     return pd.DataFrame(
         {
-            "answer": [f"{number}/{parent}" for parent in pc.list_parent_indices(turns).to_pylist()],
+            "answer": [
+                f"{number}/{parent}" for parent in pc.list_parent_indices(turns).to_pylist()
+            ],
             "agent": pc.struct_field(flat, "agent").to_pandas(),
             "tokens": pc.list_value_length(pc.struct_field(flat, "completion_ids")).to_pandas(),
             "started": started.to_pandas(),

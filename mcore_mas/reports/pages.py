@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from mcore_mas.rollout.base.files import write_text
-from mcore_mas.rollout.base.text import shown_text
-from mcore_mas.rollout.environments.games import GAMES
-from mcore_mas.rollout.environments.games.game import BadPuzzle
-from mcore_mas.rollout.orchestras.replies import parse_decided, parse_listed
-from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajectories
-from mcore_mas.rollout.records.trajectory import Task, Trajectory, grouped
+from rollout.base.files import write_text
+from rollout.base.text import shown_text
+from rollout.environments.games import GAMES
+from rollout.environments.games.game import BadPuzzle
+from rollout.orchestras.replies import parse_decided, parse_listed
+from rollout.records.files import RecordError, read_tasks, read_trajectories
+from rollout.records.trajectory import Task, Trajectory, grouped
 
 if TYPE_CHECKING:  # it brings torch, and lists of runs and pages need none
     from mcore_mas.credit.samples import Sample
@@ -40,10 +40,14 @@ class PeerGroup:
     size: int  # votes, those of other tasks included
     mean: float
     std: float
-    members: list[tuple[Sample, float, float | None]]  # of the task: the turn, its vote, its advantage
+    members: list[
+        tuple[Sample, float, float | None]
+    ]  # of the task: the turn, its vote, its advantage
 
 
-TurnGroups = Mapping[tuple[str, str, int], Sequence[PeerGroup]]  # (trajectory, node, turn) -> where it was compared
+TurnGroups = Mapping[
+    tuple[str, str, int], Sequence[PeerGroup]
+]  # (trajectory, node, turn) -> where it was compared
 _NO_GROUPS: TurnGroups = {}
 _HUES = 7  # agents that have a colour of their own
 
@@ -62,7 +66,9 @@ _TEMPLATES = Environment(
     # pages of these kinds quote this repository
     autoescape=select_autoescape(disabled_extensions=("md.jinja", "json.jinja"), default=True),
     # a macro's output has been through here
-    finalize=lambda value: shown_text(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
+    finalize=lambda value: (
+        shown_text(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+    ),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -71,7 +77,10 @@ _TEMPLATES = Environment(
 
 
 def trajectory_page(
-    trajectory: Trajectory, advantages: TurnAdvantages, pieces: TurnPieces = _NO_PIECES, groups: TurnGroups = _NO_GROUPS
+    trajectory: Trajectory,
+    advantages: TurnAdvantages,
+    pieces: TurnPieces = _NO_PIECES,
+    groups: TurnGroups = _NO_GROUPS,
 ) -> str:
     """The page of one trajectory; of a tree, with the branches that did not go on folded where they left the path.
 
@@ -82,10 +91,18 @@ def trajectory_page(
     nodes = grouped((turn.node, turn) for turn in trajectory.turns)
     tools = grouped(((event.node, event.after_turn), event) for event in trajectory.tools)
     path = {
-        node: [other for other in nodes if node and other and other != node and _parent(other) == _parent(node)]
+        node: [
+            other
+            for other in nodes
+            if node and other and other != node and _parent(other) == _parent(node)
+        ]
         for node in dict.fromkeys(turn.node for turn in trajectory.path)
     }
-    own = {(node, index): value for (of, node, index), value in advantages.items() if of == trajectory.id}
+    own = {
+        (node, index): value
+        for (of, node, index), value in advantages.items()
+        if of == trajectory.id
+    }
     return render_page(
         "trajectory.html.jinja",
         trajectory=trajectory,
@@ -103,7 +120,9 @@ def trajectory_page(
 
 def framed(page: str) -> Markup:
     """A page inside another one, where it can run and load nothing."""
-    return Markup('<iframe sandbox srcdoc="{}" style="width: 100%; height: 32em; border: 0"></iframe>').format(page)
+    return Markup(
+        '<iframe sandbox srcdoc="{}" style="width: 100%; height: 32em; border: 0"></iframe>'
+    ).format(page)
 
 
 def _parent(node: str) -> str:
@@ -119,15 +138,23 @@ def find_trajectory(
         RecordError: there is no such trajectory.
     """
     if trajectory_id is not None:
-        index = next((i for i, trajectory in enumerate(trajectories) if trajectory.id == trajectory_id), -1)
+        index = next(
+            (i for i, trajectory in enumerate(trajectories) if trajectory.id == trajectory_id), -1
+        )
         if index < 0:
-            raise RecordError(f"{file}: no trajectory '{trajectory_id}'; the first is '{trajectories[0].id}'")
+            raise RecordError(
+                f"{file}: no trajectory '{trajectory_id}'; the first is '{trajectories[0].id}'"
+            )
     if not 0 <= index < len(trajectories):
-        raise RecordError(f"{file}: no trajectory {index}; it holds {len(trajectories)}, counted from 0")
+        raise RecordError(
+            f"{file}: no trajectory {index}; it holds {len(trajectories)}, counted from 0"
+        )
     return trajectories[index]
 
 
-def draw_games(file: Path, out: Path, *, index: int = 0, trajectory_id: str | None = None) -> list[Path]:
+def draw_games(
+    file: Path, out: Path, *, index: int = 0, trajectory_id: str | None = None
+) -> list[Path]:
     """Write pictures of the trajectories of `file`, and say which.
 
     Args:
@@ -147,8 +174,12 @@ def draw_games(file: Path, out: Path, *, index: int = 0, trajectory_id: str | No
     for path, trajectory in targets.items():
         task = tasks.get(trajectory.task_id)
         if task is None or task.env not in GAMES:
-            what = "is not among the run's tasks" if task is None else f"is played in env '{task.env}'"
-            raise RecordError(f"{file}: task {trajectory.task_id} {what}; pictures are of {', '.join(GAMES)}")
+            what = (
+                "is not among the run's tasks" if task is None else f"is played in env '{task.env}'"
+            )
+            raise RecordError(
+                f"{file}: task {trajectory.task_id} {what}; pictures are of {', '.join(GAMES)}"
+            )
         write_text(path, picture(task, actions_of(trajectory)))
     return list(targets)
 
@@ -172,7 +203,8 @@ def actions_of(trajectory: Trajectory) -> list[str]:
     """
     last = {turn.round: turn for turn in trajectory.path}
     printed = {
-        (event.node, event.after_turn): "" if event.failed else parse_listed(event.result) for event in trajectory.tools
+        (event.node, event.after_turn): "" if event.failed else parse_listed(event.result)
+        for event in trajectory.tools
     }
     done = []
     for _, turn in sorted(last.items()):
@@ -183,7 +215,9 @@ def actions_of(trajectory: Trajectory) -> list[str]:
 
 def _tasks(file: Path) -> Sequence[Task]:
     """The tasks of the run that a file of trajectories lies in."""
-    folder = next((parent / "tasks" for parent in file.resolve().parents if (parent / "tasks").is_dir()), None)
+    folder = next(
+        (parent / "tasks" for parent in file.resolve().parents if (parent / "tasks").is_dir()), None
+    )
     if folder is None:
         raise RecordError(f"{file}: in no run's folder, where the tasks to draw are under tasks/")
     return [task for path in sorted(folder.glob("*.parquet")) for task in read_tasks(path)]

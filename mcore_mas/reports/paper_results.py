@@ -21,8 +21,8 @@ from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_tables import PaperTable
 from mcore_mas.reports.tables import markdown_table, read_evaluation
-from mcore_mas.rollout.base.files import read_yaml, write_text
-from mcore_mas.rollout.config.sections import Choice
+from rollout.base.files import read_yaml, write_text
+from rollout.config.sections import Choice
 
 _ROUNDING = 0.0005  # papers print a decimal of a per cent
 
@@ -44,23 +44,32 @@ class Evaluations:
     def __init__(self, files: Mapping[str, Sequence[Path]]) -> None:
         """`files` are by `experiment/state`, one of each seed."""
         self._scores = {
-            key: pd.concat([read_evaluation(path) for path in paths], ignore_index=True) for key, paths in files.items()
+            key: pd.concat([read_evaluation(path) for path in paths], ignore_index=True)
+            for key, paths in files.items()
         }
 
     def scores(self, experiment: str, state: str, dataset: str, kind: str) -> dict[str, pd.Series]:
         """Scores by task of a data source, of `all` tasks, or for an `average` of each source by itself."""
         if state == GAIN:
-            return _paired(*(self.scores(experiment, own, dataset, kind) for own in ("trained", "base")))
+            return _paired(
+                *(self.scores(experiment, own, dataset, kind) for own in ("trained", "base"))
+            )
         found = self._scores[f"{experiment}/{state}"]
         found = found[found["metric"].str.startswith(f"{kind}@")]
         if dataset not in ("all", "average"):
             found = found[found["source"] == dataset]
         parts = found.groupby("source", sort=True) if dataset == "average" else [(dataset, found)]
-        return {str(name): part.groupby("task", sort=True)["value"].mean() for name, part in parts if len(part)}
+        return {
+            str(name): part.groupby("task", sort=True)["value"].mean()
+            for name, part in parts
+            if len(part)
+        }
 
     def answers(self, experiment: str, state: str) -> int:
         """k of avg@k."""
-        return int(self._scores[f"{experiment}/{'trained' if state == GAIN else state}"]["k"].iloc[0])
+        return int(
+            self._scores[f"{experiment}/{'trained' if state == GAIN else state}"]["k"].iloc[0]
+        )
 
 
 def _paired(ours: Mapping[str, pd.Series], theirs: Mapping[str, pd.Series]) -> dict[str, pd.Series]:
@@ -70,20 +79,26 @@ def _paired(ours: Mapping[str, pd.Series], theirs: Mapping[str, pd.Series]) -> d
 
 
 def make_paper_table(
-    table: PaperTable, files: Mapping[str, Sequence[Path]], made: MadeFrom, csv: Path, markdown: Path
+    table: PaperTable,
+    files: Mapping[str, Sequence[Path]],
+    made: MadeFrom,
+    csv: Path,
+    markdown: Path,
 ) -> None:
     """Write the table as CSV, a measured cell a line, and as Markdown in the paper's layout.
 
     `files` are the evaluations by `experiment/state`, one of each seed.
 
     Raises:
-        TableError: an evaluation is missing or not as `mcore_mas.training.evaluate` writes it.
+        TableError: an evaluation is missing or not as `mcore_mas.evaluation.evaluate` writes it.
     """
     evaluations = Evaluations(files)
     lines = [line | _agreement(table, line) for line in _lines(table, evaluations)]
     differences = [line | _agreement(table, line) for line in _differences(table, evaluations)]
     repeats = len(next(iter(files.values())))
-    frame = pd.DataFrame([*lines, *differences]).assign(scale=made.scale, commit=made.commit, seeds=repeats)
+    frame = pd.DataFrame([*lines, *differences]).assign(
+        scale=made.scale, commit=made.commit, seeds=repeats
+    )
     write_text(csv, str(frame.to_csv(index=False, float_format="%.6f", lineterminator="\n")))
     page = render_page(
         "paper_table.md.jinja",
@@ -132,10 +147,19 @@ def _measured(scores: Mapping[str, pd.Series], name: str) -> dict[str, Any]:
     means = [fmean(group) for group in groups]
     intervals = [mean_interval(group.tolist(), name) for group in groups]
     # of G independent means with intervals [l, u]: M - √Σ(m - l)²/G and M + √Σ(u - m)²/G   Zou & Donner 2008, eq. 5
-    below = hypot(*(mean - low for mean, (low, _) in zip(means, intervals, strict=True))) / len(groups)
-    above = hypot(*(high - mean for mean, (_, high) in zip(means, intervals, strict=True))) / len(groups)
+    below = hypot(*(mean - low for mean, (low, _) in zip(means, intervals, strict=True))) / len(
+        groups
+    )
+    above = hypot(*(high - mean for mean, (_, high) in zip(means, intervals, strict=True))) / len(
+        groups
+    )
     value = fmean(means)
-    return {"value": value, "ci_low": value - below, "ci_high": value + above, "n": sum(map(len, groups))}
+    return {
+        "value": value,
+        "ci_low": value - below,
+        "ci_high": value + above,
+        "n": sum(map(len, groups)),
+    }
 
 
 def _differences(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
@@ -146,11 +170,16 @@ def _differences(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[s
         for cell in (cell for cell in table.cells if getattr(cell, axis) == method):
             place = {name: getattr(cell, name) for name in ("block", "row", "column", "metric")}
             other = cells[tuple((place | {axis: baseline}).values())]
-            both = (evaluations.scores(own.experiment, own.state, own.dataset, own.kind) for own in (cell, other))
+            both = (
+                evaluations.scores(own.experiment, own.state, own.dataset, own.kind)
+                for own in (cell, other)
+            )
             scores = _paired(*both)
             published = (cell.published, other.published)
             known = [value for value in published if isinstance(value, float)]
-            paper = (known[0] - known[1]) / (1 if table.fraction else 100) if len(known) == 2 else None
+            paper = (
+                (known[0] - known[1]) / (1 if table.fraction else 100) if len(known) == 2 else None
+            )
             yield {
                 **place,
                 axis: f"{method} - {baseline}",
@@ -168,7 +197,12 @@ def _by_block(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
         measured = ", ".join(dict.fromkeys(line["measured"] for line in own if "measured" in line))
         counts = dict.fromkeys((line["dataset"], line["n"]) for line in own)
         tasks = ", ".join(f"{dataset} {n}" for dataset, n in counts)
-        yield {"name": f"{block}, {metric}", "measured": measured, "tasks": tasks, "grid": _grid(own)}
+        yield {
+            "name": f"{block}, {metric}",
+            "measured": measured,
+            "tasks": tasks,
+            "grid": _grid(own),
+        }
 
 
 def _grid(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -189,13 +223,21 @@ def _shown(line: Mapping[str, Any]) -> str:
     if paper is None:
         return ours
     agrees = "=" if line["within"] else ""
-    return f"{ours} ({agrees}{100 * paper:{sign}.1f})" if isinstance(paper, float) else f"{ours} ({paper})"
+    return (
+        f"{ours} ({agrees}{100 * paper:{sign}.1f})"
+        if isinstance(paper, float)
+        else f"{ours} ({paper})"
+    )
 
 
 def known_deviations(table: PaperTable) -> list[str]:
     """What is known to differ from the paper, with the experiments that it is of, from the published values."""
     told: dict[str, list[str]] = {}
-    besides = {name: row["besides"] for row in read_published()["rows"] for name, _ in expand_braces(row["of"])}
+    besides = {
+        name: row["besides"]
+        for row in read_published()["rows"]
+        for name, _ in expand_braces(row["of"])
+    }
     for experiment in table.experiments:
         differs = [str(value) for value in published_values(experiment).values() if value.differs]
         text = "; ".join(filter(None, [besides.get(experiment, ""), *differs]))
@@ -227,7 +269,9 @@ def _at(value: Any, path: Sequence[str]) -> Any:
 
 
 def _of_loss(key: str, config: RunConfig) -> Any:
-    return config.loss.options.get(key, inspect.signature(LOSSES[config.loss.name]).parameters[key].default)
+    return config.loss.options.get(
+        key, inspect.signature(LOSSES[config.loss.name]).parameters[key].default
+    )
 
 
 def _chosen(choice: Choice | None) -> Any:
@@ -240,9 +284,13 @@ def _chosen(choice: Choice | None) -> Any:
 def _of_estimators(names: Collection[str], key: str, config: RunConfig) -> Any:
     """An option of the agents' estimators; None of those whose name is not one of `names`, or that have none."""
     rules = [config.advantage_of(agent) for agent in config.agents]
-    parameters = [inspect.signature(ESTIMATORS[r.name]).parameters if r.name in names else {} for r in rules]
+    parameters = [
+        inspect.signature(ESTIMATORS[r.name]).parameters if r.name in names else {} for r in rules
+    ]
     options = zip(rules, parameters, strict=True)
-    return _one(rule.options.get(key, own[key].default) if key in own else None for rule, own in options)
+    return _one(
+        rule.options.get(key, own[key].default) if key in own else None for rule, own in options
+    )
 
 
 # hyper-parameters that are no single key of a config; docs/published.yaml has the others
@@ -260,7 +308,9 @@ COMPUTED: Mapping[str, Callable[[RunConfig], Any]] = {
     "upper clip": partial(_of_loss, "clip_high"),
     "dual clip": partial(_of_loss, "dual_clip"),
     "KL": lambda config: [kl.coef, kl.estimate, kl.where] if (kl := config.loss.kl).coef else 0.0,
-    "prompt tokens": lambda config: config.engine.max_length - max(a.max_tokens for a in config.agents.values()),
+    "prompt tokens": lambda config: (
+        config.engine.max_length - max(a.max_tokens for a in config.agents.values())
+    ),
     "turns": lambda config: next(
         (config.orchestra.options[key] for key in _TURNS if key in config.orchestra.options), None
     ),
@@ -269,7 +319,9 @@ COMPUTED: Mapping[str, Callable[[RunConfig], Any]] = {
     "correction": lambda config: _chosen(config.loss.correction),
     "discount": partial(_of_estimators, BY_TOKEN, "gamma"),
     "lambda": partial(_of_estimators, BY_TOKEN, "lam"),
-    "tree weights": lambda config: [_of_estimators(("mcts", "mars2"), key, config) for key in ("gamma", "lam")],
+    "tree weights": lambda config: [
+        _of_estimators(("mcts", "mars2"), key, config) for key in ("gamma", "lam")
+    ],
     "prompts": lambda config: "ours",  # of every role, see docs/catalogue.md
 }
 
@@ -307,11 +359,15 @@ def published_values(experiment: str) -> dict[str, PublishedValue]:
     for family in read_published()["families"]:
         if any(fnmatch(experiment, pattern) for pattern in family["of"]):
             theirs |= dict.fromkeys(family.get("unknown", ()), (UNKNOWN, ""))
-            theirs |= {name: (value, source) for name, (value, source) in family.get("values", {}).items()}
+            theirs |= {
+                name: (value, source) for name, (value, source) in family.get("values", {}).items()
+            }
             reasons |= family.get("differs", {})
     ours = compared_values(RunConfig.check(resolve([f"experiment={experiment}"]), experiment))
     return {
-        name: PublishedValue(name=name, ours=ours[name], theirs=value, source=source, reason=reasons.get(name, ""))
+        name: PublishedValue(
+            name=name, ours=ours[name], theirs=value, source=source, reason=reasons.get(name, "")
+        )
         for name, (value, source) in theirs.items()
     }
 

@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError
 from mcore_mas import SHIPPED
 from mcore_mas.config.compose import experiments
 from mcore_mas.config.run import GAIN
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.options import Section
+from rollout.base.files import read_yaml
+from rollout.base.options import Section
 
 TABLES = SHIPPED / "workflow" / "tables"
 
@@ -33,7 +33,9 @@ class PaperCell:
     experiment: str
     state: str  # base | trained | trained-base | a cell of `evaluate`
     dataset: str
-    published: float | str | None  # in the paper's unit; text where it is no single number; None: not in the paper
+    published: (
+        float | str | None
+    )  # in the paper's unit; text where it is no single number; None: not in the paper
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -49,7 +51,9 @@ class PaperTable(Section):
     source: str  # paper, and table, figure or page
     # read in the paper or its README, at second hand, or no number known
     grade: Literal["primary", "secondary", "none"]
-    metrics: dict[str, Literal["avg", "pass", "maj"]] = Field(min_length=1)  # the paper's name -> ours
+    metrics: dict[str, Literal["avg", "pass", "maj"]] = Field(
+        min_length=1
+    )  # the paper's name -> ours
     fraction: bool = False  # the paper's numbers are of 1, not of 100
     experiment: str  # with fields in braces
     # What a row, a column or a block gives: fields of that name, and dataset (a data source, `all` tasks, or the
@@ -58,7 +62,9 @@ class PaperTable(Section):
     rows: dict[str, dict[str, str]] = Field(min_length=1)
     columns: dict[str, dict[str, str]] = Field(min_length=1)
     compare: tuple[tuple[str, str], ...] = ()  # (method, baseline), two rows or two columns
-    evaluate: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)  # as a suite's: other models in seats
+    evaluate: dict[str, dict[str, dict[str, Any]]] = Field(
+        default_factory=dict
+    )  # as a suite's: other models in seats
     notes: tuple[str, ...] = ()  # what the paper says that is no cell
     blocks: dict[str, dict[str, Any]] = Field(min_length=1)  # also `values`: by row, of each column
 
@@ -79,11 +85,17 @@ class PaperTable(Section):
             unknown = [cell.experiment for cell in table.cells if cell.experiment not in known]
         except ValidationError as error:
             first = error.errors()[0]
-            raise TableError(f"{path}, {name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+            raise TableError(
+                f"{path}, {name}.{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            ) from error
         except (ValueError, KeyError) as error:
-            raise TableError(f"{path}, {name}: {' '.join(str(error).split())}; see docs/tables.md") from error
+            raise TableError(
+                f"{path}, {name}: {' '.join(str(error).split())}; see docs/tables.md"
+            ) from error
         if unknown:
-            raise TableError(f"{path}, {name}: no experiment '{unknown[0]}'; expected one of configs/experiment")
+            raise TableError(
+                f"{path}, {name}: no experiment '{unknown[0]}'; expected one of configs/experiment"
+            )
         lines = {*table.rows, *table.columns}
         strange = [name for pair in table.compare for name in pair if name not in lines]
         if strange:
@@ -111,7 +123,9 @@ class PaperTable(Section):
     @property
     def evaluations(self) -> tuple[tuple[str, str], ...]:
         """(Experiment, policy state) of each evaluation that it is made of."""
-        return tuple(dict.fromkeys((cell.experiment, state) for cell in self.cells for state in cell.states))
+        return tuple(
+            dict.fromkeys((cell.experiment, state) for cell in self.cells for state in cell.states)
+        )
 
     def _cells(self, block: str, row: str, column: str, number: int) -> list[PaperCell]:
         own = {key: value for key, value in self.blocks[block].items() if key != "values"}
@@ -157,7 +171,9 @@ def tables_of(folder: Path = TABLES) -> dict[str, tuple[Path, Any]]:
     for path in sorted(folder.glob("*.yaml")):
         values = _read(path, path.stat().st_mtime_ns)
         several = isinstance(values, dict) and "title" not in values
-        found |= {name: (path, own) for name, own in (values if several else {path.stem: values}).items()}
+        found |= {
+            name: (path, own) for name, own in (values if several else {path.stem: values}).items()
+        }
     return found
 
 
@@ -175,7 +191,9 @@ def _parts(value: Any, count: int) -> list[float | str | None]:
         return [None] * count
     texts = str(value).split("/")
     if len(texts) != count:
-        raise ValueError(f"cell '{value}' has {len(texts)} numbers; expected {count}, one of each metric")
+        raise ValueError(
+            f"cell '{value}' has {len(texts)} numbers; expected {count}, one of each metric"
+        )
     return [_number(text) for text in texts]
 
 

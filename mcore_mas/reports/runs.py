@@ -13,11 +13,11 @@ from markupsafe import Markup
 
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import drawing, framed, render_page, trajectory_page
-from mcore_mas.rollout.base.files import json_lines, read_record, read_yaml, write_text
-from mcore_mas.rollout.base.options import leaves
-from mcore_mas.rollout.base.ownership import FolderError
-from mcore_mas.rollout.records.files import read_tasks, read_trajectories
-from mcore_mas.rollout.records.trajectory import Trajectory
+from rollout.base.files import json_lines, read_record, read_yaml, write_text
+from rollout.base.options import leaves
+from rollout.base.ownership import FolderError
+from rollout.records.files import read_tasks, read_trajectories
+from rollout.records.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,10 @@ def runs_in(results: Path) -> list[Path]:
 
 def run_states(results: Path) -> list[RunState]:
     """Where the runs of a results folder stand, or one run by its own folder; raises as `runs_in`."""
-    return [_state(run) for run in ([results] if (results / "config.yaml").is_file() else runs_in(results))]
+    return [
+        _state(run)
+        for run in ([results] if (results / "config.yaml").is_file() else runs_in(results))
+    ]
 
 
 def _state(run: Path) -> RunState:
@@ -89,7 +92,9 @@ def _last(rows: list[dict[str, Any]], name: str) -> float | None:
 def _config(run: Path) -> dict[str, Any]:
     file = run / "config.yaml"
     if not file.is_file():
-        raise FolderError(f"{file}: no such file; expected a run's folder, such as results/demo_math")
+        raise FolderError(
+            f"{file}: no such file; expected a run's folder, such as results/demo_math"
+        )
     return dict(read_yaml(file))
 
 
@@ -103,8 +108,17 @@ def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
     """
     flat = [dict(leaves(_config(run))) for run in runs]
     names = tuple(own["run"] for own in flat)
-    values = {key: tuple(own.get(key) for own in flat) for own in flat for key, value in own.items() if value != {}}
-    return {key: own for key, own in values.items() if own != names and any(value != own[0] for value in own)}
+    values = {
+        key: tuple(own.get(key) for own in flat)
+        for own in flat
+        for key, value in own.items()
+        if value != {}
+    }
+    return {
+        key: own
+        for key, own in values.items()
+        if own != names and any(value != own[0] for value in own)
+    }
 
 
 def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
@@ -120,19 +134,36 @@ def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
             continue
         tasks = [read_record(path, "tasks")["tasks"] for path in (file, other)]
         others = {task["task_id"]: task["metrics"] for task in tasks[1]}
-        both = [(task["metrics"], others[task["task_id"]]) for task in tasks[0] if task["task_id"] in others]
+        both = [
+            (task["metrics"], others[task["task_id"]])
+            for task in tasks[0]
+            if task["task_id"] in others
+        ]
         for metric in dict.fromkeys(name for own, _ in both for name in own):
-            pairs = [(own[metric], theirs[metric]) for own, theirs in both if metric in own and metric in theirs]
+            pairs = [
+                (own[metric], theirs[metric])
+                for own, theirs in both
+                if metric in own and metric in theirs
+            ]
             if not pairs:
                 continue
             low, high = mean_interval([b - a for a, b in pairs], f"{file.stem}/{metric}")
             means = {"first": fmean(a for a, _ in pairs), "second": fmean(b for _, b in pairs)}
-            row = ScoreDifference(state=file.stem, metric=metric, low=low, high=high, tasks=len(pairs), **means)
+            row = ScoreDifference(
+                state=file.stem, metric=metric, low=low, high=high, tasks=len(pairs), **means
+            )
             found.append(row)
     return found
 
 
-_STAGES = ("prepare_tasks", "make_base_model", "bootstrap", "evaluate_base", "train", "evaluate_trained")
+_STAGES = (
+    "prepare_tasks",
+    "make_base_model",
+    "bootstrap",
+    "evaluate_base",
+    "train",
+    "evaluate_trained",
+)
 
 
 def write_runs_page(results: Path, runs: Sequence[str], out: Path) -> None:
@@ -170,18 +201,28 @@ def draw_jobs(graph: Mapping[str, Sequence[str]]) -> str:
     width = _LETTER * max(map(len, graph)) + 16
     places: dict[str, tuple[float, int]] = {}
     high = 0
-    for _, jobs in groupby(graph, lambda job: job.rpartition(": ")[0]):  # the rows of a run are its own
+    for _, jobs in groupby(
+        graph, lambda job: job.rpartition(": ")[0]
+    ):  # the rows of a run are its own
         rows: Counter[int] = Counter()
         for job in jobs:
-            places[job] = (column(job) * (width + _BETWEEN) + 1, high + rows[column(job)] * _ROW + 1)
+            places[job] = (
+                column(job) * (width + _BETWEEN) + 1,
+                high + rows[column(job)] * _ROW + 1,
+            )
             rows[column(job)] += 1
         high += _ROW * max(rows.values())
-    return render_page("jobs.svg.jinja", places=places, graph=graph, width=width, between=_BETWEEN, high=high).rstrip()
+    return render_page(
+        "jobs.svg.jinja", places=places, graph=graph, width=width, between=_BETWEEN, high=high
+    ).rstrip()
 
 
 def _seconds(folder: Path) -> dict[str, float]:
     """Of each job of a run that has ended, by its rule and state."""
-    rows = {file.stem: json_lines(file)[0][-1:] for file in sorted((folder / "benchmarks").glob("*.jsonl"))}
+    rows = {
+        file.stem: json_lines(file)[0][-1:]
+        for file in sorted((folder / "benchmarks").glob("*.jsonl"))
+    }
     return {name: float(own[0]["s"]) for name, own in rows.items() if own}
 
 
@@ -191,11 +232,20 @@ def _said(folder: Path) -> Iterator[tuple[str, Markup, Markup]]:
     Of a task that only the trained team solves, before and after; and one that failed still.
     """
     base, trained = (_first_samples(folder / "evaluation" / state) for state in ("base", "trained"))
-    tasks = {task.id: task for task in read_tasks(folder / "tasks" / "test.parquet")} if trained else {}
-    gained = [name for name, own in trained.items() if own.success and name in base and not base[name].success]
+    tasks = (
+        {task.id: task for task in read_tasks(folder / "tasks" / "test.parquet")} if trained else {}
+    )
+    gained = [
+        name
+        for name, own in trained.items()
+        if own.success and name in base and not base[name].success
+    ]
     shown = next(iter(gained or trained), None)
     lost = next((own for own in trained.values() if own.score == 0), None)
-    both = [("before training", base.get(shown or "")), ("after training", trained.get(shown or ""))]
+    both = [
+        ("before training", base.get(shown or "")),
+        ("after training", trained.get(shown or "")),
+    ]
     for what, played in [*both, ("after training, not solved", lost)]:
         if played is not None:
             picture = drawing(tasks[played.task_id], played) if played.task_id in tasks else None
@@ -241,7 +291,10 @@ def who_works(played: Sequence[Trajectory]) -> dict[str, Any]:
     slowest = max(ends, key=ends.__getitem__)
     return {
         "seconds": ended - began,
-        "lines": {who: [[(n + 0.5) * width, number] for n, number in enumerate(own)] for who, own in lines.items()},
+        "lines": {
+            who: [[(n + 0.5) * width, number] for n, number in enumerate(own)]
+            for who, own in lines.items()
+        },
         "slowest": slowest,
         "task": played[slowest].task_id,
         "behind": ended - median(ends.values()),

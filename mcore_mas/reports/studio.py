@@ -21,16 +21,28 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.reports.pages import TurnAdvantages, TurnGroups, TurnPieces, render_page, trajectory_page
-from mcore_mas.reports.runs import config_differences, run_states, runs_in, score_differences, who_works
+from mcore_mas.reports.pages import (
+    TurnAdvantages,
+    TurnGroups,
+    TurnPieces,
+    render_page,
+    trajectory_page,
+)
+from mcore_mas.reports.runs import (
+    config_differences,
+    run_states,
+    runs_in,
+    score_differences,
+    who_works,
+)
 from mcore_mas.reports.terminal import credit_of
-from mcore_mas.rollout.base.files import json_lines
-from mcore_mas.rollout.base.http import is_loopback
-from mcore_mas.rollout.base.http_server import bears, listen, server_config, url_of
-from mcore_mas.rollout.base.ownership import FolderError
-from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.base.text import shown_text
-from mcore_mas.rollout.records.files import (
+from rollout.base.files import json_lines
+from rollout.base.http import is_loopback
+from rollout.base.http_server import bears, listen, server_config, url_of
+from rollout.base.ownership import FolderError
+from rollout.base.processes import say
+from rollout.base.text import shown_text
+from rollout.records.files import (
     RecordError,
     TrajectoryFilter,
     count_trajectories,
@@ -38,7 +50,7 @@ from mcore_mas.rollout.records.files import (
     read_trajectories,
     trajectory_at,
 )
-from mcore_mas.rollout.records.trajectory import Trajectory
+from rollout.records.trajectory import Trajectory
 
 _PAGE_ROWS, _LOG_BYTES = 100, 20_000
 _MOST_COMPARED = 4096  # trajectories of a file whose advantages are computed to show one
@@ -68,14 +80,23 @@ class Studio:
     def files(self, run: str) -> list[str]:
         """A run's files of trajectories, those of training steps first."""
         folder = self._run(run)
-        found = [*sorted(folder.glob("train/trajectories/*.parquet")), *sorted(folder.glob("evaluation/*/*.parquet"))]
+        found = [
+            *sorted(folder.glob("train/trajectories/*.parquet")),
+            *sorted(folder.glob("evaluation/*/*.parquet")),
+        ]
         return [path.relative_to(folder).as_posix() for path in found]
 
     def trajectories(self, run: str, file: str, first: Whole = 0, **shown: str) -> dict[str, Any]:
         """A page of a file's list, from index `first` on; `shown` are fields of `TrajectoryFilter`."""
         path = self._file(run, file)
-        rows = list_trajectories(path, _FILTER.validate_python(shown), first=first, limit=_PAGE_ROWS)
-        return {"rows": [asdict(row) for row in rows], "of": count_trajectories(path), "page": _PAGE_ROWS}
+        rows = list_trajectories(
+            path, _FILTER.validate_python(shown), first=first, limit=_PAGE_ROWS
+        )
+        return {
+            "rows": [asdict(row) for row in rows],
+            "of": count_trajectories(path),
+            "page": _PAGE_ROWS,
+        }
 
     def trajectory(self, run: str, file: str, index: Whole) -> HTMLResponse:
         """The page of one trajectory: tokens shaded by log-probability, and credit where it can be computed."""
@@ -83,12 +104,17 @@ class Studio:
         trajectory = trajectory_at(path, index)
         advantages, groups = _credit(path, path.stat().st_mtime_ns)
         html = trajectory_page(trajectory, advantages, self._pieces(run, trajectory), groups)
-        return HTMLResponse(html, headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"})
+        return HTMLResponse(
+            html,
+            headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"},
+        )
 
     def waits(self, run: str, file: str) -> dict[str, Any]:
         """Who worked for how many of a file's trajectories, moment by moment; {} of a file that is large."""
         path = self._file(run, file)
-        return who_works(read_trajectories(path)) if count_trajectories(path) <= _MOST_COMPARED else {}
+        return (
+            who_works(read_trajectories(path)) if count_trajectories(path) <= _MOST_COMPARED else {}
+        )
 
     def log(self, run: str) -> str:
         """The end of the training's log: what it reports, and what it waits for where it stalls."""
@@ -119,9 +145,14 @@ class Studio:
     def _pieces(self, run: str, trajectory: Trajectory) -> TurnPieces:
         """The text and log-probability of each sampled token, by turn; none of a policy whose tokenizer is not here."""
         folder = self._run(run)
-        files = {policy: _tokenizer_file(folder, policy) for policy in {turn.policy for turn in trajectory.turns}}
+        files = {
+            policy: _tokenizer_file(folder, policy)
+            for policy in {turn.policy for turn in trajectory.turns}
+        }
         return {
-            (turn.node, turn.index): list(zip(_spelled(file, turn.completion_ids), turn.logprobs, strict=True))
+            (turn.node, turn.index): list(
+                zip(_spelled(file, turn.completion_ids), turn.logprobs, strict=True)
+            )
             for turn in trajectory.turns
             if (file := files[turn.policy])
         }
@@ -132,7 +163,9 @@ def _tokenizer_file(run: Path, policy: str) -> Path | None:
     homes = [run / "train" / "models" / policy]
     with suppress(ConfigError, KeyError):
         homes.append(Path(RunConfig.load(run / "config.yaml").policies[policy].model))
-    return next((home / "tokenizer.json" for home in homes if (home / "tokenizer.json").is_file()), None)
+    return next(
+        (home / "tokenizer.json" for home in homes if (home / "tokenizer.json").is_file()), None
+    )
 
 
 @lru_cache(maxsize=8)
@@ -161,23 +194,35 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
         f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; "
         "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
     )
-    safe = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+    safe = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-store",
+    }
 
     def guarded(answer: Callable[..., Any]) -> Callable[[Request], Any]:
         checked = validate_call(answer)
 
         async def reply(request: Request) -> Response:
             _admit(request, token)
-            asked = {name: value for name, value in request.query_params.items() if value and name != "token"}
+            asked = {
+                name: value
+                for name, value in request.query_params.items()
+                if value and name != "token"
+            }
             try:
                 found = await asyncio.to_thread(checked, **asked)
             except ValidationError as error:
                 wrong = error.errors()[0]
-                raise HTTPException(400, f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+                raise HTTPException(
+                    400, f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
+                ) from None
             except (FolderError, RecordError, ConfigError) as error:
                 raise HTTPException(404, str(error)) from None
             if not isinstance(found, Response):  # JSON has no number for what is not finite
-                found = Response(to_json(_shown(found), inf_nan_mode="null"), media_type="application/json")
+                found = Response(
+                    to_json(_shown(found), inf_nan_mode="null"), media_type="application/json"
+                )
             for name, value in safe.items():
                 found.headers.setdefault(name, value)
             return found
@@ -195,7 +240,9 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
         "/api/compare": studio.compare,
         "/api/trajectories": studio.trajectories,
     }
-    return Starlette(routes=[Route(path, guarded(answer), methods=["GET"]) for path, answer in answers.items()])
+    return Starlette(
+        routes=[Route(path, guarded(answer), methods=["GET"]) for path, answer in answers.items()]
+    )
 
 
 def _shown(value: Any) -> Any:
@@ -214,7 +261,9 @@ def _admit(request: Request, token: str | None) -> None:
     if (
         token is not None
         and not bears(request, token)
-        and not secrets.compare_digest(request.query_params.get("token", "").encode(), token.encode())
+        and not secrets.compare_digest(
+            request.query_params.get("token", "").encode(), token.encode()
+        )
     ):
         raise HTTPException(401, "a bearer token is required")
 
@@ -232,6 +281,8 @@ def open_studio(results: Path, *, host: str, port: int, token_file: Path | None)
     """
     runs_in(results)
     listener, token = listen(host, port, token_file)
-    server = uvicorn.Server(server_config(studio_app(Studio(results), token), drain_s=1, lifespan=False))
+    server = uvicorn.Server(
+        server_config(studio_app(Studio(results), token), drain_s=1, lifespan=False)
+    )
     say(f"studio of {results}: {url_of(listener)}; Ctrl-C ends it")
     server.run(sockets=[listener])

@@ -14,11 +14,13 @@ import pandas as pd
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.tables import markdown_table
-from mcore_mas.rollout.base.files import json_lines, read_record, write_text
-from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.records.trajectory import Status, Trajectory, grouped, groups_of
+from rollout.base.files import json_lines, read_record, write_text
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Status, Trajectory, grouped, groups_of
 
-Metrics = Sequence[Mapping[str, float]]  # of a run, one step after the other; what a step did not measure is absent
+Metrics = Sequence[
+    Mapping[str, float]
+]  # of a run, one step after the other; what a step did not measure is absent
 
 
 class MetricsError(ValueError):
@@ -34,22 +36,31 @@ def read_metrics(path: Path) -> Metrics:
     try:
         rows = json_lines(path)[0]
     except OSError as error:
-        raise MetricsError(f"{path}: cannot be read ({error.strerror}); train the run again") from error
+        raise MetricsError(
+            f"{path}: cannot be read ({error.strerror}); train the run again"
+        ) from error
     rows = [row for row in rows if "step" in row]
     if not rows:
-        raise MetricsError(f"{path}: expected one JSON object with a 'step' per line; train the run again")
+        raise MetricsError(
+            f"{path}: expected one JSON object with a 'step' per line; train the run again"
+        )
     return rows
 
 
 def curve(metrics: Metrics, key: str) -> pd.Series:
     """The metric `key` by updates done, of each step that has it; a step counts from 0 and is the update it led to."""
-    return pd.Series({int(row["step"]) + 1: float(row[key]) for row in metrics if key in row}, dtype=float)
+    return pd.Series(
+        {int(row["step"]) + 1: float(row[key]) for row in metrics if key in row}, dtype=float
+    )
 
 
 def curves_of(metrics: Metrics, group: str, name: str) -> dict[str, pd.Series]:
     """`curve` of `group`/<one>/`name` for each agent or data source that has it."""
     keys = {key for row in metrics for key in row}
-    found = sorted(filter(None, (re.fullmatch(rf"{group}/(.+)/{name}", key) for key in keys)), key=itemgetter(1))
+    found = sorted(
+        filter(None, (re.fullmatch(rf"{group}/(.+)/{name}", key) for key in keys)),
+        key=itemgetter(1),
+    )
     return {one[1]: curve(metrics, one[0]) for one in found}
 
 
@@ -60,9 +71,16 @@ def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Pat
         MetricsError: a team was trained with one estimator only, its estimators have other seeds, or a run has not
             finished.
     """
-    teams = grouped((config["orchestra"]["name"], _arm(name, config)) for name, config in runs.items())
-    findings = pd.DataFrame(finding for team, own in teams.items() for finding in _compared(team, own))
-    texts = {".csv": findings.to_csv(index=False, lineterminator="\n"), ".md": _markdown_study(findings)}
+    teams = grouped(
+        (config["orchestra"]["name"], _arm(name, config)) for name, config in runs.items()
+    )
+    findings = pd.DataFrame(
+        finding for team, own in teams.items() for finding in _compared(team, own)
+    )
+    texts = {
+        ".csv": findings.to_csv(index=False, lineterminator="\n"),
+        ".md": _markdown_study(findings),
+    }
     for path in outputs:
         write_text(path, texts[path.suffix])
 
@@ -93,7 +111,9 @@ def lemma_factors(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
             for t in group
             if t.status is Status.COMPLETED
         ]
-        votes = pd.Series([fmean(reward for _, reward in turns) for turns in played if turns], dtype=float)
+        votes = pd.Series(
+            [fmean(reward for _, reward in turns) for turns in played if turns], dtype=float
+        )
         mean, deviation = votes.mean(), votes.std()
         for agent, reward in (turn for turns in played for turn in turns):
             squares[agent].append(((reward - mean) / deviation) ** 2 if deviation > 0 else 0.0)
@@ -113,22 +133,33 @@ def _arm(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """What was measured of a run, with its estimator and seed."""
     folder = Path(config["results"]) / run
     metrics = [row for row in read_metrics(folder / "train" / "metrics.jsonl") if row["step"] >= 0]
-    base, trained = (_accuracy(folder / "evaluation" / f"{state}.json") for state in ("base", "trained"))
+    base, trained = (
+        _accuracy(folder / "evaluation" / f"{state}.json") for state in ("base", "trained")
+    )
     steps = sorted((folder / "train" / "trajectories").glob("step_*.parquet"))
-    played = ([group.trajectories for group in groups_of(read_trajectories(path))] for path in steps)
+    played = (
+        [group.trajectories for group in groups_of(read_trajectories(path))] for path in steps
+    )
     factors = grouped(factor for groups in played for factor in lemma_factors(groups).items())
     found = {"advantage": config["advantage"]["name"], "seed": config["seed"]}
     found |= {"accuracy before": base, "accuracy": trained} | norms(metrics)
     found |= {f"A² under one (μ, σ) {agent}": fmean(own) for agent, own in factors.items()}
     shards = sorted((folder / "evaluation" / "trained").glob("*.parquet"))
-    return found | skills([trajectory for shard in shards for trajectory in read_trajectories(shard)])
+    return found | skills(
+        [trajectory for shard in shards for trajectory in read_trajectories(shard)]
+    )
 
 
 def _accuracy(path: Path) -> float:
     if not path.is_file():
         raise MetricsError(f"{path}: no such file; evaluate the run first")
     tasks = read_record(path, "tasks")["tasks"]
-    return fmean(value for task in tasks for name, value in task["metrics"].items() if name.startswith("avg@"))
+    return fmean(
+        value
+        for task in tasks
+        for name, value in task["metrics"].items()
+        if name.startswith("avg@")
+    )
 
 
 def _compared(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -138,11 +169,15 @@ def _compared(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
     measures = {key: 0.0 if key.startswith("norms not finite") else math.nan for key in found}
     arms: dict[str, pd.DataFrame] = {
         str(advantage): own.set_index("seed").sort_index()
-        for advantage, own in pd.DataFrame([{**measures, **run} for run in runs]).groupby("advantage", sort=False)
+        for advantage, own in pd.DataFrame([{**measures, **run} for run in runs]).groupby(
+            "advantage", sort=False
+        )
     }
     first, *others = arms
     if not others:
-        raise MetricsError(f"team '{team}' was trained with '{first}' only; a study compares at least two estimators")
+        raise MetricsError(
+            f"team '{team}' was trained with '{first}' only; a study compares at least two estimators"
+        )
     for other in others:
         if list(arms[other].index) != list(arms[first].index):
             raise MetricsError(
@@ -163,13 +198,19 @@ def _compared(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
 def _markdown_study(findings: pd.DataFrame) -> str:
     """A table per team: a line per measure, a column per estimator and per difference, intervals in brackets."""
     seeds = findings.groupby("team")["seeds"].transform("max")
-    numbers = findings[["value", "ci_low", "ci_high", "seeds"]].assign(all=seeds).itertuples(index=False)
+    numbers = (
+        findings[["value", "ci_low", "ci_high", "seeds"]].assign(all=seeds).itertuples(index=False)
+    )
     cells = [
         f"{value:.3g} [{low:.3g}, {high:.3g}]" + (f" of {own} seeds" if own < most else "")
         for value, low, high, own, most in numbers
     ]
     teams = []
     for team, own in findings.assign(cell=cells, most=seeds).groupby("team", sort=False):
-        table = own.pivot_table("cell", "measure", "advantage", aggfunc="first", sort=False).fillna("").reset_index()
+        table = (
+            own.pivot_table("cell", "measure", "advantage", aggfunc="first", sort=False)
+            .fillna("")
+            .reset_index()
+        )
         teams.append((team, own["most"].iloc[0], markdown_table(table)))
     return render_page("study.md.jinja", teams=teams)

@@ -18,10 +18,10 @@ from mcore_mas.credit.assign import assess, assessments, by_place, columns, esti
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.pages import PeerGroup, TurnAdvantages, TurnGroups
-from mcore_mas.rollout.base.schema_words import invalid
-from mcore_mas.rollout.base.text import shown_text
-from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.records.trajectory import Status, Trajectory, Turn, grouped, groups_of
+from rollout.base.schema_words import invalid
+from rollout.base.text import shown_text
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Status, Trajectory, Turn, grouped, groups_of
 
 
 def plain(text: str, style: str = "") -> Text:
@@ -61,18 +61,28 @@ def _compared(
             alike, one_vote = all_turns.grouping.peers, all_turns.grouping.vote
             for place, i in enumerate(seen):
                 sample, number = samples[i], int(all_turns.group_of[all_turns.vote[place]])
-                size, mean, std = (float(x[place]) for x in (all_turns.size, all_turns.mean, all_turns.std))
-                group = groups.setdefault(
-                    (sample.task, number), PeerGroup(label, alike, one_vote, int(size), mean, std, [])
+                size, mean, std = (
+                    float(x[place]) for x in (all_turns.size, all_turns.mean, all_turns.std)
                 )
-                group.members.append((sample, float(all_turns.own[place]), advantages.get(sample.id)))
+                group = groups.setdefault(
+                    (sample.task, number),
+                    PeerGroup(label, alike, one_vote, int(size), mean, std, []),
+                )
+                group.members.append(
+                    (sample, float(all_turns.own[place]), advantages.get(sample.id))
+                )
                 if rules[sample.agent] == rule:
                     found.setdefault(sample.id, []).append(group)
     return found
 
 
 def print_trajectory(
-    trajectory: Trajectory, console: Console, advantages: TurnAdvantages, *, branches: bool = False, head: bool = True
+    trajectory: Trajectory,
+    console: Console,
+    advantages: TurnAdvantages,
+    *,
+    branches: bool = False,
+    head: bool = True,
 ) -> None:
     """Print the line that led to the outcome to `console`.
 
@@ -82,7 +92,11 @@ def print_trajectory(
     """
     if head:
         outcome = "none" if trajectory.outcome is None else f"{trajectory.outcome:g}"
-        console.print(plain(f"trajectory {trajectory.id}   task {trajectory.task_id}   source {trajectory.source}"))
+        console.print(
+            plain(
+                f"trajectory {trajectory.id}   task {trajectory.task_id}   source {trajectory.source}"
+            )
+        )
         size = f"{len(trajectory.turns)} turns"
         if trajectory.leaf:
             size = f"{len(trajectory.path)} turns on the path to {trajectory.leaf}, {len(trajectory.turns)} in the tree"
@@ -95,7 +109,13 @@ def print_trajectory(
     for turn in turns:
         if turn.index not in seen:  # branches were asked the same
             for message in turn.news:
-                console.print(Panel(plain(message.text), title=plain(f"{message.role} → {turn.agent}"), style="dim"))
+                console.print(
+                    Panel(
+                        plain(message.text),
+                        title=plain(f"{message.role} → {turn.agent}"),
+                        style="dim",
+                    )
+                )
         seen.add(turn.index)
         colour = ("green" if turn.valid else "red") if (turn.node, turn.index) in path else "dim"
         advantage = advantages.get((trajectory.id, turn.node, turn.index))
@@ -104,7 +124,13 @@ def print_trajectory(
         for event in trajectory.tools:
             if (event.after_turn, event.node) == (turn.index, turn.node):
                 title = plain(f"{event.tool}{' failed' if event.failed else ''}: {event.query}")
-                console.print(Panel(plain(event.result), title=title, border_style="red" if event.failed else "blue"))
+                console.print(
+                    Panel(
+                        plain(event.result),
+                        title=title,
+                        border_style="red" if event.failed else "blue",
+                    )
+                )
 
 
 def _facts(turn: Turn, advantage: float | None) -> str:
@@ -135,18 +161,33 @@ def print_trajectories(
     for number, one in enumerate(trajectories):
         rewards = [turn.reward for turn in one.turns if turn.reward is not None]
         credit = [value for (of, _, _), value in advantages.items() if of == one.id]
-        numbers = (one.outcome, fmean(rewards) if rewards else None, fmean(credit) if credit else None)
+        numbers = (
+            one.outcome,
+            fmean(rewards) if rewards else None,
+            fmean(credit) if credit else None,
+        )
         style = "" if one.status is Status.COMPLETED else "red"
         ended = one.status.value if not one.error else f"{one.status.value}: {one.trouble}"
-        cells = [str(one.sample), str(len(one.turns)), *("" if n is None else f"{n:.3g}" for n in numbers)]
+        cells = [
+            str(one.sample),
+            str(len(one.turns)),
+            *("" if n is None else f"{n:.3g}" for n in numbers),
+        ]
         table.add_row(str(number), plain(one.task_id), *cells, plain(ended), style=style)
     console.print(table)
     console.print(plain(f"{len(trajectories)} trajectories; one of them:", "dim"))
-    console.print(plain(f"mcore-mas show {file} --index 0", "dim"), soft_wrap=True)  # a command is copied
+    console.print(
+        plain(f"mcore-mas show {file} --index 0", "dim"), soft_wrap=True
+    )  # a command is copied
 
 
 def print_credit(
-    file: Path, name: str, options: Mapping[str, Any], task: str | None, limit: int, console: Console
+    file: Path,
+    name: str,
+    options: Mapping[str, Any],
+    task: str | None,
+    limit: int,
+    console: Console,
 ) -> None:
     """Print the credit that estimator `name` gives the turns of `file`, task by task.
 
@@ -180,14 +221,22 @@ def print_credit(
         console.print(plain(f"\ntask {one}   {name}{chosen}", style="bold"))
         for label, group in groups.items():
             alike, vote = ", ".join(group.grouping.peers), ", ".join(group.grouping.vote)
-            console.print(plain(f"{label}: turns alike in {alike}; one vote per {vote}", style="italic"))
+            console.print(
+                plain(f"{label}: turns alike in {alike}; one vote per {vote}", style="italic")
+            )
             console.print(_groups_table(group, samples, rows))
         console.print(_turns_table(groups, samples, rows))
     if len(shown) < len(tasks):
-        console.print(plain(f"{len(shown)} of {len(tasks)} tasks; --task and --limit show others", style="dim"))
+        console.print(
+            plain(
+                f"{len(shown)} of {len(tasks)} tasks; --task and --limit show others", style="dim"
+            )
+        )
 
 
-def _groups_table(statistics: GroupStatistics, samples: Sequence[Sample], rows: Sequence[int]) -> Table:
+def _groups_table(
+    statistics: GroupStatistics, samples: Sequence[Sample], rows: Sequence[int]
+) -> Table:
     """One line per peer group: its votes, each once, with their mean and deviation."""
     numbers = [Column(heading, justify="right") for heading in ("n", "μ", "σ")]
     table = Table("group", "votes", *numbers, show_edge=False)
@@ -205,7 +254,9 @@ def _groups_table(statistics: GroupStatistics, samples: Sequence[Sample], rows: 
     return table
 
 
-def _turns_table(groups: Mapping[str, GroupStatistics], samples: Sequence[Sample], rows: Sequence[int]) -> Table:
+def _turns_table(
+    groups: Mapping[str, GroupStatistics], samples: Sequence[Sample], rows: Sequence[int]
+) -> Table:
     """One line per turn: its reward, the vote it is part of in each comparison, and its advantage."""
     headings = ("turn", "reward", *(f"vote ({label})" for label in groups), "advantage")
     turn, *numbers = (Column(heading, justify="right") for heading in headings)
@@ -227,7 +278,11 @@ def _turns_table(groups: Mapping[str, GroupStatistics], samples: Sequence[Sample
 def _group_name(sample: Sample, peers: Sequence[str]) -> str:
     parts = []
     for column in peers:
-        value = sample.node.rpartition(".")[0] or "root" if column == "parent" else getattr(sample, column)
+        value = (
+            sample.node.rpartition(".")[0] or "root"
+            if column == "parent"
+            else getattr(sample, column)
+        )
         if column != "task":  # the task is in the title
             parts.append(f"{column} {value}")
     return ", ".join(parts) or "all"

@@ -1,1 +1,1 @@
-"""The training of a run: the step, trainers and engines, weight sync, checkpoints, validation, metrics."""
+"""Training algorithm: the step, the loop, policy trainers, asynchronous rollouts, weight sync, metrics."""

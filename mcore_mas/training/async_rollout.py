@@ -17,22 +17,22 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import keep
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import NEEDS
-from mcore_mas.rollout.base.ownership import check_owner
-from mcore_mas.rollout.base.task_group import Wait, Watchdog, together
-from mcore_mas.rollout.config.sections import build_allocator
-from mcore_mas.rollout.engines.remote.caller import RemoteClient
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.records.files import write_trajectories
-from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, Turn, derive_seed
-from mcore_mas.rollout.rewards.allocation import judge_undecided
-from mcore_mas.rollout.rewards.coach import Coach
-from mcore_mas.rollout.teams.collect import CollectOptions, Collector
-from mcore_mas.rollout.teams.journal import CollectionJournal, Lineage
-from mcore_mas.rollout.teams.team import Team
-from mcore_mas.training.full_disk import until_room
-from mcore_mas.training.joblog import TrainingError
-from mcore_mas.training.measure import Scoreboard, measure
+from mcore_mas.evaluation.measure import Scoreboard, measure
+from mcore_mas.runtime.full_disk import until_room
+from mcore_mas.runtime.joblog import TrainingError
 from mcore_mas.training.metrics import StepMetrics
+from rollout.base.ownership import check_owner
+from rollout.base.task_group import Wait, Watchdog, together
+from rollout.config.sections import build_allocator
+from rollout.engines.remote.caller import RemoteClient
+from rollout.environments.protocol import Env
+from rollout.records.files import write_trajectories
+from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn, derive_seed
+from rollout.rewards.allocation import judge_undecided
+from rollout.rewards.coach import Coach
+from rollout.teams.collect import CollectOptions, Collector
+from rollout.teams.journal import CollectionJournal, Lineage
+from rollout.teams.team import Team
 
 _VALIDATION = -1  # the step in the seeds of validation trajectories: the same draws every time
 
@@ -64,7 +64,9 @@ class AsyncRollouts:
     watchdog: Watchdog | None = None  # sees everything that is played
     lineage: Lineage = field(default_factory=dict)  # of the weights so far, with that of the first
     _journals: dict[int, CollectionJournal] = field(default_factory=dict, init=False)  # by step
-    under_way: dict[int, asyncio.Task[RolloutBatch]] = field(default_factory=dict, init=False)  # collections, by step
+    under_way: dict[int, asyncio.Task[RolloutBatch]] = field(
+        default_factory=dict, init=False
+    )  # collections, by step
 
     async def take(self, step: int) -> RolloutBatch:
         """The experience of `step`, which is about to be trained. Later steps' begins as far as staleness allows.
@@ -75,7 +77,9 @@ class AsyncRollouts:
         steps = range(step, self.config.trainer.steps)
         for later in takewhile(lambda later: self.config.may_collect(later, step), steps):
             # what was played by newer weights before a death goes on when they are there again
-            if later not in self.under_way and (later == step or self._journal(later).newest <= step):
+            if later not in self.under_way and (
+                later == step or self._journal(later).newest <= step
+            ):
                 self.under_way[later] = asyncio.create_task(self.collect_batch(later))
         batch = await self.under_way[step]
         del self.under_way[step]
@@ -84,7 +88,10 @@ class AsyncRollouts:
 
     async def validate(self) -> Scoreboard:
         """The validation tasks, measured as an evaluation measures the test tasks."""
-        config, board = self.config, Scoreboard(self.validation, self.config.trainer.validation_samples)
+        config, board = (
+            self.config,
+            Scoreboard(self.validation, self.config.trainer.validation_samples),
+        )
         began = asyncio.get_running_loop().time()
         collector = self._collector(_VALIDATION, began=began, sampling=config.evaluation.sampling)
         in_flight = config.trajectories_in_flight(len(config.models) * config.engine.servers)
@@ -102,7 +109,9 @@ class AsyncRollouts:
         """What coach and remote models have said and spent."""
         metrics = dict(self.coach.metrics()) if self.coach is not None else {}
         for policy, remote in self.remotes.items():
-            metrics |= {f"policy/{policy}/{name}": value for name, value in remote.metrics().items()}
+            metrics |= {
+                f"policy/{policy}/{name}": value for name, value in remote.metrics().items()
+            }
         return metrics
 
     async def collect_batch(self, step: int) -> RolloutBatch:
@@ -141,7 +150,9 @@ class AsyncRollouts:
         journal.close(file, batches, groups, complete=True)
         trained = set(tasks[:per_step])
         return RolloutBatch(
-            groups=tuple(groups), samples=tuple(s for s in samples if s.task in trained), batches=batches
+            groups=tuple(groups),
+            samples=tuple(s for s in samples if s.task in trained),
+            batches=batches,
         )
 
     def _batches(self, step: int, began: float) -> Iterator[list[Task]]:
@@ -156,25 +167,38 @@ class AsyncRollouts:
     async def _rewarded(self, step: int, tasks: Sequence[Task], began: float) -> list[Group]:
         """Some tasks, played and with a reward for every turn; with their greedy trajectory where that is compared."""
         config, trainer, size = self.config, self.config.trainer, self.config.trainer.group_size
-        surplus = math.ceil(size * (trainer.oversample - 1.0) - 1e-9)  # of 10 at 1.1 one, whatever binary fractions say
-        collections = [self._play(tasks, step, size, began=began, tree=trainer.branching, surplus=surplus)]
+        surplus = math.ceil(
+            size * (trainer.oversample - 1.0) - 1e-9
+        )  # of 10 at 1.1 one, whatever binary fractions say
+        collections = [
+            self._play(tasks, step, size, began=began, tree=trainer.branching, surplus=surplus)
+        ]
         if any(NEEDS.get(config.advantage_of(agent).name) == "greedy" for agent in config.agents):
-            collections.append(self._play(tasks, step, 1, began=began, sampling={"temperature": 0.0}))
+            collections.append(
+                self._play(tasks, step, 1, began=began, sampling={"temperature": 0.0})
+            )
         groups, *greedy = await together(collections)
         if greedy:  # of the same group, so that it is rewarded as the others are
             groups = [
-                replace(g, trajectories=g.trajectories + b.trajectories) for g, b in zip(groups, *greedy, strict=True)
+                replace(g, trajectories=g.trajectories + b.trajectories)
+                for g, b in zip(groups, *greedy, strict=True)
             ]
         groups = judge_undecided(groups, config.collection.max_undecided)
         if self.coach is not None:
             waits = [Wait(what="the coach's scores", since=asyncio.get_running_loop().time())]
-            with self.watchdog.over(f"step {step}", lambda: waits) if self.watchdog else nullcontext():
+            with (
+                self.watchdog.over(f"step {step}", lambda: waits)
+                if self.watchdog
+                else nullcontext()
+            ):
                 groups = await self.coach.score(groups)
         allocate = build_allocator(config.reward, config.agents)
         groups = [allocate(group) for group in groups]
         return list(map(_beside, groups)) if greedy else groups
 
-    async def _play(self, tasks: Sequence[Task], step: int, group_size: int, **options: Any) -> list[Group]:
+    async def _play(
+        self, tasks: Sequence[Task], step: int, group_size: int, **options: Any
+    ) -> list[Group]:
         """Some tasks, played by this team; `options` are those of `CollectOptions` beside the run's own."""
         journal = None
         if self.config.collection.journal:
@@ -189,7 +213,11 @@ class AsyncRollouts:
 
     def _collector(self, step: int, **options: Any) -> Collector:
         config, quarantine = self.config, self.folder.with_name("quarantine")
-        options |= {"limits": config.collection, "watchdog": self.watchdog, "quarantine": quarantine}
+        options |= {
+            "limits": config.collection,
+            "watchdog": self.watchdog,
+            "quarantine": quarantine,
+        }
         return Collector(
             team=self.team,
             make_env=self.make_env,
@@ -208,7 +236,9 @@ class AsyncRollouts:
                 f"and a file of {self.folder.with_name('quarantine')}"
             )
         if all(t.status is not Status.COMPLETED for t in played):
-            raise TrainingError(f"step {step}: all {len(played)} trajectories failed; the first: {played[0].error}")
+            raise TrainingError(
+                f"step {step}: all {len(played)} trajectories failed; the first: {played[0].error}"
+            )
 
 
 def _beside(group: Group) -> Group:
@@ -227,12 +257,16 @@ def _beside(group: Group) -> Group:
         if turn.reward is not None:
             rewards.setdefault(turn.agent, []).append(turn.reward)
             rewards[""].append(turn.reward)
-    means = {agent: fmean(own) if own else baseline.outcome or 0.0 for agent, own in rewards.items()}
+    means = {
+        agent: fmean(own) if own else baseline.outcome or 0.0 for agent, own in rewards.items()
+    }
 
     def scored(turn: Turn) -> Turn:
         return replace(turn, scores={**turn.scores, "greedy": means.get(turn.agent, means[""])})
 
-    return replace(group, trajectories=tuple(replace(t, turns=tuple(map(scored, t.turns))) for t in others))
+    return replace(
+        group, trajectories=tuple(replace(t, turns=tuple(map(scored, t.turns))) for t in others)
+    )
 
 
 class Schedule:
@@ -245,7 +279,9 @@ class Schedule:
             ValueError: there are fewer tasks than a step needs.
         """
         if len(tasks) < per_step:
-            raise ValueError(f"{len(tasks)} training tasks, but trainer.tasks_per_step is {per_step}; add tasks")
+            raise ValueError(
+                f"{len(tasks)} training tasks, but trainer.tasks_per_step is {per_step}; add tasks"
+            )
         self._tasks = tasks
         self._per_step = per_step
         self._seed = seed

@@ -13,27 +13,36 @@ from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.megatron.device import WatchFiles
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.planning.jobs import GroupKey, Part, PlacementError
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.processes import ProcessLost
-from mcore_mas.rollout.base.task_group import cancel_tasks
-from mcore_mas.training.checkpoint import CheckpointError
-from mcore_mas.training.cluster import NodeLost, alive_nodes, failed_starts, lost_nodes, node_here
-from mcore_mas.training.engine_factory import close_engines, make_engines
-from mcore_mas.training.placement import DevicePlacement, Room, room_for
-from mcore_mas.training.policy_trainer import PolicyTrainer, critic_spec, policy_spec
-from mcore_mas.training.trainer_group import TrainerGroup, TrainerTurns
+from mcore_mas.runtime.checkpoint import CheckpointError
+from mcore_mas.runtime.cluster import NodeLost, alive_nodes, failed_starts, lost_nodes, node_here
+from mcore_mas.runtime.engine_factory import close_engines, make_engines
+from mcore_mas.runtime.placement import DevicePlacement, Room, room_for
+from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
+from mcore_mas.runtime.trainer_specs import critic_spec, policy_spec
+from mcore_mas.training.policy_trainer import PolicyTrainer
+from rollout.base.errors import EngineError
+from rollout.base.processes import ProcessLost
+from rollout.base.task_group import cancel_tasks
 
 _T = TypeVar("_T")
 
-_NOTICE_S = 90.0  # from an error that the loss of a node causes until Ray says that the node is gone
-_OF_A_NODE = RayError | EngineError | CheckpointError | ProcessLost  # what the loss of one may show as
-_REPLACE_S = 600.0  # that a node which was lost may take to be replaced where there is no room without it
+_NOTICE_S = (
+    90.0  # from an error that the loss of a node causes until Ray says that the node is gone
+)
+_OF_A_NODE = (
+    RayError | EngineError | CheckpointError | ProcessLost
+)  # what the loss of one may show as
+_REPLACE_S = (
+    600.0  # that a node which was lost may take to be replaced where there is no room without it
+)
 
 
 class Crew:
     """The engines and trainers of a run; engines outlive a loss of nodes that they are not on."""
 
-    def __init__(self, config: RunConfig, room: Room, *, joined: bool, logs: Path | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, room: Room, *, joined: bool, logs: Path | None = None
+    ) -> None:
         """Nothing runs before `start`; in a Ray that was `joined`, processes may be on several nodes.
 
         Args:
@@ -41,7 +50,11 @@ class Crew:
         """
         threads = room.threads_of(config, joined=joined)
         cluster = config.cluster.model_copy(update={"threads_per_process": threads})
-        self._config, self.room, self._joined = config.model_copy(update={"cluster": cluster}), room, joined
+        self._config, self.room, self._joined = (
+            config.model_copy(update={"cluster": cluster}),
+            room,
+            joined,
+        )
         self._logs = logs
         self._placement = DevicePlacement(room, joined=joined)
         self.engines: dict[str, Any] = {}
@@ -51,13 +64,23 @@ class Crew:
     def offloaded(self) -> list[TrainerGroup]:
         """Trainers that give memory away while the team acts; of those on the same ranks the first."""
         own = self._config.policies
-        groups = [g for name, trainer in self.trainers.items() if own[name].offload for g in trainer.groups.values()]
+        groups = [
+            g
+            for name, trainer in self.trainers.items()
+            if own[name].offload
+            for g in trainer.groups.values()
+        ]
         return [group for group in groups if group.home is group]
 
     @property
     def here(self) -> bool:
         """Whether all ranks of trainers are on this process' machine."""
-        own = {node for (_, part), nodes in self._placement.nodes.items() if part != "engine" for node in nodes}
+        own = {
+            node
+            for (_, part), nodes in self._placement.nodes.items()
+            if part != "engine"
+            for node in nodes
+        }
         return not self._joined or own == {node_here()}
 
     def start(self, kl: Mapping[str, Mapping[str, float]]) -> None:
@@ -68,13 +91,21 @@ class Crew:
         """
         self._placement.fill()
         places, nodes = self._placement.options, self._placement.nodes
-        models = {policy: model for policy, model in self._config.models.items() if policy not in self.engines}
+        models = {
+            policy: model
+            for policy, model in self._config.models.items()
+            if policy not in self.engines
+        }
         self.engines |= make_engines(
             self._config,
             models,
             self._config.folder / "train" / "engines",
             trained=True,
-            places={policy: places[policy, "engine"] for policy in models if (policy, "engine") in places},
+            places={
+                policy: places[policy, "engine"]
+                for policy in models
+                if (policy, "engine") in places
+            },
             far={policy: self._is_far(policy) for policy in models} if self._joined else None,
             berths=self._berths,
         )
@@ -96,7 +127,12 @@ class Crew:
             NodeLost: a node that trainers are on was lost first, or is what `work` failed of.
             ProcessLost: `work` failed of a trainer's rank that is gone or hangs.
         """
-        used = {node for (_, part), nodes in self._placement.nodes.items() if part != "engine" for node in nodes}
+        used = {
+            node
+            for (_, part), nodes in self._placement.nodes.items()
+            if part != "engine"
+            for node in nodes
+        }
         if not self._joined and self._logs is None:
             return await work
         watch = failed_starts(self._logs) if self._logs else lost_nodes(used)
@@ -126,8 +162,12 @@ class Crew:
         devices = {(tenant.policy, tenant.part): tenant.devices for tenant in self.room.tenants}
         ended: list[GroupKey] = [key for key in self._placement.nodes if key[1] != "engine"]
         for key, nodes in self._placement.nodes.items():
-            grown = len(nodes) > devices.get(key, 0)  # trainers have the first choice of what there is
-            if key[1] == "engine" and (self.room.pool == "shared" or grown or not alive.issuperset(nodes)):
+            grown = len(nodes) > devices.get(
+                key, 0
+            )  # trainers have the first choice of what there is
+            if key[1] == "engine" and (
+                self.room.pool == "shared" or grown or not alive.issuperset(nodes)
+            ):
                 close_engines({key[0]: self.engines.pop(key[0])})
                 ended.append(key)
         self._placement.drop(ended)
@@ -160,13 +200,17 @@ class Crew:
             return len(self.room.nodes) > 1
         return {*self._placement.nodes[policy, "engine"]} != {node_here()}
 
-    def _trainer(self, name: str, kl: Mapping[str, float] | None, turns: TrainerTurns | None) -> PolicyTrainer:
+    def _trainer(
+        self, name: str, kl: Mapping[str, float] | None, turns: TrainerTurns | None
+    ) -> PolicyTrainer:
         """A policy's trainer, with its critic where it has one; on the ranks of the policy that holds their model."""
         config, places, critic = self._config, self._placement.options, None
         holder = self.trainers.get(config.holder(name))
         base = holder.groups[config.holder(name)] if holder else None
 
-        def group_of(who: str, spec: TrainerSpec, part: Part, base: TrainerGroup | None) -> TrainerGroup:
+        def group_of(
+            who: str, spec: TrainerSpec, part: Part, base: TrainerGroup | None
+        ) -> TrainerGroup:
             folder, hang_s = (config.folder / "train" / "ranks").resolve(), config.cluster.hang_s
             return TrainerGroup(
                 who,

@@ -7,18 +7,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mcore_mas.rollout.base.files import Digest
-from mcore_mas.rollout.base.processes import ProcessLost
-from mcore_mas.rollout.base.task_group import cancel_tasks
-from mcore_mas.training.checkpoint import CheckpointError, Write, Written
-from mcore_mas.training.joblog import Abandoned, Stopped
+from mcore_mas.runtime.checkpoint import CheckpointError, Write, Written
+from mcore_mas.runtime.joblog import Abandoned, Stopped
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.step import TrainingSession, step
+from rollout.base.files import Digest
+from rollout.base.processes import ProcessLost
+from rollout.base.task_group import cancel_tasks
 
 _BEST_BY = "validation/accuracy"
 
 
-async def train_steps(session: TrainingSession, first: int, unreported: Mapping[str, float] | None = None) -> None:
+async def train_steps(
+    session: TrainingSession, first: int, unreported: Mapping[str, float] | None = None
+) -> None:
     """Take steps `first` up to the configured number, with a checkpoint after every few and after the last.
 
     A signal to stop ends training with the state after the last finished update saved: a collection or a validation
@@ -52,7 +54,9 @@ async def train_steps(session: TrainingSession, first: int, unreported: Mapping[
     await session.checkpoints.finish()
 
 
-async def _begin(session: TrainingSession, first: int, unreported: Mapping[str, float] | None) -> None:
+async def _begin(
+    session: TrainingSession, first: int, unreported: Mapping[str, float] | None
+) -> None:
     """Make up a validation that was abandoned, or validate what training starts from."""
     if unreported is not None:
         metrics = dict(unreported)
@@ -109,31 +113,48 @@ async def _validate(session: TrainingSession) -> StepMetrics:
 
 
 async def _leave(
-    session: TrainingSession, steps: int, metric: float | None = None, unreported: Mapping[str, float] | None = None
+    session: TrainingSession,
+    steps: int,
+    metric: float | None = None,
+    unreported: Mapping[str, float] | None = None,
 ) -> NoReturn:
     """Save the state after `steps` steps, if it is not yet, and stop."""
     if not steps:
-        raise Stopped(f"stopped by {session.stop.by} before the end of the first step; the same command starts again")
+        raise Stopped(
+            f"stopped by {session.stop.by} before the end of the first step; the same command starts again"
+        )
     await session.checkpoints.finish()
     if not session.checkpoints.has(steps):
         await _save(session, steps, metric, unreported)
         await session.checkpoints.finish()
-    raise Stopped(f"stopped by {session.stop.by} after step {steps}; the same command goes on from its checkpoint")
+    raise Stopped(
+        f"stopped by {session.stop.by} after step {steps}; the same command goes on from its checkpoint"
+    )
 
 
 async def _save(
-    session: TrainingSession, steps: int, metric: float | None, unreported: Mapping[str, float] | None = None
+    session: TrainingSession,
+    steps: int,
+    metric: float | None,
+    unreported: Mapping[str, float] | None = None,
 ) -> None:
     """Begin the checkpoint of the state after `steps` steps; training goes on while it is written."""
     if session.recent:
         await session.recent.finish()
-    await session.checkpoints.save(steps, _state(session, steps, unreported), _writer(session), metric)
+    await session.checkpoints.save(
+        steps, _state(session, steps, unreported), _writer(session), metric
+    )
 
 
-def _state(session: TrainingSession, steps: int, unreported: Mapping[str, float] | None = None) -> dict[str, Any]:
+def _state(
+    session: TrainingSession, steps: int, unreported: Mapping[str, float] | None = None
+) -> dict[str, Any]:
     """What a run goes on with after `steps` steps, besides what its ranks write."""
     # which hand-overs turns may be behind that are trained after this, and what the weights come from
-    versions = {name: s.versions[-1 - session.config.staleness_of(name) :] for name, s in session.weight_sync.items()}
+    versions = {
+        name: s.versions[-1 - session.config.staleness_of(name) :]
+        for name, s in session.weight_sync.items()
+    }
     kept = {0, steps, *(version for own in versions.values() for version in own)}
     lineage = session.rollouts.lineage
     for version in lineage.keys() - kept:  # nothing that is trained from now on is of one
@@ -142,7 +163,9 @@ def _state(session: TrainingSession, steps: int, unreported: Mapping[str, float]
         session.weight_sync[name].versions[:] = own
     return {
         "mlflow_run": session.logbook.tracking_run,
-        "kl": {policy: asdict(trainer.kl) for policy, trainer in session.trainers.items() if trainer.kl},
+        "kl": {
+            policy: asdict(trainer.kl) for policy, trainer in session.trainers.items() if trainer.kl
+        },
         "unreported": unreported,
         "versions": versions,
         "lineage": dict(lineage),
@@ -159,6 +182,10 @@ def _writer(session: TrainingSession) -> Write:
 
     async def written() -> dict[str, Digest]:
         done = await asyncio.gather(*(group.written() for group in groups.values()))
-        return {f"{name}/{file}": own[file] for name, own in zip(groups, done, strict=True) for file in own}
+        return {
+            f"{name}/{file}": own[file]
+            for name, own in zip(groups, done, strict=True)
+            for file in own
+        }
 
     return write

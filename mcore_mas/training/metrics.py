@@ -7,7 +7,7 @@ from itertools import chain
 from statistics import fmean, pstdev
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn, grouped
+from rollout.records.trajectory import Group, Status, Trajectory, Turn, grouped
 
 StepMetrics = dict[str, float]
 
@@ -27,7 +27,9 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
     metrics |= {
         "reward/mean": fmean(t.outcome or 0.0 for t in completed),
         "rollout/turns": fmean(len(t.path) for t in completed),
-        "rollout/tokens": float(sum(len(turn.completion_ids) for own in turns.values() for turn in own)),
+        "rollout/tokens": float(
+            sum(len(turn.completion_ids) for own in turns.values() for turn in own)
+        ),
     }
     metrics |= _chats([turn for own in turns.values() for turn in own if turn.chat])
     for agent, own in turns.items():
@@ -39,7 +41,9 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
             metrics[f"{prefix}/undecided"] = float(undecided)
         metrics[f"{prefix}/response_length"] = fmean(len(turn.completion_ids) for turn in own)
         if logprobs := [value for turn in own for value in turn.logprobs]:
-            metrics[f"{prefix}/sampled_entropy"] = -fmean(logprobs)  # of all turns: `entropy` is of those that train
+            metrics[f"{prefix}/sampled_entropy"] = -fmean(
+                logprobs
+            )  # of all turns: `entropy` is of those that train
         rewards = [turn.reward for turn in own if turn.reward is not None]
         if rewards:
             metrics[f"{prefix}/reward_mean"] = fmean(rewards)
@@ -60,7 +64,9 @@ def _lost(trajectories: Sequence[Trajectory]) -> StepMetrics:
         f"rollout/{name}": sum(int(t.metrics.get(name, 0)) for t in trajectories)
         for name in ("undecided", "refused", "quarantined")
     }
-    return {name: float(n) for name, n in late.items()} | {name: float(n) for name, n in counts.items() if n}
+    return {name: float(n) for name, n in late.items()} | {
+        name: float(n) for name, n in counts.items() if n
+    }
 
 
 # scores of turns, by the names that their sums have
@@ -72,7 +78,10 @@ def _chats(turns: Sequence[Turn]) -> StepMetrics:
     """Turns of chats, and sums over them of what is written down of chats (see `Turn`); nothing without any."""
     if not turns:
         return {}
-    sums = {f"chat/{name}": sum(t.scores.get(score, 0.0) for t in turns) for name, score in _CHAT_SCORES.items()}
+    sums = {
+        f"chat/{name}": sum(t.scores.get(score, 0.0) for t in turns)
+        for name, score in _CHAT_SCORES.items()
+    }
     return {"chat/turns": float(len(turns))} | {name: float(value) for name, value in sums.items()}
 
 
@@ -81,11 +90,16 @@ def staleness_metrics(samples: Sequence[Sample]) -> StepMetrics:
 
     Mean, maximum, and how many turns by how many versions.
     """
-    ages = grouped((whose, sample.age) for sample in samples for whose in ("", f"policy/{sample.policy}/"))
+    ages = grouped(
+        (whose, sample.age) for sample in samples for whose in ("", f"policy/{sample.policy}/")
+    )
     metrics: dict[str, float] = {}
     for whose, own in ages.items():
         metrics |= {f"{whose}staleness/mean": fmean(own), f"{whose}staleness/max": float(max(own))}
-        metrics |= {f"{whose}staleness/turns_{age}": float(turns) for age, turns in sorted(Counter(own).items())}
+        metrics |= {
+            f"{whose}staleness/turns_{age}": float(turns)
+            for age, turns in sorted(Counter(own).items())
+        }
     return metrics
 
 
@@ -99,7 +113,9 @@ def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
     metrics: dict[str, float] = {}
     for agent, own in by_agent.items():
         metrics |= {
-            f"agent/{agent}/advantage_second_moment": fmean([fmean([a * a for a in turn]) for turn in own]),
+            f"agent/{agent}/advantage_second_moment": fmean(
+                [fmean([a * a for a in turn]) for turn in own]
+            ),
             f"agent/{agent}/advantage_abs_max": max(max(max(turn), -min(turn)) for turn in own),
             f"agent/{agent}/advantage_share": fmean(any(turn) for turn in own),
         }
@@ -142,7 +158,8 @@ def losses(groups: Sequence[Group]) -> str:
     lost = [
         t
         for t in played
-        if t.status is not Status.COMPLETED and (t.status is not Status.ABORTED or "late/batch" in t.metrics)
+        if t.status is not Status.COMPLETED
+        and (t.status is not Status.ABORTED or "late/batch" in t.metrics)
     ]
     if not lost:
         return ""

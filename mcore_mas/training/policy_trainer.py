@@ -4,28 +4,24 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 from statistics import fmean
-from typing import Any
 
 from torch import Tensor
 
-from mcore_mas.config.policy import PolicyConfig, RateConfig
-from mcore_mas.config.run import RunConfig, for_policy, places_in_schedule
+from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.credit.assign import penalise, reference_kl
 from mcore_mas.credit.samples import Sample, align, deal, split, weigh
 from mcore_mas.equations.divergence import BOUNDS, AdaptiveKL, disagreement, is_agreement
-from mcore_mas.equations.losses import Objective, ValueObjective, explained_variance
+from mcore_mas.equations.losses import explained_variance
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
-from mcore_mas.rollout.engines.sglang.arguments import cumem
-from mcore_mas.rollout.records.trajectory import changed, derive_seed, grouped
-from mcore_mas.training.joblog import TrainingError
+from mcore_mas.runtime.joblog import TrainingError
+from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.training.metrics import StepMetrics
-from mcore_mas.training.trainer_group import TrainerGroup
+from rollout.records.trajectory import changed, grouped
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +51,9 @@ class PolicyTrainer:
         self._aligned = {name: config.advantage_of(name).align for name in config.agents}
         self._precision = config.precision_of(policy)
         self._places = step_places(config, policy)
-        self._lost = 0  # steps in a row in which no gradient was finite, so that every update was left out
+        self._lost = (
+            0  # steps in a row in which no gradient was finite, so that every update was left out
+        )
         self.kl: AdaptiveKL | None = None  # replaced in each step
         own = self._config.loss.kl
         if own.target is not None:
@@ -89,26 +87,40 @@ class PolicyTrainer:
         tokens = self._config.trainer.microbatch_tokens
         packed = PackedSamples(samples, tokens, self._group.cost_model)
         spread = self._critic is not None and self._critic.cost_model.spread
-        valued = PackedSamples(samples, tokens, self._critic.cost_model) if self._critic and spread else packed
+        valued = (
+            PackedSamples(samples, tokens, self._critic.cost_model)
+            if self._critic and spread
+            else packed
+        )
         return UpdateBatch(samples=samples, packed=packed, valued=valued)
 
     async def score(self, batches: Sequence[UpdateBatch]) -> None:
         """Add what the frozen reference and the critic say of the samples' tokens, where the policy asks for it."""
         kl, coef = self._config.loss.kl, self.kl_coef
         if coef and batches:
-            rows = await _scores([batch.packed for batch in batches], partial(self._group.score, reference=True))
+            rows = await _scores(
+                [batch.packed for batch in batches], partial(self._group.score, reference=True)
+            )
             for batch, own in zip(batches, rows, strict=True):
-                batch.samples = [replace(s, reference=row) for s, row in zip(batch.samples, own, strict=True)]
                 batch.samples = [
-                    penalise(s, coef, kl.estimate) if kl.where == "reward" else replace(s, kl_coef=coef)
+                    replace(s, reference=row) for s, row in zip(batch.samples, own, strict=True)
+                ]
+                batch.samples = [
+                    penalise(s, coef, kl.estimate)
+                    if kl.where == "reward"
+                    else replace(s, kl_coef=coef)
                     for s in batch.samples
                 ]
         if self._critic is not None and batches:
             rows = await _scores([batch.valued for batch in batches], self._critic.score)
             for batch, own in zip(batches, rows, strict=True):
-                batch.samples = [replace(s, values=row) for s, row in zip(batch.samples, own, strict=True)]
+                batch.samples = [
+                    replace(s, values=row) for s, row in zip(batch.samples, own, strict=True)
+                ]
 
-    async def update(self, batches: Sequence[UpdateBatch], credited: Sequence[Sample], step: int) -> StepMetrics:
+    async def update(
+        self, batches: Sequence[UpdateBatch], credited: Sequence[Sample], step: int
+    ) -> StepMetrics:
         """Train policy and critic on the samples with their advantages, an optimizer step for each batch.
 
         Raises:
@@ -139,14 +151,20 @@ class PolicyTrainer:
         place = None if self._places is None else self._places[step]
         for number, (batch, part, microbatches) in enumerate(updates):
             row = await self._update_once(batch, part, microbatches, place)
-            if number < len(parts) if scored else all(earlier["skipped_updates"] for earlier in rows):
+            if (
+                number < len(parts)
+                if scored
+                else all(earlier["skipped_updates"] for earlier in rows)
+            ):
                 self._check_agreement(row)
             else:  # seen in the first pass, or scored by weights that the earlier updates have changed
                 row = {name: value for name, value in row.items() if not is_agreement(name)}
             rows.append(row)
         self._check_finite([row["grad_norm"] for row in rows if "grad_norm" in row], step)
         rows = rows or [{"skipped_updates": 1.0}]
-        metrics = merge_updates(rows) | {"updates": len(rows) - sum(row["skipped_updates"] for row in rows)}
+        metrics = merge_updates(rows) | {
+            "updates": len(rows) - sum(row["skipped_updates"] for row in rows)
+        }
         if self.kl and samples:
             measured = reference_kl(samples, config.loss.kl.estimate)
             metrics |= {"reference_kl": measured, "kl_coef": self.kl.coefficient}
@@ -156,17 +174,27 @@ class PolicyTrainer:
     async def _with_proximal(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """With the log-probabilities under the weights at the start of the step, which several updates leave behind."""
         scores = await self._group.score(microbatches)
-        return [replace(batch, proximal=score) for batch, score in zip(microbatches, scores, strict=True)]
+        return [
+            replace(batch, proximal=score)
+            for batch, score in zip(microbatches, scores, strict=True)
+        ]
 
     async def _update_once(
-        self, batch: UpdateBatch, samples: Sequence[Sample], microbatches: list[Microbatch], at: int | None
+        self,
+        batch: UpdateBatch,
+        samples: Sequence[Sample],
+        microbatches: list[Microbatch],
+        at: int | None,
     ) -> StepMetrics:
         """One optimizer step of the policy beside one of the critic, at place `at` of their learning rates."""
         updates = [self._group.update(microbatches, at)] if microbatches else []
         if self._critic is not None:
             valued = await _packed(batch.valued, [s for s in samples if s.returns is not None])
             updates.append(_update_critic(self._critic, valued, at))
-        counts = {"tokens_saved": tokens_saved(microbatches), "flops": self._group.cost_model.flops(*microbatches)}
+        counts = {
+            "tokens_saved": tokens_saved(microbatches),
+            "flops": self._group.cost_model.flops(*microbatches),
+        }
         metrics = counts if microbatches else {"skipped_updates": 1.0}
         for own in await asyncio.gather(*updates):
             metrics |= own
@@ -209,15 +237,21 @@ async def _scores(
     packs: Sequence[PackedSamples], score: Callable[[list[Microbatch]], Awaitable[list[Tensor]]]
 ) -> list[list[tuple[float, ...]]]:
     """What a model says of each completion token, by pack and sample, in one pass over all of them."""
-    own = await asyncio.to_thread(lambda: [microbatch for pack in packs for microbatch in pack.microbatches])
+    own = await asyncio.to_thread(
+        lambda: [microbatch for pack in packs for microbatch in pack.microbatches]
+    )
     scores = iter(await score(own))
     return [pack.unpack(islice(scores, len(pack.microbatches))) for pack in packs]
 
 
-async def _update_critic(critic: TrainerGroup, microbatches: list[Microbatch], at: int | None) -> StepMetrics:
+async def _update_critic(
+    critic: TrainerGroup, microbatches: list[Microbatch], at: int | None
+) -> StepMetrics:
     if not microbatches:
         return {}
-    return critic_metrics(await critic.update(microbatches, at) | {"flops": critic.cost_model.flops(*microbatches)})
+    return critic_metrics(
+        await critic.update(microbatches, at) | {"flops": critic.cost_model.flops(*microbatches)}
+    )
 
 
 def critic_metrics(metrics: Mapping[str, float]) -> StepMetrics:
@@ -230,7 +264,11 @@ def critic_metrics(metrics: Mapping[str, float]) -> StepMetrics:
         explained = explained_variance(own) if "return_squared" in own else math.nan
         if not math.isnan(explained):  # it is where all returns are equal
             own["explained_variance"] = explained
-    return {f"{whose}/critic/{what}".lstrip("/"): value for whose, own in groups.items() for what, value in own.items()}
+    return {
+        f"{whose}/critic/{what}".lstrip("/"): value
+        for whose, own in groups.items()
+        for what, value in own.items()
+    }
 
 
 def merge_updates(rows: Sequence[Mapping[str, float]]) -> StepMetrics:
@@ -244,42 +282,3 @@ def _reduction(name: str) -> Callable[[Sequence[float]], float]:
     if name in counted or name.endswith("_count"):
         return sum
     return max if name.endswith("_max") else min if name.endswith("_min") else fmean
-
-
-def policy_spec(name: str, config: RunConfig) -> TrainerSpec:
-    """What the trainer of policy `name` needs to know."""
-    loss, policy = for_policy(config, name).loss, config.policies[name]
-    objective = Objective(
-        loss=loss.name,
-        options=loss.arguments,
-        kl=loss.kl.estimate,
-        correction=loss.correction.name,
-        correction_options=loss.correction.arguments,
-    )
-    return _spec(name, config, policy, objective=objective)
-
-
-def critic_spec(name: str, config: RunConfig) -> TrainerSpec:
-    """What the trainer of the critic of policy `name` needs to know: with adapters where the policy has them."""
-    critic, lora = config.policies[name].critic, config.policies[name].lora
-    assert critic is not None
-    fresh = lora and lora.model_copy(update={"adapter": None})
-    return _spec(name, config, critic, lora=fresh, objective=ValueObjective(clip=critic.clip), head="value")
-
-
-# settings that a trainer has by the names that they have in a config
-_OF_RATE = frozenset(RateConfig.model_fields)
-_OF_POLICY = {field.name for field in fields(TrainerSpec)} & PolicyConfig.model_fields.keys() - _OF_RATE
-
-
-def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> TrainerSpec:
-    """What a policy's trainer and its critic's have in common, and their `own` settings."""
-    policy = config.policies[name]
-    settings = {key: getattr(policy, key) for key in _OF_POLICY} | {key: getattr(rate, key) for key in _OF_RATE}
-    settings["deterministic"] = config.engine.deterministic
-    engine = for_policy(config, name).engine
-    if engine.transport == "distributed":  # all of an NCCL group say the same
-        settings["cumem"] = cumem(engine.options, engine.environment)
-    settings["lora_seed"] = derive_seed(config.seed, "lora", name)
-    settings["decay_steps"] = rate.decay_steps or places_in_schedule(config, name)
-    return TrainerSpec(**{**settings, **own})

@@ -9,13 +9,12 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import CreditWatch, estimate
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.advantages import ALONE
-from mcore_mas.rollout.base.processes import restart_metrics
-from mcore_mas.rollout.base.task_group import together
-from mcore_mas.rollout.records.trajectory import changed
+from mcore_mas.runtime.checkpoint import Checkpoints
+from mcore_mas.runtime.joblog import StopSignal, TrainingError
+from mcore_mas.runtime.recent import RecentState
+from mcore_mas.runtime.trainer_group import TrainerGroup
+from mcore_mas.tracking.logbook import Logbook
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
-from mcore_mas.training.checkpoint import Checkpoints
-from mcore_mas.training.joblog import StopSignal, TrainingError
-from mcore_mas.training.logbook import Logbook
 from mcore_mas.training.metrics import (
     StepMetrics,
     credit_metrics,
@@ -25,11 +24,14 @@ from mcore_mas.training.metrics import (
     staleness_metrics,
 )
 from mcore_mas.training.policy_trainer import PolicyTrainer
-from mcore_mas.training.recent import RecentState
-from mcore_mas.training.trainer_group import TrainerGroup
 from mcore_mas.training.weight_sync import Memory, WeightSync
+from rollout.base.processes import restart_metrics
+from rollout.base.task_group import together
+from rollout.records.trajectory import changed
 
-AfterStep = Callable[[int, StepMetrics], Awaitable[bool]]  # told of each step's metrics; whether to take the next one
+AfterStep = Callable[
+    [int, StepMetrics], Awaitable[bool]
+]  # told of each step's metrics; whether to take the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,9 @@ class TrainingSession:
 
     config: RunConfig
     rollouts: AsyncRollouts
-    trainers: Mapping[str, PolicyTrainer]  # by policy that trains, as are its weights' ways to its engine:
+    trainers: Mapping[
+        str, PolicyTrainer
+    ]  # by policy that trains, as are its weights' ways to its engine:
     weight_sync: Mapping[str, WeightSync]
     memory: Memory
     checkpoints: Checkpoints
@@ -51,7 +55,11 @@ class TrainingSession:
     @property
     def groups(self) -> dict[str, TrainerGroup]:
         """All trainers and critics, by the folder that they have in a checkpoint."""
-        return {name: group for trainer in self.trainers.values() for name, group in trainer.groups.items()}
+        return {
+            name: group
+            for trainer in self.trainers.values()
+            for name, group in trainer.groups.items()
+        }
 
     def validates_after(self, step: int) -> bool:
         """Whether the run validates after a step, and traces some of what it played."""
@@ -74,11 +82,21 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     collected = time.perf_counter()
 
     # of other policies, what theirs may be compared with
-    seen = [s for s in rollouts.samples if s.policy in trained or config.advantage_of(s.agent).name not in ALONE]
+    seen = [
+        s
+        for s in rollouts.samples
+        if s.policy in trained or config.advantage_of(s.agent).name not in ALONE
+    ]
     samples = _with_ages(session, seen)
-    batches = {policy: trainers[policy].pack(samples, number) for policy in trained}  # once per policy
-    await together(trainers[policy].score(batches[policy]) for policy in trained)  # columns: reference, values
-    known = {sample.id: sample for own in batches.values() for batch in own for sample in batch.samples}
+    batches = {
+        policy: trainers[policy].pack(samples, number) for policy in trained
+    }  # once per policy
+    await together(
+        trainers[policy].score(batches[policy]) for policy in trained
+    )  # columns: reference, values
+    known = {
+        sample.id: sample for own in batches.values() for batch in own for sample in batch.samples
+    }
     rules = {name: config.advantage_of(name) for name in config.agents}
     credited = estimate([known.get(sample.id, sample) for sample in samples], rules)
     session.credit_watch.check(config.trainer, number, credited)
@@ -93,12 +111,17 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
         async with session.memory.learning():
             metrics = await trainers[policy].update(batches[policy], credited, number)
             await _settled(session)
-            return metrics | await session.weight_sync[policy].push(number + 1, changed="grad_norm" in metrics)
+            return metrics | await session.weight_sync[policy].push(
+                number + 1, changed="grad_norm" in metrics
+            )
 
     updates = dict(zip(trained, await together(map(learn, trained)), strict=True))
     metrics = _metrics(session, rollouts, credited, updates)
     now = time.perf_counter()
-    metrics |= {"time/collect_s": collected - began, "time/update_s": now - collected} | speed_metrics(updates)
+    metrics |= {
+        "time/collect_s": collected - began,
+        "time/update_s": now - collected,
+    } | speed_metrics(updates)
     return metrics | {"time/tokens_per_s": metrics.get("rollout/tokens", 0.0) / (now - began)}
 
 
@@ -130,12 +153,23 @@ def _with_ages(session: TrainingSession, samples: Sequence[Sample]) -> list[Samp
 
 
 def _metrics(
-    session: TrainingSession, rollouts: RolloutBatch, credited: Sequence[Sample], updates: Mapping[str, StepMetrics]
+    session: TrainingSession,
+    rollouts: RolloutBatch,
+    credited: Sequence[Sample],
+    updates: Mapping[str, StepMetrics],
 ) -> StepMetrics:
     metrics = rollout_metrics(rollouts.groups) | credit_metrics(credited)
     metrics |= {f"policy/{policy}/updates": 0.0 for policy in session.trainers}
     if session.config.ahead:
         metrics |= staleness_metrics([sample for sample in credited if sample.policy in updates])
     for policy, own in updates.items():
-        metrics |= {n if n.startswith("agent/") else f"policy/{policy}/{n}": value for n, value in own.items()}
-    return metrics | session.rollouts.metrics() | restart_metrics() | {"rollout/batches": float(rollouts.batches)}
+        metrics |= {
+            n if n.startswith("agent/") else f"policy/{policy}/{n}": value
+            for n, value in own.items()
+        }
+    return (
+        metrics
+        | session.rollouts.metrics()
+        | restart_metrics()
+        | {"rollout/batches": float(rollouts.batches)}
+    )

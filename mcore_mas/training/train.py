@@ -17,39 +17,45 @@ from mcore_mas.config.models import check_layout
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.planning.machine import on_its_devices
-from mcore_mas.rollout.base.files import atomic_folder, tree_sha256, writable, write_json
-from mcore_mas.rollout.base.ownership import check_owner, epoch_of, owned, remove_path
-from mcore_mas.rollout.base.processes import ProcessLost, Restarts, forget_restarts
-from mcore_mas.rollout.base.task_group import Watchdog, contain_exits
-from mcore_mas.rollout.config.data import prepared_tasks
-from mcore_mas.rollout.config.sections import build_team
-from mcore_mas.rollout.engines.remote.caller import RemoteClient
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.rewards.coach import Coach
-from mcore_mas.rollout.sync import memory_path
+from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints, Saved
+from mcore_mas.runtime.cluster import joined_ray, running_ray
+from mcore_mas.runtime.engine_factory import make_players, make_renderers, open_remotes, world
+from mcore_mas.runtime.full_disk import until_room
+from mcore_mas.runtime.joblog import StopSignal, TrainingError
+from mcore_mas.runtime.placement import room_for
+from mcore_mas.runtime.ray_client import train_at
+from mcore_mas.runtime.recent import RecentState, recent_state, state_bytes
+from mcore_mas.runtime.recipe import identity_of, input_digests, lineage_of
+from mcore_mas.tracking.logbook import Logbook, open_logbook
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
-from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Saved
-from mcore_mas.training.cluster import joined_ray, running_ray
 from mcore_mas.training.crew import Crew
-from mcore_mas.training.engine_factory import make_players, make_renderers, open_remotes, world
-from mcore_mas.training.full_disk import until_room
-from mcore_mas.training.joblog import StopSignal, TrainingError
-from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.loop import train_steps
-from mcore_mas.training.placement import room_for
-from mcore_mas.training.ray_client import train_at
-from mcore_mas.training.recent import RecentState, recent_state, state_bytes
-from mcore_mas.training.recipe import identity_of, input_digests, lineage_of
 from mcore_mas.training.step import AfterStep, TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
+from rollout.base.files import atomic_folder, tree_sha256, writable, write_json
+from rollout.base.ownership import check_owner, epoch_of, owned, remove_path
+from rollout.base.processes import ProcessLost, Restarts, forget_restarts
+from rollout.base.task_group import Watchdog, contain_exits
+from rollout.config.data import prepared_tasks
+from rollout.config.sections import build_team
+from rollout.engines.remote.caller import RemoteClient
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Task
+from rollout.rewards.coach import Coach
+from rollout.sync import memory_path
 
-_NEVER_APPENDED = frozenset({".safetensors", ".parquet"})  # written once, so that one copy on the disk is enough
+_NEVER_APPENDED = frozenset(
+    {".safetensors", ".parquet"}
+)  # written once, so that one copy on the disk is enough
 _OF_THE_PROCESS = ("lock.json", "ray", "ranks")
 
 
 def train(
-    config_path: Path, address: str | None = None, *, adopt: bool = False, after_step: AfterStep | None = None
+    config_path: Path,
+    address: str | None = None,
+    *,
+    adopt: bool = False,
+    after_step: AfterStep | None = None,
 ) -> None:
     """Train the run that `config_path` describes, from its newest valid checkpoint if it has one.
 
@@ -69,14 +75,20 @@ def train(
     forget_restarts()
     config = RunConfig.load(config_path)
     if adopt:
-        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume": "changed"})})
+        config = config.model_copy(
+            update={"trainer": config.trainer.model_copy(update={"resume": "changed"})}
+        )
     address = address or config.cluster.address
     folder, commit = writable(config.folder / "train"), code_commit()
     if address.startswith("ray://"):
         if after_step is not None:
-            raise ConfigError("cluster.address: ray:// trains in a process of its own; name host:port of Ray's head")
+            raise ConfigError(
+                "cluster.address: ray:// trains in a process of its own; name host:port of Ray's head"
+            )
         if adopt:
-            raise ConfigError("--adopt: ray:// trains in a process of its own; set trainer.resume=changed instead")
+            raise ConfigError(
+                "--adopt: ray:// trains in a process of its own; set trainer.resume=changed instead"
+            )
         train_at(address, config_path, folder)
         return
     tasks = _tasks(config)  # before any process starts, as all that may refuse
@@ -88,7 +100,9 @@ def train(
     with on_its_devices(config), ExitStack() as stack:
         stack.enter_context(owned(folder))
         warnings: list[str] = []
-        found = (checkpoints := _checkpoints(config)).newest(warnings.append)  # before any process starts: may refuse
+        found = (checkpoints := _checkpoints(config)).newest(
+            warnings.append
+        )  # before any process starts: may refuse
         if found is not None:
             found, line = fork_run(folder, checkpoints, found, config.trainer.steps)
             warnings += [line] if line else []
@@ -96,18 +110,31 @@ def train(
         coach = Coach(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")
         make_env = stack.enter_context(world(config, "train/retriever"))
-        stack.callback(remove_path, recent := memory_path())  # once the ranks are gone; after a SIGKILL the next run
+        stack.callback(
+            remove_path, recent := memory_path()
+        )  # once the ranks are gone; after a SIGKILL the next run
         if room is None:
-            room, logs = room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json"))), None
+            room, logs = (
+                room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json"))),
+                None,
+            )
         else:
             store, pages = object_store_mb(config), room.kind == "CPU"
-            own_ray = running_ray(room.cpus, store, gpus=room.gpus, keep_pages=pages, logs=folder / "ray")
+            own_ray = running_ray(
+                room.cpus, store, gpus=room.gpus, keep_pages=pages, logs=folder / "ray"
+            )
             logs = stack.enter_context(own_ray)
-        crew = stack.enter_context(closing(Crew(config, room, joined=address != "local", logs=logs)))
+        crew = stack.enter_context(
+            closing(Crew(config, room, joined=address != "local", logs=logs))
+        )
         stop = StopSignal(signals=after_step is None)
-        run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, recent, after_step, stop)
+        run = _Run(
+            config, config_path, crew, tasks, coach, remotes, make_env, recent, after_step, stop
+        )
         done = asyncio.run(run.train(found, warnings)) | {"commit": commit}
-        write_json(folder / "done.json", done | {"devices": crew.room.told, "epoch": epoch_of(folder)})
+        write_json(
+            folder / "done.json", done | {"devices": crew.room.told, "epoch": epoch_of(folder)}
+        )
 
 
 @dataclass(frozen=True)
@@ -138,8 +165,13 @@ class _Run:
                 stack.push_async_callback(remote.aclose)
             while True:
                 self.crew.start(found.state.get("kl", {}) if found else {})
-                with open_logbook(self.config, self.config_path, found.step if found else 0, tracked) as log:
-                    for line in (*warnings, *([f"continuing from {found.folder}"] if found else ())):
+                with open_logbook(
+                    self.config, self.config_path, found.step if found else 0, tracked
+                ) as log:
+                    for line in (
+                        *warnings,
+                        *([f"continuing from {found.folder}"] if found else ()),
+                    ):
                         log.note(line)
                     session = self._session(log, found)
                     try:
@@ -147,9 +179,13 @@ class _Run:
                         return _done(session, written)
                     except ProcessLost as lost:
                         if not restarts.take():
-                            raise TrainingError(f"{lost}; no cluster.restarts left; the same command goes on") from lost
+                            raise TrainingError(
+                                f"{lost}; no cluster.restarts left; the same command goes on"
+                            ) from lost
                         again, tracked, left = True, log.tracking_run, restarts.left
-                        log.note(f"{lost}; trainers start again from the newest state, {left} restarts left")
+                        log.note(
+                            f"{lost}; trainers start again from the newest state, {left} restarts left"
+                        )
                         await self.crew.replace(lost, log.note)
                 warnings = []
                 found = self._newest(warnings.append)
@@ -164,10 +200,16 @@ class _Run:
         config, engines, trainers = self.config, self.crew.engines, self.crew.trainers
         for line in cut_off(config.agents):
             log.note(line)
-        sleeps, state, first = config.engine.sleep, found.state if found else {}, [found.step if found else 0]
+        sleeps, state, first = (
+            config.engine.sleep,
+            found.state if found else {},
+            [found.step if found else 0],
+        )
         checkpoints = _checkpoints(config)
         versions, start = state.get("versions", {}), lineage_of(checkpoints.identity)
-        kept = self.crew.here and not config.cluster.one_by_one  # where trainers take turns, a state moves all of them
+        kept = (
+            self.crew.here and not config.cluster.one_by_one
+        )  # where trainers take turns, a state moves all of them
         lineage = {int(version): own for version, own in state.get("lineage", {}).items()}
         return TrainingSession(
             config=config,
@@ -181,19 +223,30 @@ class _Run:
                 remotes=self.remotes,
                 coach=self.coach,
                 lineage=lineage if lineage.get(0) == start else {0: start},
-                watchdog=Watchdog(config.collection.stall_s, log.note) if config.collection.stall_s else None,
+                watchdog=Watchdog(config.collection.stall_s, log.note)
+                if config.collection.stall_s
+                else None,
             ),
             trainers=trainers,
             weight_sync={
-                name: WeightSync(trainer.groups[name], engines[name], versions=versions.get(name, first), sleeps=sleeps)
+                name: WeightSync(
+                    trainer.groups[name],
+                    engines[name],
+                    versions=versions.get(name, first),
+                    sleeps=sleeps,
+                )
                 for name, trainer in trainers.items()
             },
-            memory=Memory(engines, self.crew.offloaded, sleeps=sleeps, one_by_one=config.cluster.one_by_one),
+            memory=Memory(
+                engines, self.crew.offloaded, sleeps=sleeps, one_by_one=config.cluster.one_by_one
+            ),
             checkpoints=checkpoints,
             logbook=log,
             stop=self.stop,
             after_step=self.after_step,
-            recent=RecentState(self.recent, checkpoints.identity, state_bytes(config), log.note) if kept else None,
+            recent=RecentState(self.recent, checkpoints.identity, state_bytes(config), log.note)
+            if kept
+            else None,
         )
 
 
@@ -201,9 +254,13 @@ def _tasks(config: RunConfig) -> dict[str, list[Task]]:
     """Tasks by split, of a run whose models can be trained as its config says."""
     for name, model in config.models.items():
         check_layout(config, name, Path(model))
-    tasks = {split: prepared_tasks(config.folder / "tasks", split) for split in ("train", "validation")}
+    tasks = {
+        split: prepared_tasks(config.folder / "tasks", split) for split in ("train", "validation")
+    }
     if config.trainer.keep_best and not tasks["validation"]:
-        raise ConfigError("trainer.keep_best goes by validation accuracy, but there are no validation tasks; add some")
+        raise ConfigError(
+            "trainer.keep_best goes by validation accuracy, but there are no validation tasks; add some"
+        )
     return tasks
 
 
@@ -217,7 +274,10 @@ def _done(session: TrainingSession, written: Saved | None) -> dict[str, Any]:
     """What evaluation and export need to know of a finished run: its model folders, and which step's they are."""
     config = session.config
     return {
-        "policies": {**config.models, **{name: str(_model(config, name)) for name in session.trainers}},
+        "policies": {
+            **config.models,
+            **{name: str(_model(config, name)) for name in session.trainers},
+        },
         "steps": config.trainer.steps,
         "sha256": {name: tree_sha256(_model(config, name)) for name in session.trainers},
         "policies_of_step": written.step if written else config.trainer.steps,
@@ -235,10 +295,18 @@ async def _train(session: TrainingSession, found: Saved | None, *, again: bool) 
     Args:
         again: engines may have later weights than those that training starts from.
     """
-    await session.stop.unless(_load(session, found, again=again), " while it was loading; the same command goes on")
+    await session.stop.unless(
+        _load(session, found, again=again), " while it was loading; the same command goes on"
+    )
     async with watched(session.weight_sync.values()):
-        await train_steps(session, found.step if found else 0, found.state["unreported"] if found else None)
-    best = session.checkpoints.best(session.logbook.note) if session.config.trainer.final == "best" else None
+        await train_steps(
+            session, found.step if found else 0, found.state["unreported"] if found else None
+        )
+    best = (
+        session.checkpoints.best(session.logbook.note)
+        if session.config.trainer.final == "best"
+        else None
+    )
     if best:
         await _restore(session, best)
     for policy, trainer in session.trainers.items():
@@ -252,7 +320,11 @@ async def _load(session: TrainingSession, found: Saved | None, *, again: bool) -
     await asyncio.gather(*(group.ready() for group in session.groups.values()))
     loras = {policy: session.config.policies[policy].lora for policy in session.weight_sync}
     # of one that starts with an adapter, the engine has the base
-    pushed = [policy for policy, lora in loras.items() if found or again or (lora and lora.adapter is not None)]
+    pushed = [
+        policy
+        for policy, lora in loras.items()
+        if found or again or (lora and lora.adapter is not None)
+    ]
     if pushed and session.config.engine.sleep:
         async with session.memory.rollout(pushed):
             pass  # what starts to be put to sleep sizes its memory while trainers have none
@@ -293,7 +365,11 @@ def fork_run(train: Path, checkpoints: Checkpoints, found: Saved, steps: int) ->
             f"{found.folder}: trained with {changed}; trainer.steps is {steps}, so that a fork would train nothing and "
             "be taken for the new recipe's: raise it, or name the run anew"
         )
-    taken = (int(path.suffix[1:]) for path in train.parent.glob(f"{train.name}.*") if path.suffix[1:].isdecimal())
+    taken = (
+        int(path.suffix[1:])
+        for path in train.parent.glob(f"{train.name}.*")
+        if path.suffix[1:].isdecimal()
+    )
     kept = train.with_name(f"{train.name}.{max(taken, default=0) + 1}")
     with atomic_folder(kept) as partial:
         for path in train.iterdir():
@@ -304,7 +380,10 @@ def fork_run(train: Path, checkpoints: Checkpoints, found: Saved, steps: int) ->
     for name in ("mlflow.json", "wandb.json", "wandb.id", "trackio.json"):
         (train / name).unlink(missing_ok=True)  # a run of its own there, too
     start, before = lineage_of(checkpoints.identity), found.state.get("lineage", {})
-    lineage = {version: hashlib.sha256(f"{start} {own}".encode()).hexdigest()[:16] for version, own in before.items()}
+    lineage = {
+        version: hashlib.sha256(f"{start} {own}".encode()).hexdigest()[:16]
+        for version, own in before.items()
+    }
     state = {**found.state, "mlflow_run": None, "lineage": lineage | {"0": start}}
     line = f"forked at step {found.step}: {changed}; the run as it was is kept in {kept}"
     return checkpoints.fork(found, state, kept.name), line

@@ -4,20 +4,31 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.task_group import cancel_tasks
-from mcore_mas.rollout.engines import Tag, TrainedEngine
-from mcore_mas.rollout.sync import WeightUpdate
-from mcore_mas.training.trainer_group import TrainerGroup
+from mcore_mas.runtime.trainer_group import TrainerGroup
+from rollout.base.errors import EngineError
+from rollout.base.task_group import cancel_tasks
+from rollout.engines import Tag, TrainedEngine
+from rollout.sync import WeightUpdate
 
 
 class WeightSync:
     """One policy's way from trainer to engine: which version the engine serves, and one update at a time."""
 
     def __init__(
-        self, trainer: TrainerGroup, engine: TrainedEngine, *, versions: Sequence[int] = (0,), sleeps: bool = False
+        self,
+        trainer: TrainerGroup,
+        engine: TrainedEngine,
+        *,
+        versions: Sequence[int] = (0,),
+        sleeps: bool = False,
     ) -> None:
         """The engine serves the last of `versions`, or will before anything is sampled.
 
@@ -128,7 +139,9 @@ class Memory:
         try:
             await asyncio.gather(*(group.sleep() for group in self._offloaded))
             if self._sleeps:
-                await asyncio.gather(*(engine.wake(("kv_cache",)) for engine in self._engines.values()))
+                await asyncio.gather(
+                    *(engine.wake(("kv_cache",)) for engine in self._engines.values())
+                )
             yield
         except BaseException:
             with suppress(EngineError):  # what was abandoned may still be running
@@ -142,8 +155,13 @@ class Memory:
 
     async def _sleep(self, trained: Sequence[str]) -> None:
         if self._sleeps:
-            tags: dict[bool, tuple[Tag, ...]] = {True: ("weights", "kv_cache"), False: ("kv_cache",)}
-            await asyncio.gather(*(engine.sleep(tags[name in trained]) for name, engine in self._engines.items()))
+            tags: dict[bool, tuple[Tag, ...]] = {
+                True: ("weights", "kv_cache"),
+                False: ("kv_cache",),
+            }
+            await asyncio.gather(
+                *(engine.sleep(tags[name in trained]) for name, engine in self._engines.items())
+            )
 
 
 @asynccontextmanager

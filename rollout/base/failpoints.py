@@ -48,4 +48,6 @@ def _act(place: str, action: str, argument: str = "") -> None:
             with Path(argument).open("a", encoding="utf-8") as file:
                 file.write(f"{place}\n")
         case _:
-            raise ValueError(f"{FAILPOINTS}: unknown action {action!r}; known: kill, stop, full, sleep, list")
+            raise ValueError(
+                f"{FAILPOINTS}: unknown action {action!r}; known: kill, stop, full, sleep, list"
+            )

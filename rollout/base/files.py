@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import yaml
 
-from mcore_mas.rollout.base.failpoints import failpoint
-from mcore_mas.rollout.base.ownership import FolderError, check_owner
+from rollout.base.failpoints import failpoint
+from rollout.base.ownership import FolderError, check_owner
 
 Digest = dict[str, int | str]  # a file's "bytes" and "sha256"
 
@@ -57,7 +57,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None or error.filename is not None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk does not say of what file
+        raise OSError(
+            error.errno, error.strerror, str(path)
+        ) from error  # a full disk does not say of what file
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -84,7 +86,10 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-_MOST_YAML, _MOST_DEPTH = 4 << 20, 100  # characters of a file with its aliases written out, and levels in each other
+_MOST_YAML, _MOST_DEPTH = (
+    4 << 20,
+    100,
+)  # characters of a file with its aliases written out, and levels in each other
 
 
 def read_yaml(path: Path, reader: Any = _Yaml) -> Any:
@@ -157,7 +162,10 @@ def read_json(path: Path, most: int = 64 << 20) -> Any:
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
     """`value` as JSON keeps it, with a digest of all else that is in it."""
     plain = {name: own for name, own in json.loads(json.dumps(value)).items() if name != "sha256"}
-    return {**plain, "sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
+    return {
+        **plain,
+        "sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest(),
+    }
 
 
 def unsealed(value: Any) -> Any:
@@ -245,7 +253,9 @@ def check_tree(folder: Path, written: Mapping[str, str]) -> None:
     """
     for name, digest in written.items():
         if not (folder / name).is_file() or sha256(folder / name) != digest:
-            raise FolderError(f"{folder / name}: not there, or not as it was written; train again or bring it back")
+            raise FolderError(
+                f"{folder / name}: not there, or not as it was written; train again or bring it back"
+            )
 
 
 def file_stamp(path: Path) -> list[int]:
@@ -264,7 +274,12 @@ def known_sha256(*paths: Path, again: bool = False) -> str:
     """
     paths = tuple(path.resolve() for path in paths)
     of, stamp = list(map(file_stamp, paths)), paths[0].with_name(f".{paths[0].name}.sha256")
-    own = Path.home() / ".cache" / "mcore-mas" / f"{hashlib.sha256(bytes(stamp)).hexdigest()[:32]}.sha256"
+    own = (
+        Path.home()
+        / ".cache"
+        / "mcore-mas"
+        / f"{hashlib.sha256(bytes(stamp)).hexdigest()[:32]}.sha256"
+    )
     for place in (stamp, own):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             said = json.loads(place.read_bytes())

@@ -37,7 +37,11 @@ _SIGNS_OF_LIFE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20),  # seconds
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),  # milliseconds that what is sent may go unconfirmed
+    (
+        socket.IPPROTO_TCP,
+        socket.TCP_USER_TIMEOUT,
+        60_000,
+    ),  # milliseconds that what is sent may go unconfirmed
 ]
 
 Result = TypeVar("Result")
@@ -129,7 +133,9 @@ class HttpClient:
         self._timeout_s, self._most_bytes, self._connections = timeout_s, most_bytes, connections
         self._headers, self._proxy = {"Authorization": f"Bearer {token}"} if token else {}, proxy
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._free: list[httpx.AsyncClient] = []  # of the loop, one connection each: a pool looks through all of its
+        self._free: list[
+            httpx.AsyncClient
+        ] = []  # of the loop, one connection each: a pool looks through all of its
 
     async def send(
         self,
@@ -166,13 +172,24 @@ class HttpClient:
     def _open(self) -> httpx.AsyncClient:
         one = httpx.Limits(max_connections=1)
         way = httpx.AsyncHTTPTransport(
-            trust_env=False, verify=trusted(), limits=one, proxy=self._proxy, socket_options=_SIGNS_OF_LIFE
+            trust_env=False,
+            verify=trusted(),
+            limits=one,
+            proxy=self._proxy,
+            socket_options=_SIGNS_OF_LIFE,
         )
         timeout = httpx.Timeout(None, connect=10.0)  # asyncio's is around it
-        return httpx.AsyncClient(trust_env=False, headers=self._headers, timeout=timeout, transport=way)
+        return httpx.AsyncClient(
+            trust_env=False, headers=self._headers, timeout=timeout, transport=way
+        )
 
     async def _exchange(
-        self, http: httpx.AsyncClient, method: str, path: str, body: object, heard: Callable[[bytes], None] | None
+        self,
+        http: httpx.AsyncClient,
+        method: str,
+        path: str,
+        body: object,
+        heard: Callable[[bytes], None] | None,
     ) -> HttpReply:
         content = bytearray()
         async with http.stream(method, self.url + path, json=body) as reply:  # json=None: no body
@@ -183,7 +200,9 @@ class HttpClient:
                 content += part
                 if len(content) > self._most_bytes:
                     raise Unanswered(f"a reply of more than {self._most_bytes} bytes")
-        said = reply.headers.get(DIGEST_HEADER, "") if "content-encoding" not in reply.headers else ""
+        said = (
+            reply.headers.get(DIGEST_HEADER, "") if "content-encoding" not in reply.headers else ""
+        )
         if heard is None and said.startswith("sha-256=:") and said != content_digest(content):
             raise Unanswered(f"a reply that is not what its {DIGEST_HEADER} says")
         return HttpReply(reply.status_code, reply.headers, bytes(content))
@@ -207,7 +226,13 @@ def trusted() -> ssl.SSLContext:
 
 def unanswered(error: httpx.RequestError) -> Unanswered:
     """What went wrong below HTTP."""
-    unsent = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)
+    unsent = (
+        httpx.ConnectError,
+        httpx.ConnectTimeout,
+        httpx.PoolTimeout,
+        httpx.ProxyError,
+        httpx.UnsupportedProtocol,
+    )
     return Unanswered(str(error) or type(error).__name__, unbilled=isinstance(error, unsent))
 
 
@@ -255,7 +280,11 @@ def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float
             return float(value) * unit_s
         if value:
             try:
-                return max(0.0, parsedate_to_datetime(value).timestamp() - (time.time() if now is None else now))
+                return max(
+                    0.0,
+                    parsedate_to_datetime(value).timestamp()
+                    - (time.time() if now is None else now),
+                )
             except ValueError:
                 continue
     return 0.0
@@ -264,7 +293,9 @@ def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float
 def without_proxy(*hosts: str) -> dict[str, str]:
     """Variables of the environment of a client that is to ask `hosts` through no proxy."""
     named = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
-    direct = named if named == ["*"] else [*named, *hosts]  # which stands for all hosts only by itself
+    direct = (
+        named if named == ["*"] else [*named, *hosts]
+    )  # which stands for all hosts only by itself
     return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(dict.fromkeys(filter(None, direct))))
 
 
@@ -283,9 +314,13 @@ def _url(url: str) -> str:
     except ValueError:  # of a port above 65535
         usable = False
     if not usable:
-        raise PydanticCustomError("option", "expected http(s)://host/path, with a port from 1 to 65535 if any")
+        raise PydanticCustomError(
+            "option", "expected http(s)://host/path, with a port from 1 to 65535 if any"
+        )
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError("may hold no user, password or query; keys go into key_variable or key_file")
+        raise ValueError(
+            "may hold no user, password or query; keys go into key_variable or key_file"
+        )
     return url
 
 

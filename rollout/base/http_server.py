@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mcore_mas.rollout.base.http import is_loopback
-from mcore_mas.rollout.base.processes import Restarts, say
-from mcore_mas.rollout.base.text import ShownFormatter
+from rollout.base.http import is_loopback
+from rollout.base.processes import Restarts, say
+from rollout.base.text import ShownFormatter
 
 READ_S = 10.0  # for a whole request, from its first byte or the connection's start
 TAKE_S, TAKE_BYTES = 30.0, 1 << 20  # of an answer so much is taken in so long, or all that is left
@@ -74,11 +74,15 @@ async def read_body(request: Request, most: int) -> bytes:
 class ClosingResponse(JSONResponse):
     """A connection's last, sent at once; the rest of the body is read and dropped, so that its sender hears it."""
 
-    def __init__(self, content: object, status_code: int = 413, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, content: object, status_code: int = 413, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(content, status_code, {**(headers or {}), "Connection": "close"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         with suppress(TimeoutError):
             async with asyncio.timeout(READ_S):
@@ -96,7 +100,9 @@ def token_of(host: str, token_file: Path | None) -> str | None:
     """
     token = token_file.read_text().strip() if token_file else None
     if token is not None and len(token) < _MIN_TOKEN_CHARS:
-        raise ValueError(f"{token_file}: the token has {len(token)} characters, expected at least {_MIN_TOKEN_CHARS}")
+        raise ValueError(
+            f"{token_file}: the token has {len(token)} characters, expected at least {_MIN_TOKEN_CHARS}"
+        )
     if token is None and not is_loopback(host):
         raise ValueError(f"host {host} is not loopback; bind 127.0.0.1, or give --token-file")
     return token
@@ -121,11 +127,16 @@ def listen(host: str, port: int, token_file: Path | None) -> tuple[socket.socket
 def bears(request: Request, token: str) -> bool:
     """Whether a request carries the token, as a bearer's or in `x-api-key`, where Anthropic's clients put it."""
     wanted = token.encode()
-    given = (request.headers.get("authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", ""))
+    given = (
+        request.headers.get("authorization", "").removeprefix("Bearer "),
+        request.headers.get("x-api-key", ""),
+    )
     return any(hmac.compare_digest(one.encode(), wanted) for one in given)
 
 
-CROWDED = "crowded"  # state of requests of a connection beyond as many as may be open: how many that is
+CROWDED = (
+    "crowded"  # state of requests of a connection beyond as many as may be open: how many that is
+)
 
 
 class TimedProtocol(H11Protocol):
@@ -143,18 +154,25 @@ class TimedProtocol(H11Protocol):
         super().connection_made(transport)
         if self._most is not None and len(self.connections) > self._most:
             self.app_state = {**self.app_state, CROWDED: self._most}
-        transport.set_write_buffer_limits(high=0)  # `pause_writing` is when something waits to be taken
+        transport.set_write_buffer_limits(
+            high=0
+        )  # `pause_writing` is when something waits to be taken
         self._wait()
 
     def data_received(self, data: bytes) -> None:
         self._wait()
         super().data_received(data)
-        if str(self.conn.their_state) not in ("IDLE", "SEND_BODY"):  # h11's names: nothing of it is there yet, or part
+        if str(self.conn.their_state) not in (
+            "IDLE",
+            "SEND_BODY",
+        ):  # h11's names: nothing of it is there yet, or part
             self._cancel()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if str(self.conn.their_state) == "SEND_BODY":  # the next request came with the one before, in part
+        if (
+            str(self.conn.their_state) == "SEND_BODY"
+        ):  # the next request came with the one before, in part
             self._wait()
 
     def pause_writing(self) -> None:
@@ -195,7 +213,9 @@ class TimedProtocol(H11Protocol):
             self._late = None
 
 
-def server_config(app: Starlette, *, drain_s: int, lifespan: bool, most: int | None = None) -> uvicorn.Config:
+def server_config(
+    app: Starlette, *, drain_s: int, lifespan: bool, most: int | None = None
+) -> uvicorn.Config:
     """How our servers answer: quietly, without web sockets, and with `drain_s` seconds to end what runs.
 
     Args:
@@ -251,7 +271,9 @@ async def answering(
             await asyncio.wait([task])
             if closing:
                 return
-            why = "cancelled" if task.cancelled() else repr(task.exception() or "it ended by itself")
+            why = (
+                "cancelled" if task.cancelled() else repr(task.exception() or "it ended by itself")
+            )
             server.clear()
             what = f"the HTTP server at {url_of(listener)} is lost ({why})"
             if not restarts.take():

@@ -24,17 +24,30 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
-from mcore_mas.rollout.base.schema_words import Schema, expected, json_schema, keys_of, meant, walk
-from mcore_mas.rollout.base.text import nearest
+from rollout.base.schema_words import Schema, expected, json_schema, keys_of, meant, walk
+from rollout.base.text import nearest
 
 # A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
-STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+STRICT = ConfigDict(
+    extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True
+)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names of errors
 _T = TypeVar("_T")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 # positional arguments with their types; one of the type of another, or with its name, was taken for it
-_TYPES = {"task": ("Task",), "team": ("TeamSession",), "env": ("Env", "PlayedEnv", "Episode"), "group": ("Group",)}
-_TYPES |= {"turn": ("Turn",), "turns": ("Turns",), "text": ("str",), "seed": ("int",), "n": ("int",)}
+_TYPES = {
+    "task": ("Task",),
+    "team": ("TeamSession",),
+    "env": ("Env", "PlayedEnv", "Episode"),
+    "group": ("Group",),
+}
+_TYPES |= {
+    "turn": ("Turn",),
+    "turns": ("Turns",),
+    "text": ("str",),
+    "seed": ("int",),
+    "n": ("int",),
+}
 _TOLD = {"float", "bool", *(kind for kinds in _TYPES.values() for kind in kinds)}
 
 
@@ -53,15 +66,21 @@ def _different(names: Sequence[str]) -> Sequence[str]:
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Names = Annotated[
-    Sequence[str], Field(min_length=1, json_schema_extra={"uniqueItems": True}), AfterValidator(_different)
+    Sequence[str],
+    Field(min_length=1, json_schema_extra={"uniqueItems": True}),
+    AfterValidator(_different),
 ]
-AboveLow = Annotated[float, Field(validate_default=True), AfterValidator(_above_low)]  # than the option `low` before it
+AboveLow = Annotated[
+    float, Field(validate_default=True), AfterValidator(_above_low)
+]  # than the option `low` before it
 
 
 class Section(BaseModel):
     """A section of a config: unknown keys are refused, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
 
 
 class Strict(Section):
@@ -78,7 +97,9 @@ class OptionsError(ValueError):
     """Something chosen by name is not called as its kind is, or takes other options."""
 
 
-HERE: dict[str, Any] = {}  # objects of this process alone, by names as `here:...`, see `mcore_mas.api`
+HERE: dict[
+    str, Any
+] = {}  # objects of this process alone, by names as `here:...`, see `mcore_mas.api`
 
 
 def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -> _T:
@@ -107,16 +128,27 @@ def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -
     module, separator, attribute = name.partition(":")
     if not (own and separator):
         more = " (or package.module:attribute)" if own else ""
-        raise UnknownName(f"unknown {kind} '{name}'{nearest(name, known)}; known: {', '.join(sorted(known))}{more}")
+        raise UnknownName(
+            f"unknown {kind} '{name}'{nearest(name, known)}; known: {', '.join(sorted(known))}{more}"
+        )
     try:
         found: _T = getattr(importlib.import_module(module), attribute)
         return found
     except Exception as error:  # the module's own code may raise any
-        missing = str(getattr(error, "name", None)).partition(".")[0]
-        moved = f"; it is mcore_mas.{missing} now" if missing in ("rollout", "retrieval") else ""
-        what = "" if isinstance(error, ImportError | AttributeError | SyntaxError) else f"{type(error).__name__}: "
+        moved = ""
+        if str(getattr(error, "name", None)).startswith(
+            ("mcore_mas.rollout", "mcore_mas.retrieval")
+        ):
+            moved = f"; its package is {error.name.removeprefix('mcore_mas.')} since version 0.2.0"  # type: ignore[attr-defined]
+        what = (
+            ""
+            if isinstance(error, ImportError | AttributeError | SyntaxError)
+            else f"{type(error).__name__}: "
+        )
         said = " ".join(f"{what}{error}".split())
-        raise UnknownName(f"{kind} '{name}' cannot be imported: {said}{moved or _near(error)}") from error
+        raise UnknownName(
+            f"{kind} '{name}' cannot be imported: {said}{moved or _near(error)}"
+        ) from error
 
 
 def _near(error: Exception) -> str:
@@ -130,7 +162,14 @@ def _near(error: Exception) -> str:
     package, _, name = error.name.rpartition(".")
     folders = getattr(sys.modules.get(package), "__path__", ()) if package else sys.path
     files = (file for folder in folders for file in Path(folder).glob("*"))
-    return nearest(name, {file.stem for file in files if file.suffix == ".py" or (file.is_dir() and not file.suffix)})
+    return nearest(
+        name,
+        {
+            file.stem
+            for file in files
+            if file.suffix == ".py" or (file.is_dir() and not file.suffix)
+        },
+    )
 
 
 def imported(kind: str, name: str, paths: Mapping[str, str]) -> Any:
@@ -139,7 +178,9 @@ def imported(kind: str, name: str, paths: Mapping[str, str]) -> Any:
     return lookup(kind, found, {}) if isinstance(found, str) else found
 
 
-def leaves(values: Mapping[str, Any], without: Set[str] = frozenset(), prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(
+    values: Mapping[str, Any], without: Set[str] = frozenset(), prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every setting in nested mappings, but those called as one of `without`."""
     for key, value in values.items():
         if key in without:
@@ -153,7 +194,9 @@ def leaves(values: Mapping[str, Any], without: Set[str] = frozenset(), prefix: s
 def merged(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
     """`changed` in `values`, mappings key by key; where both have another value `changed` has the word."""
     own = {
-        key: merged(values[key], new) if isinstance(new, Mapping) and isinstance(values.get(key), Mapping) else new
+        key: merged(values[key], new)
+        if isinstance(new, Mapping) and isinstance(values.get(key), Mapping)
+        else new
         for key, new in changed.items()
     }
     return {**values, **own}
@@ -172,7 +215,9 @@ class Registry:
     kind: str  # as errors say it: "env"
     known: Mapping[str, Callable[..., Any]]
     takes: tuple[str, ...]  # positional arguments
-    supplied: frozenset[str] = frozenset()  # keyword arguments that a run gives to those that take them
+    supplied: frozenset[str] = (
+        frozenset()
+    )  # keyword arguments that a run gives to those that take them
     coroutine: bool = False  # whether it is an `async` function
     own: bool = True  # whether an import path may stand for a name
 
@@ -200,7 +245,9 @@ class Registry:
         except OptionsError as error:
             raise OptionsError(f"{self.kind} '{name}': {error}") from error
 
-    def arguments(self, name: str, options: Mapping[str, Any], *, place: tuple[int | str, ...] = ()) -> dict[str, Any]:
+    def arguments(
+        self, name: str, options: Mapping[str, Any], *, place: tuple[int | str, ...] = ()
+    ) -> dict[str, Any]:
         """The `options` of `name` as values of its parameters' types; those not given are left out.
 
         Args:
@@ -215,7 +262,11 @@ class Registry:
     def needs(self, name: str) -> frozenset[str]:
         """Which of `supplied` the function of `name` cannot do without."""
         parameters = inspect.signature(self.find(name)).parameters
-        return frozenset(k for k in self.supplied & parameters.keys() if parameters[k].default is parameters[k].empty)
+        return frozenset(
+            k
+            for k in self.supplied & parameters.keys()
+            if parameters[k].default is parameters[k].empty
+        )
 
 
 def check_call(
@@ -237,7 +288,11 @@ def check_call(
     trouble = _trouble(found, takes, coroutine, given)
     if trouble or (not yields and inspect.isgeneratorfunction(_function(found))):
         trouble = trouble or " and may not yield"
-        words = [*takes, *(["*"] if given or given is None else []), *(["..."] if given is None else given)]
+        words = [
+            *takes,
+            *(["*"] if given or given is None else []),
+            *(["..."] if given is None else given),
+        ]
         raise OptionsError(f"{what} must take ({', '.join(words)}){trouble}")
 
 
@@ -249,7 +304,9 @@ def check_methods(what: str, thing: Any, methods: Mapping[str, Sequence[str]]) -
     """
     for written, takes in () if hasattr(thing, "__getattr__") else methods.items():
         kind, _, name = written.rpartition(" ")
-        if (method := getattr(thing, name, None)) is None or getattr(method, "__isabstractmethod__", False):
+        if (method := getattr(thing, name, None)) is None or getattr(
+            method, "__isabstractmethod__", False
+        ):
             every = " and ".join(f"{one}({', '.join(words)})" for one, words in methods.items())
             raise OptionsError(f"{what} lacks a method {name}; expected {every}")
         if isinstance(thing, type) and inspect.isfunction(inspect.getattr_static(thing, name)):
@@ -270,7 +327,9 @@ def _trouble(found: Any, takes: Sequence[str], coroutine: bool, given: Sequence[
     except TypeError:
         fits = False
     for parameter, word in zip(positional, takes, strict=False):
-        kind = getattr(parameter.annotation, "__name__", str(parameter.annotation)).rpartition(".")[2]
+        kind = getattr(parameter.annotation, "__name__", str(parameter.annotation)).rpartition(".")[
+            2
+        ]
         if fits and kind in _TOLD and kind not in _TYPES.get(word, _TOLD):
             return f", and its '{parameter.name}' is of type {kind}"
         vague = kind in ("_empty", "object", "Any")
@@ -283,7 +342,9 @@ def _trouble(found: Any, takes: Sequence[str], coroutine: bool, given: Sequence[
 
 
 @cache
-def options_model(target: Callable[..., Any], supplied: frozenset[str] = frozenset()) -> type[BaseModel]:
+def options_model(
+    target: Callable[..., Any], supplied: frozenset[str] = frozenset()
+) -> type[BaseModel]:
     """A model of the keyword-only parameters of `target`, without those that are `supplied` at run time.
 
     Raises:
@@ -293,21 +354,35 @@ def options_model(target: Callable[..., Any], supplied: frozenset[str] = frozens
     for name, parameter in inspect.signature(target).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and name not in supplied:
             default = parameter.default
-            default = ... if default is parameter.empty else dict(default) if isinstance(default, Mapping) else default
+            default = (
+                ...
+                if default is parameter.empty
+                else dict(default)
+                if isinstance(default, Mapping)
+                else default
+            )
             fields[name] = (_annotation(target, parameter), default)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # an option may have the name of a method of BaseModel
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # an option may have the name of a method of BaseModel
             model: type[BaseModel] = pydantic.create_model("Options", __config__=STRICT, **fields)
     except (pydantic.PydanticUserError, NameError, TypeError, ValueError) as error:
-        raise OptionsError(f"its options cannot be typed: {' '.join(str(error).split())}") from error
+        raise OptionsError(
+            f"its options cannot be typed: {' '.join(str(error).split())}"
+        ) from error
     if lost := fields.keys() - model.model_fields.keys():
         raise OptionsError(f"'{min(lost)}' cannot be the name of an option; call it otherwise")
     return model
 
 
 def checked(
-    whose: str, model: type[BaseModel], options: Mapping[str, Any], *, place: tuple[int | str, ...] = ()
+    whose: str,
+    model: type[BaseModel],
+    options: Mapping[str, Any],
+    *,
+    place: tuple[int | str, ...] = (),
 ) -> dict[str, Any]:
     """The `options` as values of the types of `model`; those not given are left out.
 
@@ -325,11 +400,19 @@ def checked(
                 f"{whose} has no option '{name}'; its options: {', '.join(model.model_fields) or 'none'}"
                 f"{_near_option(name, json_schema(model))}"
             )
-    missing = [name for name, field in model.model_fields.items() if field.is_required() and name not in options]
+    missing = [
+        name
+        for name, field in model.model_fields.items()
+        if field.is_required() and name not in options
+    ]
     if missing:
         raise OptionsError(f"{whose} needs option '{missing[0]}'")
     try:
-        plain = {name: f.default for name, f in model.model_fields.items() if isinstance(f.default, int | float | str)}
+        plain = {
+            name: f.default
+            for name, f in model.model_fields.items()
+            if isinstance(f.default, int | float | str)
+        }
         values = model.model_validate_json(to_json({**plain, **options}, inf_nan_mode="constants"))
     except PydanticSerializationError as error:
         raise OptionsError(f"{whose}: an option is no plain value ({error})") from error
@@ -345,16 +428,22 @@ def _near_option(name: str, schema: Schema) -> str:
     return f"; nearest: {groups[0]}.{name}" if len(groups) == 1 else nearest(name, known)
 
 
-def _explained(error: ValidationError, model: type[BaseModel], place: tuple[int | str, ...]) -> ValidationError:
+def _explained(
+    error: ValidationError, model: type[BaseModel], place: tuple[int | str, ...]
+) -> ValidationError:
     """The `error` of values for `model`, in words that say what was expected."""
     schema = json_schema(model)
     lines = []
-    for details in sorted(error.errors(include_url=False), key=lambda details: details["type"] not in _UNKNOWN):
+    for details in sorted(
+        error.errors(include_url=False), key=lambda details: details["type"] not in _UNKNOWN
+    ):
         keys, at = walk(schema, meant(details))
         if details["type"] in ("value_error", "option"):
             message = details["msg"].removeprefix("Value error, ")
         elif details["type"] in _UNKNOWN:
-            message = f"there is no '{details['loc'][-1]}'; known here: {', '.join(keys_of(schema, at))}"
+            message = (
+                f"there is no '{details['loc'][-1]}'; known here: {', '.join(keys_of(schema, at))}"
+            )
         elif details["type"].startswith("missing") and isinstance(details["loc"][-1], str):
             keys, message = keys[:-1], f"'{details['loc'][-1]}' is missing"
         else:
@@ -370,9 +459,14 @@ def descriptions(target: Callable[..., Any]) -> dict[str, str]:
     The module's is of an option that several of its functions share; the function's own goes before it.
     """
     found: dict[str, str] = {}
-    for documented in (inspect.getmodule(_function(target)), *reversed(getattr(target, "__mro__", (target,)))):
+    for documented in (
+        inspect.getmodule(_function(target)),
+        *reversed(getattr(target, "__mro__", (target,))),
+    ):
         _, _, section = (inspect.getdoc(documented) or "").partition("\nArgs:\n")
-        for entry in re.findall(r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", section.partition("\n\n")[0], re.MULTILINE):
+        for entry in re.findall(
+            r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", section.partition("\n\n")[0], re.MULTILINE
+        ):
             found |= dict.fromkeys(entry[0].split(", "), " ".join(entry[1].split()))
     return found
 
@@ -392,9 +486,17 @@ def _annotation(target: Callable[..., Any], parameter: inspect.Parameter) -> Any
     if parameter.annotation is parameter.empty:
         return kind if (kind := type(parameter.default)) in (bool, int, float, str) else Any
     names = SimpleNamespace(__annotations__={"it": parameter.annotation})
-    classes = target.__mro__ if dataclasses.is_dataclass(target) and isinstance(target, type) else ()
-    owner = next((c for c in classes if parameter.name in vars(c).get("__annotations__", {})), None)  # its field's
-    there = vars(sys.modules[owner.__module__]) if owner else getattr(_function(target), "__globals__", {})
+    classes = (
+        target.__mro__ if dataclasses.is_dataclass(target) and isinstance(target, type) else ()
+    )
+    owner = next(
+        (c for c in classes if parameter.name in vars(c).get("__annotations__", {})), None
+    )  # its field's
+    there = (
+        vars(sys.modules[owner.__module__])
+        if owner
+        else getattr(_function(target), "__globals__", {})
+    )
     try:
         return typing.get_type_hints(names, there, include_extras=True)["it"]
     except (NameError, AttributeError, TypeError, SyntaxError) as error:

@@ -19,7 +19,9 @@ class FolderError(RuntimeError):
 
 BEAT_S = 20.0  # between two signs of life of a folder's owner
 _owned: dict[Path, int] = {}  # folders that this process owns, and its epoch there
-_read: dict[Path, tuple[int, int, int]] = {}  # of their locks, what `_state` was when it was last read whose they are
+_read: dict[
+    Path, tuple[int, int, int]
+] = {}  # of their locks, what `_state` was when it was last read whose they are
 
 
 def epoch_of(path: Path) -> int:
@@ -36,11 +38,15 @@ def check_owner(path: Path) -> None:
         FolderError: who has it now.
     """
     for folder, epoch in _owned.items():
-        if _inside(path, folder) and (state := _state(lock := folder / "lock.json")) != _read.get(folder):
+        if _inside(path, folder) and (state := _state(lock := folder / "lock.json")) != _read.get(
+            folder
+        ):
             record = _record(lock)
             if record.get("epoch", 0) > epoch:
                 owner = _owner(record)
-                raise FolderError(f"{folder}: taken over by {owner}; this process, of epoch {epoch}, writes no more")
+                raise FolderError(
+                    f"{folder}: taken over by {owner}; this process, of epoch {epoch}, writes no more"
+                )
             _read[folder] = state
 
 
@@ -52,7 +58,9 @@ def _inside(path: Path, folder: Path) -> bool:
 def _state(lock: Path) -> tuple[int, int, int]:
     """Which file it is, when it changed, and its bytes; zeros where there is none."""
     try:
-        descriptor = os.open(lock, os.O_RDONLY)  # to be opened has NFS ask its server, in place of its own memory
+        descriptor = os.open(
+            lock, os.O_RDONLY
+        )  # to be opened has NFS ask its server, in place of its own memory
     except OSError:
         return 0, 0, 0
     try:
@@ -82,7 +90,9 @@ def owned(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             quiet = time.time() - path.stat().st_mtime
             sign = f", which shows no sign of life for {quiet:.0f} s" if quiet > 3 * BEAT_S else ""
-            raise FolderError(f"{folder}: in use by {_owner(_record(path))}{sign}; stop it first") from None
+            raise FolderError(
+                f"{folder}: in use by {_owner(_record(path))}{sign}; stop it first"
+            ) from None
         except OSError as error:
             raise FolderError(
                 f"{folder}: its file system has no locks ({error.strerror}); choose another results folder"
@@ -96,14 +106,18 @@ def owned(folder: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(json.dumps(record).encode())
         except OSError as error:
-            raise FolderError(f"{path}: cannot be written ({error.strerror}); make room, and run it again") from error
+            raise FolderError(
+                f"{path}: cannot be written ({error.strerror}); make room, and run it again"
+            ) from error
         for partial in folder.rglob(".*.partial"):
             around = next((own for own in partial.parents if (own / "lock.json").exists()), folder)
             if around == folder:  # else a folder in this one has its own owner, who may be writing
                 remove_path(partial)
         _owned[folder.absolute()] = epoch
         ended = threading.Event()
-        beats = threading.Thread(target=_beat, args=(file.fileno(), ended), name="heartbeat", daemon=True)
+        beats = threading.Thread(
+            target=_beat, args=(file.fileno(), ended), name="heartbeat", daemon=True
+        )
         beats.start()
         try:
             yield
@@ -113,7 +127,9 @@ def owned(folder: Path) -> Iterator[None]:
             del _owned[folder.absolute()]
             _read.pop(folder.absolute(), None)
             if _record(path).get("epoch") == epoch:
-                with contextlib.suppress(OSError):  # of a full disk: the next owner's epoch is the clock's
+                with contextlib.suppress(
+                    OSError
+                ):  # of a full disk: the next owner's epoch is the clock's
                     file.truncate(0)
                     file.write(json.dumps({"epoch": epoch}).encode())
 
@@ -135,7 +151,9 @@ def _refuse_living(path: Path) -> None:
 
 def _beat(lock: int, ended: threading.Event) -> None:
     while not ended.wait(BEAT_S):
-        with contextlib.suppress(OSError):  # of a file that is closed, or of a file system that is gone for a while
+        with contextlib.suppress(
+            OSError
+        ):  # of a file that is closed, or of a file system that is gone for a while
             os.utime(lock)
 
 

@@ -6,8 +6,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-_LEAST_BYTES, _MOST_TIMES = 1 << 30, 200  # that a file may become in memory, and of its size on disk
-_TOGETHER = 1 << 29  # bytes that are read at a time: pyarrow reads no more than 2 GiB of text inside lists
+_LEAST_BYTES, _MOST_TIMES = (
+    1 << 30,
+    200,
+)  # that a file may become in memory, and of its size on disk
+_TOGETHER = (
+    1 << 29
+)  # bytes that are read at a time: pyarrow reads no more than 2 GiB of text inside lists
 
 
 def bounded_batches(
@@ -29,7 +34,9 @@ def bounded_batches(
     told = [part.total_byte_size for part in parts]
     if sum(told) > most:
         raise ValueError(f"its {on_disk} bytes become more than {most}")
-    together = min((part.num_rows * _TOGETHER // max(1, part.total_byte_size) for part in parts), default=rows)
+    together = min(
+        (part.num_rows * _TOGETHER // max(1, part.total_byte_size) for part in parts), default=rows
+    )
     # of which each may be what all of a group is on disk
     rows = max(1, min(rows, together, most // max([1, *told])))
     for batch in file.iter_batches(rows, columns=columns, row_groups=groups):
@@ -40,7 +47,10 @@ def bounded_batches(
 
 
 def bounded_table(
-    path: Path, file: pq.ParquetFile, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None
+    path: Path,
+    file: pq.ParquetFile,
+    columns: Sequence[str] | None = None,
+    groups: Sequence[int] | None = None,
 ) -> pa.Table:
     """`bounded_batches` as one table."""
     batches = [*bounded_batches(path, file, columns=columns, groups=groups)]

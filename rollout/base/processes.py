@@ -19,8 +19,8 @@ from typing import IO, Any, TextIO
 
 import psutil
 
-from mcore_mas.rollout.base.task_group import cancel_tasks
-from mcore_mas.rollout.base.text import shown_line
+from rollout.base.task_group import cancel_tasks
+from rollout.base.text import shown_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HELD_S = 1.0  # for which a pipe is read that a process outside the command's group holds open when it has ended
@@ -71,7 +71,9 @@ def start_group(
         return subprocess.Popen(command, **settings)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, **settings)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, **settings
+        )
 
 
 async def run_command(
@@ -219,7 +221,9 @@ class ProcessLost(Exception):
 class Restarts:
     """How often one part of a run may be started again: `per_hour` times in any hour."""
 
-    def __init__(self, part: str, per_hour: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, part: str, per_hour: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """None so far of `part`, which is what metrics call it."""
         self._part, self._per_hour, self._clock = part, per_hour, clock
         self._times: deque[float] = deque()

@@ -9,12 +9,18 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import ErrorDetails
 from pydantic_core.core_schema import CoreSchema
 
-from mcore_mas.rollout.base.text import nearest
+from rollout.base.text import nearest
 
 Schema = Mapping[str, Any]
 Keys = tuple[int | str, ...]  # keys in each other
 
-_ONE = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false", "null": "null"}
+_ONE = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+}
 _YAML = {"None": "null", "True": "true", "False": "false"}  # values as they are written
 _MANY = {"integer": "integers", "number": "numbers", "string": "texts", "boolean": "true or false"}
 
@@ -22,7 +28,9 @@ _MANY = {"integer": "integers", "number": "numbers", "string": "texts", "boolean
 class _Lenient(GenerateJsonSchema):
     """A type that JSON does not know is anything."""
 
-    def handle_invalid_for_json_schema(self, schema: CoreSchema, error_info: str) -> JsonSchemaValue:
+    def handle_invalid_for_json_schema(
+        self, schema: CoreSchema, error_info: str
+    ) -> JsonSchemaValue:
         try:
             return super().handle_invalid_for_json_schema(schema, error_info)
         except PydanticInvalidForJsonSchema:
@@ -34,7 +42,9 @@ def json_schema(model: type[BaseModel]) -> dict[str, Any]:
     return model.model_json_schema(schema_generator=_Lenient)
 
 
-def expected(schema: Schema, definitions: Schema, *, names: Mapping[str, str] = _ONE, error: str = "") -> str:
+def expected(
+    schema: Schema, definitions: Schema, *, names: Mapping[str, str] = _ONE, error: str = ""
+) -> str:
     """What `schema` expects, such as "a number above 0 or null".
 
     Args:
@@ -46,7 +56,9 @@ def expected(schema: Schema, definitions: Schema, *, names: Mapping[str, str] = 
     if "$ref" in schema:
         return expected(definitions[schema["$ref"].rpartition("/")[2]], definitions, names=names)
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(expected(option, definitions, names=names) for option in schema["anyOf"]))
+        return " or ".join(
+            dict.fromkeys(expected(option, definitions, names=names) for option in schema["anyOf"])
+        )
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         return f"one of {', '.join(map(str, values))}" if len(values) > 1 else str(values[0])
@@ -62,7 +74,9 @@ def walk(schema: Schema, place: Keys) -> tuple[Keys, Schema]:
     """As much of `place` as leads somewhere in `schema`, and the part of the schema that is there."""
     at = schema
     for number, part in enumerate(place):
-        names = [option["propertyNames"] for option in _options(schema, at) if "propertyNames" in option]
+        names = [
+            option["propertyNames"] for option in _options(schema, at) if "propertyNames" in option
+        ]
         if names and place[number + 1 :] == ("[key]",):  # pydantic's word for a key of a mapping
             return place[:number], names[0]
         inner = _inside(schema, at, part)
@@ -138,7 +152,11 @@ def _object(schema: Schema, definitions: Schema) -> str:
         return f"a mapping with keys {', '.join(schema['properties'])}"
     values = schema.get("additionalProperties")
     full = "a mapping that is not empty" if schema.get("minProperties") else "a mapping"
-    return f"{full} to {expected(values, definitions, names=_MANY)}" if isinstance(values, dict) else full
+    return (
+        f"{full} to {expected(values, definitions, names=_MANY)}"
+        if isinstance(values, dict)
+        else full
+    )
 
 
 def invalid(error: ValidationError, model: type[BaseModel], given: Collection[str] = ()) -> str:

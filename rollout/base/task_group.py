@@ -10,7 +10,16 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,12 +30,14 @@ from weakref import WeakKeyDictionary
 
 from pydantic import TypeAdapter
 
-from mcore_mas.rollout.base.errors import EngineError, EnvError
+from rollout.base.errors import EngineError, EnvError
 
 _T = TypeVar("_T")
 
 _FRAMES = 4  # of code that blocks an event loop, the innermost last
-PATIENCE_S = 10.0  # that a cancelled task has to clean up, before it is cancelled again and left behind
+PATIENCE_S = (
+    10.0  # that a cancelled task has to clean up, before it is cancelled again and left behind
+)
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
@@ -90,10 +101,14 @@ def contain_exits() -> None:
     """Have `sys.exit` in a task that starts from now on be its error: asyncio would end the event loop of all."""
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is None:
-        loop.set_task_factory(lambda loop, work, **settings: asyncio.Task(_Contained(work), loop=loop, **settings))
+        loop.set_task_factory(
+            lambda loop, work, **settings: asyncio.Task(_Contained(work), loop=loop, **settings)
+        )
 
 
-class _Contained(Coroutine[Any, Any, _T]):  # around `work`, a coroutine could not close what never began
+class _Contained(
+    Coroutine[Any, Any, _T]
+):  # around `work`, a coroutine could not close what never began
     def __init__(self, work: Any) -> None:
         self._work = work
 
@@ -135,7 +150,9 @@ def of_loop(key: Hashable, make: Callable[[], _T]) -> _T:
 def forget(owner: object) -> None:
     """Let go of what `of_loop` keeps for `owner` and the running event loop, by it or by tuples that begin with it."""
     made = _made.get(asyncio.get_running_loop(), {})
-    for key in [key for key in made if key is owner or (isinstance(key, tuple) and key[0] is owner)]:
+    for key in [
+        key for key in made if key is owner or (isinstance(key, tuple) and key[0] is owner)
+    ]:
         del made[key]
 
 
@@ -168,7 +185,9 @@ class LateTool(Late, EnvError):
     """An environment was still at work when its time was up."""
 
 
-async def within(seconds: float | None, work: Awaitable[_T], late: Callable[[str], Late] = Late) -> _T:
+async def within(
+    seconds: float | None, work: Awaitable[_T], late: Callable[[str], Late] = Late
+) -> _T:
     """What `work` gives; it is cancelled when it takes longer than `seconds`, and left behind if it goes on still.
 
     Raises:
@@ -194,7 +213,9 @@ class Wait:
     since: float  # s, on the event loop's clock
 
 
-Waits = Callable[[], list[Wait]]  # everything that somebody waits for now; [] where that is nothing that is known
+Waits = Callable[
+    [], list[Wait]
+]  # everything that somebody waits for now; [] where that is nothing that is known
 
 
 class Watchdog:
@@ -213,7 +234,10 @@ class Watchdog:
         self._progress = 0.0  # when something began or ended last, as far as was seen
         self._patience = quiet_s
         self._timer: asyncio.TimerHandle | None = None
-        self._alive, self._ended = 0.0, threading.Event()  # when the event loop was, and that nothing is watched
+        self._alive, self._ended = (
+            0.0,
+            threading.Event(),
+        )  # when the event loop was, and that nothing is watched
 
     @contextmanager
     def over(self, name: str, waits: Waits) -> Iterator[None]:
@@ -226,7 +250,9 @@ class Watchdog:
             self._timer = loop.call_later(self._quiet_s / 4, self._look)
             self._alive, self._ended = time.monotonic(), threading.Event()
             watched = (threading.get_ident(), self._ended)
-            threading.Thread(target=self._watch_loop, args=watched, name="pulse", daemon=True).start()
+            threading.Thread(
+                target=self._watch_loop, args=watched, name="pulse", daemon=True
+            ).start()
         try:
             yield
         finally:
@@ -259,7 +285,9 @@ class Watchdog:
         def since(one: tuple[str, list[Wait]]) -> float:
             return min((wait.since for wait in one[1]), default=now)
 
-        self._say(f"nothing has finished for {quiet:.0f} s; {len(found)} wait, those that have waited longest:")
+        self._say(
+            f"nothing has finished for {quiet:.0f} s; {len(found)} wait, those that have waited longest:"
+        )
         for name, waits in sorted(found, key=since)[: self._shown]:
             what = ", ".join(f"{wait.what} for {now - wait.since:.0f} s" for wait in waits)
             self._say(f"  {name}: {what or 'the orchestra itself'}")
@@ -276,7 +304,9 @@ class Watchdog:
             elif quiet >= patience:
                 patience = 2 * quiet
                 frames = traceback.extract_stack(sys._current_frames().get(thread))[-_FRAMES:]
-                where = " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
+                where = " > ".join(
+                    f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames
+                )
                 self._say(
                     f"the event loop has been blocked for {quiet:.0f} s, so that no deadline holds and nobody goes on, "
                     f"in {where}"
@@ -300,7 +330,9 @@ class CallRecord(Protocol):
 
 
 # of the trajectory that is played: its record, how the key of a call begins, and how often each was made
-_playing: ContextVar[tuple[CallRecord, Callable[[], str], Counter[str]] | None] = ContextVar("playing", default=None)
+_playing: ContextVar[tuple[CallRecord, Callable[[], str], Counter[str]] | None] = ContextVar(
+    "playing", default=None
+)
 
 
 def put_on_record(record: CallRecord | None, place: Callable[[], str]) -> None:

@@ -48,7 +48,9 @@ _SECRETS = re.compile(
 
 def without_secrets(text: str) -> str:
     """The text with [redacted] in place of passwords, tokens and keys, as far as they can be told from their place."""
-    return _SECRETS.sub(lambda found: f"{found['kept'] or found['named'] or found['prefix']}[redacted]", text)
+    return _SECRETS.sub(
+        lambda found: f"{found['kept'] or found['named'] or found['prefix']}[redacted]", text
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -10,13 +10,21 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
 
-from mcore_mas.rollout.base.options import OptionsError, Section, Strict, UnknownName, checked, lookup, options_model
-from mcore_mas.rollout.environments import ENVS
-from mcore_mas.rollout.records.files import RecordError, read_tasks
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.tasks import GENERATORS, Generator
-from mcore_mas.rollout.tasks.files import OWN, READABLE, Placed, dataset_files, distinct, read_task_file
-from mcore_mas.rollout.tasks.splits import SPLITS, Split
+from rollout.base.options import (
+    OptionsError,
+    Section,
+    Strict,
+    UnknownName,
+    checked,
+    lookup,
+    options_model,
+)
+from rollout.environments import ENVS
+from rollout.records.files import RecordError, read_tasks
+from rollout.records.trajectory import Task
+from rollout.tasks import GENERATORS, Generator
+from rollout.tasks.files import OWN, READABLE, Placed, dataset_files, distinct, read_task_file
+from rollout.tasks.splits import SPLITS, Split
 
 
 class Columns(Strict):
@@ -47,7 +55,9 @@ class DataConfig(Section):
     """Where tasks come from: a generator with the number of tasks per split, or data files per split."""
 
     generator: str | None = None
-    options: dict[str, Any] = Field(default_factory=dict, validate_default=True)  # of the generator: which tasks
+    options: dict[str, Any] = Field(
+        default_factory=dict, validate_default=True
+    )  # of the generator: which tasks
     format: str = OWN  # of files that name no other
     duplicates: Literal["refuse", "drop"] = "refuse"  # of a task that a split's files hold twice
     train: NonNegativeInt | tuple[TaskFile, ...]
@@ -89,11 +99,21 @@ class DataConfig(Section):
         for split in SPLITS:
             value = getattr(self, split)
             if isinstance(value, int) == (self.generator is None):
-                what = "a data file, as no generator is named" if self.generator is None else "a number of tasks"
-                given = value if isinstance(value, int) else ", ".join(f"the file {file.path}" for file in value)
+                what = (
+                    "a data file, as no generator is named"
+                    if self.generator is None
+                    else "a number of tasks"
+                )
+                given = (
+                    value
+                    if isinstance(value, int)
+                    else ", ".join(f"the file {file.path}" for file in value)
+                )
                 raise ValueError(f"data.{split} is {given}; expected {what}")
         if self.generator is not None and self.format != OWN:
-            raise ValueError(f"data.format is {self.format}, which files have; leave it or data.generator out")
+            raise ValueError(
+                f"data.format is {self.format}, which files have; leave it or data.generator out"
+            )
         for file in (file for split in SPLITS for file in self.files(split)):
             name = file.format or self.format
             if name != OWN:
@@ -159,11 +179,17 @@ def make_tasks(data: DataConfig, seed: int) -> dict[str, list[Task]]:
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(f"{who} fails with seed {seed} and sizes {sizes}: {what}") from error
     if wrong := [task for task in tasks if not isinstance(task, Task) or task.split not in sizes]:
-        raise ValueError(f"{who} makes {str(wrong[0])[:80]!r}; expected tasks with a split of {', '.join(sizes)}")
+        raise ValueError(
+            f"{who} makes {str(wrong[0])[:80]!r}; expected tasks with a split of {', '.join(sizes)}"
+        )
     for (split, name), times in Counter((task.split, task.id) for task in tasks).items():
         if times > 1:
-            raise ValueError(f"{who} makes {times} {split} tasks with the id '{name}'; give each an id of its own")
-    if none := [split for split in SPLITS if sizes[split] and all(task.split != split for task in tasks)]:
+            raise ValueError(
+                f"{who} makes {times} {split} tasks with the id '{name}'; give each an id of its own"
+            )
+    if none := [
+        split for split in SPLITS if sizes[split] and all(task.split != split for task in tasks)
+    ]:
         raise ValueError(f"{who} makes no {none[0]} task; expected {sizes[none[0]]}")
     return {split: [task for task in tasks if task.split == split] for split in SPLITS}
 
@@ -204,10 +230,17 @@ def _read_split(data: DataConfig, split: Split) -> list[Task]:
     tasks = []
     for file in data.files(split):
         found = list(
-            _chosen(distinct(placed_tasks(file, split, data.format), seen, drop=data.duplicates == "drop"), file)
+            _chosen(
+                distinct(
+                    placed_tasks(file, split, data.format), seen, drop=data.duplicates == "drop"
+                ),
+                file,
+            )
         )
         if not found:
-            raise RecordError(f"{file.path}: no task for data.{split} after skipping {file.skip}; see skip and limit")
+            raise RecordError(
+                f"{file.path}: no task for data.{split} after skipping {file.skip}; see skip and limit"
+            )
         tasks += found
     return tasks
 
@@ -219,8 +252,14 @@ def placed_tasks(file: TaskFile, split: str, format: str) -> Iterator[Placed]:
         RecordError: it is not there, has no such subset or split, or a row is not of the format.
     """
     name, columns = file.format or format, file.columns.model_dump(exclude_none=True)
-    for path in dataset_files(file.path, file.subset, file.split or split) if file.path.is_dir() else [file.path]:
-        yield from read_task_file(path, format=name, split=split, source=file.source, columns=columns)
+    for path in (
+        dataset_files(file.path, file.subset, file.split or split)
+        if file.path.is_dir()
+        else [file.path]
+    ):
+        yield from read_task_file(
+            path, format=name, split=split, source=file.source, columns=columns
+        )
 
 
 def _chosen(tasks: Iterable[Task], file: TaskFile) -> Iterator[Task]:

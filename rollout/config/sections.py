@@ -14,21 +14,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from mcore_mas.rollout.base.http import Url
-from mcore_mas.rollout.base.options import Registry, Section, check_call, check_methods, lookup
-from mcore_mas.rollout.base.text import nearest
-from mcore_mas.rollout.engines import Engine, EngineClient, PolicyClient
-from mcore_mas.rollout.environments import ENVS, TOOLS
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.orchestras import CHATS, ORCHESTRAS
-from mcore_mas.rollout.orchestras.program import check_program
-from mcore_mas.rollout.records.trajectory import Group, Sampling, Task, Turn
-from mcore_mas.rollout.rewards import ALLOCATORS
-from mcore_mas.rollout.rewards.penalties import PENALTIES, apply_penalties
-from mcore_mas.rollout.teams.collect import Deadlines
-from mcore_mas.rollout.teams.episode import Episode
-from mcore_mas.rollout.teams.roles import (
+from rollout.base.http import Url
+from rollout.base.options import Registry, Section, check_call, check_methods, lookup
+from rollout.base.text import nearest
+from rollout.engines import Engine, EngineClient, PolicyClient
+from rollout.environments import ENVS, TOOLS
+from rollout.environments.protocol import Env
+from rollout.models.chat_template import Renderer
+from rollout.orchestras import CHATS, ORCHESTRAS
+from rollout.orchestras.program import check_program
+from rollout.records.trajectory import Group, Sampling, Task, Turn
+from rollout.rewards import ALLOCATORS
+from rollout.rewards.penalties import PENALTIES, apply_penalties
+from rollout.teams.collect import Deadlines
+from rollout.teams.episode import Episode
+from rollout.teams.roles import (
     ROLES,
     Agent,
     ChatRules,
@@ -38,7 +38,7 @@ from mcore_mas.rollout.teams.roles import (
     misused,
     template_slots,
 )
-from mcore_mas.rollout.teams.team import Team, TeamSession
+from rollout.teams.team import Team, TeamSession
 
 
 class Choice(Section):
@@ -77,7 +77,9 @@ class Choice(Section):
         _ = self.call
 
 
-TOOL_REGISTRY = Registry(kind="tool", known=TOOLS, takes=(), supplied=frozenset({"env", "sandbox"}), own=False)
+TOOL_REGISTRY = Registry(
+    kind="tool", known=TOOLS, takes=(), supplied=frozenset({"env", "sandbox"}), own=False
+)
 PENALTY_REGISTRY = Registry(kind="penalty", known=PENALTIES, takes=("turn",))
 Chosen = dict[str, dict[str, Any]]  # options by name
 _PLAYED = {"reset": ("task",), "async step": ("action",)}  # methods of an environment
@@ -92,7 +94,9 @@ def _typed(registry: Registry, chosen: Chosen) -> Chosen:
 class OrchestraConfig(Choice):
     """Who speaks when."""
 
-    registry = Registry(kind="orchestra", known=ORCHESTRAS, takes=("task", "team", "env"), coroutine=True)
+    registry = Registry(
+        kind="orchestra", known=ORCHESTRAS, takes=("task", "team", "env"), coroutine=True
+    )
 
     def check_agents(self, team: Mapping[str, AgentConfig]) -> None:
         """Refuse a graph that asks for an agent who is not in `team`, or leaves a slot of its template open.
@@ -106,7 +110,9 @@ class OrchestraConfig(Choice):
                     f"those that do: {', '.join(sorted(CHATS))}"
                 )
         templates = {name: build_role(name, agent).user for name, agent in team.items()}
-        summing = {agent.chats.summariser for agent in team.values() if agent.chats.summariser is not None}
+        summing = {
+            agent.chats.summariser for agent in team.values() if agent.chats.summariser is not None
+        }
         for name in summing:
             if name not in team or set(template_slots(name, templates[name])) != {"conversation"}:
                 raise ValueError(
@@ -128,7 +134,10 @@ class OrchestraConfig(Choice):
                 f"{nearest(name, team)}"
             )
         for name, template in templates.items():
-            if name in summing or (filled := filled_slots(self.registry.find(self.name), name)) is None:
+            if (
+                name in summing
+                or (filled := filled_slots(self.registry.find(self.name), name)) is None
+            ):
                 continue
             for slot in template_slots(name, template):
                 if slot not in filled:
@@ -142,7 +151,9 @@ class OrchestraConfig(Choice):
 class EnvConfig(Choice):
     """The world the team acts in."""
 
-    registry = Registry(kind="env", known=ENVS, takes=("task",), supplied=frozenset({"retriever", "sandbox"}))
+    registry = Registry(
+        kind="env", known=ENVS, takes=("task",), supplied=frozenset({"retriever", "sandbox"})
+    )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -159,7 +170,9 @@ class EnvConfig(Choice):
         for name, agent in team.items():
             for tool in {"search", "passages"} & set(agent.tools):
                 if self.name in ENVS and self.name != "search":
-                    raise ValueError(f"agent '{name}': tool '{tool}' asks env 'search', and this is env '{self.name}'")
+                    raise ValueError(
+                        f"agent '{name}': tool '{tool}' asks env 'search', and this is env '{self.name}'"
+                    )
 
     @model_validator(mode="after")
     def _reachable(self) -> EnvConfig:
@@ -182,8 +195,14 @@ class EnvConfig(Choice):
                 return call(task)
             except Exception as error:
                 what = f"{type(error).__name__}: {error}".partition("\n")[0]
-                other = f"; its tasks are of env '{task.env}'" if task.env != self.name and self.name in ENVS else ""
-                raise ValueError(f"env '{self.name}' cannot {does} task '{task.id}' ({what}){other}") from error
+                other = (
+                    f"; its tasks are of env '{task.env}'"
+                    if task.env != self.name and self.name in ENVS
+                    else ""
+                )
+                raise ValueError(
+                    f"env '{self.name}' cannot {does} task '{task.id}' ({what}){other}"
+                ) from error
 
         made = tried("be made of", self.call)
         check_methods(f"env '{self.name}'", made, _PLAYED)
@@ -194,23 +213,39 @@ class EnvConfig(Choice):
 class RetrieverConfig(Section):
     """The search engine that the team's environment asks."""
 
-    urls: tuple[Url, ...] = ()  # of servers that run elsewhere; without them and `members` one starts beside the run
+    urls: tuple[
+        Url, ...
+    ] = ()  # of servers that run elsewhere; without them and `members` one starts beside the run
     members: Path | None = None  # folder where servers that run elsewhere say where they are
     key_file: Path | None = None  # bearer token of `urls`
     balance: Literal["least_loaded", "random", "round_robin"] = "least_loaded"  # who is asked first
-    patience_s: float = Field(1800.0, ge=0)  # that the run waits when no server answers, before it ends
-    timeout_s: float = Field(300.0, gt=0)  # of one search, its wait behind all others that are under way included
-    passages: Path | None = None  # corpus of a server beside the run; None: that of the task generator
-    folder: Path | None = None  # of a published index with its index.json, in place of one of the run's own
+    patience_s: float = Field(
+        1800.0, ge=0
+    )  # that the run waits when no server answers, before it ends
+    timeout_s: float = Field(
+        300.0, gt=0
+    )  # of one search, its wait behind all others that are under way included
+    passages: Path | None = (
+        None  # corpus of a server beside the run; None: that of the task generator
+    )
+    folder: Path | None = (
+        None  # of a published index with its index.json, in place of one of the run's own
+    )
     encoder: Literal["minilm", "e5", "bge"] = "minilm"  # of the run's own index
     encoder_folder: Path | None = None  # where the encoder is; None: MiniLM's package
     index: Literal["flat", "sq8", "ivf", "ivfpq", "hnsw"] = "flat"  # kind of the run's own index
     shards: int = Field(1, ge=1)  # jobs that encode its passages
-    golden: Path | None = None  # queries with the ids of what they should find, for `probe_retriever`
-    ranking: Literal["dense", "bm25", "hybrid"] = "dense"  # by vectors, by words (BM25), or both fused
+    golden: Path | None = (
+        None  # queries with the ids of what they should find, for `probe_retriever`
+    )
+    ranking: Literal["dense", "bm25", "hybrid"] = (
+        "dense"  # by vectors, by words (BM25), or both fused
+    )
     backend: Literal["faiss", "torch"] = "faiss"  # what scans a flat index
     device: Literal["cpu", "cuda"] = "cpu"  # of the encoder, and of the scan of a flat index
-    python: Path | None = None  # interpreter of retrieval/environment.yml, which serves; None: the run's own
+    python: Path | None = (
+        None  # interpreter of retrieval/environment.yml, which serves; None: the run's own
+    )
     threads: int = Field(1, ge=1)
 
     @model_validator(mode="after")
@@ -219,13 +254,19 @@ class RetrieverConfig(Section):
         if len(places) > 1 and places != ["urls", "members"]:
             raise ValueError(f"{' and '.join(places)} say where passages are; set one of them")
         if self.encoder != "minilm" and self.encoder_folder is None:
-            raise ValueError(f"encoder {self.encoder} has no folder; set encoder_folder, such as models/e5-base-v2")
+            raise ValueError(
+                f"encoder {self.encoder} has no folder; set encoder_folder, such as models/e5-base-v2"
+            )
         if self.backend == "torch" and self.index != "flat":
-            raise ValueError(f"backend torch scans a flat index, and index is {self.index}; set one of them only")
+            raise ValueError(
+                f"backend torch scans a flat index, and index is {self.index}; set one of them only"
+            )
         if self.ranking == "bm25" and self.shards > 1:
             raise ValueError("ranking bm25 encodes no passages; leave out shards")
         if self.key_file is not None and not self.urls:
-            raise ValueError("key_file is the token of servers that run elsewhere; set urls too, or leave it out")
+            raise ValueError(
+                "key_file is the token of servers that run elsewhere; set urls too, or leave it out"
+            )
         return self
 
     @property
@@ -244,7 +285,9 @@ class RewardConfig(Choice):
 
     registry = Registry(kind="reward", known=ALLOCATORS, takes=("group",))
 
-    penalties: Annotated[Chosen, AfterValidator(partial(_typed, PENALTY_REGISTRY))] = Field(default_factory=dict)
+    penalties: Annotated[Chosen, AfterValidator(partial(_typed, PENALTY_REGISTRY))] = Field(
+        default_factory=dict
+    )
 
     def check_agents(self, team: Collection[str]) -> None:
         """Refuse options of registered allocators and penalties that name an agent who is not in `team`."""
@@ -278,7 +321,9 @@ class AgentConfig(Section):
     max_tokens: int = Field(256, ge=1)  # of one reply
 
     # that its chats may call
-    tools: Annotated[Chosen, AfterValidator(partial(_typed, TOOL_REGISTRY))] = Field(default_factory=dict)
+    tools: Annotated[Chosen, AfterValidator(partial(_typed, TOOL_REGISTRY))] = Field(
+        default_factory=dict
+    )
     chats: ChatRules = ChatRules()
 
     @field_validator("role")
@@ -292,26 +337,39 @@ class AgentConfig(Section):
 class CollectionConfig(Deadlines):
     """How long the parts of a collection may take, in seconds (None is any time), and how much of it may be lost."""
 
-    stall_s: float | None = Field(120.0, gt=0)  # without anything finished, until it is said who waits for what
+    stall_s: float | None = Field(
+        120.0, gt=0
+    )  # without anything finished, until it is said who waits for what
     # share of an agent's answers that nobody may be able to judge; from more on they count as wrong
     max_undecided: float = Field(0.05, ge=0, le=1)
     # share of a step's trajectories that an error in the code of team, environment or tool may take; more end the run
     max_quarantined: float = Field(0.25, ge=0, le=1)
-    journal: bool = True  # write replies and trajectories down as they come: a death then loses next to none
+    journal: bool = (
+        True  # write replies and trajectories down as they come: a death then loses next to none
+    )
 
     @model_validator(mode="after")
     def _nested(self) -> CollectionConfig:
-        for inner, outer in itertools.combinations(("call_s", "tool_s", "trajectory_s", "batch_s"), 2):
+        for inner, outer in itertools.combinations(
+            ("call_s", "tool_s", "trajectory_s", "batch_s"), 2
+        ):
             most, own = getattr(self, outer), getattr(self, inner)
             if outer != "tool_s" and own is not None and most is not None and own > most:
-                raise ValueError(f"{inner} {own:g} never comes: {outer} {most:g} is over before; lower it or drop it")
+                raise ValueError(
+                    f"{inner} {own:g} never comes: {outer} {most:g} is over before; lower it or drop it"
+                )
         return self
 
 
 def build_role(name: str, config: AgentConfig) -> Role:
     """The agent's role with the config's prompts in place of the role's own."""
     role = lookup("agent role", config.role or name, ROLES)
-    check_call(f"agents.{name}.role '{config.role or name}'", getattr(role, "parse", role), ("text",), given=())
+    check_call(
+        f"agents.{name}.role '{config.role or name}'",
+        getattr(role, "parse", role),
+        ("text",),
+        given=(),
+    )
     if not isinstance(role, Role):  # a parser alone, whose prompts the config has
         role = Role(name=name, system="", user="", parse=role)
     system = role.system if config.system is None else config.system
@@ -329,7 +387,10 @@ def _build_agent(name: str, config: AgentConfig) -> Agent:
         role=build_role(name, config),
         policy=config.policy,
         sampling=Sampling(
-            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, max_tokens=config.max_tokens
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_tokens=config.max_tokens,
         ),
         chats=config.chats,
         tools={
@@ -340,7 +401,11 @@ def _build_agent(name: str, config: AgentConfig) -> Agent:
 
 
 def build_player(
-    engine: Engine, renderer: Renderer, *, max_in_flight: int | asyncio.Semaphore | None = None, **settings: Any
+    engine: Engine,
+    renderer: Renderer,
+    *,
+    max_in_flight: int | asyncio.Semaphore | None = None,
+    **settings: Any,
 ) -> EngineClient:
     """A player with at most `max_in_flight` calls under way at once, first come, first served, and its own settings.
 
@@ -355,13 +420,17 @@ def build_env(config: EnvConfig, **tools: Any) -> Callable[[Task], Env]:
     return partial(config.call, **tools)
 
 
-def build_allocator(config: RewardConfig, agents: Mapping[str, AgentConfig]) -> Callable[[Group], Group]:
+def build_allocator(
+    config: RewardConfig, agents: Mapping[str, AgentConfig]
+) -> Callable[[Group], Group]:
     """The allocator with its options, and after it the penalties; every reward is checked on its way out."""
     limits = {name: agent.max_tokens for name, agent in agents.items()}
     penalties: list[Callable[[Turn], float | None]] = []
     for name, options in config.penalties.items():
         penalty = lookup("penalty", name, PENALTIES)
-        if "max_tokens" in inspect.signature(penalty).parameters:  # the agents' own, where the config sets no other
+        if (
+            "max_tokens" in inspect.signature(penalty).parameters
+        ):  # the agents' own, where the config sets no other
             options = {**options, "max_tokens": {**limits, **options.get("max_tokens", {})}}
         penalties.append(partial(penalty, **options))
     return partial(apply_penalties, allocate=config.call, penalties=penalties)

@@ -19,52 +19,68 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
-from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
-from mcore_mas.rollout.base.http import Url, check_private
-from mcore_mas.rollout.base.options import Section, check_call, check_methods, imported, lookup
-from mcore_mas.rollout.base.task_group import CallRecord, LateCall, on_record, within
-from mcore_mas.rollout.engines.growing import KEPT, GrowingReply
-from mcore_mas.rollout.engines.protocol import Engine as Engine
-from mcore_mas.rollout.engines.protocol import Hear as Hear
-from mcore_mas.rollout.engines.protocol import Tag as Tag
-from mcore_mas.rollout.engines.protocol import TrainedEngine as TrainedEngine
-from mcore_mas.rollout.engines.sglang.arguments import argument_problem, graph_problem
-from mcore_mas.rollout.models.chat_template import CUTS, Renderer, WordStream
-from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
-from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, Turn, changed
+from rollout.base.errors import EngineError, PromptTooLong
+from rollout.base.http import Url, check_private
+from rollout.base.options import Section, check_call, check_methods, imported, lookup
+from rollout.base.task_group import CallRecord, LateCall, on_record, within
+from rollout.engines.growing import KEPT, GrowingReply
+from rollout.engines.protocol import Engine as Engine
+from rollout.engines.protocol import Hear as Hear
+from rollout.engines.protocol import Tag as Tag
+from rollout.engines.protocol import TrainedEngine as TrainedEngine
+from rollout.engines.sglang.arguments import argument_problem, graph_problem
+from rollout.models.chat_template import CUTS, Renderer, WordStream
+from rollout.models.tool_calls import ToolFormat, ToolSchema
+from rollout.records.trajectory import Completion, Message, Sampling, Turn, changed
 
 # Import paths, so that naming an engine imports neither torch nor Ray.
 ENGINES = {
-    "embedded": "mcore_mas.rollout.engines.embedded.engine:HostedEngine",
-    "embedded_replicas": "mcore_mas.rollout.engines.embedded.replicas:ReplicatedEngine",
-    "embedded_local": "mcore_mas.rollout.engines.embedded.batching:LocalEngine",
-    "sglang": "mcore_mas.rollout.engines.sglang.engine:SGLangEngine",
+    "embedded": "rollout.engines.embedded.engine:HostedEngine",
+    "embedded_replicas": "rollout.engines.embedded.replicas:ReplicatedEngine",
+    "embedded_local": "rollout.engines.embedded.batching:LocalEngine",
+    "sglang": "rollout.engines.sglang.engine:SGLangEngine",
 }
 engine_class = partial(imported, "engine", paths=ENGINES)  # of a name
 
-TRANSPORTS = {  # of each engine that is trained, its own choice first; `mcore_mas.rollout.sync`
+TRANSPORTS = {  # of each engine that is trained, its own choice first; `rollout.sync`
     "embedded": ("shared", "disk", "delta"),
     "sglang": ("disk", "changed", "tensor", "distributed"),
 }
-_TRAINED = {"async generate": ("prompt_ids", "sampling"), "async begin_update": (), "async commit_update": ("update",)}
-_TRAINED |= {"abort_update": ("error",), "async weights_lost": ()}  # without what `TrainedEngine` may do besides
+_TRAINED = {
+    "async generate": ("prompt_ids", "sampling"),
+    "async begin_update": (),
+    "async commit_update": ("update",),
+}
+_TRAINED |= {
+    "abort_update": ("error",),
+    "async weights_lost": (),
+}  # without what `TrainedEngine` may do besides
 
 
-_LEAST_START_S, _READ_PER_S = 900.0, 1e8  # without reading the model; bytes of it, from a busy network file system
+_LEAST_START_S, _READ_PER_S = (
+    900.0,
+    1e8,
+)  # without reading the model; bytes of it, from a busy network file system
 _LEAST_REQUEST_S = 600.0
-_LEAST_TOKENS_PER_S = 2000.0  # of a server; of a 32B on eight H100s some 6000 where 256 decode at 25 tokens/s each
+_LEAST_TOKENS_PER_S = (
+    2000.0  # of a server; of a 32B on eight H100s some 6000 where 256 decode at 25 tokens/s each
+)
 
 
 class StreamingEngine(Protocol):
     """An engine that can tell tokens as they are sampled."""
 
-    resumes: bool = False  # goes on with a reply (`Sampling.first`), and tells of one at next to no cost
+    resumes: bool = (
+        False  # goes on with a reply (`Sampling.first`), and tells of one at next to no cost
+    )
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion (see `Engine`)."""
         return await self.stream(prompt_ids, sampling, None)
 
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None
+    ) -> Completion:
         """As `generate`, telling `hear` of the tokens before the completion is whole."""
         raise NotImplementedError
 
@@ -78,27 +94,43 @@ class EngineConfig(Section):
     # what is cut of the last message of a prompt without room for its reply; wrong: nothing, the trajectory fails
     overlong_prompts: Literal["wrong", "left", "middle", "right"] = "wrong"
     device: Literal["cpu", "cuda"] = "cpu"  # that the embedded engine computes on
-    deterministic: bool = False  # a reply has the same bits in any batch: a run is then repeated to the bit
-    router_replay: bool = False  # trainers send tokens to the experts of a mixture that the engine chose
+    deterministic: bool = (
+        False  # a reply has the same bits in any batch: a run is then repeated to the bit
+    )
+    router_replay: bool = (
+        False  # trainers send tokens to the experts of a mixture that the engine chose
+    )
     transport: str | None = None  # of new weights; None: the engine's own
-    weights_folder: Path | None = None  # folder that trainer and engine see; None: one in shared memory
+    weights_folder: Path | None = (
+        None  # folder that trainer and engine see; None: one in shared memory
+    )
     sleep: bool = False  # give memory away while policies are trained
     restarts: int = Field(2, ge=0)  # of an engine that dies or hangs, in an hour
     replicas: int = Field(1, ge=1)  # servers per policy, or actors of the embedded engine
-    joining: int = Field(0, ge=0)  # further actors, which join where nodes have room and leave with their nodes
+    joining: int = Field(
+        0, ge=0
+    )  # further actors, which join where nodes have room and leave with their nodes
     # of name: sglang
     python: Path | None = None  # interpreter of SGLang's own environment ...
     urls: tuple[Url, ...] = ()  # ... or servers that run already
-    members: Path | None = None  # file with the URLs of further servers, which may change while a run trains
+    members: Path | None = (
+        None  # file with the URLs of further servers, which may change while a run trains
+    )
     key_file: Path | None = None  # of servers on other machines
     tp: int = Field(1, ge=1)  # GPUs of each
     # of a policy with lora: its merged weights, or its adapter beside the frozen model, which is there once
     adapters: Literal["merged", "slots"] = "merged"
-    options: dict[str, JsonValue] = Field(default_factory=dict)  # further arguments of sglang.launch_server
+    options: dict[str, JsonValue] = Field(
+        default_factory=dict
+    )  # further arguments of sglang.launch_server
     environment: dict[str, str] = Field(default_factory=dict)  # variables of the servers
     verify: bool = True  # compare checksums after every update, where the server can
-    timeout_s: float | None = Field(None, gt=0)  # of one request; None: what a server with all slots full may need
-    start_s: float | None = Field(None, gt=0)  # that a server may take to answer first; None: by its model's size
+    timeout_s: float | None = Field(
+        None, gt=0
+    )  # of one request; None: what a server with all slots full may need
+    start_s: float | None = Field(
+        None, gt=0
+    )  # that a server may take to answer first; None: by its model's size
 
     def ready_s(self, model: str | Path) -> float:
         """Seconds that a server of the model in this folder may take to answer first."""
@@ -120,35 +152,53 @@ class EngineConfig(Section):
     @property
     def request_s(self) -> float:
         """Seconds that one request may take: ten minutes, or as long as its server takes for a reply in every slot."""
-        return self.timeout_s or max(_LEAST_REQUEST_S, self.slots * self.max_length / _LEAST_TOKENS_PER_S)
+        return self.timeout_s or max(
+            _LEAST_REQUEST_S, self.slots * self.max_length / _LEAST_TOKENS_PER_S
+        )
 
     @model_validator(mode="after")
     def _usable(self) -> EngineConfig:
         made: Any = lookup("engine", self.name, ENGINES)
         if self.name not in ENGINES:
-            check_call(f"engine '{self.name}'", made, ("model",), given=("rows", "max_length", "place"))
+            check_call(
+                f"engine '{self.name}'", made, ("model",), given=("rows", "max_length", "place")
+            )
             check_methods(f"engine '{self.name}'", made, _TRAINED if isinstance(made, type) else {})
         if self.name == "sglang" and not self.python and not self.urls:
             raise ValueError(
                 "sglang needs python, the interpreter of its own environment (requirements/sglang.txt), or urls"
             )
         if self.name != "sglang" and (self.python or self.urls or self.members or self.options):
-            raise ValueError("python, urls, members and options are settings of sglang; set name: sglang")
+            raise ValueError(
+                "python, urls, members and options are settings of sglang; set name: sglang"
+            )
         saves = self.name == "sglang" and self.sleep and not self.urls
         if saves and (problem := graph_problem(self.options, self.environment)):
             raise ValueError(f"environment: {problem}")
-        fits = self.name == "sglang" and self.transport in (None, "disk") and not (self.members or self.sleep)
+        fits = (
+            self.name == "sglang"
+            and self.transport in (None, "disk")
+            and not (self.members or self.sleep)
+        )
         if self.adapters == "slots" and not fits:
-            raise ValueError("adapters: slots is of name: sglang with transport: disk, without sleep and members")
+            raise ValueError(
+                "adapters: slots is of name: sglang with transport: disk, without sleep and members"
+            )
         if self.joining and self.name == "sglang":
-            raise ValueError("joining is a setting of the embedded engine; servers that join are named in members")
+            raise ValueError(
+                "joining is a setting of the embedded engine; servers that join are named in members"
+            )
         if self.name == "sglang" and self.device != "cpu":
-            raise ValueError("device is a setting of the embedded engine; sglang takes the GPUs there are")
+            raise ValueError(
+                "device is a setting of the embedded engine; sglang takes the GPUs there are"
+            )
         for url in self.urls if self.key_file else ():
             check_private("urls", url)
         known = TRANSPORTS.get(self.name)
         if known and self.transport not in (None, *known):
-            raise ValueError(f"{self.name} has no transport '{self.transport}'; known: {', '.join(known)}")
+            raise ValueError(
+                f"{self.name} has no transport '{self.transport}'; known: {', '.join(known)}"
+            )
         if self.router_replay and not known:
             raise ValueError(
                 f"router_replay: '{self.name}' does not say which experts it chose; use {' or '.join(TRANSPORTS)}"
@@ -156,13 +206,17 @@ class EngineConfig(Section):
         return self
 
 
-def problem_of(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int, max_length: int) -> str:
+def problem_of(
+    prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int, max_length: int
+) -> str:
     """Why an engine with `vocab_size` and `max_length` cannot serve the request; "" if it can."""
     size = len(prompt_ids)
     if not size:
         return "the prompt is empty; expected at least one token"
     if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-        return f"the prompt has token ids outside 0..{vocab_size - 1}; is it from another tokenizer?"
+        return (
+            f"the prompt has token ids outside 0..{vocab_size - 1}; is it from another tokenizer?"
+        )
     if sampling.max_tokens < 1:
         return f"max_tokens is {sampling.max_tokens}; expected at least 1"
     if size + sampling.max_tokens > max_length:
@@ -179,7 +233,9 @@ def problem_of(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int, m
 
 _OFF_LOOP_CHARS = 4_000  # of a chat's messages and tools, from which on another thread renders them
 _TOOL_CHARS = 500  # that a tool counts as, whose schema nobody has written down yet
-_renderings = ThreadPoolExecutor(1, "renderings")  # one: the event loop then waits for no more than one of them
+_renderings = ThreadPoolExecutor(
+    1, "renderings"
+)  # one: the event loop then waits for no more than one of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +259,9 @@ class PolicyReply:
     completion: Completion
     trainable: bool = True  # False: there are no tokens, only text
     shown: tuple[Message, ...] | None = None  # of a chat that was too long, what was left of it
-    raw: str | None = None  # the text with special tokens and without its end, of a chat that goes on
+    raw: str | None = (
+        None  # the text with special tokens and without its end, of a chat that goes on
+    )
     tool_format: ToolFormat = "fenced"  # in which it calls tools
     root: bool = False  # the chat's tokens could not go on from its latest turn's
 
@@ -211,7 +269,9 @@ class PolicyReply:
 class PolicyClient(Protocol):
     """A policy's rollout side, as a seat needs it."""
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
+    async def say(
+        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
+    ) -> PolicyReply:
         """Go on with a chat; `chat` is None where it is the only reply.
 
         Raises:
@@ -225,12 +285,20 @@ class EngineClient:
 
     engine: Engine
     renderer: Renderer
-    slots: AbstractAsyncContextManager[object] = field(default_factory=nullcontext)  # a semaphore bounds its calls
+    slots: AbstractAsyncContextManager[object] = field(
+        default_factory=nullcontext
+    )  # a semaphore bounds its calls
     deadline_s: float | None = None  # of a reply, once it has a slot
-    max_length: int | None = None  # tokens of prompt and reply; None: the engine refuses what is longer
-    overlong_prompts: str = "wrong"  # what becomes of a prompt without room for its reply, see `render_within`
+    max_length: int | None = (
+        None  # tokens of prompt and reply; None: the engine refuses what is longer
+    )
+    overlong_prompts: str = (
+        "wrong"  # what becomes of a prompt without room for its reply, see `render_within`
+    )
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
+    async def say(
+        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
+    ) -> PolicyReply:
         """Go on with a chat, token by token (see `PolicyClient`); `LateCall` if no reply came in time."""
         room = None if self.max_length is None else self.max_length - sampling.max_tokens
         shown, root = messages, False
@@ -250,14 +318,18 @@ class EngineClient:
             root=root,
         )
 
-    async def _completion(self, prompt_ids: tuple[int, ...], sampling: Sampling, chat: ChatState | None) -> Completion:
+    async def _completion(
+        self, prompt_ids: tuple[int, ...], sampling: Sampling, chat: ChatState | None
+    ) -> Completion:
         """The engine's completion, of which the chat hears as it grows where the engine can tell.
 
         It ends with the token that completes a stop of the chat, wherever the engine has noticed that and ended.
         """
         heard: list[int] = []
         given_up = False
-        engine: Any = self.engine if hasattr(self.engine, "resumes") else None  # where it is a `StreamingEngine`
+        engine: Any = (
+            self.engine if hasattr(self.engine, "resumes") else None
+        )  # where it is a `StreamingEngine`
         tell, stops = (chat.hear, chat.stops) if chat else (None, ())
         record = on_record() if engine and engine.resumes else None
         words = None
@@ -274,17 +346,23 @@ class EngineClient:
 
         async with self.slots:
             if engine and (words or record):
-                growing = GrowingReply(prompt_ids, sampling, record, hear if words else None, 1 if tell else KEPT)
+                growing = GrowingReply(
+                    prompt_ids, sampling, record, hear if words else None, 1 if tell else KEPT
+                )
                 asked = growing.sampled(engine.stream)
             else:
                 asked = self.engine.generate(prompt_ids, sampling)
             completion = await within(self.deadline_s, asked, LateCall)
         if words and stops:
-            known = len(heard) if completion.token_ids[: len(heard)] == tuple(heard) else 0  # else it began anew
+            known = (
+                len(heard) if completion.token_ids[: len(heard)] == tuple(heard) else 0
+            )  # else it began anew
             words.add(known, completion.token_ids[known:])
             completion = completion.ended(words.end, len(prompt_ids)) if words.end else completion
         if completion.finish_reason == "abort" and not given_up:
-            raise EngineError(f"the engine gave the reply up after {len(completion.token_ids)} tokens")
+            raise EngineError(
+                f"the engine gave the reply up after {len(completion.token_ids)} tokens"
+            )
         return completion
 
     async def _chat_prompt(
@@ -294,13 +372,21 @@ class EngineClient:
         prompt = partial(self.renderer.go_on, chat.before, messages, chat.tools)
         size = sum(message.size for message in messages) + _TOOL_CHARS * len(chat.tools)
         far = size > _OFF_LOOP_CHARS
-        ids, root = await asyncio.get_running_loop().run_in_executor(_renderings, prompt) if far else prompt()
+        ids, root = (
+            await asyncio.get_running_loop().run_in_executor(_renderings, prompt)
+            if far
+            else prompt()
+        )
         if room is not None and len(ids) > room:
-            raise PromptTooLong(f"chat {chat.id}: prompt of {len(ids)} tokens, and there is room for {room}")
+            raise PromptTooLong(
+                f"chat {chat.id}: prompt of {len(ids)} tokens, and there is room for {room}"
+            )
         return ids, root
 
 
-Heard = dict[int, tuple[tuple[Message, ...], PolicyReply]]  # by the call's seed: what was asked and what was said
+Heard = dict[
+    int, tuple[tuple[Message, ...], PolicyReply]
+]  # by the call's seed: what was asked and what was said
 
 
 class Record(CallRecord, Protocol):
@@ -321,7 +407,9 @@ class Listener:
     heard: Heard
     record: Record | None = None
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
+    async def say(
+        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
+    ) -> PolicyReply:
         """As the policy (see `PolicyClient`)."""
         reply = self.record.reply(sampling.seed, messages) if self.record else None
         if reply is None:

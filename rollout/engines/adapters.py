@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.rollout.base.options import imported
-from mcore_mas.rollout.engines import ENGINES, Hear, StreamingEngine, Tag, TrainedEngine
-from mcore_mas.rollout.models.fused_weights import AdapterShape
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
+from rollout.base.options import imported
+from rollout.engines import ENGINES, Hear, StreamingEngine, Tag, TrainedEngine
+from rollout.models.fused_weights import AdapterShape
+from rollout.records.trajectory import Completion, Sampling
+from rollout.sync import SyncRoute, WeightUpdate
 
 
 class AdapterEngine(StreamingEngine, TrainedEngine):
@@ -23,7 +23,9 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
     def starts(self) -> int:  # type: ignore[override]
         return int(self.host.starts)
 
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None
+    ) -> Completion:
         completion: Completion = await self.host.stream(prompt_ids, sampling, hear, self._number)
         return completion
 
@@ -45,7 +47,7 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
         self.host.close()
 
 
-_HOSTS = ENGINES | {"sglang": "mcore_mas.rollout.engines.sglang.adapters:AdapterServers"}
+_HOSTS = ENGINES | {"sglang": "rollout.engines.sglang.adapters:AdapterServers"}
 
 
 def adapter_engines(

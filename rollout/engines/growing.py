@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from mcore_mas.rollout.base.task_group import CallRecord
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, changed
+from rollout.base.task_group import CallRecord
+from rollout.records.trajectory import Completion, Sampling, changed
 
 KEPT = 16  # tokens that are put on record at a time: at most so many of a reply, and what is on its way, are lost
 _NOTHING = Completion(token_ids=(), logprobs=(), finish_reason="", versions=())
@@ -17,11 +17,15 @@ class GrowingReply:
     prompt: tuple[int, ...]
     sampling: Sampling
     record: CallRecord | None
-    tell: Callable[[int, Sequence[int]], bool] | None  # hears tokens and the place of the first; whether to go on
+    tell: (
+        Callable[[int, Sequence[int]], bool] | None
+    )  # hears tokens and the place of the first; whether to go on
     every: int = KEPT  # tokens that are worth telling
 
     def __post_init__(self) -> None:
-        self._place, before = self.record.part(self.sampling.seed, self.prompt) if self.record else ("", None)
+        self._place, before = (
+            self.record.part(self.sampling.seed, self.prompt) if self.record else ("", None)
+        )
         self._before: Completion = before or _NOTHING
         self._begin()
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, make_sender
+from rollout.records.trajectory import Completion, Sampling
+from rollout.sync import SyncRoute, WeightUpdate, make_sender
 
 if TYPE_CHECKING:
-    from mcore_mas.rollout.models.tensors import WeightStream
+    from rollout.models.tensors import WeightStream
 
 Tag = Literal["weights", "kv_cache"]  # what an engine can do without while it sleeps
 
@@ -48,7 +48,9 @@ class TrainedEngine(Engine, Protocol):
     version: int  # of the weights it holds
     pause_s: float  # that the last update kept it from decoding
     starts: int  # of its processes so far
-    room: Callable[[], AbstractAsyncContextManager[object]] = nullcontext  # inside, a process finds memory to start in
+    room: Callable[[], AbstractAsyncContextManager[object]] = (
+        nullcontext  # inside, a process finds memory to start in
+    )
 
     async def load_weights(self, tensors: WeightStream, version: int) -> None:
         """As `Engine`, over the engine's own transport."""

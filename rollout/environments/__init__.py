@@ -16,19 +16,27 @@ running      the sandboxes that they run programs in
 
 from collections.abc import Callable
 
-from mcore_mas.rollout.environments.code import CodeEnv
-from mcore_mas.rollout.environments.data_science import DataScienceEnv
-from mcore_mas.rollout.environments.games import GAMES
-from mcore_mas.rollout.environments.games.game import game_env
-from mcore_mas.rollout.environments.math import MathEnv
-from mcore_mas.rollout.environments.mcp import McpEnv, mcp_tools
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.environments.repository import RepositoryEnv
-from mcore_mas.rollout.environments.search import SearchEnv
-from mcore_mas.rollout.environments.text_world import AlfworldEnv, GymnasiumEnv, WebshopEnv
-from mcore_mas.rollout.environments.tools import ToolMaker, calculator_tools, passage_tools, python_tools, search_tools
+from rollout.environments.code import CodeEnv
+from rollout.environments.data_science import DataScienceEnv
+from rollout.environments.games import GAMES
+from rollout.environments.games.game import game_env
+from rollout.environments.math import MathEnv
+from rollout.environments.mcp import McpEnv, mcp_tools
+from rollout.environments.protocol import Env
+from rollout.environments.repository import RepositoryEnv
+from rollout.environments.search import SearchEnv
+from rollout.environments.text_world import AlfworldEnv, GymnasiumEnv, WebshopEnv
+from rollout.environments.tools import (
+    ToolMaker,
+    calculator_tools,
+    passage_tools,
+    python_tools,
+    search_tools,
+)
 
-ENVS: dict[str, Callable[..., Env]] = {  # (task, **options) -> a fresh environment for one trajectory
+ENVS: dict[
+    str, Callable[..., Env]
+] = {  # (task, **options) -> a fresh environment for one trajectory
     "alfworld": AlfworldEnv,
     "code": CodeEnv,
     "data_science": DataScienceEnv,
@@ -41,7 +49,9 @@ ENVS: dict[str, Callable[..., Env]] = {  # (task, **options) -> a fresh environm
     **{name: game_env(f"{game.__name__}Env", game) for name, game in GAMES.items()},
 }
 
-TOOLS: dict[str, ToolMaker] = {  # (**options) -> what an agent may call in its chats, open for one trajectory
+TOOLS: dict[
+    str, ToolMaker
+] = {  # (**options) -> what an agent may call in its chats, open for one trajectory
     "calculator": calculator_tools,
     "mcp": mcp_tools,
     "passages": passage_tools,

@@ -11,16 +11,18 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.task_group import once
-from mcore_mas.rollout.environments.protocol import Case, Step, ToolCall, last_tag
-from mcore_mas.rollout.environments.running import SandboxedEnv
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox.judge import CallTest, CompareBy, StdinTest, Test, judge_all
-from mcore_mas.rollout.sandbox.records import ENDINGS, RunResult, Verdict
+from rollout.base.errors import EnvError
+from rollout.base.task_group import once
+from rollout.environments.protocol import Case, Step, ToolCall, last_tag
+from rollout.environments.running import SandboxedEnv
+from rollout.records.trajectory import Task
+from rollout.sandbox.judge import CallTest, CompareBy, StdinTest, Test, judge_all
+from rollout.sandbox.records import ENDINGS, RunResult, Verdict
 
 _THOUGHT = "</think>"
-_FENCE = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_FENCE = re.compile(
+    r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
 SOLUTION = '{"solution":'  # with which an answer begins that is a program and no test
 _SHOWN_CHARS = 400  # of an input, an expected or a given output, in what a model reads
 _WORDS = {**ENDINGS, Verdict.WA: "wrong answer", Verdict.RE: "failed"}
@@ -45,9 +47,13 @@ def unpack_test(text: str) -> tuple[Test, bool]:
         if "stdin" in fields:
             return StdinTest(stdin=fields["stdin"], expected=fields["expected"]), visible
         accepted = tuple(fields["accepted"])
-        return CallTest(function=fields["function"], arguments=tuple(fields["arguments"]), accepted=accepted), visible
+        return CallTest(
+            function=fields["function"], arguments=tuple(fields["arguments"]), accepted=accepted
+        ), visible
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"not a test of a program: {text[:80]!r} ({type(error).__name__})") from error
+        raise ValueError(
+            f"not a test of a program: {text[:80]!r} ({type(error).__name__})"
+        ) from error
 
 
 def pack_solution(program: str) -> str:
@@ -93,7 +99,9 @@ class _Answers:
             except ValueError:
                 continue
             if isinstance(arguments, list):
-                read.append(CallTest(function=own.function, arguments=tuple(arguments), accepted=(result,)))
+                read.append(
+                    CallTest(function=own.function, arguments=tuple(arguments), accepted=(result,))
+                )
         return read
 
 
@@ -133,7 +141,9 @@ class CodeEnv(SandboxedEnv):
         answers = _Answers.of(self.task)
         text = action.rpartition(_THOUGHT)[2]
         tried = last_tag(text, "run")
-        if tried is not None and last_tag(_FENCE.sub("", text), "run") is not None:  # one in a program is no tag
+        if (
+            tried is not None and last_tag(_FENCE.sub("", text), "run") is not None
+        ):  # one in a program is no tag
             program = last_program(tried) or last_program(text) or tried
             step = await self._try(program, answers.visible, "There are no visible tests.")
             rate = 1.0 if not answers.visible else step.metrics["check_rate"]
@@ -154,15 +164,22 @@ class CodeEnv(SandboxedEnv):
         answers = _Answers.of(self.task)
         if answers.solution is None:
             return None
-        return _passed(await self._judge(answers.solution, answers.read(cases))) / max(len(cases), 1)
+        return _passed(await self._judge(answers.solution, answers.read(cases))) / max(
+            len(cases), 1
+        )
 
     async def _judge(self, program: str, tests: Sequence[Test]) -> list[RunResult]:
-        judged = partial(judge_all, self.runner, program, tests, compare=self.compare, limits=self.limits)
+        judged = partial(
+            judge_all, self.runner, program, tests, compare=self.compare, limits=self.limits
+        )
         return await once(list[RunResult], judged, program, tests)
 
     async def _try(self, program: str, tests: Sequence[Test], nothing: str) -> Step:
         judged = await self._judge(program, tests)
-        lines = [_report(number, *pair) for number, pair in enumerate(zip(tests, judged, strict=True), start=1)]
+        lines = [
+            _report(number, *pair)
+            for number, pair in enumerate(zip(tests, judged, strict=True), start=1)
+        ]
         observation = "\n".join(lines) or nothing
         rate = _passed(judged) / max(len(tests), 1)
         call = ToolCall(tool="run", query=program, result=observation)
@@ -175,7 +192,9 @@ class CodeEnv(SandboxedEnv):
         metrics = {"pass_rate": rate, "solved": solved, "answered": float(program is not None)}
         counts = {"tests": float(len(tests)), "runs": float(self._runs)}
         reward = solved if self.reward == "all" else rate
-        return Step(reward=reward, done=True, answer=(program or "").strip(), metrics=metrics | counts)
+        return Step(
+            reward=reward, done=True, answer=(program or "").strip(), metrics=metrics | counts
+        )
 
 
 def _passed(judged: Sequence[RunResult]) -> int:

@@ -9,14 +9,14 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.environments.code import last_program
-from mcore_mas.rollout.environments.predictions import TABLE_METRICS, Target
-from mcore_mas.rollout.environments.protocol import AgentMistake, Step, ToolCall
-from mcore_mas.rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox import Sandbox, Session
-from mcore_mas.rollout.sandbox.records import RunLimits, Verdict, render_result
+from rollout.base.errors import EnvError
+from rollout.environments.code import last_program
+from rollout.environments.predictions import TABLE_METRICS, Target
+from rollout.environments.protocol import AgentMistake, Step, ToolCall
+from rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
+from rollout.records.trajectory import Task
+from rollout.sandbox import Sandbox, Session
+from rollout.sandbox.records import RunLimits, Verdict, render_result
 
 SUBMIT = "<submit>"  # the action that has the submission scored
 SUBMISSION = "submission.csv"
@@ -24,7 +24,9 @@ SUBMISSION = "submission.csv"
 
 def pack_file(name: str, content: str | Path) -> str:
     """A file that the team may read, as one of a task's `answers`; of a path it is read when a trajectory starts."""
-    return json.dumps({"file": name, "content" if isinstance(content, str) else "path": str(content)})
+    return json.dumps(
+        {"file": name, "content" if isinstance(content, str) else "path": str(content)}
+    )
 
 
 def pack_target(target: Target) -> str:
@@ -74,7 +76,9 @@ class DataScienceEnv:
         files, self._target = unpack_files(task)
         sandbox = self.sandbox or own_sandbox(self.tier)
         if not hasattr(sandbox, "session"):
-            raise EnvError(f"{type(sandbox).__name__} has no sessions; data science needs the local sandbox")
+            raise EnvError(
+                f"{type(sandbox).__name__} has no sessions; data science needs the local sandbox"
+            )
         sizes = {"memory_mb": self.memory_mb, "disk_mb": self.disk_mb, "file_mb": self.disk_mb}
         limits = RunLimits(wall_s=self.cell_s, cores=self.cores, **sizes)
         self._session = await self._open.enter_async_context(sandbox.session(limits))
@@ -82,7 +86,9 @@ class DataScienceEnv:
             for name, content in files.items():
                 await self._session.put(name, content)
         except (OSError, ValueError) as error:
-            raise EnvError(f"task {task.id}: file {name} cannot be put into the sandbox ({error})") from error
+            raise EnvError(
+                f"task {task.id}: file {name} cannot be put into the sandbox ({error})"
+            ) from error
 
     async def close(self) -> None:
         self._session = None
@@ -106,7 +112,9 @@ class DataScienceEnv:
     async def run(self, program: str) -> ToolCall:
         result = await self._opened().run(program)
         failed = result.verdict is not Verdict.OK
-        return ToolCall(tool="python", query=program, result=render_result(result, PRINTED_CHARS), failed=failed)
+        return ToolCall(
+            tool="python", query=program, result=render_result(result, PRINTED_CHARS), failed=failed
+        )
 
     async def files(self) -> Mapping[str, int]:
         return dict(sorted((await self._opened().files()).items()))
@@ -118,21 +126,35 @@ class DataScienceEnv:
         target = self._target
         assert target is not None
         content = await self._opened().get(SUBMISSION)
-        metrics = {"submitted": float(content is not None), "malformed_submission": 0.0, "normalised": 0.0}
+        metrics = {
+            "submitted": float(content is not None),
+            "malformed_submission": 0.0,
+            "normalised": 0.0,
+        }
         answer = observation = ""
         try:
             if content is None:
                 raise AgentMistake(f"there is no {SUBMISSION}")
             score = target.score(content.decode("utf-8", errors="replace"))
             reward, answer = target.normalise(score, self.reward), f"{score:.6g}"
-            normalised, solved = target.normalise(score, "normalised"), float(target.beats_baseline(score))
+            normalised, solved = (
+                target.normalise(score, "normalised"),
+                float(target.beats_baseline(score)),
+            )
             metrics |= {target.metric: score, "normalised": normalised, "solved": solved}
         except AgentMistake as error:
             metrics |= {"malformed_submission": metrics["submitted"], "solved": 0.0}
             observation, reward = f"The submission cannot be scored: {error}.", self.malformed
         except ValueError as error:  # the task's own fault
             raise EnvError(str(error)) from error
-        return Step(observation=observation, reward=reward, done=True, answer=answer, tools=tools, metrics=metrics)
+        return Step(
+            observation=observation,
+            reward=reward,
+            done=True,
+            answer=answer,
+            tools=tools,
+            metrics=metrics,
+        )
 
     def _opened(self) -> Session:
         if self._session is None:
@@ -161,5 +183,7 @@ def unpack_files(task: Task) -> tuple[dict[str, bytes], Target]:
         raise EnvError(f"task {task.id}: its answers are no files and target ({error})") from error
     if target is None or target.metric not in TABLE_METRICS:
         known = ", ".join(TABLE_METRICS)
-        raise EnvError(f"task {task.id} has no target, or a metric that is not known; metrics: {known}")
+        raise EnvError(
+            f"task {task.id} has no target, or a metric that is not known; metrics: {known}"
+        )
     return files, target

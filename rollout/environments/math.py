@@ -9,16 +9,18 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from mcore_mas.rollout.base.errors import EnvError, Undecided
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.task_group import once
-from mcore_mas.rollout.environments.math_equality import AnswerComparison, Comparer, ComparerError, is_refused
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.environments.running import CalculatingEnv
-from mcore_mas.rollout.records.trajectory import Task
+from rollout.base.errors import EnvError, Undecided
+from rollout.base.files import read_yaml
+from rollout.base.task_group import once
+from rollout.environments.math_equality import AnswerComparison, Comparer, ComparerError, is_refused
+from rollout.environments.protocol import Step
+from rollout.environments.running import CalculatingEnv
+from rollout.records.trajectory import Task
 
 _BOX = "\\boxed{"
-_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\\?\$|(?P<command>\\[a-zA-Z]+)\s+(?=[a-zA-Z])|\s")
+_SPACING = re.compile(
+    r"(?<!\\)\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\\?\$|(?P<command>\\[a-zA-Z]+)\s+(?=[a-zA-Z])|\s"
+)
 _INTEGER = re.compile(r"[+-]?\d+|[+-]?\d{1,3}(?:,\d{3})+")
 _SHOWN_CHARS = 60  # of an answer in an error
 _COMPARER = Comparer()
@@ -56,7 +58,9 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     return _compare(given, truth, _as_mathematics)
 
 
-def _compare(given: str, truth: str, otherwise: Callable[[str, str], AnswerComparison]) -> AnswerComparison:
+def _compare(
+    given: str, truth: str, otherwise: Callable[[str, str], AnswerComparison]
+) -> AnswerComparison:
     """As `compare_answers`; `otherwise` compares normalised answers that their texts do not decide."""
     given, truth = _normalise(given), _normalise(truth)
     if given == truth and truth:
@@ -74,7 +78,9 @@ def _compare(given: str, truth: str, otherwise: Callable[[str, str], AnswerCompa
         return AnswerComparison.DIFFERENT
     if "=" not in truth:
         for side in _EQUATION.split(given)[:-1]:
-            number = any(map(str.isdigit, side)) and not any(map(str.isalpha, _COMMAND.sub("", side)))
+            number = any(map(str.isdigit, side)) and not any(
+                map(str.isalpha, _COMMAND.sub("", side))
+            )
             if number and (found := _compare(side, truth, otherwise)) is not AnswerComparison.EQUAL:
                 return found
     return otherwise(given, truth)
@@ -108,7 +114,9 @@ async def _compare_any(given: str, truths: Sequence[str]) -> AnswerComparison:
     return await once(AnswerComparison, compare, given, truths)
 
 
-def _nearest(given: str, truths: Sequence[str], otherwise: Callable[[str, str], AnswerComparison]) -> AnswerComparison:
+def _nearest(
+    given: str, truths: Sequence[str], otherwise: Callable[[str, str], AnswerComparison]
+) -> AnswerComparison:
     found = AnswerComparison.DIFFERENT
     for truth in truths if given else ():
         one = _compare(given, truth, otherwise)
@@ -133,12 +141,16 @@ _PART = re.compile(r"([~/]*)(square|sq|cubic)?([a-zA-Z]+)(?:\^\{?(-?\d))?")
 
 def _unit(normalised: str) -> dict[str, int]:
     """The units that an answer ends with, each with its power; {} without one, or where one is not known."""
-    text = _MARKED.sub(lambda found: "~" + found[1].replace("per", "/"), normalised).replace("\\cdot~", "~")
+    text = _MARKED.sub(lambda found: "~" + found[1].replace("per", "/"), normalised).replace(
+        "\\cdot~", "~"
+    )
     end = _UNIT.search(_QUOTIENT.sub(r"\1/\2", text).replace("²", "^2").replace("³", "^3"))
     powers: dict[str, int] = {}
     for before, area, name, power in _PART.findall(end[0]) if end else ():
         word = name.lower().replace("metre", "meter")
-        unit = _UNITS.get(word) or (power[:1] != "-" and _UNITS.get(word.removesuffix("s")))  # `m s^{-1}` is no plural
+        unit = _UNITS.get(word) or (
+            power[:1] != "-" and _UNITS.get(word.removesuffix("s"))
+        )  # `m s^{-1}` is no plural
         if not unit:
             return {}
         size = int(power or {"": 1, "cubic": 3}.get(area, 2))

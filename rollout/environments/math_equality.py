@@ -19,7 +19,9 @@ from pathlib import Path
 
 _MEMORY_BYTES = 2 << 30
 _WORKERS = 2
-_PATIENCE = 20  # times the limit of CPU seconds, on the clock: for a child that is stopped, not busy
+_PATIENCE = (
+    20  # times the limit of CPU seconds, on the clock: for a child that is stopped, not busy
+)
 
 
 class AnswerComparison(enum.StrEnum):
@@ -42,7 +44,9 @@ class Comparer:
 
     def __init__(self, *, limit_s: int = 5) -> None:
         """`limit_s` CPU seconds for one comparison."""
-        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()  # the last one used goes first: it is running
+        self._idle: queue.LifoQueue[_Child] = (
+            queue.LifoQueue()
+        )  # the last one used goes first: it is running
         for _ in range(_WORKERS):
             self._idle.put(_Child(limit_s))
 
@@ -94,7 +98,9 @@ def _start(limit_s: int) -> subprocess.Popen[str]:
     if process.stdout is None or process.stdout.readline() != "ready\n":
         process.kill()
         process.communicate()
-        raise ComparerError("math-verify cannot be loaded in a child process; try: pip install math-verify==0.9.0")
+        raise ComparerError(
+            "math-verify cannot be loaded in a child process; try: pip install math-verify==0.9.0"
+        )
     return process
 
 
@@ -112,9 +118,17 @@ def _serve(limit_s: int) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
         given, truth = json.loads(line)
         try:
-            guess, gold = (parse(_in_dollars(text), parsing_timeout=None) for text in (given, truth))
-            digits = 6 if "." in truth else 15  # a decimal is an exact truth only if so many of its digits are
-            options = {"float_rounding": digits, "allow_set_relation_comp": True, "timeout_seconds": None}
+            guess, gold = (
+                parse(_in_dollars(text), parsing_timeout=None) for text in (given, truth)
+            )
+            digits = (
+                6 if "." in truth else 15
+            )  # a decimal is an exact truth only if so many of its digits are
+            options = {
+                "float_rounding": digits,
+                "allow_set_relation_comp": True,
+                "timeout_seconds": None,
+            }
             equal = bool(guess and gold) and verify(gold, guess, **options)
             verdict = AnswerComparison.EQUAL if equal else AnswerComparison.DIFFERENT
         except Exception:  # sympy raises anything at all on text that is no mathematics, and then it equals nothing
@@ -126,11 +140,15 @@ def _serve(limit_s: int) -> None:
 
 def _in_dollars(text: str) -> str:
     number = text.removesuffix("%").removesuffix("\\") if text.endswith("%") else text
-    return f"${number}${text[len(number) :]}"  # a percent sign inside the dollars would be overlooked
+    return (
+        f"${number}${text[len(number) :]}"  # a percent sign inside the dollars would be overlooked
+    )
 
 
 def _peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text()  # ru_maxrss would be the parent's, if that was larger
+    status = Path(
+        "/proc/self/status"
+    ).read_text()  # ru_maxrss would be the parent's, if that was larger
     return int(status.partition("VmPeak:")[2].split()[0]) * 1024
 
 
@@ -143,7 +161,9 @@ MAX_OPERAND = 10_000  # an exponent, what a factorial is taken of, what a binomi
 _BEYOND = MAX_OPERAND + 1
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
 _BINOMIAL = re.compile(r"binom\{*(\d+)")
-_TOKEN = re.compile(r"(?P<number>\d+(?P<decimals>\.\d*)?)|(?P<open>[(\[{])|(?P<power>\^)|(?P<rest>.)", re.DOTALL)
+_TOKEN = re.compile(
+    r"(?P<number>\d+(?P<decimals>\.\d*)?)|(?P<open>[(\[{])|(?P<power>\^)|(?P<rest>.)", re.DOTALL
+)
 _EXPONENT = re.compile(r"[-+]?\d+|.", re.DOTALL)
 _STEP = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
@@ -174,7 +194,10 @@ def _size(text: str) -> int:
     while token := _TOKEN.match(text, at):
         at = token.end()
         if token["number"]:
-            product, factor = product * factor, int(token["number"].split(".")[0]) + bool(token["decimals"])
+            product, factor = (
+                product * factor,
+                int(token["number"].split(".")[0]) + bool(token["decimals"]),
+            )
         elif token["open"]:
             end = _closing(text, token.start())
             product, factor, at = product * factor, _size(text[at:end]), end + 1

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.task_group import cancel_tasks, once, settle
-from mcore_mas.rollout.environments.protocol import AgentMistake, Step, ToolCall, last_tag
-from mcore_mas.rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
-from mcore_mas.rollout.environments.tools import Tool, ToolFailed, chosen_tool
-from mcore_mas.rollout.models.tool_calls import ToolSchema
-from mcore_mas.rollout.records.trajectory import Task
+from rollout.base.errors import EnvError
+from rollout.base.files import read_yaml
+from rollout.base.task_group import cancel_tasks, once, settle
+from rollout.environments.protocol import AgentMistake, Step, ToolCall, last_tag
+from rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
+from rollout.environments.tools import Tool, ToolFailed, chosen_tool
+from rollout.models.tool_calls import ToolSchema
+from rollout.records.trajectory import Task
 
 _FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["call"]
 _END_S = 10.0  # for servers to end
@@ -33,13 +33,17 @@ class McpServer:
 
     command: str
     args: Sequence[str] = ()
-    env: Mapping[str, str] | None = None  # besides the search path and home, which are all that it inherits
+    env: Mapping[str, str] | None = (
+        None  # besides the search path and home, which are all that it inherits
+    )
     cwd: str | None = None
     outside: bool = False  # calls change what outlives it: a death does not repeat them
 
 
 @asynccontextmanager
-async def mcp_tools(*, servers: Mapping[str, McpServer], start_s: PositiveFloat = 30.0) -> AsyncIterator[list[Tool]]:
+async def mcp_tools(
+    *, servers: Mapping[str, McpServer], start_s: PositiveFloat = 30.0
+) -> AsyncIterator[list[Tool]]:
     """The tools of MCP servers, which each trajectory starts for itself.
 
     Args:
@@ -50,7 +54,9 @@ async def mcp_tools(*, servers: Mapping[str, McpServer], start_s: PositiveFloat 
         EnvError: the library is missing, a server does not start, or two have a tool of one name.
     """
     ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
-    ready.add_done_callback(lambda _: None if ready.cancelled() else ready.exception())  # perhaps nobody waits
+    ready.add_done_callback(
+        lambda _: None if ready.cancelled() else ready.exception()
+    )  # perhaps nobody waits
     over = asyncio.Event()
     alive = asyncio.create_task(_live(servers, ready, over))
     try:
@@ -65,7 +71,9 @@ async def mcp_tools(*, servers: Mapping[str, McpServer], start_s: PositiveFloat 
         await cancel_tasks([alive])
 
 
-async def _live(servers: Mapping[str, McpServer], ready: asyncio.Future[list[Tool]], over: asyncio.Event) -> None:
+async def _live(
+    servers: Mapping[str, McpServer], ready: asyncio.Future[list[Tool]], over: asyncio.Event
+) -> None:
     """Hold the servers: what opens their connections must be the task that closes them."""
     tools: dict[str, Tool] = {}
     try:
@@ -73,11 +81,15 @@ async def _live(servers: Mapping[str, McpServer], ready: asyncio.Future[list[Too
             for server, settings in servers.items():
                 for tool in await _started(stack, server, settings):
                     if tool.schema.name in tools:
-                        raise EnvError(f"two MCP servers have a tool '{tool.schema.name}'; name one of them")
+                        raise EnvError(
+                            f"two MCP servers have a tool '{tool.schema.name}'; name one of them"
+                        )
                     tools[tool.schema.name] = tool
             ready.set_result(list(tools.values()))
             await over.wait()
-    except Exception as grouped:  # of a server or the library; whoever waits for a call hears of it there
+    except (
+        Exception
+    ) as grouped:  # of a server or the library; whoever waits for a call hears of it there
         settle(ready, _failure("MCP servers", grouped))
 
 
@@ -109,7 +121,9 @@ def _tool(session: Any, about: Any, outside: bool) -> Tool:
     async def answer(arguments: dict[str, Any]) -> tuple[str, bool]:
         try:
             result = await session.call_tool(name, arguments)
-            text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
+            text = "\n".join(
+                part.text if part.type == "text" else f"[{part.type}]" for part in result.content
+            )
         except Exception as error:
             raise _failure(f"MCP tool '{name}'", error) from error
         return text, bool(result.is_error)
@@ -121,7 +135,9 @@ def _tool(session: Any, about: Any, outside: bool) -> Tool:
             raise ToolFailed(text)
         return text
 
-    schema = ToolSchema(name=name, description=about.description or "", parameters=about.input_schema)
+    schema = ToolSchema(
+        name=name, description=about.description or "", parameters=about.input_schema
+    )
     hints = about.annotations
     return Tool(schema=schema, run=run, parallel=bool(hints and hints.read_only_hint), again=True)
 
@@ -156,7 +172,9 @@ class McpEnv:
     _steps: int = field(default=0, init=False)
 
     async def open(self, task: Task) -> None:
-        tools = await self._opened.enter_async_context(mcp_tools(servers=self.servers, start_s=self.start_s))
+        tools = await self._opened.enter_async_context(
+            mcp_tools(servers=self.servers, start_s=self.start_s)
+        )
         self._tools = {tool.schema.name: tool for tool in tools}
 
     async def close(self) -> None:
@@ -200,7 +218,9 @@ class McpEnv:
         except ToolFailed as error:
             text, failed = str(error), True
         except TimeoutError as error:
-            raise EnvError(f"MCP tool '{name}' did not answer within {self.deadline_s:g} s") from error
+            raise EnvError(
+                f"MCP tool '{name}' did not answer within {self.deadline_s:g} s"
+            ) from error
         self._counts["tool_errors"] += failed
         query = json.dumps({"tool": name, "arguments": arguments})
         return ToolCall(tool=name, query=query, result=text[: self.max_chars], failed=failed)
@@ -213,8 +233,14 @@ class McpEnv:
         if not truths:
             raise EnvError(f"task {self.task.id} has no answers; an mcp task needs at least one")
         reward = REWARDS[self.reward](answer, truths)
-        metrics = {**self._counted(), "answered": float(bool(answer)), "solved": exact_match(answer, truths)}
-        return Step(reward=reward, done=True, answer=normalise(answer), tools=tools, metrics=metrics)
+        metrics = {
+            **self._counted(),
+            "answered": float(bool(answer)),
+            "solved": exact_match(answer, truths),
+        }
+        return Step(
+            reward=reward, done=True, answer=normalise(answer), tools=tools, metrics=metrics
+        )
 
 
 def _read(call: str | None, tools: Mapping[str, Tool]) -> tuple[Tool, dict[str, Any]]:
@@ -235,4 +261,8 @@ def _failure(what: str, error: BaseException) -> EnvError:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     lines = str(error).splitlines() or [""]
-    return error if isinstance(error, EnvError) else EnvError(f"{what} failed ({type(error).__name__}: {lines[0]})")
+    return (
+        error
+        if isinstance(error, EnvError)
+        else EnvError(f"{what} failed ({type(error).__name__}: {lines[0]})")
+    )

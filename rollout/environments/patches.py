@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from mcore_mas.rollout.environments.protocol import after_thought
+from rollout.environments.protocol import after_thought
 
 _HUNK = re.compile(r"^@@ -(\d{1,9})(?:,\d+)? \+\d+(?:,\d+)? @@")
 _BLOCK = re.compile(
@@ -37,12 +37,18 @@ def parse_patch(text: str) -> list[Edit]:
     """
     text = after_thought(text)
     blocks = [
-        Edit(path=_path(found["path"]), old=tuple(found["old"].splitlines()), new=tuple(found["new"].splitlines()))
+        Edit(
+            path=_path(found["path"]),
+            old=tuple(found["old"].splitlines()),
+            new=tuple(found["new"].splitlines()),
+        )
         for found in _BLOCK.finditer(text)
     ]
     edits = blocks or _diff(text)
     if not edits:
-        raise BadPatch("There is no patch: expected a unified diff, or SEARCH/REPLACE blocks under a path.")
+        raise BadPatch(
+            "There is no patch: expected a unified diff, or SEARCH/REPLACE blocks under a path."
+        )
     return edits
 
 
@@ -92,12 +98,24 @@ def _diff(text: str) -> list[Edit]:
             hunk.pop()
         if hunk:
             old = tuple(row[1:] for row in hunk if row[0] != "+")
-            edits.append(Edit(path=path, old=old, new=tuple(row[1:] for row in hunk if row[0] != "-"), line=line))
+            edits.append(
+                Edit(
+                    path=path,
+                    old=old,
+                    new=tuple(row[1:] for row in hunk if row[0] != "-"),
+                    line=line,
+                )
+            )
         hunk.clear()
 
     for row in text.splitlines():
         header = _HUNK.match(row)
-        if header is None and line and not row.startswith(("--- ", "+++ ")) and (not row or row[0] in "+- \\"):
+        if (
+            header is None
+            and line
+            and not row.startswith(("--- ", "+++ "))
+            and (not row or row[0] in "+- \\")
+        ):
             hunk += [row or " "] if row[:1] != "\\" else []  # \\ No newline at end of file
             continue
         finish()
@@ -105,7 +123,9 @@ def _diff(text: str) -> list[Edit]:
         if header and not path:
             raise BadPatch("A hunk of the diff comes before the line +++ that names its file.")
         name = row[4:].split("\t")[0].strip()
-        if row.startswith(("--- ", "+++ ")) and name != "/dev/null":  # of a file that is made, or taken away
+        if (
+            row.startswith(("--- ", "+++ ")) and name != "/dev/null"
+        ):  # of a file that is made, or taken away
             path = _path(name)
     finish()
     return edits
@@ -115,6 +135,12 @@ def _path(text: str) -> str:
     """A path within the repository; one that leads out of it is refused."""
     name = re.sub(r"^[ab]/", "", text.strip().strip('"'))
     path = PurePosixPath(name)
-    if not name or path.is_absolute() or ".." in path.parts or not name.isprintable() or len(name) > 200:
+    if (
+        not name
+        or path.is_absolute()
+        or ".." in path.parts
+        or not name.isprintable()
+        or len(name) > 200
+    ):
         raise BadPatch(f"{text.strip()} is no path within the repository.")
     return str(path)

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
-from mcore_mas.rollout.environments.protocol import AgentMistake
+from rollout.environments.protocol import AgentMistake
 
-ScoredRows = Sequence[tuple[Any, Any]]  # truth and prediction: numbers, or labels, in which 1 and 1.0 are the same
+ScoredRows = Sequence[
+    tuple[Any, Any]
+]  # truth and prediction: numbers, or labels, in which 1 and 1.0 are the same
 
 
 def f1(rows: ScoredRows) -> float:
@@ -32,7 +34,9 @@ def auc(rows: ScoredRows) -> float:
     if not ones or not zeros:
         raise ValueError("auc needs truths of both labels, 0 and 1")
     # AUC = Σ over ones (zeros below + ties / 2) / (n₁ n₀)
-    return sum((bisect_left(zeros, b) + bisect_right(zeros, b)) / 2 for b in ones) / (len(ones) * len(zeros))
+    return sum((bisect_left(zeros, b) + bisect_right(zeros, b)) / 2 for b in ones) / (
+        len(ones) * len(zeros)
+    )
 
 
 def rmse(rows: ScoredRows) -> float:
@@ -106,7 +110,9 @@ class Target:
         if metric.numeric:
             for value in given.values():
                 if not _finite(value):
-                    raise AgentMistake(f"column {self.column} holds {value[:40]!r}; expected finite numbers")
+                    raise AgentMistake(
+                        f"column {self.column} holds {value[:40]!r}; expected finite numbers"
+                    )
         try:
             return metric.score(list(self.truth.values()), [given[key] for key in self.truth])
         except OverflowError as error:
@@ -121,7 +127,9 @@ class Target:
         if how == "normalised":
             return TABLE_METRICS[self.metric].normalise(score)
         if self.baseline is None or self.ceiling is None or self.baseline == self.ceiling:
-            raise ValueError("reward gap needs a baseline and another ceiling, and the task has none")
+            raise ValueError(
+                "reward gap needs a baseline and another ceiling, and the task has none"
+            )
         # max(0, (p - b) / (g - b))   DSBench, arXiv 2409.07703, show_results.py
         return max(0.0, (score - self.baseline) / (self.ceiling - self.baseline))
 
@@ -129,7 +137,11 @@ class Target:
         """Whether a score is better than the baseline's; any is, where there is none."""
         if self.baseline is None:
             return True
-        return score > self.baseline if TABLE_METRICS[self.metric].scale is None else score < self.baseline
+        return (
+            score > self.baseline
+            if TABLE_METRICS[self.metric].scale is None
+            else score < self.baseline
+        )
 
     def _read(self, submission: str) -> dict[str, str]:
         rows = csv.DictReader(io.StringIO(submission.lstrip("\ufeff"), newline=""))
@@ -148,7 +160,9 @@ class Target:
                 given[key] = value
         except csv.Error as error:
             raise AgentMistake(f"not CSV ({error})") from error
-        wrong = [key for key in self.truth if not given.get(key)] or [key for key in given if key not in self.truth]
+        wrong = [key for key in self.truth if not given.get(key)] or [
+            key for key in given if key not in self.truth
+        ]
         if wrong:
             raise AgentMistake(
                 f"{len(wrong)} rows of test.csv have no prediction or are not known, one of them is "

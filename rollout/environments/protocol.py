@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mcore_mas.rollout.records.trajectory import Task
+from rollout.records.trajectory import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +26,16 @@ class Step:
     observation: str = ""
     reward: float = 0.0  # summed over the steps, this is the trajectory's outcome
     done: bool = False
-    answer: str | None = None  # the team's answer so far, equal ones written equally; "": none yet, None: not reported
+    answer: str | None = (
+        None  # the team's answer so far, equal ones written equally; "": none yet, None: not reported
+    )
     tools: tuple[ToolCall, ...] = ()
-    passages: tuple[str, ...] = ()  # what a search found, best first, each as the observation shows it
-    metrics: dict[str, float] = field(default_factory=dict)  # `solved`, where there is one, is what evaluation counts
+    passages: tuple[
+        str, ...
+    ] = ()  # what a search found, best first, each as the observation shows it
+    metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # `solved`, where there is one, is what evaluation counts
 
 
 class AgentMistake(ValueError):
@@ -60,7 +66,9 @@ class Living(Protocol):
         """Let go of it, however the trajectory ended; also when `open` failed or was never called."""
 
 
-Case = tuple[str, str]  # what a program is given, and what it should answer, as an agent writes them
+Case = tuple[
+    str, str
+]  # what a program is given, and what it should answer, as an agent writes them
 
 
 class PlayedEnv(Env, Protocol):

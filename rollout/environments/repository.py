@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.task_group import once, together
-from mcore_mas.rollout.environments.patches import BadPatch, apply_patch, parse_patch
-from mcore_mas.rollout.environments.protocol import Step, ToolCall
-from mcore_mas.rollout.environments.running import SandboxedEnv
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox.judge import CallTest, judge
-from mcore_mas.rollout.sandbox.records import Verdict
+from rollout.base.errors import EnvError
+from rollout.base.files import read_yaml
+from rollout.base.task_group import once, together
+from rollout.environments.patches import BadPatch, apply_patch, parse_patch
+from rollout.environments.protocol import Step, ToolCall
+from rollout.environments.running import SandboxedEnv
+from rollout.records.trajectory import Task
+from rollout.sandbox.judge import CallTest, judge
+from rollout.sandbox.records import Verdict
 
 _FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["patch"]
 _HERE = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
@@ -91,7 +91,11 @@ def pack_instance(
     Args:
         shown: paths of the files that agents read; of others they read the names.
     """
-    tests = {"fail_to_pass": list(fail_to_pass), "pass_to_pass": list(pass_to_pass), "test_patch": test_patch}
+    tests = {
+        "fail_to_pass": list(fail_to_pass),
+        "pass_to_pass": list(pass_to_pass),
+        "test_patch": test_patch,
+    }
     return json.dumps({"instance": instance, "shown": list(shown), **tests})
 
 
@@ -136,7 +140,11 @@ class RepositoryEnv(SandboxedEnv):
         self._instance = _read(task, Path(self.checkouts) if self.checkouts else None)
         sources = self._instance.sources
         named = "\n".join(sorted(path for path in sources if path not in self._instance.shown))
-        shown = [f"## {path}\n```\n{sources[path]}```" for path in self._instance.shown if path in sources]
+        shown = [
+            f"## {path}\n```\n{sources[path]}```"
+            for path in self._instance.shown
+            if path in sources
+        ]
         listed = "\n\n".join([*([named] if named else []), *shown])
         return f"# Issue\n{task.prompt}\n\n# Files\n{listed}\n\n# Form of a patch\n{_FORM}"
 
@@ -149,7 +157,9 @@ class RepositoryEnv(SandboxedEnv):
         passed: dict[str, bool] = {}
         try:
             files = apply_patch(instance.sources, parse_patch(action))
-            passed = await once(dict[str, bool], partial(self._test, instance, files), sorted(files.items()))
+            passed = await once(
+                dict[str, bool], partial(self._test, instance, files), sorted(files.items())
+            )
             observation, applied = "The patch applies.", True
         except BadPatch as error:
             self._malformed += 1
@@ -157,7 +167,11 @@ class RepositoryEnv(SandboxedEnv):
         rates = {kind: _share(names, passed) for kind, names in instance.tests.items()}
         solved = all(rate == 1 for rate in rates.values())
         done = solved or self._turns == self.max_turns
-        paid = float(solved) if self.reward == "all" else _share([*chain(*instance.tests.values())], passed)
+        paid = (
+            float(solved)
+            if self.reward == "all"
+            else _share([*chain(*instance.tests.values())], passed)
+        )
         counts = {"applied": float(applied), "malformed_patches": float(self._malformed)}
         return Step(
             observation=observation if not done else "",
@@ -174,23 +188,34 @@ class RepositoryEnv(SandboxedEnv):
         if instance.test_patch:
             own = {path: content for path, content in instance.sources.items() if _configures(path)}
             try:
-                files = {path: content for path, content in files.items() if not _configures(path)} | own
+                files = {
+                    path: content for path, content in files.items() if not _configures(path)
+                } | own
                 files = apply_patch(files, parse_patch(instance.test_patch))
             except BadPatch:  # the agent has changed what the tests change
                 return {}
         folder = {path: content.encode() for path, content in files.items()}
         try:
             if instance.test_patch:
-                modules = " ".join(sorted({name.split(":", 1)[0] for name in chain(*instance.tests.values())}))
+                modules = " ".join(
+                    sorted({name.split(":", 1)[0] for name in chain(*instance.tests.values())})
+                )
                 mark = token_hex()  # unknown to what the tested code prints
-                result = await self.runner.run(_PYTEST, stdin=f"{mark} {modules}", limits=limits, files=folder)
-                return dict.fromkeys(re.findall(rf"^{mark} (\S+)", result.stdout, re.MULTILINE), True)
+                result = await self.runner.run(
+                    _PYTEST, stdin=f"{mark} {modules}", limits=limits, files=folder
+                )
+                return dict.fromkeys(
+                    re.findall(rf"^{mark} (\S+)", result.stdout, re.MULTILINE), True
+                )
             judged = await together(
-                judge(self.runner, *_as_call(check), limits=limits, files=folder) for check in instance.checks
+                judge(self.runner, *_as_call(check), limits=limits, files=folder)
+                for check in instance.checks
             )
         except (OSError, ValueError) as error:  # a file where a folder is, or a name that is none
             raise BadPatch("The patched files cannot be written.") from error
-        return {c.name: j.verdict is Verdict.OK for c, j in zip(instance.checks, judged, strict=True)}
+        return {
+            c.name: j.verdict is Verdict.OK for c, j in zip(instance.checks, judged, strict=True)
+        }
 
 
 def _configures(path: str) -> bool:
@@ -199,7 +224,9 @@ def _configures(path: str) -> bool:
 
 def _as_call(check: CheckCall) -> tuple[str, CallTest]:
     source = f"{_HERE}from {check.module} import {check.function}\n"
-    return source, CallTest(function=check.function, arguments=check.arguments, accepted=(check.expected,))
+    return source, CallTest(
+        function=check.function, arguments=check.arguments, accepted=(check.expected,)
+    )
 
 
 def _share(names: Sequence[str], passed: Mapping[str, bool]) -> float:
@@ -219,7 +246,9 @@ def _read(task: Task, checkouts: Path | None) -> _Instance:
             elif "check" in fields:
                 check = fields["check"]
                 checks.append(CheckCall(**{**check, "arguments": tuple(check["arguments"])}))
-                tests["pass_to_pass" if checks[-1].passes else "fail_to_pass"].append(checks[-1].name)
+                tests["pass_to_pass" if checks[-1].passes else "fail_to_pass"].append(
+                    checks[-1].name
+                )
             else:
                 sources |= _checkout(checkouts, fields["instance"])
                 tests = {kind: [*names, *fields[kind]] for kind, names in tests.items()}
@@ -231,14 +260,18 @@ def _read(task: Task, checkouts: Path | None) -> _Instance:
     if not sources or not tests["fail_to_pass"]:
         raise EnvError(f"task {task.id} has no files or no test that fails; a repair needs both")
     shown = sorted(sources) if shown is None else shown
-    return _Instance(sources=sources, shown=shown, checks=checks, tests=tests, test_patch=test_patch)
+    return _Instance(
+        sources=sources, shown=shown, checks=checks, tests=tests, test_patch=test_patch
+    )
 
 
 def _checkout(checkouts: Path | None, instance: str) -> dict[str, str]:
     """The text files of a repository at the commit of an instance."""
     root = checkouts / instance if checkouts is not None else None
     if root is None or not root.is_dir():
-        raise EnvError(f"{root or instance}: no such checkout; set env.options.checkouts to a folder that has it")
+        raise EnvError(
+            f"{root or instance}: no such checkout; set env.options.checkouts to a folder that has it"
+        )
     files = {}
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts

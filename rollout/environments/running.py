@@ -7,12 +7,12 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.base.http import Url
-from mcore_mas.rollout.base.task_group import once
-from mcore_mas.rollout.environments.protocol import ToolCall
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox import RunLimits, Runner, RunResult, Sandbox, SandboxFusion, Verdict
-from mcore_mas.rollout.sandbox.records import render_result
+from rollout.base.http import Url
+from rollout.base.task_group import once
+from rollout.environments.protocol import ToolCall
+from rollout.records.trajectory import Task
+from rollout.sandbox import RunLimits, Runner, RunResult, Sandbox, SandboxFusion, Verdict
+from rollout.sandbox.records import render_result
 
 Tier = Literal["auto", "namespaces", "landlock", "unisolated"]  # of this machine's sandbox
 PRINTED_CHARS = 4000  # of what a program printed
@@ -48,17 +48,25 @@ class SandboxedEnv:
     @property
     def limits(self) -> RunLimits:
         """Of each run."""
-        return RunLimits(cpu_s=self.cpu_s, wall_s=2.0 * self.cpu_s, memory_mb=self.memory_mb, cores=self.cores)
+        return RunLimits(
+            cpu_s=self.cpu_s, wall_s=2.0 * self.cpu_s, memory_mb=self.memory_mb, cores=self.cores
+        )
 
 
 class CalculatingEnv(SandboxedEnv):
     """One whose agents may run programs on the way (see `PlayedEnv`)."""
 
     async def run(self, program: str) -> ToolCall:
-        result = await once(RunResult, partial(self.runner.run, program, limits=self.limits), program)
+        result = await once(
+            RunResult, partial(self.runner.run, program, limits=self.limits), program
+        )
         failed = result.verdict is not Verdict.OK
-        shown = result if failed else replace(result, stderr="")  # a warning is no part of an answer
-        return ToolCall(tool="python", query=program, result=render_result(shown, PRINTED_CHARS), failed=failed)
+        shown = (
+            result if failed else replace(result, stderr="")
+        )  # a warning is no part of an answer
+        return ToolCall(
+            tool="python", query=program, result=render_result(shown, PRINTED_CHARS), failed=failed
+        )
 
 
 @cache

@@ -11,11 +11,11 @@ from typing import Literal, Protocol, runtime_checkable
 
 from pydantic import PositiveInt
 
-from mcore_mas.retrieval.client import BadRequest, NoRetriever, Passage, RetrievalError
-from mcore_mas.rollout.base.errors import EnvError, Unusable
-from mcore_mas.rollout.base.task_group import once
-from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
-from mcore_mas.rollout.records.trajectory import Task
+from retrieval.client import BadRequest, NoRetriever, Passage, RetrievalError
+from rollout.base.errors import EnvError, Unusable
+from rollout.base.task_group import once
+from rollout.environments.protocol import Step, ToolCall, last_tag
+from rollout.records.trajectory import Task
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -37,7 +37,10 @@ def token_f1(answer: str, references: Iterable[str]) -> float:
     """The best F1 in [0, 1] of the answer's normalised words against a reference's, as bags of words."""
     got, *expected = (Counter(normalise(text).split()) for text in (answer, *references))
     # F1 = 2 P R / (P + R) with P = shared / |got|, R = shared / |expected|
-    return max((2 * (got & one).total() / max(got.total() + one.total(), 1) for one in expected), default=0.0)
+    return max(
+        (2 * (got & one).total() / max(got.total() + one.total(), 1) for one in expected),
+        default=0.0,
+    )
 
 
 PassageStyle = Literal["search_r1", "verl", "text", "id"]
@@ -49,7 +52,10 @@ PASSAGE_STYLES: dict[PassageStyle, str] = {  # how one hit reads inside <informa
 }
 
 AnswerReward = Literal["exact_match", "token_f1"]
-REWARDS: dict[AnswerReward, Callable[[str, Iterable[str]], float]] = {"exact_match": exact_match, "token_f1": token_f1}
+REWARDS: dict[AnswerReward, Callable[[str, Iterable[str]], float]] = {
+    "exact_match": exact_match,
+    "token_f1": token_f1,
+}
 
 _WANTED = re.compile(r"(.*?)(?: \+([0-5]))?", re.DOTALL)  # a passage's id, and how many neighbours
 _MAX_QUERY_CHARS = 500  # a longer one is a reply gone wrong, and retrievers refuse it
@@ -71,7 +77,9 @@ class Retriever(Protocol):
 class PassageSource(Protocol):
     """What a retriever can do besides."""
 
-    async def search(self, query: str, k: int, where: Mapping[str, str | list[str]]) -> Sequence[Passage]:
+    async def search(
+        self, query: str, k: int, where: Mapping[str, str | list[str]]
+    ) -> Sequence[Passage]:
         """As a retriever's, of passages that are as `where` says only."""
 
     async def passages(self, id: str, around: int) -> Sequence[Passage]:
@@ -127,7 +135,13 @@ class SearchEnv:
         observation = f"<information> {''.join(passages).strip()} </information>"
         call = ToolCall(tool="search", query=query, result=observation)
         shown = tuple(passage.strip() for passage in passages)
-        return Step(observation=observation, answer="", tools=(call,), passages=shown, metrics=self._counts())
+        return Step(
+            observation=observation,
+            answer="",
+            tools=(call,),
+            passages=shown,
+            metrics=self._counts(),
+        )
 
     async def _found(self, query: str, where: str | None) -> Sequence[Passage]:
         if where is None:
@@ -141,30 +155,41 @@ class SearchEnv:
     def _source(self) -> PassageSource:
         if isinstance(self.retriever, PassageSource):
             return self.retriever
-        raise EnvError(f"{type(self.retriever).__name__} has no passages by id and no filters; leave out their tools")
+        raise EnvError(
+            f"{type(self.retriever).__name__} has no passages by id and no filters; leave out their tools"
+        )
 
     async def _read(self, wanted: str) -> Step:
         """`ID`, or `ID +N` with N neighbours on each side."""
         id, neighbours = _WANTED.fullmatch(wanted).groups("0")  # type: ignore[union-attr]  # it matches any text
-        text = "".join(await self._asked(self._source().passages, id, int(neighbours)) or ()).strip()
+        text = "".join(
+            await self._asked(self._source().passages, id, int(neighbours)) or ()
+        ).strip()
         shown = text or f"there is no passage {id}"
         call = ToolCall(tool="read_passage", query=wanted, result=shown, failed=not text)
         return Step(observation=shown, answer="", tools=(call,), metrics=self._counts())
 
-    async def _asked(self, find: Callable[..., Awaitable[Sequence[Passage]]], *asked: object) -> list[str] | None:
+    async def _asked(
+        self, find: Callable[..., Awaitable[Sequence[Passage]]], *asked: object
+    ) -> list[str] | None:
         """What the retriever finds, as it is shown; None where no retriever would take the question."""
 
         async def shown() -> list[str]:
             form = PASSAGE_STYLES[self.style].format
             found = enumerate(await find(*asked), start=1)
-            return [form(rank=rank, id=getattr(hit, "id", ""), title=hit.title, text=hit.text) for rank, hit in found]
+            return [
+                form(rank=rank, id=getattr(hit, "id", ""), title=hit.title, text=hit.text)
+                for rank, hit in found
+            ]
 
         try:
             return await once(list[str], shown, find.__name__, *asked)
         except BadRequest:
             return None
         except NoRetriever as failure:
-            raise Unusable(f"{failure}; start it, and the run again, which goes on where it was") from failure
+            raise Unusable(
+                f"{failure}; start it, and the run again, which goes on where it was"
+            ) from failure
         except RetrievalError as failure:
             raise EnvError(f"the retriever failed: {failure}") from failure
 
@@ -177,7 +202,12 @@ class SearchEnv:
 
     def _score(self, answer: str) -> Step:
         scores = {name: score(answer, self.task.answers) for name, score in REWARDS.items()}
-        return Step(reward=scores[self.reward], done=True, answer=normalise(answer), metrics=self._counts() | scores)
+        return Step(
+            reward=scores[self.reward],
+            done=True,
+            answer=normalise(answer),
+            metrics=self._counts() | scores,
+        )
 
     def _counts(self) -> dict[str, float]:
         return {"searches": float(self._searches), "invalid_searches": float(self._invalid)}

@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import JsonValue, PositiveFloat, PositiveInt
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.environments.protocol import AgentMistake, Step
-from mcore_mas.rollout.records.trajectory import Task
+from rollout.base.errors import EnvError
+from rollout.base.files import read_yaml
+from rollout.environments.protocol import AgentMistake, Step
+from rollout.records.trajectory import Task
 
 _T = TypeVar("_T")
 
@@ -57,7 +57,9 @@ class WorldEnv:
     deadline_s: PositiveFloat = 60.0
     _env: Any = field(default=None, init=False)  # of the library, once the game has started
     # what makes the calls
-    _thread: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="world"), init=False)
+    _thread: Executor = field(
+        default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="world"), init=False
+    )
     _scene: Scene | None = field(default=None, init=False)
     _turns: int = field(default=0, init=False)
     _bad: int = field(default=0, init=False)
@@ -105,7 +107,12 @@ class WorldEnv:
         self._scene = scene
         done = scene.done or self._turns == self.max_turns
         counts = {"turns": float(self._turns), "malformed_actions": float(self._bad)}
-        return Step(observation=shown, reward=reward, done=done, metrics={"solved": float(scene.solved), **counts})
+        return Step(
+            observation=shown,
+            reward=reward,
+            done=done,
+            metrics={"solved": float(scene.solved), **counts},
+        )
 
     def state(self) -> str:
         return self._shown(self._started())
@@ -156,7 +163,9 @@ class GymnasiumEnv(WorldEnv):
         except ImportError as error:
             raise EnvError("env gymnasium needs `pip install mcore-mas[gymnasium]`") from error
         if not key.isdecimal():
-            raise EnvError(f"the key of a Gymnasium game is its seed, a number, and not {key[:40]!r}")
+            raise EnvError(
+                f"the key of a Gymnasium game is its seed, a number, and not {key[:40]!r}"
+            )
         try:
             self._env = gymnasium.make(self.id, **dict[str, Any](self.make or {}))
         except gymnasium.error.Error as error:
@@ -168,10 +177,18 @@ class GymnasiumEnv(WorldEnv):
     def act(self, action: str) -> Scene:
         observation, reward, terminated, truncated, _ = self._env.step(self._read(action))
         self._return += float(reward)
-        threshold = self._env.spec.reward_threshold if self.goal is None and self._env.spec else self.goal
+        threshold = (
+            self._env.spec.reward_threshold if self.goal is None and self._env.spec else self.goal
+        )
         reached = self._return > 0 if threshold is None else self._return >= threshold
-        text, done, solved = self._show(observation), bool(terminated or truncated), bool(terminated and reached)
-        return Scene(text=text, reward=float(reward), done=done, solved=solved, choices=tuple(self.actions))
+        text, done, solved = (
+            self._show(observation),
+            bool(terminated or truncated),
+            bool(terminated and reached),
+        )
+        return Scene(
+            text=text, reward=float(reward), done=done, solved=solved, choices=tuple(self.actions)
+        )
 
     def _check_space(self) -> None:
         from gymnasium.spaces import Discrete, MultiDiscrete, Text
@@ -182,7 +199,9 @@ class GymnasiumEnv(WorldEnv):
                 f"'{self.id}' takes {space}, which cannot be written; expected Discrete, MultiDiscrete, Text"
             )
         if self.actions and not (isinstance(space, Discrete) and space.n == len(self.actions)):
-            raise EnvError(f"'{self.id}' takes {space}, for which there cannot be {len(self.actions)} names of actions")
+            raise EnvError(
+                f"'{self.id}' takes {space}, for which there cannot be {len(self.actions)} names of actions"
+            )
 
     def _read(self, text: str) -> Any:
         from gymnasium.spaces import Discrete, Text
@@ -203,7 +222,9 @@ class GymnasiumEnv(WorldEnv):
     def _show(self, observation: Any) -> str:
         if self._env.render_mode == "ansi":
             return _MARKED.sub(r"[\1]", str(self._env.render())).strip("\n")
-        return observation if isinstance(observation, str) else json.dumps(observation, default=_plain)
+        return (
+            observation if isinstance(observation, str) else json.dumps(observation, default=_plain)
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -238,7 +259,9 @@ class AlfworldEnv(WorldEnv):
         before, self._score = self._score, float(scores[0])  # scores are of the whole game so far
         won, choices = bool(infos["won"][0]), tuple(infos["admissible_commands"][0])
         reward, done = self._score - before, bool(dones[0]) or won
-        return Scene(text=observations[0].strip(), reward=reward, done=done, solved=won, choices=choices)
+        return Scene(
+            text=observations[0].strip(), reward=reward, done=done, solved=won, choices=choices
+        )
 
 
 @cache
@@ -247,7 +270,9 @@ def _games(config: str) -> Any:
     try:
         from alfworld.agents.environment import get_environment
     except ImportError as error:
-        raise EnvError("env alfworld needs `pip install alfworld`, and then `alfworld-download`") from error
+        raise EnvError(
+            "env alfworld needs `pip install alfworld`, and then `alfworld-download`"
+        ) from error
     path = Path(config)
     if not path.is_file():
         raise EnvError(f"{config}: no such file; expected ALFWorld's configs/base_config.yaml")
@@ -256,7 +281,9 @@ def _games(config: str) -> Any:
     return get_environment("AlfredTWEnv")(settings, train_eval="eval_out_of_distribution")
 
 
-_SHOP = ThreadPoolExecutor(1, thread_name_prefix="webshop")  # its search engine is one for all trajectories
+_SHOP = ThreadPoolExecutor(
+    1, thread_name_prefix="webshop"
+)  # its search engine is one for all trajectories
 
 
 @dataclass(eq=False, kw_only=True)
@@ -281,16 +308,29 @@ class WebshopEnv(WorldEnv):
         if int(key) >= len(server.goals):
             raise EnvError(f"the shop has {len(server.goals)} goals, and no goal {key}")
         prefix = f"{next(_SESSIONS)}-"
-        self._env = make(observation_mode="text", num_products=self.num_products, server=server, session_prefix=prefix)
+        self._env = make(
+            observation_mode="text",
+            num_products=self.num_products,
+            server=server,
+            session_prefix=prefix,
+        )
         text, _ = self._env.reset(session=int(key))
         return Scene(text=text, choices=self._choices())
 
     def act(self, action: str) -> Scene:
         if not (action.startswith(("search[", "click[")) and action.endswith("]")):
-            raise AgentMistake("This is no action; expected search[words] or click[what can be clicked].")
+            raise AgentMistake(
+                "This is no action; expected search[words] or click[what can be clicked]."
+            )
         text, reward, done, _ = self._env.step(action)
         choices = () if done else self._choices()
-        return Scene(text=text, reward=float(reward), done=bool(done), solved=done and reward == 1, choices=choices)
+        return Scene(
+            text=text,
+            reward=float(reward),
+            done=bool(done),
+            solved=done and reward == 1,
+            choices=choices,
+        )
 
     def _choices(self) -> tuple[str, ...]:
         able = self._env.get_available_actions()
@@ -305,5 +345,9 @@ def _shop(num_products: int | None) -> tuple[Any, Any]:
         from web_agent_site.envs import WebAgentTextEnv
     except ImportError as error:
         where = "https://github.com/princeton-nlp/WebShop"
-        raise EnvError(f"env webshop needs the package web_agent_site: install {where} by its setup.sh") from error
-    return WebAgentTextEnv, WebAgentTextEnv(observation_mode="text", num_products=num_products).server
+        raise EnvError(
+            f"env webshop needs the package web_agent_site: install {where} by its setup.sh"
+        ) from error
+    return WebAgentTextEnv, WebAgentTextEnv(
+        observation_mode="text", num_products=num_products
+    ).server

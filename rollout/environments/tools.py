@@ -13,15 +13,15 @@ from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.options import descriptions, options_model
-from mcore_mas.rollout.base.schema_words import json_schema
-from mcore_mas.rollout.environments.protocol import AgentMistake, Env, ToolCall
-from mcore_mas.rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
-from mcore_mas.rollout.models.tool_calls import ToolSchema
-from mcore_mas.rollout.records.trajectory import ToolUse
-from mcore_mas.rollout.sandbox import Sandbox, Session
-from mcore_mas.rollout.sandbox.records import RunLimits, Verdict, render_result, without_middle
+from rollout.base.errors import EnvError
+from rollout.base.options import descriptions, options_model
+from rollout.base.schema_words import json_schema
+from rollout.environments.protocol import AgentMistake, Env, ToolCall
+from rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
+from rollout.models.tool_calls import ToolSchema
+from rollout.records.trajectory import ToolUse
+from rollout.sandbox import Sandbox, Session
+from rollout.sandbox.records import RunLimits, Verdict, render_result, without_middle
 
 
 class ToolFailed(Exception):
@@ -35,8 +35,12 @@ class Tool:
     schema: ToolSchema
     run: Callable[..., Awaitable[str]]  # its arguments by name; raises AgentMistake or ToolFailed
     noted: bool = False  # the environment writes its calls down itself
-    parallel: bool = False  # calls of one reply may be under way at once, and no call changes what another finds
-    again: bool = False  # what calls do is gone with the trajectory, such as variables: a death repeats them
+    parallel: bool = (
+        False  # calls of one reply may be under way at once, and no call changes what another finds
+    )
+    again: bool = (
+        False  # what calls do is gone with the trajectory, such as variables: a death repeats them
+    )
 
 
 # opens tools for one trajectory, with its environment as `env` where it takes one
@@ -70,11 +74,15 @@ def chosen_tool(tools: Mapping[str, Tool], name: str, arguments: object) -> Tool
         place = "/".join(map(str, error.absolute_path)) or "arguments"
         raise AgentMistake(f"{name}: {place}: {error.message}") from error
     except Exception as error:
-        raise EnvError(f"the schema of tool '{name}' failed ({type(error).__name__}: {error})") from error
+        raise EnvError(
+            f"the schema of tool '{name}' failed ({type(error).__name__}: {error})"
+        ) from error
     return tools[name]
 
 
-async def call_tool(tools: Mapping[str, Tool], use: ToolUse, *, call_s: float, most_chars: int) -> ToolCall:
+async def call_tool(
+    tools: Mapping[str, Tool], use: ToolUse, *, call_s: float, most_chars: int
+) -> ToolCall:
     """Make a call that an agent asked for. What is wrong with it is its result, for the agent to read.
 
     Args:
@@ -177,7 +185,9 @@ async def python_tools(
         disk_mb: size of the folder, and of a file in it.
         tier: how programs are isolated on this machine.
     """
-    limits = RunLimits(wall_s=cell_s, memory_mb=memory_mb, cores=cores, disk_mb=disk_mb, file_mb=disk_mb)
+    limits = RunLimits(
+        wall_s=cell_s, memory_mb=memory_mb, cores=cores, disk_mb=disk_mb, file_mb=disk_mb
+    )
     opened: list[Session] = []
     opening = asyncio.Lock()
     async with AsyncExitStack() as stack:
@@ -201,7 +211,9 @@ async def python_tools(
                 raise ToolFailed(shown)
             return shown
 
-        yield [tool_of(tool, again=True) for tool in (python, *(_file_tools(session) if files else ()))]
+        yield [
+            tool_of(tool, again=True) for tool in (python, *(_file_tools(session) if files else ()))
+        ]
 
 
 def _file_tools(session: Callable[[], Awaitable[Session]]) -> list[Callable[..., Awaitable[str]]]:
@@ -226,7 +238,10 @@ def _file_tools(session: Callable[[], Awaitable[Session]]) -> list[Callable[...,
     async def list_files() -> str:
         """List the files of the working folder with their sizes in bytes."""
         sizes = await (await session()).files()
-        return "\n".join(f"{name} ({size})" for name, size in sorted(sizes.items())) or "there are no files"
+        return (
+            "\n".join(f"{name} ({size})" for name, size in sorted(sizes.items()))
+            or "there are no files"
+        )
 
     return [read_file, write_file, list_files]
 
@@ -255,13 +270,17 @@ async def search_tools(*, env: Env, filters: bool = False) -> AsyncIterator[list
             where: the value of each property, such as {"title": "Amber Falls"}
         """
         conditions = json.dumps(where).replace("<", "\\u003c")  # no tag of the environment's
-        return (await env.step(f"<where> {conditions} </where> <search> {untagged(query)} </search>")).observation
+        return (
+            await env.step(f"<where> {conditions} </where> <search> {untagged(query)} </search>")
+        ).observation
 
     functions: list[Callable[..., Awaitable[str]]] = [search, search_where] if filters else [search]
     yield [tool_of(function, noted=True, parallel=True) for function in functions]
 
 
-_Id = Annotated[str, Field(min_length=1, max_length=500, pattern=r"^[^<>]+$")]  # no tag of the environment's
+_Id = Annotated[
+    str, Field(min_length=1, max_length=500, pattern=r"^[^<>]+$")
+]  # no tag of the environment's
 
 
 @asynccontextmanager

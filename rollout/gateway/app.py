@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from mcore_mas.rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
-from mcore_mas.rollout.base.http_server import (
+from rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
+from rollout.base.http_server import (
     CROWDED,
     BodyTooLarge,
     ClosingResponse,
@@ -28,13 +28,13 @@ from mcore_mas.rollout.base.http_server import (
     read_body,
     url_of,
 )
-from mcore_mas.rollout.base.processes import Restarts
-from mcore_mas.rollout.base.task_group import of_loop
-from mcore_mas.rollout.gateway.completions import COMPLETIONS
-from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth
-from mcore_mas.rollout.gateway.messages import MESSAGES, parse_count
-from mcore_mas.rollout.gateway.responses import RESPONSES
-from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
+from rollout.base.processes import Restarts
+from rollout.base.task_group import of_loop
+from rollout.gateway.completions import COMPLETIONS
+from rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth
+from rollout.gateway.messages import MESSAGES, parse_count
+from rollout.gateway.responses import RESPONSES
+from rollout.gateway.sessions import GatewayCall, GatewaySession
 
 DIALECTS = (COMPLETIONS, RESPONSES, MESSAGES)
 _COUNT = MESSAGES.path + "/count_tokens"
@@ -72,7 +72,9 @@ class Entrance:
     find: Callable[[Request], Answering]  # what answers a request; raises GatewayError
     most_calls: int  # that are answered at a time
     calls: int = 0  # that are under way
-    refused: bool = False  # whether there were too many once: who asks again need not have been heard before
+    refused: bool = (
+        False  # whether there were too many once: who asks again need not have been heard before
+    )
 
     async def answer(self, dialect: Dialect, request: Request) -> Response:
         """Answer a call in its dialect."""
@@ -104,7 +106,9 @@ class Entrance:
         session, asked = await self._read(parse_count, request)
         return JSONResponse({"input_tokens": await session.count(asked)})
 
-    async def _read(self, parse: Callable[[bytes], ChatRequest], request: Request) -> tuple[Answering, ChatRequest]:
+    async def _read(
+        self, parse: Callable[[bytes], ChatRequest], request: Request
+    ) -> tuple[Answering, ChatRequest]:
         session = self.find(request)
         body = await read_body(request, MAX_CALL_BYTES)
         asked = await asyncio.to_thread(parse, body) if len(body) > _OFF_LOOP_BYTES else parse(body)
@@ -157,7 +161,9 @@ async def _streamed(dialect: Dialect, call: GatewayCall, asked: ChatRequest) -> 
     """The events of a stream; a failure is the last of them."""
 
     def written(name: str, data: object) -> str:
-        return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+        return (
+            f"event: {name}\n" if name else ""
+        ) + f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
     before, sent = None, 0
     try:
@@ -187,7 +193,9 @@ def _told(error: Exception) -> GatewayError:
     raise error
 
 
-def _guarded(handler: Callable[[Request], Awaitable[Response]], dialect: Dialect | None) -> Callable[..., object]:
+def _guarded(
+    handler: Callable[[Request], Awaitable[Response]], dialect: Dialect | None
+) -> Callable[..., object]:
     """The handler with its failures as statuses, in its dialect; None: in the caller's."""
 
     async def answer(request: Request) -> Response:
@@ -228,7 +236,9 @@ def gateway_app(entrance: Entrance, prefix: str) -> Starlette:
 
     async def nowhere(request: Request) -> Response:
         paths = ", ".join([*(dialect.path for dialect in DIALECTS), _COUNT])
-        raise GatewayError(404, f"nothing answers {request.method} {request.url.path[:200]}; known: {paths}")
+        raise GatewayError(
+            404, f"nothing answers {request.method} {request.url.path[:200]}; known: {paths}"
+        )
 
     routes = []
     for place in (prefix, prefix + _AGENT):
@@ -239,7 +249,9 @@ def gateway_app(entrance: Entrance, prefix: str) -> Starlette:
         routes.append(Route(place + "/v1/models", _guarded(models, None)))
         routes.append(Route(place + "/v1/models/{model:path}", _guarded(model, None)))
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    return Starlette(routes=[*routes, Route("/{path:path}", _guarded(nowhere, None), methods=every)])
+    return Starlette(
+        routes=[*routes, Route("/{path:path}", _guarded(nowhere, None), methods=every)]
+    )
 
 
 class Gateway:
@@ -251,7 +263,10 @@ class Gateway:
         self._app = gateway_app(Entrance(self._find, most_calls), "/s/{session}")
         self._users, self._lock = 0, asyncio.Lock()
         self._listening = AsyncExitStack()
-        self._restarts, self._gone = Restarts("gateway", _RESTARTS), ""  # why nobody answers any more
+        self._restarts, self._gone = (
+            Restarts("gateway", _RESTARTS),
+            "",
+        )  # why nobody answers any more
 
     def _find(self, request: Request) -> GatewaySession:
         key, session = self._open.get(request.path_params["session"], ("", None))
@@ -285,7 +300,9 @@ class Gateway:
             if not self.url:
                 listener = bind("127.0.0.1", 0)
                 self.url = url_of(listener)
-                await self._listening.enter_async_context(answering(self._app, listener, self._restarts, self._lost))
+                await self._listening.enter_async_context(
+                    answering(self._app, listener, self._restarts, self._lost)
+                )
             self._users += 1
         try:
             yield self

@@ -5,9 +5,17 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from mcore_mas.rollout.gateway import dialects
-from mcore_mas.rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, TextFormat
-from mcore_mas.rollout.records.trajectory import Message, ToolUse
+from rollout.gateway import dialects
+from rollout.gateway.dialects import (
+    Body,
+    ChatReply,
+    ChatRequest,
+    Content,
+    Dialect,
+    Event,
+    TextFormat,
+)
+from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system", "function": "tool"}
 _FINISH: dict[str | None, str] = {"stop_sequence": "stop"}
@@ -60,7 +68,11 @@ def _message(said: _Message) -> Message:
         content=dialects.text_of(said.content),
         reasoning=said.reasoning_content or "",
         calls=tuple(
-            ToolUse(id=call.id, name=call.function.name, arguments=dialects.arguments_of(call.function.arguments))
+            ToolUse(
+                id=call.id,
+                name=call.function.name,
+                arguments=dialects.arguments_of(call.function.arguments),
+            )
             for call in calls
         ),
         answers=said.tool_call_id or "",
@@ -89,13 +101,22 @@ def _usage(reply: ChatReply) -> dict[str, Any]:
 
 def _calls(reply: ChatReply) -> list[dict[str, Any]]:
     return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
         for call in reply.calls
     ]
 
 
 def _head(reply: ChatReply, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": reply.model}
+    return {
+        "id": f"chatcmpl-{reply.id}",
+        "object": kind,
+        "created": reply.created,
+        "model": reply.model,
+    }
 
 
 def _render(reply: ChatReply) -> dict[str, Any]:
@@ -112,7 +133,10 @@ def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
     head = _head(reply, "chat.completion.chunk")
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
-        return "", {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]}
+        return "", {
+            **head,
+            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}],
+        }
 
     if growth.before is None:
         yield chunk({"role": "assistant", "content": ""})

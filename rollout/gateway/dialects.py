@@ -12,8 +12,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from mcore_mas.rollout.models.tool_calls import ToolSchema
-from mcore_mas.rollout.records.trajectory import Message, ToolUse
+from rollout.models.tool_calls import ToolSchema
+from rollout.records.trajectory import Message, ToolUse
 
 Finish = Literal["stop", "length", "tool_calls", "stop_sequence"]
 Event = tuple[str, Any]  # of a stream: its name, "" where the dialect gives it none, and its data
@@ -49,7 +49,9 @@ class ChatRequest:
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
     max_tokens: int | None = None
-    sampling: dict[str, float] = field(default_factory=dict)  # temperature and top_p, where they are given
+    sampling: dict[str, float] = field(
+        default_factory=dict
+    )  # temperature and top_p, where they are given
     stop: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = True  # whether a stream ends with the number of tokens
@@ -129,7 +131,11 @@ class Growth:
     @property
     def news(self) -> list[BlockNews]:
         """What is new, block by block; GatewayError if the reply does not begin with what was streamed."""
-        old, new, found = self.before.blocks if self.before else [], self.now.blocks, list[BlockNews]()
+        old, new, found = (
+            self.before.blocks if self.before else [],
+            self.now.blocks,
+            list[BlockNews](),
+        )
         for index, block in enumerate(new):
             begins, ended = index >= len(old), index < len(old) - 1
             known = "" if begins else old[index].text
@@ -171,7 +177,9 @@ def text_of(content: Content) -> str:
         return content or ""
     for part in content:
         if part.type not in _TEXTS:
-            raise GatewayError(400, f"a content part of type '{part.type[:40]}'; the agents here read text only")
+            raise GatewayError(
+                400, f"a content part of type '{part.type[:40]}'; the agents here read text only"
+            )
     return "\n".join(part.text for part in content)
 
 
@@ -208,7 +216,12 @@ class Body(BaseModel):
     stream: bool | None = None
 
     def request(
-        self, messages: Sequence[Message], tools: Iterable[ToolSpec] | None, *, system: str | None = None, **own: Any
+        self,
+        messages: Sequence[Message],
+        tools: Iterable[ToolSpec] | None,
+        *,
+        system: str | None = None,
+        **own: Any,
     ) -> ChatRequest:
         """What is asked, with the fields that are the dialect's `own`; `system` is said before the messages."""
         opening = [Message(role="system", content=system)] if system else []
@@ -245,14 +258,25 @@ def arguments_of(given: str | dict[str, Any]) -> str:
 
 def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages with those of the system at the beginning as one, which is all that most chat templates know."""
-    systems = next((n for n, message in enumerate(messages) if message.role != "system"), len(messages))
+    systems = next(
+        (n for n, message in enumerate(messages) if message.role != "system"), len(messages)
+    )
     opening = "\n\n".join(message.content for message in messages[:systems])
     said = (*([Message(role="system", content=opening)] if opening else ()), *messages[systems:])
     if not said or said[-1].role == "assistant":
-        raise GatewayError(400, "expected messages that end with one of the user, a tool or the system")
+        raise GatewayError(
+            400, "expected messages that end with one of the user, a tool or the system"
+        )
     return said
 
 
 def openai_error(error: GatewayError) -> dict[str, Any]:
     """The body of an error as OpenAI's APIs write it."""
-    return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.code or None}}
+    return {
+        "error": {
+            "message": str(error),
+            "type": error.kind,
+            "param": None,
+            "code": error.code or None,
+        }
+    }

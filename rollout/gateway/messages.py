@@ -6,11 +6,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from mcore_mas.rollout.gateway import dialects
-from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Content, ContentPart, Event
-from mcore_mas.rollout.records.trajectory import Message, ToolUse
+from rollout.gateway import dialects
+from rollout.gateway.dialects import ChatReply, ChatRequest, Content, ContentPart, Event
+from rollout.records.trajectory import Message, ToolUse
 
-_STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS: dict[str | None, str] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
 _THOUGHTS = ("thinking", "redacted_thinking")
 
 
@@ -50,12 +54,16 @@ class _MessagesBody(_CountBody):
 
 def _messages(said: _Said) -> Iterator[Message]:
     """What a message says: results of tools, each by itself, before the rest."""
-    blocks = [_Block(type="text", text=said.content)] if isinstance(said.content, str) else said.content
+    blocks = (
+        [_Block(type="text", text=said.content)] if isinstance(said.content, str) else said.content
+    )
     kinds = ("tool_result",) if said.role == "user" else ("tool_use", *_THOUGHTS)
     rest: list[ContentPart] = [block for block in blocks if block.type not in kinds]
     for block in blocks:
         if block.type == kinds[0] == "tool_result":
-            yield Message(role="tool", content=dialects.text_of(block.content), answers=block.tool_use_id)
+            yield Message(
+                role="tool", content=dialects.text_of(block.content), answers=block.tool_use_id
+            )
     calls = [
         ToolUse(id=block.id, name=block.name, arguments=dialects.arguments_of(block.input))
         for block in blocks
@@ -63,7 +71,9 @@ def _messages(said: _Said) -> Iterator[Message]:
     ]
     if rest or calls or said.role == "assistant":
         thoughts = "".join(block.thinking for block in blocks if block.type in kinds[1:])
-        yield Message(role=said.role, content=dialects.text_of(rest), reasoning=thoughts, calls=tuple(calls))
+        yield Message(
+            role=said.role, content=dialects.text_of(rest), reasoning=thoughts, calls=tuple(calls)
+        )
 
 
 def _parse(body: bytes, kind: type[_CountBody] = _MessagesBody) -> ChatRequest:
@@ -80,7 +90,12 @@ def _parse(body: bytes, kind: type[_CountBody] = _MessagesBody) -> ChatRequest:
 def _block(block: dialects.Block) -> tuple[dict[str, Any], dict[str, Any], str]:
     """A block as it is at first and as it is whole, and what of it grows."""
     if block.call is not None:
-        use: dict[str, Any] = {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": {}}
+        use: dict[str, Any] = {
+            "type": "tool_use",
+            "id": block.call.id,
+            "name": block.call.name,
+            "input": {},
+        }
         return use, {**use, "input": json.loads(block.text)}, "partial_json"
     if block.kind == "text":
         return {"type": "text", "text": ""}, {"type": "text", "text": block.text}, "text"
@@ -116,7 +131,9 @@ def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
     for news in growth.news:
         empty, _, kind = _block(news.block)
         if news.begins:
-            events.append({"type": "content_block_start", "index": news.index, "content_block": empty})
+            events.append(
+                {"type": "content_block_start", "index": news.index, "content_block": empty}
+            )
         delta = {"type": _DELTAS[kind], kind: news.text}
         events.append({"type": "content_block_delta", "index": news.index, "delta": delta})
         if news.ends:
@@ -129,7 +146,11 @@ def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
 
 
 def _error(error: dialects.GatewayError) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": error.kind, "message": str(error)}, "request_id": None}
+    return {
+        "type": "error",
+        "error": {"type": error.kind, "message": str(error)},
+        "request_id": None,
+    }
 
 
 def parse_count(body: bytes) -> ChatRequest:
@@ -137,4 +158,6 @@ def parse_count(body: bytes) -> ChatRequest:
     return _parse(body, _CountBody)
 
 
-MESSAGES = dialects.Dialect(path="/v1/messages", parse=_parse, render=_render, stream=_stream, error=_error)
+MESSAGES = dialects.Dialect(
+    path="/v1/messages", parse=_parse, render=_render, stream=_stream, error=_error
+)

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from mcore_mas.rollout.gateway import dialects
-from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Content, Event, GatewayError
-from mcore_mas.rollout.records.trajectory import Message, ToolUse
+from rollout.gateway import dialects
+from rollout.gateway.dialects import ChatReply, ChatRequest, Content, Event, GatewayError
+from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system"}
 _FIXED: dict[str, Any] = {  # of every response
@@ -58,28 +58,49 @@ class _ResponsesBody(dialects.Body):
 def _messages(items: list[_Item]) -> list[Message]:
     """The items as messages: what an assistant thought, said and called in a row is one."""
     messages: list[Message] = []
-    thought, words, calls = "", list[str](), list[ToolUse]()  # of one assistant; of words one text, which may be empty
+    thought, words, calls = (
+        "",
+        list[str](),
+        list[ToolUse](),
+    )  # of one assistant; of words one text, which may be empty
     for item in [*items, _Item(type="end")]:
         if item.type == "reasoning":
             parts = item.content or item.summary
             thought += "\n".join(part.text for part in parts) if isinstance(parts, list) else ""
         elif item.type == "function_call":
-            calls.append(ToolUse(id=item.call_id, name=item.name, arguments=dialects.arguments_of(item.arguments)))
+            calls.append(
+                ToolUse(
+                    id=item.call_id, name=item.name, arguments=dialects.arguments_of(item.arguments)
+                )
+            )
         elif item.type == "message" and item.role == "assistant" and not calls and not words:
             words = [dialects.text_of(item.content)]
         else:
             if words or calls:
                 said = "".join(words)
-                messages.append(Message(role="assistant", content=said, reasoning=thought, calls=tuple(calls)))
+                messages.append(
+                    Message(role="assistant", content=said, reasoning=thought, calls=tuple(calls))
+                )
             thought, words, calls = "", [], []
             if item.type == "function_call_output":
-                messages.append(Message(role="tool", content=dialects.text_of(item.output), answers=item.call_id))
+                messages.append(
+                    Message(
+                        role="tool", content=dialects.text_of(item.output), answers=item.call_id
+                    )
+                )
             elif item.type == "message" and item.role == "assistant":
                 words = [dialects.text_of(item.content)]
             elif item.type == "message":
-                messages.append(Message(role=_ROLES.get(item.role, item.role), content=dialects.text_of(item.content)))
+                messages.append(
+                    Message(
+                        role=_ROLES.get(item.role, item.role),
+                        content=dialects.text_of(item.content),
+                    )
+                )
             elif item.type != "end":
-                raise GatewayError(400, f"an input item of type '{item.type[:40]}', which is not known here")
+                raise GatewayError(
+                    400, f"an input item of type '{item.type[:40]}', which is not known here"
+                )
     return messages
 
 
@@ -100,7 +121,12 @@ def _item(reply: ChatReply, index: int) -> dict[str, Any]:
     """A block of a reply as an item of the output."""
     block = reply.blocks[index]
     if block.call is not None:
-        named = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text, "status": "completed"}
+        named = {
+            "call_id": block.call.id,
+            "name": block.call.name,
+            "arguments": block.text,
+            "status": "completed",
+        }
         return {"id": f"fc_{reply.id}_{index}", "type": "function_call", **named}
     if block.kind == "reasoning":
         thought = [{"type": "reasoning_text", "text": block.text}]
@@ -139,7 +165,13 @@ def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
 
     whole = _render(reply)
     if growth.before is None:
-        begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        begun = {
+            **whole,
+            "status": "in_progress",
+            "output": [],
+            "usage": None,
+            "incomplete_details": None,
+        }
         yield event("response.created", response=begun)
         yield event("response.in_progress", response=begun)
     for news in growth.news:
@@ -167,7 +199,10 @@ def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
             yield event("response.content_part.done", **place, part=part)
         yield event("response.output_item.done", output_index=news.index, item=item)
     if reply.finish:
-        yield event("response.incomplete" if reply.finish == "length" else "response.completed", response=whole)
+        yield event(
+            "response.incomplete" if reply.finish == "length" else "response.completed",
+            response=whole,
+        )
 
 
 RESPONSES = dialects.Dialect(

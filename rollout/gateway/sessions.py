@@ -20,16 +20,16 @@ from typing import Any, TypeVar
 
 import jinja2
 
-from mcore_mas.rollout.base.errors import Defect, EngineError, PromptTooLong
-from mcore_mas.rollout.base.task_group import cancel_tasks
-from mcore_mas.rollout.environments.protocol import after_thought
-from mcore_mas.rollout.environments.tools import Tool
-from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Finish, GatewayError
-from mcore_mas.rollout.models.tool_calls import CALL_MARKS, thought_and_text
-from mcore_mas.rollout.records.trajectory import Message
-from mcore_mas.rollout.teams.chat import Chat
-from mcore_mas.rollout.teams.roles import Agent, AgentReply
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.base.errors import Defect, EngineError, PromptTooLong
+from rollout.base.task_group import cancel_tasks
+from rollout.environments.protocol import after_thought
+from rollout.environments.tools import Tool
+from rollout.gateway.dialects import ChatReply, ChatRequest, Finish, GatewayError
+from rollout.models.tool_calls import CALL_MARKS, thought_and_text
+from rollout.records.trajectory import Message
+from rollout.teams.chat import Chat
+from rollout.teams.roles import Agent, AgentReply
+from rollout.teams.team import TeamSession
 
 _T = TypeVar("_T")
 _OFF_LOOP_CHARS = 20_000  # of a conversation, from which on another thread compares it
@@ -58,9 +58,13 @@ class GatewayCall:
 
     head: ChatReply  # what is known of the reply before it is whole
     task: asyncio.Task[ChatReply] = field(init=False)  # what the whole reply comes from
-    begun: asyncio.Event = field(default_factory=asyncio.Event)  # set as soon as there is anything to stream
+    begun: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # set as soon as there is anything to stream
     _grown: asyncio.Event = field(default_factory=asyncio.Event)
-    wanted: bool = True  # whether somebody waits for it; sampling of a stream that nobody wants ends
+    wanted: bool = (
+        True  # whether somebody waits for it; sampling of a stream that nobody wants ends
+    )
     ended: bool = False  # whether it was ended so
     read: bool = False  # whether a stream of it was, to its end
     turn: int = -1  # its number in the trajectory, once it is whole
@@ -78,7 +82,9 @@ class GatewayCall:
     def hear(self, raw: str, stops: Sequence[str]) -> bool:
         """Take the reply so far, which has been sampled up to `raw`; whether to go on."""
         reasoning, text = settled(raw, stops)
-        if (reasoning, text) != (self.head.reasoning, self.head.text) and self.head.begins(reasoning, text):
+        if (reasoning, text) != (self.head.reasoning, self.head.text) and self.head.begins(
+            reasoning, text
+        ):
             self.head = replace(self.head, reasoning=reasoning, text=text)
             self._tell()
         self.ended |= not self.wanted
@@ -129,19 +135,29 @@ class GatewaySession:
 
     team: TeamSession  # the trajectory's
     _: KW_ONLY
-    aliases: Mapping[str, str] = field(default_factory=dict)  # agents by programs' names for models; `*` is any other
+    aliases: Mapping[str, str] = field(
+        default_factory=dict
+    )  # agents by programs' names for models; `*` is any other
     most_turns: int = 1000  # calls that are answered
-    own_sampling: bool = False  # whether a call's temperature and top_p are heeded; in training they are the agent's
+    own_sampling: bool = (
+        False  # whether a call's temperature and top_p are heeded; in training they are the agent's
+    )
 
     def __post_init__(self) -> None:
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.overlong: PromptTooLong | None = None
         self._agents = {agent.name: agent for agent in self.team.agents}
         self._name = secrets.token_hex(6)  # of replies' ids
-        self._said: dict[bytes, _Said] = {}  # by digest of the conversation up to the reply, as the program knows it
-        self._given: dict[str, tuple[Message, ...]] = {}  # by a reply's id, the conversation up to it
+        self._said: dict[
+            bytes, _Said
+        ] = {}  # by digest of the conversation up to the reply, as the program knows it
+        self._given: dict[
+            str, tuple[Message, ...]
+        ] = {}  # by a reply's id, the conversation up to it
         self._running: set[asyncio.Task[ChatReply]] = set()
-        self._calls: dict[bytes, list[GatewayCall]] = defaultdict(list)  # by digest of all that is asked
+        self._calls: dict[bytes, list[GatewayCall]] = defaultdict(
+            list
+        )  # by digest of all that is asked
         self._asked = 0  # calls so far
 
     @property
@@ -151,10 +167,14 @@ class GatewaySession:
 
     def agent(self, model: str) -> Agent:
         """Who answers as `model`."""
-        name = model if model in self._agents else self.aliases.get(model, self.aliases.get("*", ""))
+        name = (
+            model if model in self._agents else self.aliases.get(model, self.aliases.get("*", ""))
+        )
         if name not in self._agents:
             known = ", ".join(self.models)
-            raise GatewayError(404, f"no model '{model[:80]}'; the agents here: {known}", "model_not_found")
+            raise GatewayError(
+                404, f"no model '{model[:80]}'; the agents here: {known}", "model_not_found"
+            )
         return self._agents[name]
 
     async def ask(self, asked: ChatRequest) -> GatewayCall:
@@ -180,11 +200,15 @@ class GatewaySession:
         place = await _maybe_far(self._place, agent.name, asked)
         same = self._calls[place.key]
         for call in reversed(same):
-            if not call.ended and (not call.wanted or (asked.again and len(same) == 1 and call.turn >= 0)):
+            if not call.ended and (
+                not call.wanted or (asked.again and len(same) == 1 and call.turn >= 0)
+            ):
                 call.wanted = True
                 return call
         if self._asked >= self.most_turns:
-            raise GatewayError(403, "this session has had all the calls that it may make", "turns_exhausted")
+            raise GatewayError(
+                403, "this session has had all the calls that it may make", "turns_exhausted"
+            )
         call = GatewayCall(head=ChatReply(id=f"{self._name}_{self._asked}", model=asked.model))
         self._asked += 1
         same.append(call)
@@ -230,19 +254,28 @@ class GatewaySession:
         """Find the longest part of a conversation that this session knows."""
         found, read, digest = None, 0, b""
         for number, digest in enumerate(_digests(agent, asked), start=1):
-            if asked.messages[number - 1].role == "assistant" and (said := self._said.get(digest)) is not None:
+            if (
+                asked.messages[number - 1].role == "assistant"
+                and (said := self._said.get(digest)) is not None
+            ):
                 found, read = said, number
         own = repr((asked.max_tokens, asked.stop, asked.sampling))
         return _Place(hashlib.blake2b(digest + own.encode(), digest_size=16).digest(), found, read)
 
-    async def _reply(self, asked: ChatRequest, agent: Agent, place: _Place, call: GatewayCall) -> ChatReply:
+    async def _reply(
+        self, asked: ChatRequest, agent: Agent, place: _Place, call: GatewayCall
+    ) -> ChatReply:
         goes_on = place.said is not None and not place.said.goes_on
-        chat, news = self._chat(asked, agent, place, "" if goes_on else self.team.chat_id(agent.name))
+        chat, news = self._chat(
+            asked, agent, place, "" if goes_on else self.team.chat_id(agent.name)
+        )
         if place.said is not None:
             place.said.goes_on = True
         chat.stops = asked.stop
         if asked.stream:
-            chat.hear = lambda raw, form: call.hear(raw, (*asked.stop, *(CALL_MARKS[form] if asked.tools else ())))
+            chat.hear = lambda raw, form: call.hear(
+                raw, (*asked.stop, *(CALL_MARKS[form] if asked.tools else ()))
+            )
         with _refused_templates():
             reply = await chat.go_on(news)
         if any(message.role == "assistant" for message in news):
@@ -260,7 +293,9 @@ class GatewaySession:
             self._said[key] = _Said(chat)
         return given
 
-    def _chat(self, asked: ChatRequest, agent: Agent, place: _Place, name: str) -> tuple[Chat, list[Message]]:
+    def _chat(
+        self, asked: ChatRequest, agent: Agent, place: _Place, name: str
+    ) -> tuple[Chat, list[Message]]:
         """The chat that a call goes on with, under a `name` or that which it has, and what is new in it."""
         limits: dict[str, Any] = asked.sampling if self.own_sampling else {}
         if asked.max_tokens is not None:
@@ -278,20 +313,34 @@ class GatewaySession:
             [call for call in said.chat.messages[-1].calls if call.name],
         )
         ids = {their.id: our.id for their, our in zip(theirs, ours, strict=True)}
-        return chat, [replace(message, answers=ids.get(message.answers, message.answers)) for message in news]
+        return chat, [
+            replace(message, answers=ids.get(message.answers, message.answers)) for message in news
+        ]
 
-    def _give(self, asked: ChatRequest, reply: AgentReply, head: ChatReply) -> tuple[ChatReply, bool]:
+    def _give(
+        self, asked: ChatRequest, reply: AgentReply, head: ChatReply
+    ) -> tuple[ChatReply, bool]:
         """A reply as the program gets it, and whether that is cut at one of its stops."""
         turn = self.team.turn(reply.turn)
         message = reply.message or Message(role="assistant", content=reply.text)
-        text = "\n".join([after_thought(message.content), *(c.arguments for c in message.calls if not c.name)]).strip()
-        text += message.text[len(message.text.rstrip()) :] if text else ""  # spaces, which may be of a stop
+        text = "\n".join(
+            [after_thought(message.content), *(c.arguments for c in message.calls if not c.name)]
+        ).strip()
+        text += (
+            message.text[len(message.text.rstrip()) :] if text else ""
+        )  # spaces, which may be of a stop
         said, stop = asked.cut(text)
         said, reasoning = said if stop else said.rstrip(), message.reasoning
         if not head.begins(reasoning, said):  # what was streamed as text proved to be a thought
             said, reasoning = f"{head.text}</think>\n\n{said}", head.reasoning
-        calls = tuple(replace(call, id=f"call_{call.id.replace('.', '_')}") for call in message.calls if call.name)
-        finish: Finish = "length" if turn.finish_reason == "length" else "tool_calls" if calls else "stop"
+        calls = tuple(
+            replace(call, id=f"call_{call.id.replace('.', '_')}")
+            for call in message.calls
+            if call.name
+        )
+        finish: Finish = (
+            "length" if turn.finish_reason == "length" else "tool_calls" if calls else "stop"
+        )
         given = replace(
             head,
             text=said,
@@ -312,7 +361,9 @@ def _refused_templates() -> Iterator[None]:
         yield
     except Defect as error:
         if isinstance(error.__cause__, jinja2.TemplateError):
-            raise GatewayError(400, f"the model's chat template refuses these messages: {error.__cause__}") from None
+            raise GatewayError(
+                400, f"the model's chat template refuses these messages: {error.__cause__}"
+            ) from None
         raise
 
 
@@ -320,7 +371,9 @@ async def _elsewhere(**arguments: object) -> str:
     raise NotImplementedError("the program calls its tools itself")
 
 
-async def _maybe_far(function: Callable[[str, ChatRequest], _T], agent: str, asked: ChatRequest) -> _T:
+async def _maybe_far(
+    function: Callable[[str, ChatRequest], _T], agent: str, asked: ChatRequest
+) -> _T:
     """What a function gives that looks at a whole conversation; of a long one on another thread."""
     if sum(message.size for message in asked.messages) > _OFF_LOOP_CHARS:
         return await asyncio.to_thread(function, agent, asked)
@@ -338,7 +391,9 @@ def _digests(agent: str, asked: ChatRequest) -> list[bytes]:
     tools = json.dumps([tool.function for tool in asked.tools], sort_keys=True)
     so_far, found = hashlib.blake2b(json.dumps([agent, tools]).encode(), digest_size=16), []
     for message in asked.messages:
-        calls = [(call.name, json.loads(call.arguments, parse_float=_number)) for call in message.calls]
+        calls = [
+            (call.name, json.loads(call.arguments, parse_float=_number)) for call in message.calls
+        ]
         content = after_thought(message.content) if message.role == "assistant" else message.content
         so_far.update(json.dumps([message.role, content, calls], sort_keys=True).encode())
         found.append(so_far.digest())

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import read_json, read_yaml
+from rollout.base.errors import ModelError
+from rollout.base.files import read_json, read_yaml
 
 if TYPE_CHECKING:  # a config.json is read without torch
     from torch import Tensor
@@ -56,7 +56,8 @@ class Experts:
             ffn=config["moe_intermediate_size"],
             normalised=config.get("norm_topk_prob", False),
             sparse=tuple(
-                layer not in dense and (layer + 1) % step == 0 for layer in range(config["num_hidden_layers"])
+                layer not in dense and (layer + 1) % step == 0
+                for layer in range(config["num_hidden_layers"])
             ),
         )
 
@@ -80,8 +81,12 @@ class Architecture:
     qk_norm: bool
     norm_eps: float
     rope_theta: float
-    rope_factor: float | None = None  # by which Llama 3 stretches long wavelengths; None: plain rotary positions
-    rope_bands: tuple[float, float, int] | None = None  # Llama 3's low and high frequency factor, original positions
+    rope_factor: float | None = (
+        None  # by which Llama 3 stretches long wavelengths; None: plain rotary positions
+    )
+    rope_bands: tuple[float, float, int] | None = (
+        None  # Llama 3's low and high frequency factor, original positions
+    )
     positions: int
     init_std: float = 0.02  # of random weights
     experts: Experts | None = None  # None: every layer is dense
@@ -126,19 +131,29 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     try:
         return dict(read_json(path))
     except FileNotFoundError:
-        raise ModelError(f"{folder}: no model here (config.json is missing); expected a Hugging Face folder") from None
+        raise ModelError(
+            f"{folder}: no model here (config.json is missing); expected a Hugging Face folder"
+        ) from None
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{path}: not readable ({error}); expected a Hugging Face model folder") from error
+        raise ModelError(
+            f"{path}: not readable ({error}); expected a Hugging Face model folder"
+        ) from error
 
 
 def tensor_files(folder: Path | str) -> list[Path]:
     """The safetensors files of a folder: what its index names, else all; ModelError if none is named or there."""
     index = Path(folder) / "model.safetensors.index.json"
     try:
-        named = read_json(index)["weight_map"].values() if index.is_file() else Path(folder).glob("*.safetensors")
+        named = (
+            read_json(index)["weight_map"].values()
+            if index.is_file()
+            else Path(folder).glob("*.safetensors")
+        )
         files = {index.with_name(Path(name).name) for name in named}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: not readable ({error}); expected the files of a model's tensors") from error
+        raise ModelError(
+            f"{index}: not readable ({error}); expected the files of a model's tensors"
+        ) from error
     if not files:
         raise ModelError(f"{folder}: no *.safetensors file; expected a Hugging Face model folder")
     return sorted(files)
@@ -165,12 +180,18 @@ def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:
     """
     family = config.get("model_type")
     if family not in MODEL_FAMILIES:
-        raise ModelError(f"{where}: model_type '{family}' is not supported; known: {', '.join(MODEL_FAMILIES)}")
+        raise ModelError(
+            f"{where}: model_type '{family}' is not supported; known: {', '.join(MODEL_FAMILIES)}"
+        )
     refused = [key for key in _REFUSED if config.get(key)]
     if refused or config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{where}: {refused[0] if refused else 'hidden_act'} is set; it is not supported here")
+        raise ModelError(
+            f"{where}: {refused[0] if refused else 'hidden_act'} is set; it is not supported here"
+        )
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        raise ModelError(f"{where}: layer_types has more than full_attention; it is not supported here")
+        raise ModelError(
+            f"{where}: layer_types has more than full_attention; it is not supported here"
+        )
     qkv_bias, qk_norm = MODEL_FAMILIES[family]
     theta, factor, bands = _rope(config, where)
     try:
@@ -198,12 +219,16 @@ def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:
         raise ModelError(f"{where}: no key {error}; expected a Hugging Face config.json") from error
 
 
-def _rope(config: Mapping[str, Any], where: str) -> tuple[float, float | None, tuple[float, float, int] | None]:
+def _rope(
+    config: Mapping[str, Any], where: str
+) -> tuple[float, float | None, tuple[float, float, int] | None]:
     """(theta, Llama 3's factor, its bands) of rotary positions, which have had three places in a config.json."""
     given = {"rope_theta": config.get("rope_theta", 1e4)}
     given |= config.get("rope_scaling") or {}
     given |= config.get("rope_parameters") or {}
-    kind = given.get("rope_type") or given.get("type") or "default"  # `type` before transformers 4.43
+    kind = (
+        given.get("rope_type") or given.get("type") or "default"
+    )  # `type` before transformers 4.43
     if kind == "default":
         return given["rope_theta"], None, None
     if kind != "llama3":
@@ -235,5 +260,7 @@ def planned_architecture(folder: str) -> Architecture:
     row = table["models"].get(table["like"].get(plain, plain))
     if row is None:
         known = ", ".join([*table["models"], *table["like"]])
-        raise ModelError(f"{folder}: no config.json here, and no published model of this name; known: {known}")
+        raise ModelError(
+            f"{folder}: no config.json here, and no published model of this name; known: {known}"
+        )
     return architecture_of(dict(zip(table["columns"], row, strict=True)), folder)

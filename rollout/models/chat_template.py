@@ -12,9 +12,9 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
 
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import read_json, read_yaml
-from mcore_mas.rollout.models.tool_calls import (
+from rollout.base.errors import ModelError
+from rollout.base.files import read_json, read_yaml
+from rollout.models.tool_calls import (
     PYTHON_TAG,
     TOOL_FORMATS,
     ToolSchema,
@@ -22,10 +22,12 @@ from mcore_mas.rollout.models.tool_calls import (
     thought_and_text,
     tool_format_of,
 )
-from mcore_mas.rollout.records.trajectory import Message, Turn
+from rollout.records.trajectory import Message, Turn
 
 CHAT_TEMPLATES: Mapping[str, str] = read_yaml(Path(__file__).with_name("chat_templates.yaml"))
-_TURN_ENDS = {"chatml": "<|im_end|>"}  # by template, what ends a reply where it is not the tokenizer's own end
+_TURN_ENDS = {
+    "chatml": "<|im_end|>"
+}  # by template, what ends a reply where it is not the tokenizer's own end
 
 # What is left of [T] tokens when `most` may stay. A name is the side that goes, as in verl's `data.truncation`.
 CUTS: dict[str, Callable[[tuple[int, ...], int], tuple[int, ...]]] = {
@@ -35,7 +37,10 @@ CUTS: dict[str, Callable[[tuple[int, ...], int], tuple[int, ...]]] = {
 }
 
 _RECENT = 64  # first prompts whose text and tokens are kept: those of a group are the same
-_MARKS = ("\ue001", "\ue002")  # stand for a reply's thoughts and its words; no template changes them
+_MARKS = (
+    "\ue001",
+    "\ue002",
+)  # stand for a reply's thoughts and its words; no template changes them
 
 
 def has_chat_template(model: Path | str) -> bool:
@@ -56,7 +61,11 @@ class Renderer:
     """
 
     def __init__(
-        self, model: Path | str, *, template: str | None = None, arguments: Mapping[str, Any] | None = None
+        self,
+        model: Path | str,
+        *,
+        template: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """Load from folder `model`; only files on this machine are read.
 
@@ -84,32 +93,54 @@ class Renderer:
             )
         for name in self._arguments:
             if not re.search(rf"\b{re.escape(name)}\b", self._tokenizer.get_chat_template()):
-                raise ModelError(f"{model}: its chat template reads no '{name}'; take it out of chat_template_kwargs")
+                raise ModelError(
+                    f"{model}: its chat template reads no '{name}'; take it out of chat_template_kwargs"
+                )
         self.tool_format = tool_format_of(self._tokenizer.get_chat_template())
-        specials = {number: t.content for number, t in self._tokenizer.added_tokens_decoder.items() if t.special}
+        specials = {
+            number: t.content
+            for number, t in self._tokenizer.added_tokens_decoder.items()
+            if t.special
+        }
         self._special_ids, special = frozenset(specials), set(specials.values())
         self._special = _any_of(special)
-        self._special_but_own = _any_of(special - {PYTHON_TAG})  # a sampled reply calls its tools by that token
+        self._special_but_own = _any_of(
+            special - {PYTHON_TAG}
+        )  # a sampled reply calls its tools by that token
         self._marks = _any_of(set(mark_control_tokens("|", _any_of("|"))) - {"|"})
         self._spelling = threading.Lock()
         self._begin = lru_cache(_RECENT)(self._encode)
         self._plain = lru_cache(_RECENT)(self._rendered)
-        self._dated = "strftime_now" in self._tokenizer.get_chat_template()  # it may say something else tomorrow
-        self.stop = _ends(model, self._turn_end(model, template), self._tokenizer.eos_token_id)  # end a reply
+        self._dated = (
+            "strftime_now" in self._tokenizer.get_chat_template()
+        )  # it may say something else tomorrow
+        self.stop = _ends(
+            model, self._turn_end(model, template), self._tokenizer.eos_token_id
+        )  # end a reply
         self._end_texts = [str(self._tokenizer.convert_ids_to_tokens(end)) for end in self.stop]
 
     def _turn_end(self, model: Path | str, template: str | None) -> int | None:
         """The token that the template writes behind a reply, which a base model's tokenizer may not have as its end."""
         end = _TURN_ENDS.get(template or "")
         if end is None:
-            asked, said = Message(role="user", content="?"), Message(role="assistant", content=_MARKS[1])
+            asked, said = (
+                Message(role="user", content="?"),
+                Message(role="assistant", content=_MARKS[1]),
+            )
             try:
-                rests = [self._text(chat).rpartition(_MARKS[1])[2] for chat in ((asked, said), (asked, said, asked))]
+                rests = [
+                    self._text(chat).rpartition(_MARKS[1])[2]
+                    for chat in ((asked, said), (asked, said, asked))
+                ]
             except TemplateError:  # of one that takes no such chat
                 return None
             behind, again = ((self._special.match(rest) or ("",))[0] for rest in rests)
             # what begins the next message is no end
-            return int(self._tokenizer.convert_tokens_to_ids(behind)) if behind and behind == again else None
+            return (
+                int(self._tokenizer.convert_tokens_to_ids(behind))
+                if behind and behind == again
+                else None
+            )
         found: int | None = self._tokenizer.get_vocab().get(end)
         if found is None:
             raise ModelError(
@@ -117,7 +148,9 @@ class Renderer:
             )
         return found
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
         """Token ids [P] of a conversation, up to where the assistant's reply begins."""
         return self._begin(self._text(messages, tools))
 
@@ -138,19 +171,32 @@ class Renderer:
             changed, or the template leaves out thoughts of the reply or puts something to it.
         """
         read = len(before.messages)
-        if tuple(messages[:read]) != before.messages or len(messages) == read or messages[read].role != "assistant":
+        if (
+            tuple(messages[:read]) != before.messages
+            or len(messages) == read
+            or messages[read].role != "assistant"
+        ):
             return None
         thought, ended, _ = messages[read].text.lstrip().rpartition("</think>")
         own = thought.removeprefix("<think>")
         begin = "" if own == thought else "<think>\n"
-        stub = f"{begin}{_MARKS[0] if own.strip() else ''}\n</think>\n\n{_MARKS[1]}" if ended else _MARKS[1]
+        stub = (
+            f"{begin}{_MARKS[0] if own.strip() else ''}\n</think>\n\n{_MARKS[1]}"
+            if ended
+            else _MARKS[1]
+        )
         head = self._text(before.messages, tools)
-        marked = self._text((*messages[:read], Message(role="assistant", content=stub), *messages[read + 1 :]), tools)
+        marked = self._text(
+            (*messages[:read], Message(role="assistant", content=stub), *messages[read + 1 :]),
+            tools,
+        )
         reply, found, rest = marked[len(head) :].partition(_MARKS[1])
         if not marked.startswith(head) or (reply + found).split() != stub.split():
             return None
         if before.completion_ids[-1:] and before.completion_ids[-1] in self.stop:
-            rest = next((rest.removeprefix(end) for end in self._end_texts if rest.startswith(end)), rest)
+            rest = next(
+                (rest.removeprefix(end) for end in self._end_texts if rest.startswith(end)), rest
+            )
         return before.prompt_ids + before.completion_ids + self._encode(rest)
 
     def go_on(
@@ -181,7 +227,9 @@ class Renderer:
                 continue
             prompt = self._text(messages[:i])
             if not prompt.startswith(text):
-                raise ValueError("the chat template rewrites earlier messages; its dialogues cannot be trained on")
+                raise ValueError(
+                    "the chat template rewrites earlier messages; its dialogues cannot be trained on"
+                )
             head, reply = self._encode(prompt[len(text) :]), self.encode_reply(message.content)
             ids += head + reply
             written += [False] * len(head) + [True] * len(reply)
@@ -201,10 +249,18 @@ class Renderer:
         """The text that a reply's next token completes, "" for its end and where there is none; None: it is special."""
         if token in self.stop:
             return ""
-        return None if token in self._special_ids else stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        return (
+            None
+            if token in self._special_ids
+            else stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        )
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
-        return self._rendered(messages, tools) if tools or self._dated else self._plain(tuple(messages))
+        return (
+            self._rendered(messages, tools)
+            if tools or self._dated
+            else self._plain(tuple(messages))
+        )
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
         if self.tool_format == "fenced":
@@ -212,7 +268,10 @@ class Renderer:
         return str(
             self._tokenizer.apply_chat_template(
                 [
-                    self._mark(_as_template_takes(message), self._special_but_own if message.raw else self._special)
+                    self._mark(
+                        _as_template_takes(message),
+                        self._special_but_own if message.raw else self._special,
+                    )
                     for message in messages
                 ],
                 tools=self._mark([tool.function for tool in tools], self._special) or None,
@@ -246,11 +305,18 @@ class WordStream:
     """
 
     def __init__(
-        self, renderer: Renderer, prompt_ids: Sequence[int], *, calls: bool, stops: Collection[str] = ()
+        self,
+        renderer: Renderer,
+        prompt_ids: Sequence[int],
+        *,
+        calls: bool,
+        stops: Collection[str] = (),
     ) -> None:
         """`calls`: whether special tokens of the reply may be of a call of tools; what follows one is then not told."""
         self._renderer, self._calls, self._stops = renderer, calls, stops
-        self._reach = max(map(len, stops), default=0) + len("<think")  # so many characters may prove to be no thought
+        self._reach = max(map(len, stops), default=0) + len(
+            "<think"
+        )  # so many characters may prove to be no thought
         self._thinks = renderer.decode_raw(prompt_ids[-8:]).rstrip().endswith("<think>")
 
     def add(self, place: int, ids: Sequence[int]) -> str:
@@ -296,7 +362,11 @@ def _as_template_takes(message: Message) -> dict[str, Any]:
         fields["reasoning_content"] = message.reasoning
     if message.calls:
         fields["tool_calls"] = [
-            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+            {
+                "type": "function",
+                "id": c.id,
+                "function": {"name": c.name, "arguments": json.loads(c.arguments)},
+            }
             for c in message.calls
         ]
     return fields | ({"tool_call_id": message.answers} if message.answers else {})

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.files import atomic_folder
-from mcore_mas.rollout.models.architecture import Architecture
-from mcore_mas.rollout.models.layout import Projection
-from mcore_mas.rollout.models.tensors import RowBlocks, WeightStream, blocks_of, complete, cut, whole
+from rollout.base.errors import EngineError
+from rollout.base.files import atomic_folder
+from rollout.models.architecture import Architecture
+from rollout.models.layout import Projection
+from rollout.models.tensors import RowBlocks, WeightStream, blocks_of, complete, cut, whole
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _ALIGNED = 16  # elements: every buffer starts on a cache line
@@ -33,7 +33,9 @@ class Layer:
     k_norm: Tensor | None  # [D]
     out: Tensor  # [hidden, H * D]
     post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [E, 2 * intermediate, hidden] of a layer's experts; of a dense layer without the E
+    gate_up: (
+        Tensor  # [E, 2 * intermediate, hidden] of a layer's experts; of a dense layer without the E
+    )
     down: Tensor  # [E, hidden, intermediate]
     router: Tensor | None = None  # [E, hidden]; None: the layer is dense
 
@@ -43,7 +45,9 @@ class NamedBuffers:
 
     _tied = False
     elements: int  # float32 numbers that their storage holds
-    places: dict[str, tuple[torch.Size, Tensor]]  # name -> (shape in the stream, view of a buffer in the same order)
+    places: dict[
+        str, tuple[torch.Size, Tensor]
+    ]  # name -> (shape in the stream, view of a buffer in the same order)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Name, full tensor) of all that is in the buffers; a tied head is its embedding alone."""
@@ -75,10 +79,14 @@ class NamedBuffers:
                     tied[name] = whole(rows).detach()
                 yield name, rows
 
-        for name, rows in complete(noted(), {name: shape for name, (shape, _) in self.places.items()}):
+        for name, rows in complete(
+            noted(), {name: shape for name, (shape, _) in self.places.items()}
+        ):
             yield name, rows, self.places[name][1]
         if len(tied) == 2 and not _same(*tied.values()):
-            raise EngineError("tensor 'lm_head.weight' differs from the embedding to which this model's head is tied")
+            raise EngineError(
+                "tensor 'lm_head.weight' differs from the embedding to which this model's head is tied"
+            )
 
 
 class Weights(NamedBuffers):
@@ -106,7 +114,9 @@ class Weights(NamedBuffers):
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(
+        a.float(), b.float(), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +145,20 @@ class AdapterWeights(NamedBuffers):
                 block = "mlp" if x in ("gate", "up", "down") else "self_attn"
                 name = f"base_model.model.model.layers.{index}.{block}.{x}_proj.lora_"
                 self.places |= {f"{name}A.weight": (a.shape, a)}
-                self.places |= {f"{name}B.weight": (b.shape, _paired(b, shape) if x in ("q", "k") else b)}
+                self.places |= {
+                    f"{name}B.weight": (b.shape, _paired(b, shape) if x in ("q", "k") else b)
+                }
         self.elements = empty.used
 
 
 def write_peft(
-    folder: Path, base: str, tensors: dict[str, Tensor], *, rank: int, alpha: float, targets: Iterable[str]
+    folder: Path,
+    base: str,
+    tensors: dict[str, Tensor],
+    *,
+    rank: int,
+    alpha: float,
+    targets: Iterable[str],
 ) -> None:
     """Write an adapter, full `tensors` by PEFT name, of the model in folder `base`, complete or not at all."""
     config = {
@@ -212,7 +230,9 @@ def _places(layer: Layer, shape: Architecture) -> dict[str, tuple[torch.Size, Te
 
     def put_heads(kind: str, fused: Tensor | None) -> None:
         sizes = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
-        for x, part in zip("qkv", (None,) * 3 if fused is None else fused.split(sizes), strict=True):
+        for x, part in zip(
+            "qkv", (None,) * 3 if fused is None else fused.split(sizes), strict=True
+        ):
             put(f"self_attn.{x}_proj.{kind}", part, paired=x != "v")
 
     put("input_layernorm.weight", layer.input_norm)
@@ -222,7 +242,10 @@ def _places(layer: Layer, shape: Architecture) -> dict[str, tuple[torch.Size, Te
     put("mlp.gate.weight", layer.router)
     mlps = {"mlp": (layer.gate_up, layer.down)}
     if layer.router is not None:
-        mlps = {f"mlp.experts.{e}": pair for e, pair in enumerate(zip(layer.gate_up, layer.down, strict=True))}
+        mlps = {
+            f"mlp.experts.{e}": pair
+            for e, pair in enumerate(zip(layer.gate_up, layer.down, strict=True))
+        }
     for name, (gate_up, down) in mlps.items():
         for x, part in zip(("gate", "up", "down"), (*gate_up.chunk(2), down), strict=True):
             put(f"{name}.{x}_proj.weight", part)

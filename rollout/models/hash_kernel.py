@@ -27,7 +27,9 @@ def tiles_kernel(words, sums, count, size, seeds, tile: tl.constexpr, block: tl.
         word = tl.load(words + place, mask=there, other=0).to(tl.uint32, bitcast=True)
         at = place.to(tl.uint32)
         one = _mixed(word ^ (at * 0x27D4EB2D + seeds[0].to(tl.uint32)) ^ ((at << 15) | (at >> 17)))
-        other = _mixed(word ^ (at * 0x165667B1 + seeds[1].to(tl.uint32)) ^ ((at << 13) | (at >> 19)))
+        other = _mixed(
+            word ^ (at * 0x165667B1 + seeds[1].to(tl.uint32)) ^ ((at << 13) | (at >> 19))
+        )
         high += tl.where(there, one, 0)
         low += tl.where(there, other, 0)
     bytes_ = size.to(tl.uint32)
@@ -39,5 +41,7 @@ def tiles_kernel(words, sums, count, size, seeds, tile: tl.constexpr, block: tl.
 def sum_of_tiles(words: Tensor, seeds: tuple[int, int]) -> int:
     """The sum, modulo 2^64 and with a sign, of all tiles of `words` [n] int32."""
     sums = torch.empty(-(-len(words) // TILE), dtype=torch.int64, device=words.device)
-    tiles_kernel[(len(sums),)](words, sums, len(words), 4 * len(words), seeds, TILE, BLOCK, num_warps=WARPS)
+    tiles_kernel[(len(sums),)](
+        words, sums, len(words), 4 * len(words), seeds, TILE, BLOCK, num_warps=WARPS
+    )
     return int(sums.sum())

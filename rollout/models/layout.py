@@ -5,11 +5,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.models.architecture import Architecture, Experts
+from rollout.base.errors import ModelError
+from rollout.models.architecture import Architecture, Experts
 
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
-Recompute = Literal["none", "selective", "full"]  # of activations: norms' outputs and SwiGLU's products, or all
+Recompute = Literal[
+    "none", "selective", "full"
+]  # of activations: norms' outputs and SwiGLU's products, or all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,10 @@ _ATTENTION: tuple[Projection, ...] = ("q", "k", "v", "o")
 
 
 def check_fit(
-    a: Architecture, layout: ParallelLayout, layers: str = "local", targets: Collection[Projection] = ()
+    a: Architecture,
+    layout: ParallelLayout,
+    layers: str = "local",
+    targets: Collection[Projection] = (),
 ) -> None:
     """Refuse to train a model in a parallel layout that cannot cut it, or with what is not there.
 
@@ -54,12 +59,18 @@ def check_fit(
             _refuse(f"tp: {tp} does not divide the model's {size} {what}", tp, *sizes.values())
     heads = a.heads // tp
     if heads % cp:
-        _refuse(f"cp: {cp} does not divide the {heads} heads that tp: {tp} leaves to each rank", cp, heads)
+        _refuse(
+            f"cp: {cp} does not divide the {heads} heads that tp: {tp} leaves to each rank",
+            cp,
+            heads,
+        )
     if a.layers % (pp * vpp):
         stages = f"pp: {pp}" if vpp == 1 else f"pp · vpp: {pp} · {vpp}"
         _refuse(f"{stages} does not divide the model's {a.layers} layers", pp * vpp, a.layers)
     if vpp > 1 and pp == 1:
-        raise ModelError(f"vpp: {vpp} stages on each pipeline rank need pp of 2 or more; use vpp: 1, or pp: 2")
+        raise ModelError(
+            f"vpp: {vpp} stages on each pipeline rank need pp of 2 or more; use vpp: 1, or pp: 2"
+        )
     if layout.sp and tp == 1:
         raise ModelError("sp: cutting by sequence needs tp of 2 or more; use sp: false, or tp: 2")
     if a.experts is None and layout.ep > 1:
@@ -80,7 +91,9 @@ def check_fit(
         _check_experts(a.experts, layout, targets)
 
 
-def _check_experts(experts: Experts, layout: ParallelLayout, targets: Collection[Projection]) -> None:
+def _check_experts(
+    experts: Experts, layout: ParallelLayout, targets: Collection[Projection]
+) -> None:
     if experts.per_token == 1 and experts.normalised:
         raise ModelError(
             "norm_topk_prob with num_experts_per_tok: 1 gives every expert weight 1, so its router cannot learn"
@@ -90,7 +103,9 @@ def _check_experts(experts: Experts, layout: ParallelLayout, targets: Collection
         must = f"must divide the model's {experts.count} experts, and dp · cp: {ranks}, whose ranks share them"
         _refuse(f"ep: {layout.ep} {must}", layout.ep, experts.count, ranks)
     if layout.tp > 1 and not layout.sp:
-        raise ModelError(f"tp: {layout.tp} on a mixture of experts cuts by sequence too; use sp: true, or tp: 1")
+        raise ModelError(
+            f"tp: {layout.tp} on a mixture of experts cuts by sequence too; use sp: true, or tp: 1"
+        )
     if refused := [x for x in targets if x not in _ATTENTION]:
         raise ModelError(
             f"lora.targets: {', '.join(refused)} of a mixture of experts are its experts', which take no adapters; "

@@ -10,8 +10,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.models.architecture import open_tensors, tensor_files
+from rollout.base.errors import EngineError
+from rollout.models.architecture import open_tensors, tensor_files
 
 RowBlocks = Tensor | Sequence[Tensor]  # a full tensor, or blocks of its rows in their order
 WeightStream = Iterable[tuple[str, RowBlocks]]  # Hugging Face name and tensor, one at a time
@@ -46,7 +46,9 @@ def cut(target: Tensor, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def buckets(
-    tensors: Iterable[tuple[_Key, Tensor]], limit: int, kind: Callable[[_Key], object] = lambda _: None
+    tensors: Iterable[tuple[_Key, Tensor]],
+    limit: int,
+    kind: Callable[[_Key], object] = lambda _: None,
 ) -> Iterator[list[tuple[_Key, Tensor]]]:
     """Split a stream into lists of one `kind`, each of at most `limit` bytes, or of one larger tensor."""
     held: dict[object, list[tuple[_Key, Tensor]]] = {}
@@ -97,7 +99,9 @@ def tensor_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
 
 
 def complete(
-    weights: WeightStream, manifest: Mapping[str, Sequence[int]], shares: Mapping[str, Sequence[int]] | None = None
+    weights: WeightStream,
+    manifest: Mapping[str, Sequence[int]],
+    shares: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[tuple[str, RowBlocks]]:
     """Pass on tensors as long as `manifest` has their names and shapes; a tied head's second name is left out.
 
@@ -111,10 +115,14 @@ def complete(
         if name not in left:
             if name == "lm_head.weight" and name not in manifest:
                 continue
-            raise EngineError(f"tensor '{name}' {'comes twice' if name in manifest else 'is unknown to this model'}")
+            raise EngineError(
+                f"tensor '{name}' {'comes twice' if name in manifest else 'is unknown to this model'}"
+            )
         shape, share = left.pop(name), (shares or {}).get(name, ())
         if list(shape_of(rows)) not in (list(shape), list(share)):
-            raise EngineError(f"tensor '{name}' has shape {list(shape_of(rows))}; expected {list(shape)}")
+            raise EngineError(
+                f"tensor '{name}' has shape {list(shape_of(rows))}; expected {list(shape)}"
+            )
         yield name, rows
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -185,7 +193,10 @@ _TILE = 8192  # words whose sum is mixed once more
 _TILES = 512  # at once: bounds the memory
 _SEED = 0x243F6A88
 _SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
-_PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))  # what a word's place is multiplied with, and rotated by
+_PLACES = (
+    (0x27D4EB2D, 15),
+    (0x165667B1, 13),
+)  # what a word's place is multiplied with, and rotated by
 _WORD, _LONG = (1 << 32) - 1, (1 << 64) - 1
 
 
@@ -200,7 +211,7 @@ def gpu_hash(tensor: Tensor) -> int:
     if not len(data):
         return 0
     if data.is_cuda and importlib.util.find_spec("triton"):
-        from mcore_mas.rollout.models.hash_kernel import sum_of_tiles  # Triton comes with torch for CUDA only
+        from rollout.models.hash_kernel import sum_of_tiles  # Triton comes with torch for CUDA only
 
         return _finish(sum_of_tiles(data, _SEEDS) & _LONG)
     return _finish(_sum_of_tiles(data) & _LONG)
@@ -214,7 +225,9 @@ def _sum_of_tiles(data: Tensor) -> int:
         at = np.arange(first, first + len(part)).astype(np.uint32)
         for half, seed, (factor, by) in zip((32, 0), _SEEDS, _PLACES, strict=True):
             mixed = _mix(part ^ (at * factor + seed) ^ ((at << by) | (at >> (32 - by))))
-            sums = np.pad(mixed, (0, -len(mixed) % _TILE)).reshape(-1, _TILE).sum(1, dtype=np.uint32)
+            sums = (
+                np.pad(mixed, (0, -len(mixed) % _TILE)).reshape(-1, _TILE).sum(1, dtype=np.uint32)
+            )
             total += int(_mix(sums ^ (4 * len(words) & _WORD)).sum(dtype=np.uint64)) << half
     return total
 

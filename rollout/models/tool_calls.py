@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mcore_mas.rollout.records.trajectory import Message, ToolUse
+from rollout.records.trajectory import Message, ToolUse
 
 ToolFormat = Literal["hermes", "llama3", "fenced"]
 PYTHON_TAG = "<|python_tag|>"
@@ -31,7 +31,11 @@ class ToolSchema:
     @property
     def function(self) -> dict[str, Any]:
         """As chat templates take it."""
-        own = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        own = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": dict(self.parameters),
+        }
         return {"type": "function", "function": own}
 
 
@@ -41,7 +45,9 @@ class ParsedReply:
 
     text: str  # without thoughts and calls
     reasoning: str
-    calls: tuple[ToolUse, ...]  # in their order; one that cannot be read has no name, and its text as arguments
+    calls: tuple[
+        ToolUse, ...
+    ]  # in their order; one that cannot be read has no name, and its text as arguments
     problems: Mapping[str, str]  # by id of such a call, what the model is told
 
 
@@ -56,7 +62,11 @@ def _llama3(text: str) -> tuple[str, list[str]]:
     tagged = body.startswith(PYTHON_TAG)
     body = body.removeprefix(PYTHON_TAG).strip()
     if not body.startswith("{"):
-        return ("", [json.dumps({"name": "python", "arguments": {"code": body}})]) if tagged and body else (text, [])
+        return (
+            ("", [json.dumps({"name": "python", "arguments": {"code": body}})])
+            if tagged and body
+            else (text, [])
+        )
     calls = []
     rest = body
     while rest:
@@ -118,7 +128,9 @@ def parse_reply(raw: str, form: ToolFormat, prefix: str) -> ParsedReply:
         if not name:
             problems[calls[-1].id] = _UNREADABLE
     reasoning = thought.strip().removeprefix("<think>").strip()
-    return ParsedReply(text=text.strip(), reasoning=reasoning, calls=tuple(calls), problems=problems)
+    return ParsedReply(
+        text=text.strip(), reasoning=reasoning, calls=tuple(calls), problems=problems
+    )
 
 
 def _read(call: str) -> tuple[str, str]:
@@ -143,14 +155,21 @@ def in_words(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[M
     The tools and how to call them go to the end of the system prompt, and results are the user's. Messages of the user
     in a row are one, as many templates want it.
     """
-    if not tools and not any(message.answers or message.raw or message.calls for message in messages):
+    if not tools and not any(
+        message.answers or message.raw or message.calls for message in messages
+    ):
         return list(messages)
     said: list[Message] = []
     for message in messages:
         content, role = message.raw or message.content, message.role
         if not message.raw:
-            calls = ({"name": call.name, "arguments": json.loads(call.arguments)} for call in message.calls)
-            content = "\n".join([content, *(f"```tool\n{json.dumps(call)}\n```" for call in calls)]).lstrip("\n")
+            calls = (
+                {"name": call.name, "arguments": json.loads(call.arguments)}
+                for call in message.calls
+            )
+            content = "\n".join(
+                [content, *(f"```tool\n{json.dumps(call)}\n```" for call in calls)]
+            ).lstrip("\n")
         if role == "tool":
             role, content = "user", f"Result of the tool:\n{content}"
         if said and said[-1].role == role == "user":
@@ -159,7 +178,8 @@ def in_words(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[M
             said.append(Message(role=role, content=content))
     if tools:
         listed = "".join(
-            f"- {tool.name}: {tool.description}\n  arguments: {json.dumps(tool.parameters)}\n" for tool in tools
+            f"- {tool.name}: {tool.description}\n  arguments: {json.dumps(tool.parameters)}\n"
+            for tool in tools
         )
         about = f"Tools:\n{listed}\n{_FORM}"
         if said and said[0].role == "system":

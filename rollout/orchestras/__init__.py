@@ -32,17 +32,24 @@ tool_coder        a coder with a Python session, and a reviewer
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.orchestras import replies
-from mcore_mas.rollout.orchestras.ab_mcts import ab_mcts
-from mcore_mas.rollout.orchestras.acting import game_team, self_verify, single
-from mcore_mas.rollout.orchestras.coding import code_reflect, coder_tester, dsbench, tool_coder
-from mcore_mas.rollout.orchestras.graph import graph
-from mcore_mas.rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
-from mcore_mas.rollout.orchestras.program import program
-from mcore_mas.rollout.orchestras.search import m_ask, memory_search, qa_decompose, qa_evidence, qa_rewrite, search_team
-from mcore_mas.rollout.orchestras.sequential import chain, math_refine, mathchat, solver_verifier
-from mcore_mas.rollout.teams.roles import register_agent
+from rollout.base.files import read_yaml
+from rollout.orchestras import replies
+from rollout.orchestras.ab_mcts import ab_mcts
+from rollout.orchestras.acting import game_team, self_verify, single
+from rollout.orchestras.coding import code_reflect, coder_tester, dsbench, tool_coder
+from rollout.orchestras.graph import graph
+from rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
+from rollout.orchestras.program import program
+from rollout.orchestras.search import (
+    m_ask,
+    memory_search,
+    qa_decompose,
+    qa_evidence,
+    qa_rewrite,
+    search_team,
+)
+from rollout.orchestras.sequential import chain, math_refine, mathchat, solver_verifier
+from rollout.teams.roles import register_agent
 
 ORCHESTRAS: dict[str, Callable[..., Awaitable[None]]] = {  # (task, team, env, **options)
     orchestra.__name__: orchestra
@@ -59,8 +66,12 @@ ORCHESTRAS: dict[str, Callable[..., Awaitable[None]]] = {  # (task, team, env, *
 # which grow a tree of their own: a task's turns are compared within one trajectory too, and it cannot be branched
 SEARCHES = frozenset({"ab_mcts"})
 
-CHATS = frozenset({"memory_search", "tool_coder"})  # which open chats, in which agents may call tools
+CHATS = frozenset(
+    {"memory_search", "tool_coder"}
+)  # which open chats, in which agents may call tools
 
 
 for _name, _role in read_yaml(Path(__file__).with_name("roles.yaml")).items():
-    register_agent(_name, system=_role["system"], user=_role["user"])(getattr(replies, f"parse_{_role['parse']}"))
+    register_agent(_name, system=_role["system"], user=_role["user"])(
+        getattr(replies, f"parse_{_role['parse']}")
+    )

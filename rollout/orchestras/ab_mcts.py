@@ -16,11 +16,11 @@ from typing import Literal, TypeVar
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.options import Names
-from mcore_mas.rollout.environments.protocol import PlayedEnv, after_thought
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.base.errors import EnvError
+from rollout.base.options import Names
+from rollout.environments.protocol import PlayedEnv, after_thought
+from rollout.records.trajectory import Task
+from rollout.teams.team import TeamSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,10 @@ async def ab_mcts(
         parent, agent = search.select(Random(team.seed("node", number)))
         attempt, feedback = attempts[parent.name]
         reply = await team.act(agent, problem=problem, attempt=attempt, feedback=feedback)
-        grade, answer = grading.malformed, "It could not be read: it is not of the form that was asked for."
+        grade, answer = (
+            grading.malformed,
+            "It could not be read: it is not of the form that was asked for.",
+        )
         if reply.value is not None:
             grade, answer = await _grade(env, reply.value, grading.measure)
         try:
@@ -102,14 +105,18 @@ async def _grade(env: PlayedEnv, action: str, measure: str) -> tuple[float, str]
     if measure == "reward":
         return step.reward, step.observation
     if measure not in step.metrics:
-        raise EnvError(f"ab_mcts: the environment does not measure '{measure}'; it measures {', '.join(step.metrics)}")
+        raise EnvError(
+            f"ab_mcts: the environment does not measure '{measure}'; it measures {', '.join(step.metrics)}"
+        )
     return step.metrics[measure], step.observation
 
 
 _Key = TypeVar("_Key")
 
 
-ScoreDraw = Callable[[Sequence[float], Random], float]  # a mean score that may be the true one, given scores
+ScoreDraw = Callable[
+    [Sequence[float], Random], float
+]  # a mean score that may be the true one, given scores
 
 
 def draw_beta(scores: Sequence[float], random: Random) -> float:
@@ -120,7 +127,9 @@ def draw_beta(scores: Sequence[float], random: Random) -> float:
     """
     bad = [score for score in scores if not 0.0 <= score <= 1.0]
     if bad:
-        raise ValueError(f"a beta posterior takes scores from 0 to 1, and one is {bad[0]:g}; choose gaussian")
+        raise ValueError(
+            f"a beta posterior takes scores from 0 to 1, and one is {bad[0]:g}; choose gaussian"
+        )
     # a + Σ r, b + Σ (1 - r)
     return random.betavariate(0.5 + sum(scores), 0.5 + len(scores) - sum(scores))
 
@@ -178,7 +187,9 @@ class TreeSearch:
         """The node that `agent` made under `parent`; its score is told to everything above it."""
         name = f"{parent.name}.{len(parent.children)}".lstrip(".")
         node = SearchNode(name=name, parent=parent, score=score, seen=[score])
-        self._posterior([score], Random(0))  # refuses what it cannot take, before anything is written down
+        self._posterior(
+            [score], Random(0)
+        )  # refuses what it cannot take, before anything is written down
         self.scores[agent].append(score)
         parent.children.append(node)
         above = parent

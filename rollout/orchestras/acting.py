@@ -11,11 +11,11 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.environments.protocol import PlayedEnv, after_thought
-from mcore_mas.rollout.orchestras.replies import boxed, graded, parse_listed
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.teams.roles import AgentReply
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.environments.protocol import PlayedEnv, after_thought
+from rollout.orchestras.replies import boxed, graded, parse_listed
+from rollout.records.trajectory import Task
+from rollout.teams.roles import AgentReply
+from rollout.teams.team import TeamSession
 
 ProposalStyle = Literal["actions", "program"]
 
@@ -60,7 +60,9 @@ async def game_team(
         idea = await team.act("tool", **slots)
         actions = await _proposed(tool, idea, env)
         imagined = await env.preview(actions)
-        team.score(idea.turn, local=imagined.reward)  # before anybody else is asked: a tree chooses by it
+        team.score(
+            idea.turn, local=imagined.reward
+        )  # before anybody else is asked: a tree chooses by it
         return actions
 
     for _ in range(max_turns):
@@ -69,7 +71,9 @@ async def game_team(
             proposal = await propose(slots)
             plan = await team.act("planner", **slots, proposal=proposal)
         else:
-            proposal, plan = await asyncio.gather(propose(slots), team.act("planner", **slots, proposal=earlier))
+            proposal, plan = await asyncio.gather(
+                propose(slots), team.act("planner", **slots, proposal=earlier)
+            )
         step = await env.step(plan.value or "")
         team.score(plan.turn, local=step.reward)
         if step.done:
@@ -79,7 +83,12 @@ async def game_team(
 
 
 async def single(
-    task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 5, tool: ProposalStyle = "actions"
+    task: Task,
+    team: TeamSession,
+    env: PlayedEnv,
+    *,
+    max_turns: PositiveInt = 5,
+    tool: ProposalStyle = "actions",
 ) -> None:
     """Let the agent `player` act until the environment has ended or `max_turns` are spent.
 
@@ -99,7 +108,9 @@ async def single(
         history += f"{action or '(no actions)'}\n{step.observation}\n"
 
 
-async def self_verify(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 3) -> None:
+async def self_verify(
+    task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 3
+) -> None:
     """Let the agent `solver` answer, and answer again with its own reply in sight, until it gives the same answer twice
     in a row or `max_turns` are spent. Its last answer is final.
 

@@ -7,15 +7,17 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.environments.data_science import SUBMIT
-from mcore_mas.rollout.environments.protocol import Case, PlayedEnv, after_thought
-from mcore_mas.rollout.orchestras.replies import fenced, with_output
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.base.errors import EnvError
+from rollout.environments.data_science import SUBMIT
+from rollout.environments.protocol import Case, PlayedEnv, after_thought
+from rollout.orchestras.replies import fenced, with_output
+from rollout.records.trajectory import Task
+from rollout.teams.team import TeamSession
 
 
-async def code_reflect(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 3) -> None:
+async def code_reflect(
+    task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 3
+) -> None:
     """Ask `planner`, `coder` and `reflector` in turn, until a program passes the visible tests or `max_turns` programs
     are spent. The last program is final, and nobody reflects on it.
 
@@ -74,9 +76,16 @@ async def coder_tester(
     history = ""
     for _ in range(max_turns):
         slots = {"problem": problem, "history": history}
-        coded, tested = await asyncio.gather(team.act("coder", **slots), team.act("tester", **slots))
-        cases: list[Case] = [(given, expected) for given, expected in json.loads(tested.value or "[]")][:max_cases]
-        team.score(coded.turn, local=malformed if coded.value is None else await pass_rate(env, coded.value))
+        coded, tested = await asyncio.gather(
+            team.act("coder", **slots), team.act("tester", **slots)
+        )
+        cases: list[Case] = [
+            (given, expected) for given, expected in json.loads(tested.value or "[]")
+        ][:max_cases]
+        team.score(
+            coded.turn,
+            local=malformed if coded.value is None else await pass_rate(env, coded.value),
+        )
         agreed = await env.agreement(cases) if cases else malformed
         if agreed is not None:
             team.score(tested.turn, local=agreed)
@@ -91,7 +100,12 @@ async def coder_tester(
 
 
 async def tool_coder(
-    task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 3, max_calls: PositiveInt = 6
+    task: Task,
+    team: TeamSession,
+    env: PlayedEnv,
+    *,
+    max_turns: PositiveInt = 3,
+    max_calls: PositiveInt = 6,
 ) -> None:
     """Let `coder` work with its tools and hand in programs, which `reviewer` comments on, until one passes the visible
     tests or `max_turns` programs are spent. The last program is final, and nobody reviews it.
@@ -168,7 +182,12 @@ async def dsbench(
     for agent, wanted in artefacts.items():
         history, said = "", ""
         for _ in range(max_turns):
-            slots = {"problem": problem, "handed": handed, "history": history, "wanted": ", ".join(wanted)}
+            slots = {
+                "problem": problem,
+                "handed": handed,
+                "history": history,
+                "wanted": ", ".join(wanted),
+            }
             files = "\n".join(f"{name} ({size})" for name, size in there.items())
             reply = await team.act(agent, **slots, files=files)
             said = after_thought(reply.text)

@@ -2,7 +2,7 @@
 
 import httpx
 
-from mcore_mas.rollout.orchestras.program import Job
+from rollout.orchestras.program import Job
 
 _ATTEMPTS = 2
 
@@ -10,7 +10,10 @@ _ATTEMPTS = 2
 async def solve_and_check(job: Job) -> str:
     """Ask the model `solver` until the model `verifier` approves, and answer what it said last."""
     async with httpx.AsyncClient(
-        base_url=job.openai_url, headers={"Authorization": f"Bearer {job.key}"}, timeout=600, trust_env=False
+        base_url=job.openai_url,
+        headers={"Authorization": f"Bearer {job.key}"},
+        timeout=600,
+        trust_env=False,
     ) as http:
 
         async def ask(model: str, text: str) -> str:
@@ -20,6 +23,8 @@ async def solve_and_check(job: Job) -> str:
 
         for attempt in range(1, _ATTEMPTS + 1):
             solution = await ask("solver", job.problem)
-            if attempt == _ATTEMPTS or "approve" in await ask("verifier", f"Check: {job.problem}\n{solution}"):
+            if attempt == _ATTEMPTS or "approve" in await ask(
+                "verifier", f"Check: {job.problem}\n{solution}"
+            ):
                 break
     return solution

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
-from mcore_mas.rollout.base.options import Strict
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.base.options import Strict
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Task
+from rollout.teams.team import TeamSession
 
 GIVEN = ("problem", "history")  # what every template may use besides the nodes
 
@@ -35,7 +35,9 @@ def _template(text: str) -> str:
 
 def _node_name(name: str) -> str:
     if not name.isidentifier() or keyword.iskeyword(name) or name in (*GIVEN, "len"):
-        raise ValueError(f"expected a name of letters, digits and _ that is not {', '.join((*GIVEN, 'len'))}")
+        raise ValueError(
+            f"expected a name of letters, digits and _ that is not {', '.join((*GIVEN, 'len'))}"
+        )
     return name
 
 
@@ -52,7 +54,9 @@ class GraphNode(Strict):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> GraphNode:
-        if (self.agent is None) == (self.action is None) or (self.action is not None and self.slots):
+        if (self.agent is None) == (self.action is None) or (
+            self.action is not None and self.slots
+        ):
             raise ValueError("expected either agent, with its slots, or action")
         return self
 
@@ -62,7 +66,9 @@ class Edge(Strict):
 
     source: str = Field(alias="from")
     target: str = Field(alias="to")
-    when: Annotated[str, AfterValidator(lambda text: read_expression(text).text)] | None = None  # null: always
+    when: Annotated[str, AfterValidator(lambda text: read_expression(text).text)] | None = (
+        None  # null: always
+    )
 
 
 class Graph(Strict):
@@ -76,7 +82,10 @@ class Graph(Strict):
     nodes: Mapping[Annotated[str, AfterValidator(_node_name)], GraphNode] = Field(min_length=1)
     edges: Sequence[Edge] = ()
     start: Annotated[
-        Sequence[str], BeforeValidator(lambda start: [start] if isinstance(start, str) else start, Sequence[str] | str)
+        Sequence[str],
+        BeforeValidator(
+            lambda start: [start] if isinstance(start, str) else start, Sequence[str] | str
+        ),
     ] = ()
 
     @model_validator(mode="after")
@@ -127,7 +136,10 @@ class Graph(Strict):
         """Refuse a template or condition over names that are not there, or over values that cannot be compared."""
         values = self.blank()
         for name, node in self.nodes.items():
-            texts = {**{f"slot '{slot}'": text for slot, text in node.slots.items()}, "action": node.action or ""}
+            texts = {
+                **{f"slot '{slot}'": text for slot, text in node.slots.items()},
+                "action": node.action or "",
+            }
             for place, text in texts.items():
                 for gap in _gaps(text):
                     _known(f"node '{name}', {place}", gap, values)
@@ -141,10 +153,16 @@ class Graph(Strict):
     def _check_reached(self) -> None:
         reached = list(self.start)
         for name in reached:
-            reached += [edge.target for edge in self.edges if edge.source == name and edge.target not in reached]
+            reached += [
+                edge.target
+                for edge in self.edges
+                if edge.source == name and edge.target not in reached
+            ]
         for name in self.nodes:
             if name not in reached:
-                raise ValueError(f"node '{name}' is never reached from start ({', '.join(self.start) or 'empty'})")
+                raise ValueError(
+                    f"node '{name}' is never reached from start ({', '.join(self.start) or 'empty'})"
+                )
 
     def _check_cycles(self) -> None:
         """Refuse a way along unconditional edges that comes back to where it was."""
@@ -156,10 +174,14 @@ class Graph(Strict):
             sorter.prepare()
         except CycleError as error:
             cycle = " -> ".join(error.args[1])
-            raise ValueError(f"the cycle {cycle} has no condition; give one of its edges a when") from error
+            raise ValueError(
+                f"the cycle {cycle} has no condition; give one of its edges a when"
+            ) from error
 
 
-async def graph(task: Task, team: TeamSession, env: Env, *, graph: Graph, max_steps: PositiveInt = 16) -> None:
+async def graph(
+    task: Task, team: TeamSession, env: Env, *, graph: Graph, max_steps: PositiveInt = 16
+) -> None:
     """Play one task along `graph`, in at most `max_steps` waves.
 
     The first wave is the nodes in `start`. In a wave every node sees what there was before it: agents are asked side
@@ -182,9 +204,13 @@ async def graph(task: Task, team: TeamSession, env: Env, *, graph: Graph, max_st
     acted = False
     for _ in range(max_steps):
         nodes = [(name, graph.nodes[name]) for name in wave]
-        actions = [(name, fill(node.action, values)) for name, node in nodes if node.action is not None]
+        actions = [
+            (name, fill(node.action, values)) for name, node in nodes if node.action is not None
+        ]
         asked = {
-            name: team.act(node.agent, **{slot: fill(text, values) for slot, text in node.slots.items()})
+            name: team.act(
+                node.agent, **{slot: fill(text, values) for slot, text in node.slots.items()}
+            )
             for name, node in nodes
             if node.agent is not None
         }
@@ -208,7 +234,9 @@ def _note(values: dict[str, str | int], name: str, value: str, text: str) -> Non
     values |= {name: value, f"{name}.text": text, f"{name}.runs": int(values[f"{name}.runs"]) + 1}
 
 
-def _next(graph: Graph, wave: Sequence[str], values: Mapping[str, object], taken: set[int]) -> list[str]:
+def _next(
+    graph: Graph, wave: Sequence[str], values: Mapping[str, object], taken: set[int]
+) -> list[str]:
     """The nodes of the next wave; edges into them are no longer in `taken`, the numbers of the edges taken so far."""
     for number, edge in enumerate(graph.edges):
         if edge.source in wave and (edge.when is None or read_expression(edge.when).holds(values)):
@@ -305,12 +333,16 @@ def _read(node: ast.expr, text: str, names: list[str]) -> _Value:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             [denied] = read(operand)
             return lambda values: not denied(values)
-        case ast.Compare(left=left, ops=ops, comparators=right) if all(type(op) in _COMPARISONS for op in ops):
+        case ast.Compare(left=left, ops=ops, comparators=right) if all(
+            type(op) in _COMPARISONS for op in ops
+        ):
             sides, tests = read(left, *right), [_COMPARISONS[type(op)] for op in ops]
 
             def holds(values: Mapping[str, Any]) -> bool:
                 found = [side(values) for side in sides]
-                truths = [test(a, b) for test, a, b in zip(tests, found[:-1], found[1:], strict=True)]
+                truths = [
+                    test(a, b) for test, a, b in zip(tests, found[:-1], found[1:], strict=True)
+                ]
                 return all(truths)
 
             return holds
@@ -320,4 +352,6 @@ def _read(node: ast.expr, text: str, names: list[str]) -> _Value:
         case ast.Call(func=ast.Name(id="len"), args=[argument], keywords=[]):
             [measured] = read(argument)
             return lambda values: len(measured(values))
-    raise ValueError(f"condition '{text}': '{ast.unparse(node)}' is not allowed; allowed: {_GRAMMAR}")
+    raise ValueError(
+        f"condition '{text}': '{ast.unparse(node)}' is not allowed; allowed: {_GRAMMAR}"
+    )

@@ -11,12 +11,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, NonNegativeInt, PositiveInt, ValidationInfo
 
-from mcore_mas.rollout.base.options import Names
-from mcore_mas.rollout.environments.protocol import PlayedEnv, after_thought
-from mcore_mas.rollout.orchestras.replies import boxed, calculated, graded, numbered, vote
-from mcore_mas.rollout.records.trajectory import Task, derive_seed
-from mcore_mas.rollout.teams.roles import AgentReply
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.base.options import Names
+from rollout.environments.protocol import PlayedEnv, after_thought
+from rollout.orchestras.replies import boxed, calculated, graded, numbered, vote
+from rollout.records.trajectory import Task, derive_seed
+from rollout.teams.roles import AgentReply
+from rollout.teams.team import TeamSession
 
 
 async def debate(
@@ -45,17 +45,23 @@ async def debate(
     said: dict[str, str] = {}
     replies: list[AgentReply] = []
     for number in range(rounds):
-        heard = [_others(said, name, (task.id, number), max_others, contain_self) for name in debaters]
+        heard = [
+            _others(said, name, (task.id, number), max_others, contain_self) for name in debaters
+        ]
         asked = (
             graded(team, env, name, problem=problem, others=others)
             for name, others in zip(debaters, heard, strict=True)
         )
         replies = await asyncio.gather(*asked)
-        said = {name: after_thought(reply.text) for name, reply in zip(debaters, replies, strict=True)}
+        said = {
+            name: after_thought(reply.text) for name, reply in zip(debaters, replies, strict=True)
+        }
     await env.step(boxed(await vote(env, [reply.value for reply in replies])))
 
 
-def _others(said: Mapping[str, str], listener: str, place: tuple[str, int], most: int, contain_self: bool) -> str:
+def _others(
+    said: Mapping[str, str], listener: str, place: tuple[str, int], most: int, contain_self: bool
+) -> str:
     """What `listener` reads of what was `said`."""
 
     def shuffled(names: Sequence[str]) -> list[str]:
@@ -68,7 +74,11 @@ def _others(said: Mapping[str, str], listener: str, place: tuple[str, int], most
 
 
 async def mixture(
-    task: Task, team: TeamSession, env: PlayedEnv, *, proposers: Names = ("proposer_1", "proposer_2", "proposer_3")
+    task: Task,
+    team: TeamSession,
+    env: PlayedEnv,
+    *,
+    proposers: Names = ("proposer_1", "proposer_2", "proposer_3"),
 ) -> None:
     """Ask all `proposers` side by side, then the agent `aggregator`, whose answer is final.
 
@@ -79,13 +89,17 @@ async def mixture(
         proposers: agents that propose.
     """
     problem = env.reset(task)
-    replies = await asyncio.gather(*(graded(team, env, name, problem=problem) for name in proposers))
+    replies = await asyncio.gather(
+        *(graded(team, env, name, problem=problem) for name in proposers)
+    )
     proposals = numbered(after_thought(reply.text) for reply in replies)
     final = await graded(team, env, "aggregator", problem=problem, proposals=proposals)
     await env.step(boxed(final.value))
 
 
-async def reason_tool(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 4) -> None:
+async def reason_tool(
+    task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 4
+) -> None:
     """Ask `tool_user` and `reasoner` side by side until their answers are equal or `max_turns` are spent.
 
     The reasoner's last answer is final. Templates may use the slots `problem` and `history`, all turns before: what

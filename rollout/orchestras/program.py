@@ -14,16 +14,16 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from mcore_mas.rollout.base.http import without_proxy
-from mcore_mas.rollout.base.options import check_call, lookup
-from mcore_mas.rollout.base.processes import run_command
-from mcore_mas.rollout.base.task_group import LateTool, cancel_tasks, of_loop, within
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.records.trajectory import Task, valid_text
-from mcore_mas.rollout.sandbox.guest.filters import can_confine, confine_program
-from mcore_mas.rollout.sandbox.pool import readable_paths
-from mcore_mas.rollout.teams.roles import misused
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.base.http import without_proxy
+from rollout.base.options import check_call, lookup
+from rollout.base.processes import run_command
+from rollout.base.task_group import LateTool, cancel_tasks, of_loop, within
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Task, valid_text
+from rollout.sandbox.guest.filters import can_confine, confine_program
+from rollout.sandbox.pool import readable_paths
+from rollout.teams.roles import misused
+from rollout.teams.team import TeamSession
 
 _MOST_BYTES = 1 << 20  # of a program's output
 _SHOWN_CHARS = 2000  # of what it said as it failed
@@ -51,7 +51,9 @@ class Job:
             "OPENAI_API_KEY": self.key,
             "ANTHROPIC_BASE_URL": self.anthropic_url,
             "ANTHROPIC_API_KEY": self.key,
-            "TASK": self.problem if len(self.problem) < 100_000 and "\0" not in self.problem else "",
+            "TASK": self.problem
+            if len(self.problem) < 100_000 and "\0" not in self.problem
+            else "",
             "TASK_ID": self.task.id,
         }
 
@@ -73,7 +75,9 @@ def check_program(
             be.
     """
     if (call is None) is (command is None):
-        raise ValueError("orchestra 'program' needs call (a function's import path) or command, one of them")
+        raise ValueError(
+            "orchestra 'program' needs call (a function's import path) or command, one of them"
+        )
     if call is not None:
         function = lookup("agent program", call, _NO_PROGRAMS)
         check_call(f"agent program '{call}'", function, ("job",), coroutine=True, given=())
@@ -81,13 +85,17 @@ def check_program(
             raise ValueError(f"agent program '{call}': {unknown}")
     for model, agent in (models or {}).items():
         if agent not in team:
-            raise ValueError(f"models: '{model}' is agent '{agent}', who is not in the team; agents: {', '.join(team)}")
+            raise ValueError(
+                f"models: '{model}' is agent '{agent}', who is not in the team; agents: {', '.join(team)}"
+            )
     if sandbox is not None and command is None:
         raise ValueError("sandbox: a function runs in this process; only a command can be confined")
     if missing := [path for path in sandbox or () if not Path(path).exists()]:
         raise ValueError(f"sandbox: there is no '{missing[0]}' for the command to read")
     if sandbox is not None and not can_confine():
-        raise ValueError("sandbox: to confine a command that calls models needs Linux 6.12 or later, on x86_64")
+        raise ValueError(
+            "sandbox: to confine a command that calls models needs Linux 6.12 or later, on x86_64"
+        )
 
 
 _NO_PROGRAMS: Mapping[str, Callable[[Job], Awaitable[str]]] = {}
@@ -139,16 +147,26 @@ async def program(
         ProgramFailed: the program failed.
         LateTool: it took too long.
     """
-    from mcore_mas.rollout.gateway.app import shared_gateway  # a web server, which only this orchestra needs
-    from mcore_mas.rollout.gateway.sessions import GatewaySession
+    from rollout.gateway.app import shared_gateway  # a web server, which only this orchestra needs
+    from rollout.gateway.sessions import GatewaySession
 
-    check_program([agent.name for agent in team.agents], call=call, command=command, models=models, sandbox=sandbox)
+    check_program(
+        [agent.name for agent in team.agents],
+        call=call,
+        command=command,
+        models=models,
+        sandbox=sandbox,
+    )
     problem = valid_text(env.reset(task))
-    os.environ.update(without_proxy("127.0.0.1", "localhost"))  # for clients of a function, and of commands
+    os.environ.update(
+        without_proxy("127.0.0.1", "localhost")
+    )  # for clients of a function, and of commands
     async with shared_gateway() as gateway:
         session = GatewaySession(team, aliases=models or {}, most_turns=rules.most_calls)
         async with gateway.opened(session) as (url, key):
-            job = Job(task=task, problem=problem, openai_url=f"{url}/v1", anthropic_url=url, key=key)
+            job = Job(
+                task=task, problem=problem, openai_url=f"{url}/v1", anthropic_url=url, key=key
+            )
             if command is not None:
                 work: Awaitable[str] = _run(tuple(command), job, sandbox, rules)
             else:
@@ -184,19 +202,27 @@ async def _played(work: Awaitable[str]) -> str:
     """What an async function answers; whatever it raises, or that it exits or cancels itself, is its failure."""
     try:
         answer = await work
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # of our own cancelling nobody reads it
+    except (
+        Exception,
+        SystemExit,
+        asyncio.CancelledError,
+    ) as error:  # of our own cancelling nobody reads it
         raise ProgramFailed(f"{type(error).__name__}: {error}"[:_SHOWN_CHARS]) from error
     if not isinstance(answer, str):
         raise ProgramFailed(f"it returned {type(answer).__name__}; expected a text")
     return answer
 
 
-async def _run(command: Sequence[str], job: Job, sandbox: Sequence[str] | None, rules: ProgramRules) -> str:
+async def _run(
+    command: Sequence[str], job: Job, sandbox: Sequence[str] | None, rules: ProgramRules
+) -> str:
     """What a command prints that is one of so many at once."""
     environment = {**os.environ, **job.environment}
     run = partial(run_command, command, job.problem.encode(), most_bytes=_MOST_BYTES)
     try:
-        async with of_loop(("agent programs", rules.at_once), partial(asyncio.Semaphore, rules.at_once)):
+        async with of_loop(
+            ("agent programs", rules.at_once), partial(asyncio.Semaphore, rules.at_once)
+        ):
             with TemporaryDirectory() as own:
                 if sandbox is not None:
                     environment |= {"HOME": own, "TMPDIR": own}
@@ -205,8 +231,14 @@ async def _run(command: Sequence[str], job: Job, sandbox: Sequence[str] | None, 
     except (OSError, ValueError, SubprocessError) as error:
         raise ProgramFailed(f"'{command[0]}': {error}") from error
     if ended.returncode:
-        said = ended.stderr.decode("utf-8", "replace").replace(job.key, "[key]").strip()[-_SHOWN_CHARS:]
-        raise ProgramFailed(f"'{command[0]}' ended with status {ended.returncode}: {said or 'it said nothing'}")
+        said = (
+            ended.stderr.decode("utf-8", "replace")
+            .replace(job.key, "[key]")
+            .strip()[-_SHOWN_CHARS:]
+        )
+        raise ProgramFailed(
+            f"'{command[0]}' ended with status {ended.returncode}: {said or 'it said nothing'}"
+        )
     return ended.stdout.decode("utf-8", "replace").replace(job.key, "[key]").strip()
 
 

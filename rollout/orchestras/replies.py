@@ -4,14 +4,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from mcore_mas.rollout.base.errors import Undecided
-from mcore_mas.rollout.environments.code import last_program
-from mcore_mas.rollout.environments.math import last_boxed
-from mcore_mas.rollout.environments.patches import BadPatch, parse_patch
-from mcore_mas.rollout.environments.protocol import PlayedEnv, after_thought, last_tag
-from mcore_mas.rollout.sandbox.records import NO_OUTPUT
-from mcore_mas.rollout.teams.roles import AgentReply
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.base.errors import Undecided
+from rollout.environments.code import last_program
+from rollout.environments.math import last_boxed
+from rollout.environments.patches import BadPatch, parse_patch
+from rollout.environments.protocol import PlayedEnv, after_thought, last_tag
+from rollout.sandbox.records import NO_OUTPUT
+from rollout.teams.roles import AgentReply
+from rollout.teams.team import TeamSession
 
 LISTED = "**Actions List**:"  # what a game's proposal starts with, in a reply as in the output of a program
 DECIDED = "####"  # what a game's final actions start with
@@ -101,7 +101,9 @@ def _tag(name: str, *, spoken: bool = False) -> Callable[[str], str | None]:
         return last_tag(after_thought(text) if spoken else text, name) or None
 
     where = " after any thought" if spoken else ""
-    parse.__doc__ = f"The content of the last `<{name}>` tag{where}, None when it is missing or empty."
+    parse.__doc__ = (
+        f"The content of the last `<{name}>` tag{where}, None when it is missing or empty."
+    )
     return parse
 
 
@@ -132,7 +134,11 @@ def parse_selection(text: str) -> str | None:
     if chosen == NONE:
         return NONE
     numbers = [number.strip() for number in chosen.split(",")]
-    return ",".join(numbers) if _NUMBERS.fullmatch(chosen) and len(set(numbers)) == len(numbers) else None
+    return (
+        ",".join(numbers)
+        if _NUMBERS.fullmatch(chosen) and len(set(numbers)) == len(numbers)
+        else None
+    )
 
 
 def read_plan(text: str) -> tuple[Steps, str] | None:
@@ -151,12 +157,18 @@ def parse_plan(text: str) -> str | None:
 
 def parse_change(text: str) -> str | None:
     """`update|t1|answer` or `add|sub-question|answer`; None unless the text makes exactly one such change."""
-    found = {kind: content for kind in ("update", "add") if (content := last_tag(text, kind)) is not None}
+    found = {
+        kind: content for kind in ("update", "add") if (content := last_tag(text, kind)) is not None
+    }
     if len(found) != 1:
         return None
     ((kind, content),) = found.items()
     sides = _sides(content)
-    if sides is None or "\n" in content or (kind == "update" and not re.fullmatch("t[1-9][0-9]{0,2}", sides[0])):
+    if (
+        sides is None
+        or "\n" in content
+        or (kind == "update" and not re.fullmatch("t[1-9][0-9]{0,2}", sides[0]))
+    ):
         return None
     return f"{kind}|{sides[0]}|{sides[1]}"
 

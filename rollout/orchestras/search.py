@@ -8,10 +8,10 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.environments.protocol import Env, PlayedEnv, after_thought, last_tag
-from mcore_mas.rollout.orchestras.replies import END, NONE, Steps, read_plan
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.environments.protocol import Env, PlayedEnv, after_thought, last_tag
+from rollout.orchestras.replies import END, NONE, Steps, read_plan
+from rollout.records.trajectory import Task
+from rollout.teams.team import TeamSession
 
 
 async def search_team(
@@ -63,7 +63,9 @@ async def search_parts(team: TeamSession, env: Env, question: str) -> list[tuple
     reply = await team.act("decomposer", question=question)
     queries = (reply.value or "").split("\n")
     # one after another: side by side, the order of the trajectory's tool events would be the retriever's
-    return [(query, (await env.step(f"<search> {query} </search>")).observation) for query in queries]
+    return [
+        (query, (await env.step(f"<search> {query} </search>")).observation) for query in queries
+    ]
 
 
 async def qa_decompose(task: Task, team: TeamSession, env: Env) -> None:
@@ -78,7 +80,9 @@ async def qa_decompose(task: Task, team: TeamSession, env: Env) -> None:
     await _answer(team, env, question=question, history=history)
 
 
-async def qa_evidence(task: Task, team: TeamSession, env: Env, *, read: Literal["each", "all"] = "each") -> None:
+async def qa_evidence(
+    task: Task, team: TeamSession, env: Env, *, read: Literal["each", "all"] = "each"
+) -> None:
     """Play one question: up to three queries at once, the evidence of each, then the answer from the evidence.
 
     The agents are named `decomposer`, `extractor` and `answerer`. Templates may use the slot `question`, the
@@ -112,7 +116,9 @@ def select(passages: tuple[str, ...], selection: str | None) -> list[str]:
     """The passages at the numbers of `selection`, counted from 1, in its order; numbers beyond the last choose none."""
     if selection is None or selection == NONE:
         return []
-    return [passages[int(number) - 1] for number in selection.split(",") if int(number) <= len(passages)]
+    return [
+        passages[int(number) - 1] for number in selection.split(",") if int(number) <= len(passages)
+    ]
 
 
 async def qa_rewrite(task: Task, team: TeamSession, env: Env) -> None:
@@ -128,7 +134,9 @@ async def qa_rewrite(task: Task, team: TeamSession, env: Env) -> None:
     passages = (await env.step(asked)).passages
     kept = ""
     if passages:
-        numbered = "\n".join(f"{number}. {passage}" for number, passage in enumerate(passages, start=1))
+        numbered = "\n".join(
+            f"{number}. {passage}" for number, passage in enumerate(passages, start=1)
+        )
         choice = await team.act("selector", question=question, query=query, passages=numbered)
         kept = "\n".join(select(passages, choice.value))
     history = f"{asked}\n<information> {kept} </information>\n"
@@ -140,7 +148,10 @@ NOTHING = "no useful information"
 
 def shown_plan(plan: Steps) -> str:
     """A plan as agents read it, a step a line."""
-    return "".join(f"t{number}: {question} | {answer}\n" for number, (question, answer) in enumerate(plan, start=1))
+    return "".join(
+        f"t{number}: {question} | {answer}\n"
+        for number, (question, answer) in enumerate(plan, start=1)
+    )
 
 
 def changed_plan(plan: Steps, change: str | None) -> Steps:
@@ -151,10 +162,14 @@ def changed_plan(plan: Steps, change: str | None) -> Steps:
     if kind == "add":
         return *plan, (left, right)
     place = int(left.removeprefix("t"))
-    return tuple((step[0], right) if number == place else step for number, step in enumerate(plan, start=1))
+    return tuple(
+        (step[0], right) if number == place else step for number, step in enumerate(plan, start=1)
+    )
 
 
-async def m_ask(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 5) -> None:
+async def m_ask(
+    task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 5
+) -> None:
     """Play one question: a plan with an answer, then up to `max_turns` times search, summarise, update and answer.
 
     The agents are named `planner`, `searcher`, `summariser`, `updater` and `answerer`. Templates may use the slot
@@ -199,7 +214,12 @@ async def m_ask(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: Pos
 
 
 async def memory_search(
-    task: Task, team: TeamSession, env: Env, *, max_turns: PositiveInt = 4, max_calls: PositiveInt = 4
+    task: Task,
+    team: TeamSession,
+    env: Env,
+    *,
+    max_turns: PositiveInt = 4,
+    max_calls: PositiveInt = 4,
 ) -> None:
     """Let `lead` ask `scout` what it wants to know, until it answers or `max_turns` questions are spent.
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.environments.protocol import Env, PlayedEnv, after_thought
-from mcore_mas.rollout.orchestras.replies import boxed, grade, graded, with_output
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.environments.protocol import Env, PlayedEnv, after_thought
+from rollout.orchestras.replies import boxed, grade, graded, with_output
+from rollout.records.trajectory import Task
+from rollout.teams.team import TeamSession
 
 
 def slots(problem: str, said: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -78,7 +78,9 @@ async def chain(task: Task, team: TeamSession, env: PlayedEnv) -> None:
         team.score(review.turn, undecided=1.0)
     else:
         team.score(review.turn, local=float(review.value == str(int(right > 0))))
-    final = await graded(team, env, "refiner", problem=problem, solution=solution, review=after_thought(review.text))
+    final = await graded(
+        team, env, "refiner", problem=problem, solution=solution, review=after_thought(review.text)
+    )
     await env.step(boxed(final.value))
 
 
@@ -121,7 +123,9 @@ async def mathchat(
     solution = after_thought((await team.act("solver", problem=problem)).text)
     history = ""
     for _ in range(max_programs):
-        program = (await team.act("coder", problem=problem, solution=solution, history=history)).value
+        program = (
+            await team.act("coder", problem=problem, solution=solution, history=history)
+        ).value
         if program is None:
             history += "There was no program.\n\n"
             continue

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
-from mcore_mas.rollout.base.files import atomic_path, read_yaml
-from mcore_mas.rollout.base.ownership import epoch_of
-from mcore_mas.rollout.base.parquet import bounded_table
-from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from rollout.base.files import atomic_path, read_yaml
+from rollout.base.ownership import epoch_of
+from rollout.base.parquet import bounded_table
+from rollout.records.trajectory import Task, Trajectory
 
 
 class RecordError(ValueError):
@@ -33,7 +33,9 @@ def _arrow_type(told: Any) -> pa.DataType:
 
 
 _SCHEMAS = read_yaml(Path(__file__).with_name("schemas.yaml"))
-TASK_SCHEMA, TRAJECTORY_SCHEMA = (pa.schema(_arrow_type(_SCHEMAS[name])) for name in ("task", "trajectory"))
+TASK_SCHEMA, TRAJECTORY_SCHEMA = (
+    pa.schema(_arrow_type(_SCHEMAS[name])) for name in ("task", "trajectory")
+)
 _ROW_GROUP = 256  # rows that are read together, where one is looked at
 _TOGETHER = 16  # trajectories that become columns in one call, during which no other thread runs
 
@@ -41,7 +43,12 @@ _TOGETHER = 16  # trajectories that become columns in one call, during which no 
 def write_tasks(path: Path, tasks: Sequence[Task]) -> None:
     """Write tasks with their digest as parquet, complete or not at all."""
     rows = [asdict(task) for task in tasks]
-    _write(path, pa.Table.from_pylist(rows, schema=TASK_SCHEMA.with_metadata({_DIGEST: tasks_digest(tasks)})))
+    _write(
+        path,
+        pa.Table.from_pylist(
+            rows, schema=TASK_SCHEMA.with_metadata({_DIGEST: tasks_digest(tasks)})
+        ),
+    )
 
 
 def read_tasks(path: Path) -> list[Task]:
@@ -58,13 +65,17 @@ def read_tasks(path: Path) -> list[Task]:
     tasks = [Task(**{**row, "answers": tuple(row["answers"])}) for row in rows]
     written = (pq.read_schema(path).metadata or {}).get(_DIGEST)
     if written is not None and written != tasks_digest(tasks).encode():
-        raise RecordError(f"{path}: not what was written (its digest is another); make the file again")
+        raise RecordError(
+            f"{path}: not what was written (its digest is another); make the file again"
+        )
     return tasks
 
 
 def tasks_digest(tasks: Sequence[Task]) -> str:
     """What tells tasks from others, in their order: SHA-256, in hexadecimal."""
-    digest = hashlib.sha256(b"[")  # of one list in JSON, which would take several times the memory of tasks with tests
+    digest = hashlib.sha256(
+        b"["
+    )  # of one list in JSON, which would take several times the memory of tasks with tests
     for place, task in enumerate(tasks):
         digest.update(f"{', ' if place else ''}{json.dumps(asdict(task))}".encode())
     digest.update(b"]")
@@ -78,7 +89,11 @@ _PATH_LIKE = re.compile(r"^[/~]|(^|/)\.\.?(/|$)|[\x00-\x1f\x7f\\]")
 
 def _fault(row: Mapping[str, Any]) -> str:
     """What is wrong with a task's row, "" if nothing is."""
-    if missing := [name for name, value in row.items() if value is None or (name == "answers" and None in value)]:
+    if missing := [
+        name
+        for name, value in row.items()
+        if value is None or (name == "answers" and None in value)
+    ]:
         return f"no {missing[0]}"
     if not row["id"] or _PATH_LIKE.search(row["id"]):
         return f"id {row['id'][:100]!r}; expected a name without `..`, backslashes and control characters"
@@ -108,13 +123,23 @@ def read_trajectories(path: Path) -> list[Trajectory]:
 
 
 # what of a turn takes long to read: texts and tokens, and how a record stands without them
-_SAID: dict[str, Any] = {"messages": (), "prompt_ids": (), "completion_ids": (), "logprobs": (), "text": ""}
+_SAID: dict[str, Any] = {
+    "messages": (),
+    "prompt_ids": (),
+    "completion_ids": (),
+    "logprobs": (),
+    "text": "",
+}
 _SAID |= {"versions": (), "routing": b""}
 _TURNS = TRAJECTORY_SCHEMA.get_field_index("turns")
 _SCORED = pa.list_(
-    pa.struct([part for part in TRAJECTORY_SCHEMA.field(_TURNS).type.value_type if part.name not in _SAID])
+    pa.struct(
+        [part for part in TRAJECTORY_SCHEMA.field(_TURNS).type.value_type if part.name not in _SAID]
+    )
 )
-_SCORES = TRAJECTORY_SCHEMA.set(_TURNS, pa.field("turns", _SCORED)).remove(TRAJECTORY_SCHEMA.get_field_index("tools"))
+_SCORES = TRAJECTORY_SCHEMA.set(_TURNS, pa.field("turns", _SCORED)).remove(
+    TRAJECTORY_SCHEMA.get_field_index("tools")
+)
 _OF_SCORES = [name for name in _SCORES.names if name != "turns"]
 _OF_SCORES += [f"turns.list.element.{part.name}" for part in _SCORED.value_type]
 
@@ -123,7 +148,10 @@ def read_scores(path: Path) -> list[Trajectory]:
     """What `read_trajectories` reads of a file, without what was read and said."""
     rows = _read(path, _SCORES, _OF_SCORES)
     return [
-        _trajectory(path, {**row, "turns": [{**_SAID, **turn} for turn in row["turns"]], "tools": []}) for row in rows
+        _trajectory(
+            path, {**row, "turns": [{**_SAID, **turn} for turn in row["turns"]], "tools": []}
+        )
+        for row in rows
     ]
 
 
@@ -133,7 +161,9 @@ def _trajectory(path: Path, row: Mapping[str, Any]) -> Trajectory:
     except ValidationError as error:
         wrong = error.errors()[0]
         where = ".".join(map(str, wrong["loc"]))
-        raise RecordError(f"{path}: {where}: {wrong['msg']}; the file is damaged, make it again") from error
+        raise RecordError(
+            f"{path}: {where}: {wrong['msg']}; the file is damaged, make it again"
+        ) from error
 
 
 _TRAJECTORY = TypeAdapter(Trajectory)
@@ -141,7 +171,9 @@ _TRAJECTORY = TypeAdapter(Trajectory)
 
 def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
     """A trajectory from its fields as plain values; ValidationError if they are not those of one."""
-    turns = row["turns"] and [{**_known(turn), "messages": _all_known(turn["messages"])} for turn in row["turns"]]
+    turns = row["turns"] and [
+        {**_known(turn), "messages": _all_known(turn["messages"])} for turn in row["turns"]
+    ]
     return _TRAJECTORY.validate_python({**row, "turns": turns, "tools": _all_known(row["tools"])})
 
 
@@ -157,18 +189,32 @@ def _known(row: Mapping[str, Any]) -> dict[str, Any]:
 def _write(path: Path, table: pa.Table) -> None:
     metadata = {**(table.schema.metadata or {}), _EPOCH: str(epoch_of(path))}
     # zstd finds what repeats by itself; tokens and choices of experts would be encoded twice
-    how = {"compression": "zstd", "use_dictionary": False, "row_group_size": _ROW_GROUP, "write_page_checksum": True}
+    how = {
+        "compression": "zstd",
+        "use_dictionary": False,
+        "row_group_size": _ROW_GROUP,
+        "write_page_checksum": True,
+    }
     with atomic_path(path) as temporary:
         pq.write_table(table.replace_schema_metadata(metadata), temporary, **how)
 
 
-def _read(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def _read(
+    path: Path, schema: pa.Schema, columns: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
     if not path.is_file():
-        raise RecordError(f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}")
+        raise RecordError(
+            f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}"
+        )
     what, advice = "not a readable parquet file", "; name another, or make it again"
-    with _arrow_errors(path, what, advice), pq.ParquetFile(path, page_checksum_verification=True) as file:
+    with (
+        _arrow_errors(path, what, advice),
+        pq.ParquetFile(path, page_checksum_verification=True) as file,
+    ):
         table = bounded_table(path, file, columns)
-        if table.num_rows != file.metadata.num_rows:  # a page's header, which has no checksum, can hide its page
+        if (
+            table.num_rows != file.metadata.num_rows
+        ):  # a page's header, which has no checksum, can hide its page
             raise ValueError(f"{table.num_rows} of {file.metadata.num_rows} rows are here")
     return _rows_of(path, table, schema)
 
@@ -185,9 +231,13 @@ def _arrow_errors(path: Path, problem: str, advice: str = "") -> Iterator[None]:
 def _rows_of(path: Path, table: pa.Table, schema: pa.Schema) -> list[dict[str, Any]]:
     missing = [name for name in schema.names if name not in table.column_names]
     if missing:
-        raise RecordError(f"{path}: no column {', '.join(missing)}; expected {', '.join(schema.names)}")
+        raise RecordError(
+            f"{path}: no column {', '.join(missing)}; expected {', '.join(schema.names)}"
+        )
     with _arrow_errors(path, "a column has another type than expected", "; make the file again"):
-        rows: list[dict[str, Any]] = table.select(schema.names).cast(schema).to_pylist(maps_as_pydicts="lossy")
+        rows: list[dict[str, Any]] = (
+            table.select(schema.names).cast(schema).to_pylist(maps_as_pydicts="lossy")
+        )
     return rows
 
 
@@ -248,7 +298,9 @@ def count_trajectories(path: Path) -> int:
         return int(file.metadata.num_rows)
 
 
-def list_trajectories(path: Path, shown: TrajectoryFilter, *, first: int = 0, limit: int = 100) -> list[TrajectoryRow]:
+def list_trajectories(
+    path: Path, shown: TrajectoryFilter, *, first: int = 0, limit: int = 100
+) -> list[TrajectoryRow]:
     """At most `limit` trajectories of a file that `shown` lets through, from index `first` on; no further are read."""
     found: list[TrajectoryRow] = []
     with _open(path) as file:
@@ -263,7 +315,9 @@ def list_trajectories(path: Path, shown: TrajectoryFilter, *, first: int = 0, li
 
 def _groups(file: pq.ParquetFile, first: int) -> Iterator[tuple[int, int]]:
     """Number and first row of the groups of rows that have row `first` or later ones."""
-    sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+    sizes = [
+        file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)
+    ]
     for group, (start, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
         if end > first:
             yield group, start
@@ -274,9 +328,15 @@ def _rows(path: Path, file: pq.ParquetFile, first: int) -> Iterator[tuple[int, d
         with _arrow_errors(path, "a damaged file"):
             table = bounded_table(path, file, [*_LIGHT, *_OF_TURNS], [group])
         if missing := {*_LIGHT, "turns"} - set(table.column_names):
-            raise RecordError(f"{path}: no column {', '.join(sorted(missing))}; expected a file of trajectories")
-        batches = table.slice(max(0, first - start)).to_batches(max_chunksize=1024)  # a page needs few of them
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), max(start, first))
+            raise RecordError(
+                f"{path}: no column {', '.join(sorted(missing))}; expected a file of trajectories"
+            )
+        batches = table.slice(max(0, first - start)).to_batches(
+            max_chunksize=1024
+        )  # a page needs few of them
+        yield from enumerate(
+            (row for batch in batches for row in batch.to_pylist()), max(start, first)
+        )
 
 
 def _listed(index: int, row: dict[str, Any]) -> TrajectoryRow:
@@ -302,5 +362,9 @@ def trajectory_at(path: Path, index: int) -> Trajectory:
             group, start = next(_groups(file, index))
             with _arrow_errors(path, "a damaged file"):
                 table = bounded_table(path, file, groups=[group])
-            return _trajectory(path, _rows_of(path, table.slice(index - start, 1), TRAJECTORY_SCHEMA)[0])
-        raise RecordError(f"{path}: no trajectory {index}; it holds {file.metadata.num_rows}, counted from 0")
+            return _trajectory(
+                path, _rows_of(path, table.slice(index - start, 1), TRAJECTORY_SCHEMA)[0]
+            )
+        raise RecordError(
+            f"{path}: no trajectory {index}; it holds {file.metadata.num_rows}, counted from 0"
+        )

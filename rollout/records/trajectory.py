@@ -21,8 +21,15 @@ _T = TypeVar("_T")
 _Record = TypeVar("_Record")
 # Which experts of a mixture the engine sent each token to: [tokens, sparse layers, k] as `Experts` writes numbers; b""
 # where nobody knows. The last token of all is not among them: nothing was computed of it. In JSON it is base64
-Routing = Annotated[bytes, BeforeValidator(lambda value: urlsafe_b64decode(value) if isinstance(value, str) else value)]
-_COUNTED = ("overlong", "undecided", "quarantined")  # why a trajectory failed, as its metrics name it
+Routing = Annotated[
+    bytes,
+    BeforeValidator(lambda value: urlsafe_b64decode(value) if isinstance(value, str) else value),
+]
+_COUNTED = (
+    "overlong",
+    "undecided",
+    "quarantined",
+)  # why a trajectory failed, as its metrics name it
 
 
 def valid_text(text: str) -> str:
@@ -138,7 +145,9 @@ class Sampling:
     stop: tuple[int, ...] = ()  # token ids that end a completion
     first: int = 0  # completion tokens that the prompt ends with: a reply that goes on
     seed: int = 0  # 64-bit; equal seed, prompt and weights give equal tokens, where the engine can promise it
-    session: str = field(default="", compare=False)  # requests of one session find each other's cached prefixes
+    session: str = field(
+        default="", compare=False
+    )  # requests of one session find each other's cached prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +174,11 @@ class Completion:
         """This one, cut off, and the `rest` of it."""
         size, versions = len(self.token_ids), list(self.versions)
         for span in rest.versions:
-            start = versions.pop().start if versions and versions[-1].version == span.version else span.start + size
+            start = (
+                versions.pop().start
+                if versions and versions[-1].version == span.version
+                else span.start + size
+            )
             versions.append(VersionSpan(version=span.version, start=start, end=span.end + size))
         tokens, logprobs = self.token_ids + rest.token_ids, self.logprobs + rest.logprobs
         return replace(rest, token_ids=tokens, logprobs=logprobs, versions=tuple(versions))
@@ -177,14 +190,23 @@ class Completion:
             token_ids=self.token_ids[:size],
             logprobs=self.logprobs[:size],
             finish_reason="stop",
-            versions=tuple(replace(span, end=min(span.end, size)) for span in self.versions if span.start < size),
-            routing=self.routing[: len(self.routing) // (prompt + len(self.token_ids) - 1) * (prompt + size - 1)],
+            versions=tuple(
+                replace(span, end=min(span.end, size))
+                for span in self.versions
+                if span.start < size
+            ),
+            routing=self.routing[
+                : len(self.routing) // (prompt + len(self.token_ids) - 1) * (prompt + size - 1)
+            ],
         )
 
 
 # of a model that answers in text alone
 SILENCE = Completion(
-    token_ids=(), logprobs=(), finish_reason="stop", versions=(VersionSpan(version=0, start=0, end=0),)
+    token_ids=(),
+    logprobs=(),
+    finish_reason="stop",
+    versions=(VersionSpan(version=0, start=0, end=0),),
 )
 
 
@@ -215,7 +237,9 @@ class Turn:
     agent: str
     policy: str
     policy_version: int  # version of the weights that sampled the completion's end
-    versions: tuple[VersionSpan, ...] = ()  # which of them sampled which tokens; (): `policy_version` all
+    versions: tuple[
+        VersionSpan, ...
+    ] = ()  # which of them sampled which tokens; (): `policy_version` all
     node: str  # branch numbers from the root, as "0.2.1"; "" outside tree sampling
     state_key: str  # digest of what the agent saw
     anchor: str = ""  # digest of the environment's state without history; "" where it names none
@@ -228,12 +252,18 @@ class Turn:
     finish_reason: str  # stop | length | abort
     valid: bool  # the role's parser accepted the text
     seed: int  # of this call's sampling stream
-    scores: Mapping[str, float] = field(default_factory=dict)  # what was measured of this turn, by name
+    scores: Mapping[str, float] = field(
+        default_factory=dict
+    )  # what was measured of this turn, by name
     reward: float | None = None  # set by a reward allocator
-    chat: str = ""  # which chat of its agent it belongs to, as "coder/0"; "" for one that was asked once
+    chat: str = (
+        ""  # which chat of its agent it belongs to, as "coder/0"; "" for one that was asked once
+    )
     masked: bool = False  # does not train; its reward is None where nothing can be said of it, and counts for its peers
     started_s: float = field(default=0.0, compare=False)  # Unix time
-    took_s: float = field(default=0.0, compare=False)  # until the reply was there, waiting for a slot included
+    took_s: float = field(
+        default=0.0, compare=False
+    )  # until the reply was there, waiting for a slot included
     routing: Routing = field(default=b"", repr=False)  # [P + C - 1, ...] of prompt and completion
 
     def __post_init__(self) -> None:
@@ -280,7 +310,9 @@ class Trajectory:
     turns: tuple[Turn, ...]
     tools: tuple[ToolEvent, ...] = ()
     outcome: float | None = None  # the environment's score of the whole trajectory
-    answer: str | None = None  # the final answer, equal ones written equally; "": none given, None: not reported
+    answer: str | None = (
+        None  # the final answer, equal ones written equally; "": none given, None: not reported
+    )
     leaf: str = ""  # node of the branch that went on to the end, "" outside tree sampling
     metrics: Mapping[str, float] = field(default_factory=dict)
     status: Status = Status.COMPLETED
@@ -312,7 +344,11 @@ class Trajectory:
     @property
     def path(self) -> tuple[Turn, ...]:
         """The turns that led to the outcome: all of them outside tree sampling."""
-        return tuple(turn for turn in self.turns if f"{self.leaf}.".startswith(f"{turn.node}." if turn.node else ""))
+        return tuple(
+            turn
+            for turn in self.turns
+            if f"{self.leaf}.".startswith(f"{turn.node}." if turn.node else "")
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +371,10 @@ def groups_of(trajectories: Iterable[Trajectory]) -> list[Group]:
     """Recorded trajectories by task; of the task itself only its id is known."""
     return [
         Group(
-            task=Task(id=task, prompt="", answers=(), env="", source=own[0].source, split=""), trajectories=tuple(own)
+            task=Task(id=task, prompt="", answers=(), env="", source=own[0].source, split=""),
+            trajectories=tuple(own),
         )
-        for task, own in grouped((trajectory.task_id, trajectory) for trajectory in trajectories).items()
+        for task, own in grouped(
+            (trajectory.task_id, trajectory) for trajectory in trajectories
+        ).items()
     ]

@@ -18,11 +18,13 @@ trajectory lacks what it needs, an outcome or a score, or is a tree and the allo
 
 from collections.abc import Callable
 
-from mcore_mas.rollout.records.trajectory import Group
-from mcore_mas.rollout.rewards.allocation import discounts, majority, shared_outcome, shares
-from mcore_mas.rollout.rewards.turn_scores import coach, local_team, shaping, tree_shaping, turn_difference
+from rollout.records.trajectory import Group
+from rollout.rewards.allocation import discounts, majority, shared_outcome, shares
+from rollout.rewards.turn_scores import coach, local_team, shaping, tree_shaping, turn_difference
 
-ALLOCATORS: dict[str, Callable[..., Group]] = {  # (group, **options) -> the group with rewards on its turns
+ALLOCATORS: dict[
+    str, Callable[..., Group]
+] = {  # (group, **options) -> the group with rewards on its turns
     allocator.__name__: allocator
     for allocator in (
         *(shared_outcome, shares, discounts, majority),

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from mcore_mas.rollout.base.options import Share
-from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
+from rollout.base.options import Share
+from rollout.records.trajectory import Group, Status, Trajectory, Turn
 
 
 class RewardError(ValueError):
@@ -37,16 +37,22 @@ def allocate(group: Group, rewards: Callable[[Trajectory], Sequence[float | None
         if trajectory.status is not Status.COMPLETED:
             return trajectory
         pairs = zip(trajectory.turns, rewards(trajectory), strict=True)
-        return replace(trajectory, turns=tuple(_reward(trajectory, turn, reward) for turn, reward in pairs))
+        return replace(
+            trajectory, turns=tuple(_reward(trajectory, turn, reward) for turn, reward in pairs)
+        )
 
-    return replace(group, trajectories=tuple(rewarded(trajectory) for trajectory in group.trajectories))
+    return replace(
+        group, trajectories=tuple(rewarded(trajectory) for trajectory in group.trajectories)
+    )
 
 
 def _reward(trajectory: Trajectory, turn: Turn, reward: float | None) -> Turn:
     if turn.masked or reward is None:
         return replace(turn, reward=None, masked=True)
     if not math.isfinite(reward):
-        raise RewardError(f"{locate(trajectory, turn)}: reward is {reward}; expected a finite number")
+        raise RewardError(
+            f"{locate(trajectory, turn)}: reward is {reward}; expected a finite number"
+        )
     return replace(turn, reward=reward)
 
 
@@ -72,7 +78,9 @@ def outcome(trajectory: Trajectory) -> float:
     """The outcome that all turns led to; RewardError if there is none, it is not finite, or there is a tree."""
     value = unbranched(trajectory).outcome
     if value is None or not math.isfinite(value):
-        raise RewardError(f"{locate(trajectory)}: completed with outcome {value}; its environment must give a number")
+        raise RewardError(
+            f"{locate(trajectory)}: completed with outcome {value}; its environment must give a number"
+        )
     return value
 
 
@@ -83,7 +91,9 @@ def score_of(trajectory: Trajectory, turn: Turn, name: str) -> float:
         known = ", ".join(turn.scores) or "nothing"
         raise RewardError(f"{locate(trajectory, turn)}: no score '{name}'; measured: {known}")
     if not math.isfinite(value):
-        raise RewardError(f"{locate(trajectory, turn)}: score '{name}' is {value}; expected a finite number")
+        raise RewardError(
+            f"{locate(trajectory, turn)}: score '{name}' is {value}; expected a finite number"
+        )
     return value
 
 
@@ -96,7 +106,9 @@ def local_score(trajectory: Trajectory, turn: Turn, name: str) -> float | None:
 
 def rounds(turns: Sequence[Turn]) -> list[int]:
     """Each turn's round: how many turns its agent had before."""
-    return [sum(earlier.agent == turn.agent for earlier in turns[:i]) for i, turn in enumerate(turns)]
+    return [
+        sum(earlier.agent == turn.agent for earlier in turns[:i]) for i, turn in enumerate(turns)
+    ]
 
 
 def judge_undecided(groups: Sequence[Group], most: float) -> list[Group]:
@@ -108,7 +120,9 @@ def judge_undecided(groups: Sequence[Group], most: float) -> list[Group]:
     judged: Counter[str] = Counter()
     unknown: Counter[str] = Counter()
     for trajectory in (t for group in groups for t in group.trajectories):
-        if trajectory.turns and (trajectory.status is Status.COMPLETED or "undecided" in trajectory.metrics):
+        if trajectory.turns and (
+            trajectory.status is Status.COMPLETED or "undecided" in trajectory.metrics
+        ):
             judged[trajectory.turns[-1].agent] += 1
             unknown[trajectory.turns[-1].agent] += trajectory.status is not Status.COMPLETED
         for turn in trajectory.turns:
@@ -117,7 +131,9 @@ def judge_undecided(groups: Sequence[Group], most: float) -> list[Group]:
     wrong = {agent for agent, count in unknown.items() if count > most * judged[agent]}
     if not wrong:
         return list(groups)
-    return [replace(g, trajectories=tuple(_judged(t, wrong) for t in g.trajectories)) for g in groups]
+    return [
+        replace(g, trajectories=tuple(_judged(t, wrong) for t in g.trajectories)) for g in groups
+    ]
 
 
 def _judged(trajectory: Trajectory, wrong: Container[str]) -> Trajectory:
@@ -125,7 +141,9 @@ def _judged(trajectory: Trajectory, wrong: Container[str]) -> Trajectory:
     if "undecided" not in trajectory.metrics or not turns or turns[-1].agent not in wrong:
         return replace(trajectory, turns=turns)
     turns = tuple(replace(turn, scores={"team": 0.0, **turn.scores}) for turn in turns)
-    return replace(trajectory, turns=turns, status=Status.COMPLETED, error="", outcome=0.0, answer="")
+    return replace(
+        trajectory, turns=turns, status=Status.COMPLETED, error="", outcome=0.0, answer=""
+    )
 
 
 def _graded(turn: Turn) -> Turn:
@@ -141,7 +159,9 @@ def shared_outcome(group: Group) -> Group:
     return allocate(group, lambda trajectory: [outcome(trajectory)] * len(trajectory.turns))
 
 
-Mode = Literal["hop_weighted", "hop_discount", "turn_weighted", "discount", "binary", "normalized", "shaped"]
+Mode = Literal[
+    "hop_weighted", "hop_discount", "turn_weighted", "discount", "binary", "normalized", "shaped"
+]
 
 
 def discounts(
@@ -219,7 +239,10 @@ def shares(
                 raise RewardError(
                     f"{locate(trajectory)}: nobody has a share of the outcome; weights of {list(share)} are 0"
                 )
-            share = {agent: part / total / (1 if split == "turns" else calls[agent]) for agent, part in share.items()}
+            share = {
+                agent: part / total / (1 if split == "turns" else calls[agent])
+                for agent, part in share.items()
+            }
         team = outcome(trajectory)
         return [team * share[turn.agent] for turn in trajectory.turns]
 
@@ -233,15 +256,23 @@ def majority(group: Group) -> Group:
     equally often the one that comes first in the group is taken, as in the released code. An empty answer neither
     votes nor is ever right.
     """
-    votes = Counter(_answer(trajectory) for trajectory in group.trajectories if trajectory.status is Status.COMPLETED)
+    votes = Counter(
+        _answer(trajectory)
+        for trajectory in group.trajectories
+        if trajectory.status is Status.COMPLETED
+    )
     del votes[""]
     # g = the most frequent answer; r_i = [answer = g]   TTRL (arXiv 2504.16084); MARTI, `ttrl`
     gold = max(votes, key=votes.__getitem__, default=None)  # max keeps the first of equals
-    return allocate(group, lambda trajectory: [float(trajectory.answer == gold)] * len(trajectory.turns))
+    return allocate(
+        group, lambda trajectory: [float(trajectory.answer == gold)] * len(trajectory.turns)
+    )
 
 
 def _answer(trajectory: Trajectory) -> str:
     answer = unbranched(trajectory).answer
     if answer is None:
-        raise RewardError(f"{locate(trajectory)}: its environment reports no answer, so there is nothing to vote on")
+        raise RewardError(
+            f"{locate(trajectory)}: its environment reports no answer, so there is nothing to vote on"
+        )
     return answer

@@ -16,13 +16,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.http import Refused, Unanswered
-from mcore_mas.rollout.base.task_group import cancel_tasks
-from mcore_mas.rollout.engines.remote import RemoteConfig, ReplySettings
-from mcore_mas.rollout.engines.remote.caller import Caller, Tally
-from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted
-from mcore_mas.rollout.records.trajectory import Group, Message, Status, Task, ToolEvent, Trajectory, Turn
+from rollout.base.files import read_yaml
+from rollout.base.http import Refused, Unanswered
+from rollout.base.task_group import cancel_tasks
+from rollout.engines.remote import RemoteConfig, ReplySettings
+from rollout.engines.remote.caller import Caller, Tally
+from rollout.engines.remote.ledger import BudgetExhausted
+from rollout.records.trajectory import Group, Message, Status, Task, ToolEvent, Trajectory, Turn
 
 
 class CoachConfig(RemoteConfig):
@@ -30,16 +30,24 @@ class CoachConfig(RemoteConfig):
 
     agents: tuple[str, ...] = ()  # whose turns are scored; () is everyone's
     answers_for: tuple[str, ...] = ()  # whose turns are judged with the ground truth in sight
-    metrics_for: tuple[str, ...] = ()  # whose turns are judged with what the environment measured at the end
+    metrics_for: tuple[
+        str, ...
+    ] = ()  # whose turns are judged with what the environment measured at the end
     outcome: bool = False  # ask for an outcome score too
     temperature: float = Field(0.0, ge=0)
     max_tokens: int = Field(1024, ge=1)  # of one verdict
-    text_chars: int = Field(24000, ge=1)  # shown of the problem, of what the agent saw and wrote, of the ground truth
+    text_chars: int = Field(
+        24000, ge=1
+    )  # shown of the problem, of what the agent saw and wrote, of the ground truth
     observation_chars: int = Field(2000, ge=1)  # shown of each tool result of the turn
     earlier_chars: int = Field(500, ge=1)  # shown of each tool result before it
     batch_deadline_s: float = Field(1800.0, gt=0)  # of all turns of a step
-    when_exhausted: Literal["stop", "mask"] = "stop"  # the run stops and can go on, or turns stay without a score
-    fallback: float | None = Field(None, ge=0, le=10)  # score of a turn that could not be judged; None: no score
+    when_exhausted: Literal["stop", "mask"] = (
+        "stop"  # the run stops and can go on, or turns stay without a score
+    )
+    fallback: float | None = Field(
+        None, ge=0, le=10
+    )  # score of a turn that could not be judged; None: no score
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +97,42 @@ class Coach:
         """
         judged = self._config.agents
         turns = [
-            (group.task, played, turn) for group in groups for played in group.trajectories for turn in played.turns
+            (group.task, played, turn)
+            for group in groups
+            for played in group.trajectories
+            for turn in played.turns
         ]
         tasks = {
-            place: asyncio.create_task(self._judge(turn.agent, question(task, trajectory, turn, self._config)))
+            place: asyncio.create_task(
+                self._judge(turn.agent, question(task, trajectory, turn, self._config))
+            )
             for place, (task, trajectory, turn) in enumerate(turns)
             # a masked turn, such as a frozen agent's, cannot train
-            if trajectory.status is Status.COMPLETED and not turn.masked and (not judged or turn.agent in judged)
+            if trajectory.status is Status.COMPLETED
+            and not turn.masked
+            and (not judged or turn.agent in judged)
         }
         found = await self._gather(tasks)
         out = [f for f in found.values() if isinstance(f, Unscored) and f.kind == "budget"]
         self.exhausted = self.exhausted or bool(out)
-        scores = {place: self._scores(turns[place][2].agent, verdict) for place, verdict in found.items()}
+        scores = {
+            place: self._scores(turns[place][2].agent, verdict) for place, verdict in found.items()
+        }
         if out and self._config.when_exhausted == "stop":
-            raise BudgetExhausted(f"coach: {out[0].why}; raise coach.budget to go on, replies so far are kept")
-        new = (replace(turn, scores={**turn.scores, **scores.get(i, {})}) for i, (_, _, turn) in enumerate(turns))
+            raise BudgetExhausted(
+                f"coach: {out[0].why}; raise coach.budget to go on, replies so far are kept"
+            )
+        new = (
+            replace(turn, scores={**turn.scores, **scores.get(i, {})})
+            for i, (_, _, turn) in enumerate(turns)
+        )
         return [
-            replace(g, trajectories=tuple(replace(t, turns=tuple(islice(new, len(t.turns)))) for t in g.trajectories))
+            replace(
+                g,
+                trajectories=tuple(
+                    replace(t, turns=tuple(islice(new, len(t.turns)))) for t in g.trajectories
+                ),
+            )
             for g in groups
         ]
 
@@ -113,14 +140,20 @@ class Coach:
         """By agent since the last call of `metrics`, and what the coach has cost in all."""
         judged, self._judged = self._judged, defaultdict(_Judged)
         kinds, self._kinds = self._kinds, Counter()
-        metrics: dict[str, float] = {f"failed_{kind}": count for kind, count in sorted(kinds.items())}
+        metrics: dict[str, float] = {
+            f"failed_{kind}": count for kind, count in sorted(kinds.items())
+        }
         for agent, own in sorted(judged.items()):
             asked = own.tally.metrics() | {"failures": own.failures}
             metrics |= {f"{agent}/{name}": value for name, value in asked.items()}
             if own.process:
                 metrics[f"{agent}/process_mean"] = fmean(own.process)
         spent = self._caller.spent
-        metrics |= {"spent_calls": spent.calls, "spent_tokens": spent.tokens, "spent_cost": spent.nanos / 1e9}
+        metrics |= {
+            "spent_calls": spent.calls,
+            "spent_tokens": spent.tokens,
+            "spent_cost": spent.nanos / 1e9,
+        }
         return {f"coach/{name}": float(value) for name, value in metrics.items()}
 
     async def aclose(self) -> None:
@@ -133,11 +166,15 @@ class Coach:
             return {}
         try:
             done, _ = await asyncio.wait(
-                tasks.values(), timeout=self._config.batch_deadline_s, return_when=asyncio.FIRST_EXCEPTION
+                tasks.values(),
+                timeout=self._config.batch_deadline_s,
+                return_when=asyncio.FIRST_EXCEPTION,
             )
         finally:
             await cancel_tasks(tasks.values())
-        late = Unscored("deadline", f"the batch took longer than {self._config.batch_deadline_s:g} s")
+        late = Unscored(
+            "deadline", f"the batch took longer than {self._config.batch_deadline_s:g} s"
+        )
         return {place: task.result() if task in done else late for place, task in tasks.items()}
 
     async def _judge(self, agent: str, messages: tuple[Message, ...]) -> Judgement:
@@ -162,7 +199,9 @@ class Coach:
 
     async def _ask(self, agent: str, messages: tuple[Message, ...], deadline: float) -> str:
         tally = self._judged[agent].tally
-        return (await self._caller.ask(agent, messages, self._settings, tally, deadline=deadline)).text
+        return (
+            await self._caller.ask(agent, messages, self._settings, tally, deadline=deadline)
+        ).text
 
     def _scores(self, agent: str, found: Judgement) -> dict[str, float]:
         judged = self._judged[agent]
@@ -180,13 +219,22 @@ FILES = "files"  # tool name of an event whose result lists the work folder, one
 _WORDS: Mapping[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
-def question(task: Task, trajectory: Trajectory, turn: Turn, config: CoachConfig) -> tuple[Message, ...]:
+def question(
+    task: Task, trajectory: Trajectory, turn: Turn, config: CoachConfig
+) -> tuple[Message, ...]:
     """The conversation that asks for a verdict on `turn`."""
     shows_answers = turn.agent in config.answers_for
     body = _fenced(_sections(task, trajectory, turn, config))
-    asked = ["verdict", *(["outcome"] if config.outcome else []), *(["correct"] if shows_answers else [])]
+    asked = [
+        "verdict",
+        *(["outcome"] if config.outcome else []),
+        *(["correct"] if shows_answers else []),
+    ]
     words = "\n".join(_WORDS[what] for what in asked)
-    return (Message(role="system", content=_WORDS["system"]), Message(role="user", content=f"{body}\n\n{words}"))
+    return (
+        Message(role="system", content=_WORDS["system"]),
+        Message(role="user", content=f"{body}\n\n{words}"),
+    )
 
 
 def ask_again(messages: tuple[Message, ...], reply: str, trouble: str) -> tuple[Message, ...]:
@@ -198,7 +246,9 @@ def ask_again(messages: tuple[Message, ...], reply: str, trouble: str) -> tuple[
     )
 
 
-def _sections(task: Task, trajectory: Trajectory, turn: Turn, config: CoachConfig) -> list[tuple[str, str]]:
+def _sections(
+    task: Task, trajectory: Trajectory, turn: Turn, config: CoachConfig
+) -> list[tuple[str, str]]:
     events = [event for event in trajectory.tools if _seen(event, turn)]
     earlier = [e for e in events if e.after_turn < turn.index and e.tool != FILES]
     now = [e for e in events if e.after_turn == turn.index and e.tool != FILES]
@@ -219,7 +269,12 @@ def _sections(task: Task, trajectory: Trajectory, turn: Turn, config: CoachConfi
         sections.append(("ground truth", clip("\n".join(task.answers), config.text_chars)))
     if turn.agent in config.metrics_for:
         measured = {"outcome": trajectory.outcome or 0.0, **trajectory.metrics}
-        sections.append(("measured at the end", "\n".join(f"{name}: {value:.6g}" for name, value in measured.items())))
+        sections.append(
+            (
+                "measured at the end",
+                "\n".join(f"{name}: {value:.6g}" for name, value in measured.items()),
+            )
+        )
     return sections
 
 
@@ -250,10 +305,14 @@ def _fenced(sections: list[tuple[str, str]]) -> str:
     """Sections between markers that carry a digest of them all, which no text inside can foresee."""
     material = "\x1f".join(text for _, text in sections).encode(errors="surrogatepass")
     mark = hashlib.blake2b(material, digest_size=6).hexdigest()
-    return "\n\n".join(f"[{name} {mark}]\n{text}\n[end of {name} {mark}]" for name, text in sections)
+    return "\n\n".join(
+        f"[{name} {mark}]\n{text}\n[end of {name} {mark}]" for name, text in sections
+    )
 
 
-_LINE = re.compile(r"^[ \t>*_`#-]*(PROCESS_SCORE|OUTCOME_SCORE|ANSWER_CORRECT)[*_` \t]*[:=](.*)$", re.MULTILINE)
+_LINE = re.compile(
+    r"^[ \t>*_`#-]*(PROCESS_SCORE|OUTCOME_SCORE|ANSWER_CORRECT)[*_` \t]*[:=](.*)$", re.MULTILINE
+)
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
@@ -290,7 +349,9 @@ def parse(reply: str) -> dict[str, float]:
     if said.get("ANSWER_CORRECT") not in (None, "0", "1"):
         raise Malformed(f"ANSWER_CORRECT is {said['ANSWER_CORRECT'][:40]!r}, expected 0 or 1")
     said["PROCESS_SCORE"] = re.sub(r"\s*/\s*10$", "", said["PROCESS_SCORE"])
-    return {key: _score(name, said[name], top) for name, (key, top) in _SCORES.items() if name in said}
+    return {
+        key: _score(name, said[name], top) for name, (key, top) in _SCORES.items() if name in said
+    }
 
 
 def _score(name: str, text: str, top: float) -> float:

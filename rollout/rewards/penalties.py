@@ -17,10 +17,12 @@ from typing import Literal
 from pydantic import NonNegativeFloat as Cost
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn, changed
-from mcore_mas.rollout.rewards.allocation import RewardError, locate
+from rollout.records.trajectory import Group, Status, Trajectory, Turn, changed
+from rollout.rewards.allocation import RewardError, locate
 
-Penalty = Callable[..., float | None]  # (turn, **options) -> what to add to its reward; None: the turn does not train
+Penalty = Callable[
+    ..., float | None
+]  # (turn, **options) -> what to add to its reward; None: the turn does not train
 
 
 def _thinks_once(text: str) -> bool:
@@ -36,7 +38,9 @@ VALIDITY_RULES: dict[ValidityRule, Callable[[str], bool]] = {
 }
 
 
-def invalid_reply(turn: Turn, *, coef: Cost = 1.0, rules: Mapping[str, Sequence[ValidityRule]] | None = None) -> float:
+def invalid_reply(
+    turn: Turn, *, coef: Cost = 1.0, rules: Mapping[str, Sequence[ValidityRule]] | None = None
+) -> float:
     """Minus `coef` for a reply that the role's parser refused, or that breaks a rule.
 
     Args:
@@ -48,7 +52,11 @@ def invalid_reply(turn: Turn, *, coef: Cost = 1.0, rules: Mapping[str, Sequence[
 
 
 def overlong(
-    turn: Turn, *, buffer: PositiveInt, max_tokens: Mapping[str, PositiveInt] | None = None, coef: Cost = 1.0
+    turn: Turn,
+    *,
+    buffer: PositiveInt,
+    max_tokens: Mapping[str, PositiveInt] | None = None,
+    coef: Cost = 1.0,
 ) -> float:
     """Minus `coef` times the used share of the last `buffer` tokens before the limit, 1 at the limit and beyond.
 
@@ -75,7 +83,11 @@ def mask_truncated(turn: Turn) -> float | None:
     return None if turn.finish_reason == "length" else 0.0  # DAPO, overlong filtering
 
 
-PENALTIES: dict[str, Penalty] = {"invalid": invalid_reply, "overlong": overlong, "mask_truncated": mask_truncated}
+PENALTIES: dict[str, Penalty] = {
+    "invalid": invalid_reply,
+    "overlong": overlong,
+    "mask_truncated": mask_truncated,
+}
 
 
 def apply_penalties(
@@ -96,11 +108,15 @@ def apply_penalties(
         if turn.masked:
             return turn
         if turn.reward is None:
-            raise RewardError(f"{locate(trajectory, turn)}: the allocator set no reward; None is for masked turns")
+            raise RewardError(
+                f"{locate(trajectory, turn)}: the allocator set no reward; None is for masked turns"
+            )
         amounts = [penalty(turn) for penalty in penalties]
         total = sum((amount for amount in amounts if amount is not None), 0.0)
         if not math.isfinite(turn.reward + total):
-            raise RewardError(f"{locate(trajectory, turn)}: reward is {turn.reward + total}; expected a finite number")
+            raise RewardError(
+                f"{locate(trajectory, turn)}: reward is {turn.reward + total}; expected a finite number"
+            )
         scores = {**turn.scores, "penalty": total} if total else turn.scores
         return changed(turn, reward=turn.reward + total, scores=scores, masked=None in amounts)
 
@@ -108,7 +124,9 @@ def apply_penalties(
     return replace(
         group,
         trajectories=tuple(
-            changed(t, turns=tuple(charged(t, turn) for turn in t.turns)) if t.status is Status.COMPLETED else t
+            changed(t, turns=tuple(charged(t, turn) for turn in t.turns))
+            if t.status is Status.COMPLETED
+            else t
             for t in group.trajectories
         ),
     )

@@ -7,13 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from mcore_mas.rollout.base.options import Names, Share
-from mcore_mas.rollout.records.trajectory import Group, Trajectory, Turn
-from mcore_mas.rollout.rewards import allocation
-from mcore_mas.rollout.rewards.allocation import RewardError, allocate, locate
+from rollout.base.options import Names, Share
+from rollout.records.trajectory import Group, Trajectory, Turn
+from rollout.rewards import allocation
+from rollout.rewards.allocation import RewardError, allocate, locate
 
 
-def local_team(group: Group, *, alpha: float = 1.0, missing_local: Literal["refuse", "zero"] = "refuse") -> Group:
+def local_team(
+    group: Group, *, alpha: float = 1.0, missing_local: Literal["refuse", "zero"] = "refuse"
+) -> Group:
     """The group with a reward on every turn from its scores "local" and "team"; one whose local is undecided is masked.
 
     In a tree the team's part is what the branch's own round brought, by which branches are compared: the score
@@ -48,7 +50,9 @@ def local_team(group: Group, *, alpha: float = 1.0, missing_local: Literal["refu
     return allocate(group, rewards)
 
 
-def turn_difference(group: Group, *, metric: str, scored: Names, absolute: Sequence[str] = ()) -> Group:
+def turn_difference(
+    group: Group, *, metric: str, scored: Names, absolute: Sequence[str] = ()
+) -> Group:
     """The group with every turn rewarded by how its round changed `metric`.
 
     A round ends with a turn of an agent in `scored`, and its f is that turn's score `metric`. So whoever speaks
@@ -83,7 +87,9 @@ def turn_difference(group: Group, *, metric: str, scored: Names, absolute: Seque
                 previous = value
         for turn in trajectory.turns[len(paid) :]:
             if turn.agent in absolute:
-                raise RewardError(f"{locate(trajectory, turn)}: '{metric}' is not measured on it or after it")
+                raise RewardError(
+                    f"{locate(trajectory, turn)}: '{metric}' is not measured on it or after it"
+                )
             paid.append(0.0)
         return paid
 
@@ -111,7 +117,9 @@ HISTORIES: dict[History, Callable[[Sequence[Turn], int], Sequence[int]]] = {
     "rounds": _rounds,  # all agents' turns of earlier rounds (debate in its generic class)
     "before": lambda turns, i: range(i),  # every turn before (chain)
     # the last turn against all other agents'; the others' turns stay (mixture of agents)
-    "proposers": lambda turns, i: [j for j in range(i) if i == len(turns) - 1 and turns[j].agent != turns[i].agent],
+    "proposers": lambda turns, i: [
+        j for j in range(i) if i == len(turns) - 1 and turns[j].agent != turns[i].agent
+    ],
 }
 _BY_AGENT = ("own", "rounds")  # forms in which each agent has its own last score
 
@@ -157,7 +165,9 @@ def shaping(
     return allocate(group, rewards)
 
 
-def tree_shaping(group: Group, *, measure: str = "local", gamma: float = 0.3, mix: Share = 0.5) -> Group:
+def tree_shaping(
+    group: Group, *, measure: str = "local", gamma: float = 0.3, mix: Share = 0.5
+) -> Group:
     """The group with every turn's score shaped by its node's place in its trajectory's tree.
 
     A node's value is the mean score of its turns; a turn whose score is undecided is masked, and in no mean. Values are
@@ -171,7 +181,9 @@ def tree_shaping(group: Group, *, measure: str = "local", gamma: float = 0.3, mi
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
         if not any(turn.node for turn in trajectory.turns):
-            raise RewardError(f"{locate(trajectory)}: no tree: none of its turns has a node; sample trees")
+            raise RewardError(
+                f"{locate(trajectory)}: no tree: none of its turns has a node; sample trees"
+            )
         raw = [allocation.local_score(trajectory, turn, measure) for turn in trajectory.turns]
         scores: dict[str, list[float]] = defaultdict(list)
         for turn, value in zip(trajectory.turns, raw, strict=True):
@@ -180,7 +192,9 @@ def tree_shaping(group: Group, *, measure: str = "local", gamma: float = 0.3, mi
         values = {node: fmean(own) for node, own in scores.items()}
         # r + gamma (r - baseline)   MARTI (ICLR 2026), ab_mcts_processor.py
         return [
-            None if value is None else value + gamma * (value - _baseline(turn.node, values, mix, value))
+            None
+            if value is None
+            else value + gamma * (value - _baseline(turn.node, values, mix, value))
             for turn, value in zip(trajectory.turns, raw, strict=True)
         ]
 
@@ -232,6 +246,9 @@ def coach(
     def rewards(trajectory: Trajectory) -> list[float | None]:
         # r_i = clip(c s_i) + w R, with s_i the coach's score   MAPPA (arXiv 2601.23228), where c = 1 and w = 0
         team = outcome_weight * allocation.outcome(trajectory) if outcome_weight else 0.0
-        return [process(trajectory, turn) + team if measure in turn.scores else None for turn in trajectory.turns]
+        return [
+            process(trajectory, turn) + team if measure in turn.scores else None
+            for turn in trajectory.turns
+        ]
 
     return allocate(group, rewards)

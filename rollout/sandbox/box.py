@@ -13,14 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from mcore_mas.rollout.base.http import HttpClient, Refused, Unanswered, retried
-from mcore_mas.rollout.base.processes import Restarts
-from mcore_mas.rollout.base.task_group import of_loop
-from mcore_mas.rollout.sandbox import pool as tiers
-from mcore_mas.rollout.sandbox.jail import Jail, check_name
-from mcore_mas.rollout.sandbox.pool import JailPool
-from mcore_mas.rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
-from mcore_mas.rollout.sandbox.session import Session, execute
+from rollout.base.http import HttpClient, Refused, Unanswered, retried
+from rollout.base.processes import Restarts
+from rollout.base.task_group import of_loop
+from rollout.sandbox import pool as tiers
+from rollout.sandbox.jail import Jail, check_name
+from rollout.sandbox.pool import JailPool
+from rollout.sandbox.records import (
+    Program,
+    RunLimits,
+    RunResult,
+    SandboxError,
+    SandboxUnavailable,
+    Verdict,
+)
+from rollout.sandbox.session import Session, execute
 
 
 class Runner(ABC):
@@ -52,7 +59,9 @@ class Runner(ABC):
             SandboxError: the sandbox failed, also when tried again; nothing is known about the program.
             ValueError: a path leads out of the folder.
         """
-        program = Program(source=source, stdin=stdin, limits=limits or self.limits, files=files or {})
+        program = Program(
+            source=source, stdin=stdin, limits=limits or self.limits, files=files or {}
+        )
         for name in program.files:
             check_name(name)
         async with self._slot():
@@ -111,7 +120,9 @@ class Sandbox(Runner):
     It starts at the first run. When this process ends, however it ends, every program ends with it.
     """
 
-    def __init__(self, limits: RunLimits | None = None, *, slots: int | None = None, tier: str = "auto") -> None:
+    def __init__(
+        self, limits: RunLimits | None = None, *, slots: int | None = None, tier: str = "auto"
+    ) -> None:
         """A sandbox that has not started.
 
         Args:
@@ -143,10 +154,14 @@ class Sandbox(Runner):
             yield Session(jail, limits, self._slot)
 
     async def start(self) -> None:
-        async with of_loop((self, "starting"), asyncio.Lock):  # of many that find the zygote gone, one starts another
+        async with of_loop(
+            (self, "starting"), asyncio.Lock
+        ):  # of many that find the zygote gone, one starts another
             if self._pool is not None and not self._pool.alive:
                 if not self._restarts.take():
-                    raise SandboxUnavailable(f"the sandbox has ended {_RESTARTS} times within an hour; see who ends it")
+                    raise SandboxUnavailable(
+                        f"the sandbox has ended {_RESTARTS} times within an hour; see who ends it"
+                    )
                 self.close()
             if self._pool is None:
                 await self._start()
@@ -186,7 +201,9 @@ class Sandbox(Runner):
             except SandboxError as error:
                 raise SandboxUnavailable(str(error)) from error
             if result.verdict is not Verdict.OK:
-                raise SandboxUnavailable(f"its walls have a hole: {result.stderr.strip() or result.verdict}")
+                raise SandboxUnavailable(
+                    f"its walls have a hole: {result.stderr.strip() or result.verdict}"
+                )
 
     async def _run(self, program: Program) -> RunResult:
         try:
@@ -240,16 +257,22 @@ class SandboxFusion(Runner):
         body = {
             "code": program.source,
             "language": "python",
-            "stdin": program.stdin if isinstance(program.stdin, str) else program.stdin.decode("utf-8", "replace"),
+            "stdin": program.stdin
+            if isinstance(program.stdin, str)
+            else program.stdin.decode("utf-8", "replace"),
             "compile_timeout": program.limits.wall_s,
             "run_timeout": program.limits.wall_s,
             "memory_limit_MB": program.limits.memory_mb,
-            "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
+            "files": {
+                name: base64.b64encode(content).decode() for name, content in program.files.items()
+            },
         }
 
         async def attempt() -> RunResult:
             timeout_s = 2 * program.limits.wall_s + _ROOM_S
-            reply = (await self._http.send("POST", "/run_code", body, timeout_s=timeout_s)).succeeded()
+            reply = (
+                await self._http.send("POST", "/run_code", body, timeout_s=timeout_s)
+            ).succeeded()
             try:
                 answer = reply.json()
                 if answer["status"] != "SandboxError":
@@ -293,4 +316,6 @@ def _verdict(status: str, code: int | None, length: int, limits: RunLimits, stde
         raise ValueError(f"status {status}")
     if code == 0:
         return Verdict.OK
-    return Verdict.MLE if stderr.rstrip().rpartition("\n")[2].startswith("MemoryError") else Verdict.RE
+    return (
+        Verdict.MLE if stderr.rstrip().rpartition("\n")[2].startswith("MemoryError") else Verdict.RE
+    )

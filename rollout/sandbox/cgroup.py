@@ -29,7 +29,9 @@ class Cgroup:
         """Set what the next job's tree may use together."""
         wanted = (memory_bytes + _SPARE_BYTES, processes + _WARDENS)
         if wanted != self._set:
-            (self._folders["memory"] / self._file("memory.max", "memory.limit_in_bytes")).write_text(str(wanted[0]))
+            (
+                self._folders["memory"] / self._file("memory.max", "memory.limit_in_bytes")
+            ).write_text(str(wanted[0]))
             (self._folders["pids"] / "pids.max").write_text(str(wanted[1]))
             if self._unified:
                 with suppress(OSError):  # absent without swap accounting
@@ -38,7 +40,10 @@ class Cgroup:
 
     def open(self) -> list[int]:
         """Descriptors through which a process joins by writing `0`."""
-        return [os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for folder in set(self._folders.values())]
+        return [
+            os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+            for folder in set(self._folders.values())
+        ]
 
     def ran_out(self) -> bool:
         """Whether the kernel killed a process of the group for memory since the last time this was asked."""
@@ -63,10 +68,14 @@ class Cgroup:
 
     def _count_kills(self) -> int:
         try:
-            text = (self._folders["memory"] / self._file("memory.events", "memory.oom_control")).read_text()
+            text = (
+                self._folders["memory"] / self._file("memory.events", "memory.oom_control")
+            ).read_text()
         except FileNotFoundError:  # removed with its pool
             return 0
-        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+        return next(
+            (int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0
+        )
 
 
 class Cgroups:
@@ -167,5 +176,7 @@ def _remove(folder: Path) -> None:
             return
         except FileNotFoundError:
             return
-        except OSError:  # busy until the last page and process are gone; what stays, the next start sweeps
+        except (
+            OSError
+        ):  # busy until the last page and process are gone; what stays, the next start sweeps
             time.sleep(0.005)

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
 
-from mcore_mas.rollout.base.task_group import settle
-from mcore_mas.rollout.sandbox.cgroup import Cgroup
-from mcore_mas.rollout.sandbox.guest import wire
-from mcore_mas.rollout.sandbox.records import RunLimits, SandboxError
+from rollout.base.task_group import settle
+from rollout.sandbox.cgroup import Cgroup
+from rollout.sandbox.guest import wire
+from rollout.sandbox.records import RunLimits, SandboxError
 
 _LISTING_BYTES = 64 << 20  # 2048 names of the greatest length, each byte written as six
 _ASK_S = 60.0  # for a warden to hand a file over
@@ -52,7 +52,9 @@ class Jail:
         self._cores, self._own = cores, list[int]()
         self._channel = channel
         self._jobs = 0  # started so far
-        self._ended: dict[str, Any] | None = None  # report on the last one, if it came before it was waited for
+        self._ended: dict[str, Any] | None = (
+            None  # report on the last one, if it came before it was waited for
+        )
 
     def open(self, limits: RunLimits) -> None:
         """Furnish the box, the first thing to ask for; SandboxError if the warden or its group is gone."""
@@ -98,7 +100,13 @@ class Jail:
         except SandboxError:
             if self.group is None or not self.group.ran_out():
                 raise
-            return {"exit": -9, "killed": "", "cpu_s": 0.0, "memory_bytes": 0, "ran_out": True}  # it took the warden
+            return {
+                "exit": -9,
+                "killed": "",
+                "cpu_s": 0.0,
+                "memory_bytes": 0,
+                "ran_out": True,
+            }  # it took the warden
         ran_out = self.group is not None and self._ended["exit"] != 0 and self.group.ran_out()
         return self._ended | {"ran_out": ran_out}
 
@@ -142,7 +150,9 @@ class Jail:
         except OSError as error:
             raise SandboxError(f"a job's warden is gone ({error.strerror})") from error
 
-    async def _ask(self, message: dict[str, Any], files: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
+    async def _ask(
+        self, message: dict[str, Any], files: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[int]]:
         self._tell(message, files)
         try:
             async with asyncio.timeout(_ASK_S):
@@ -153,7 +163,9 @@ class Jail:
             raise SandboxError(f"a job's warden did not answer within {_ASK_S:g} s") from None
 
     def _keep(self, answer: tuple[dict[str, Any], list[int]]) -> None:
-        if answer[0].get("job") == self._jobs:  # not the late report on a job that nobody waited for
+        if (
+            answer[0].get("job") == self._jobs
+        ):  # not the late report on a job that nobody waited for
             self._ended = answer[0]
 
     async def _receive(self) -> tuple[dict[str, Any], list[int]]:
@@ -189,8 +201,16 @@ def check_name(name: str) -> None:
         os.fsencode(name)
     except UnicodeEncodeError:
         raise ValueError(f"{name!r} is no path in a box: it has half a character") from None
-    if not path.parts or path.is_absolute() or path.as_posix() != name or ".." in path.parts or "\0" in name:
-        raise ValueError(f"{name!r} is no path in a box; expected a relative one without `.`, `..` or doubled slashes")
+    if (
+        not path.parts
+        or path.is_absolute()
+        or path.as_posix() != name
+        or ".." in path.parts
+        or "\0" in name
+    ):
+        raise ValueError(
+            f"{name!r} is no path in a box; expected a relative one without `.`, `..` or doubled slashes"
+        )
 
 
 def _take(files: list[int], limit: int) -> bytes:
@@ -216,10 +236,14 @@ def as_file(content: str | bytes | None) -> int:
     """A descriptor of a file with `content` that nobody can change, at its start; None is an empty one to write to."""
     file = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     if content is not None:
-        view = memoryview(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
+        view = memoryview(
+            content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+        )
         while view:
             view = view[os.pwrite(file, view, os.fstat(file).st_size) :]
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        fcntl.fcntl(
+            file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+        )
     return file
 
 

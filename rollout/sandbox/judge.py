@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mcore_mas.rollout.base.task_group import together
-from mcore_mas.rollout.sandbox.box import Runner
-from mcore_mas.rollout.sandbox.records import RunLimits, RunResult, Verdict
+from rollout.base.task_group import together
+from rollout.sandbox.box import Runner
+from rollout.sandbox.records import RunLimits, RunResult, Verdict
 
 _CALLER = (Path(__file__).resolve().parent / "guest" / "caller.py").read_text(encoding="utf-8")
 
@@ -59,7 +59,9 @@ async def judge(
         request = {"source": source, "function": test.function, "arguments": test.arguments}
         result = await runner.run(_CALLER, stdin=json.dumps(request), limits=limits, files=files)
         right = any(same_value(result.stdout, value) for value in test.accepted)
-    return result if right or result.verdict is not Verdict.OK else replace(result, verdict=Verdict.WA)
+    return (
+        result if right or result.verdict is not Verdict.OK else replace(result, verdict=Verdict.WA)
+    )
 
 
 async def judge_all(
@@ -71,7 +73,9 @@ async def judge_all(
     limits: RunLimits | None = None,
 ) -> list[RunResult]:
     """Run a program on every test, in order; SandboxError if there is no verdict on one of them."""
-    return await together(judge(runner, source, test, compare=compare, limits=limits) for test in tests)
+    return await together(
+        judge(runner, source, test, compare=compare, limits=limits) for test in tests
+    )
 
 
 TOLERANCE = 1e-6  # relative and absolute
@@ -98,7 +102,11 @@ def same_floats(given: str, expected: str) -> bool:
 
 
 CompareBy = Literal["lines", "tokens", "floats"]
-COMPARES: dict[CompareBy, Compare] = {"lines": same_lines, "tokens": same_tokens, "floats": same_floats}
+COMPARES: dict[CompareBy, Compare] = {
+    "lines": same_lines,
+    "tokens": same_tokens,
+    "floats": same_floats,
+}
 
 
 def same_value(given: str, expected: Any) -> bool:
@@ -108,7 +116,10 @@ def same_value(given: str, expected: Any) -> bool:
     """
     try:
         return _same(json.loads(given), json.loads(json.dumps(expected)))
-    except (ValueError, RecursionError):  # no JSON, a number of too many digits, or nested without end
+    except (
+        ValueError,
+        RecursionError,
+    ):  # no JSON, a number of too many digits, or nested without end
         return False
 
 
@@ -120,14 +131,20 @@ def _same_word(given: str, expected: str) -> bool:
     if given == expected:
         return True
     # An integer's neighbour is within any relative tolerance if it is long enough: integers are compared as text.
-    if _INTEGER.fullmatch(expected) or not (_NUMBER.fullmatch(given) and _NUMBER.fullmatch(expected)):
+    if _INTEGER.fullmatch(expected) or not (
+        _NUMBER.fullmatch(given) and _NUMBER.fullmatch(expected)
+    ):
         return False
     return _close(float(given), float(expected))
 
 
 def _same(given: Any, expected: Any) -> bool:
     if isinstance(expected, list):
-        return isinstance(given, list) and len(given) == len(expected) and all(map(_same, given, expected))
+        return (
+            isinstance(given, list)
+            and len(given) == len(expected)
+            and all(map(_same, given, expected))
+        )
     if isinstance(expected, dict):
         return (
             isinstance(given, dict)
@@ -135,7 +152,11 @@ def _same(given: Any, expected: Any) -> bool:
             and all(_same(given[key], value) for key, value in expected.items())
         )
     if isinstance(given, float) or isinstance(expected, float):
-        return isinstance(given, int | float) and isinstance(expected, int | float) and _close(given, expected)
+        return (
+            isinstance(given, int | float)
+            and isinstance(expected, int | float)
+            and _close(given, expected)
+        )
     alike = type(given) is type(expected) or {type(given), type(expected)} == {bool, int}
     return alike and bool(given == expected)
 

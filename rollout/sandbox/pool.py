@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mcore_mas.rollout.sandbox import cgroup
-from mcore_mas.rollout.sandbox.guest import wire
-from mcore_mas.rollout.sandbox.guest.box import remove_tree
-from mcore_mas.rollout.sandbox.jail import Cores, Jail
-from mcore_mas.rollout.sandbox.records import SandboxError, SandboxUnavailable
+from rollout.sandbox import cgroup
+from rollout.sandbox.guest import wire
+from rollout.sandbox.guest.box import remove_tree
+from rollout.sandbox.jail import Cores, Jail
+from rollout.sandbox.records import SandboxError, SandboxUnavailable
 
 BOXES = Path(tempfile.gettempdir())  # where boxes are, in tiers without a file system of their own
 
@@ -45,7 +45,9 @@ class JailPool:
         self._warm: deque[Jail] = deque()
         self._size, self._count, self._cores = warm, 0, Cores()
         self.groups: cgroup.Cgroups | None = None
-        self.boxes: Path | None = None  # where jobs' folders are, in tiers without a file system of their own
+        self.boxes: Path | None = (
+            None  # where jobs' folders are, in tiers without a file system of their own
+        )
         for folder in cgroup.abandoned(BOXES):  # one that cannot be removed stays
             with suppress(OSError):
                 if folder.lstat().st_uid == os.geteuid():
@@ -55,7 +57,12 @@ class JailPool:
             self.boxes = Path(tempfile.mkdtemp(prefix=prefix, dir=BOXES))
         elif parents := cgroup.writable_parents():
             self.groups = cgroup.Cgroups(parents)
-        settings = {"tier": tier, "parent": os.getpid(), "readable": readable_paths(), "packages": packages()}
+        settings = {
+            "tier": tier,
+            "parent": os.getpid(),
+            "readable": readable_paths(),
+            "packages": packages(),
+        }
         self._channel, theirs = wire.pair()
         # -s -P -S: no user's packages, no working folder, no .pth files on the import path
         command = [interpreter(), "-s", "-P", "-S", "-c", _START, str(_HERE), str(theirs.fileno())]
@@ -78,7 +85,9 @@ class JailPool:
             answer, _ = wire.receive(self._channel)
         except (EOFError, OSError):
             self._zygote.kill()
-            said = self._zygote.communicate()[1].decode("utf-8", "replace").strip().rpartition("\n")[2]
+            said = (
+                self._zygote.communicate()[1].decode("utf-8", "replace").strip().rpartition("\n")[2]
+            )
             answer = {"fault": said or "it did not start"}
         if "fault" in answer:
             self.close()
@@ -102,7 +111,9 @@ class JailPool:
         Raises:
             SandboxError: the zygote is gone.
         """
-        if not self.alive:  # what it lent before may live on for a moment, and be what a request is sent to
+        if (
+            not self.alive
+        ):  # what it lent before may live on for a moment, and be what a request is sent to
             raise SandboxError("the sandbox cannot make another jail (it has ended)")
         jail = self._warm.popleft() if self._warm else self._jail()
         while len(self._warm) < self._size:
@@ -119,7 +130,9 @@ class JailPool:
             group = self.groups.lend() if self.groups else None
             return Jail(self._clone(group.open() if group else []), group, self._cores)
         except OSError as error:
-            raise SandboxError(f"the sandbox cannot make another jail ({error.strerror})") from error
+            raise SandboxError(
+                f"the sandbox cannot make another jail ({error.strerror})"
+            ) from error
 
     def _clone(self, handles: list[int]) -> socket.socket:
         """Our end of a new warden, which joins the groups of `handles`."""
@@ -193,7 +206,11 @@ def interpreter() -> str:
 
 def packages() -> list[str]:
     """Where this Python's installed packages are."""
-    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+    folders = [
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        *site.getsitepackages(),
+    ]
     return sorted({os.path.realpath(folder) for folder in folders if Path(folder).is_dir()})
 
 
@@ -201,5 +218,10 @@ def readable_paths() -> list[str]:
     """What programs may read: the system's programs, the interpreter, and installed packages."""
     own = (sys.base_prefix, os.path.realpath(sys.base_prefix), str(Path(interpreter()).parents[1]))
     paths = {*_SYSTEM, *own, *packages()}
-    covered = {path for path in paths for other in paths if path != other and path.startswith(f"{other.rstrip('/')}/")}
+    covered = {
+        path
+        for path in paths
+        for other in paths
+        if path != other and path.startswith(f"{other.rstrip('/')}/")
+    }
     return sorted(paths - covered)

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from mcore_mas.rollout.base.errors import EnvError
+from rollout.base.errors import EnvError
 
 
 class Verdict(enum.StrEnum):
@@ -63,7 +63,9 @@ class Program:
     source: str
     stdin: str | bytes = b""
     limits: RunLimits
-    files: Mapping[str, bytes] = field(default_factory=dict)  # put into its folder first, by relative path
+    files: Mapping[str, bytes] = field(
+        default_factory=dict
+    )  # put into its folder first, by relative path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,11 @@ class RunResult:
 def without_middle(text: str, most: int) -> str:
     """The text, or of one that has more than `most` characters so many from its ends."""
     half = most // 2
-    return text if len(text) <= most else f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+    return (
+        text
+        if len(text) <= most
+        else f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+    )
 
 
 NO_OUTPUT = "[no output]"

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
-from mcore_mas.rollout.sandbox.guest import wire
-from mcore_mas.rollout.sandbox.guest.program import OUT_OF_MEMORY
-from mcore_mas.rollout.sandbox.jail import Jail, opened_files, take_texts, until_readable
-from mcore_mas.rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, Verdict
+from rollout.sandbox.guest import wire
+from rollout.sandbox.guest.program import OUT_OF_MEMORY
+from rollout.sandbox.jail import Jail, opened_files, take_texts, until_readable
+from rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, Verdict
 
 _GRACE_S = 5.0  # for a warden to report, beyond the job's wall time
 _INTERRUPT_S = 1.0  # for a cell to give in to an interrupt before its process is killed
@@ -26,7 +26,9 @@ class Session:
     ends by itself, variables are gone and files stay; the next cell starts a new process, and its result is `fresh`.
     """
 
-    def __init__(self, jail: Jail, limits: RunLimits, slot: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+    def __init__(
+        self, jail: Jail, limits: RunLimits, slot: Callable[[], AbstractAsyncContextManager[None]]
+    ) -> None:
         """`slot` is entered for every cell, so that sessions share the processors with everybody."""
         self._jail = jail
         self._limits = limits
@@ -80,7 +82,9 @@ class Session:
             self._jail.start("cells", [theirs.fileno()])
         return self._cells
 
-    async def _run(self, cells: socket.socket, handles: list[int], wall_s: float, fresh: bool) -> RunResult:
+    async def _run(
+        self, cells: socket.socket, handles: list[int], wall_s: float, fresh: bool
+    ) -> RunResult:
         began = time.monotonic()
         late = False
         ended: dict[str, Any] = {}
@@ -97,7 +101,10 @@ class Session:
                 self._jail.kill()
                 raise EOFError
             self._jail.rest(True)
-        except (EOFError, OSError):  # it has ended, or closed or filled its channel: the program holds it, so it may
+        except (
+            EOFError,
+            OSError,
+        ):  # it has ended, or closed or filled its channel: the program holds it, so it may
             cells.close()
             self._cells = None
             ended = await _ended_soon(self._jail)
@@ -174,7 +181,11 @@ async def _end(jail: Jail, patience_s: float) -> dict[str, Any]:
         raise SandboxError(f"a job's warden did not report within {patience_s:g} s") from None
 
 
-_KILLED = {"disk": Verdict.OLE, "memory": Verdict.MLE, "threads": Verdict.RE}  # why a warden ended a job
+_KILLED = {
+    "disk": Verdict.OLE,
+    "memory": Verdict.MLE,
+    "threads": Verdict.RE,
+}  # why a warden ended a job
 
 
 def judge_end(ended: dict[str, Any], limits: RunLimits, output_complete: bool) -> Verdict:

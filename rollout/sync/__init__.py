@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from mcore_mas.rollout.base.options import imported
-from mcore_mas.rollout.base.ownership import FolderError, remove_path
+from rollout.base.options import imported
+from rollout.base.ownership import FolderError, remove_path
 
 if TYPE_CHECKING:
-    from mcore_mas.rollout.models.tensors import WeightStream
+    from rollout.models.tensors import WeightStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,9 @@ class WeightUpdate:
     version: int
     transport: str
     place: str  # the route's, or what was written for this version below it
-    checksums: Mapping[str, str]  # by the engine's names of its tensors; {} where nothing is compared
+    checksums: Mapping[
+        str, str
+    ]  # by the engine's names of its tensors; {} where nothing is compared
     bytes: int  # that were written
     seconds: float = 0.0  # that sending took
 
@@ -58,7 +60,9 @@ def alone(value: Any) -> list[Any]:
 class WeightSender:
     """A trainer's side of a transport; every rank has one and makes the same calls."""
 
-    def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
+    def __init__(
+        self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone
+    ) -> None:
         self._route, self._rank, self._leads, self._exchange = route, rank, rank == 0, exchange
         self._open()
 
@@ -92,19 +96,23 @@ class WeightSender:
 
 # Import paths: a sender loads only what it needs.
 SENDERS = {
-    "shared": "mcore_mas.rollout.sync.shared:SharedSender",
-    "disk": "mcore_mas.rollout.sync.disk:FolderSender",
-    "adapter": "mcore_mas.rollout.sync.disk:AdapterSender",
-    "changed": "mcore_mas.rollout.sync.disk:FolderSender",
-    "delta": "mcore_mas.rollout.sync.disk:FolderSender",
-    "tensor": "mcore_mas.rollout.sync.push:TensorSender",
-    "distributed": "mcore_mas.rollout.sync.push:GroupSender",
+    "shared": "rollout.sync.shared:SharedSender",
+    "disk": "rollout.sync.disk:FolderSender",
+    "adapter": "rollout.sync.disk:AdapterSender",
+    "changed": "rollout.sync.disk:FolderSender",
+    "delta": "rollout.sync.disk:FolderSender",
+    "tensor": "rollout.sync.push:TensorSender",
+    "distributed": "rollout.sync.push:GroupSender",
 }
 
 
-def make_sender(route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> WeightSender:
+def make_sender(
+    route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone
+) -> WeightSender:
     """The trainer's side of `route` on one of its ranks; `exchange` gives every rank what each of them gave."""
-    made: WeightSender = imported("transport", route.transport, SENDERS)(route, rank=rank, exchange=exchange)
+    made: WeightSender = imported("transport", route.transport, SENDERS)(
+        route, rank=rank, exchange=exchange
+    )
     return made
 
 

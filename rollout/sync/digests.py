@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_mas.rollout.models.tensors import WeightStream, checksum, complete, gpu_hash, whole
-from mcore_mas.rollout.sync import SyncRoute
-from mcore_mas.rollout.sync.sglang_layout import SGLangLayout, of_rank
+from rollout.models.tensors import WeightStream, checksum, complete, gpu_hash, whole
+from rollout.sync import SyncRoute
+from rollout.sync.sglang_layout import SGLangLayout, of_rank
 
 
 class WeightDigest:

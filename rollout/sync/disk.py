@@ -11,17 +11,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.files import atomic_folder
-from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.fused_weights import NOWHERE, AdapterShape, AdapterWeights, write_peft
-from mcore_mas.rollout.models.tensors import TensorFiles, WeightStream, complete, tensor_shapes, whole
-from mcore_mas.rollout.sync import Stored, WeightSender
-from mcore_mas.rollout.sync.digests import WeightDigest, digest_of, digested
+from rollout.base.errors import EngineError
+from rollout.base.files import atomic_folder
+from rollout.models.architecture import read_architecture
+from rollout.models.fused_weights import NOWHERE, AdapterShape, AdapterWeights, write_peft
+from rollout.models.tensors import TensorFiles, WeightStream, complete, tensor_shapes, whole
+from rollout.sync import Stored, WeightSender
+from rollout.sync.digests import WeightDigest, digest_of, digested
 
 _FILE_BYTES = 1 << 30  # of one file: what a rank holds of the model besides its shard
-_INDEX, _VALUE = "#index", "#value"  # after a tensor's name: flat positions int32 or int64, and what stands there now
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_INDEX, _VALUE = (
+    "#index",
+    "#value",
+)  # after a tensor's name: flat positions int32 or int64, and what stands there now
+_INTEGERS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # by bytes of an element
 
 
 class FolderSender(WeightSender):
@@ -40,7 +48,11 @@ class FolderSender(WeightSender):
 
     def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
         """Write `v<version>/`."""
-        base = self._version if self._version is not None and state.get("base") == self._version else None
+        base = (
+            self._version
+            if self._version is not None and state.get("base") == self._version
+            else None
+        )
         self._version = None  # until all of the new version is written
         digest = digest_of(self._route) if self._leads else WeightDigest()
         final, written = Path(self._route.place) / f"v{version:06d}", 0
@@ -93,13 +105,24 @@ class AdapterSender(WeightSender):
         full = {name: whole(rows).detach().cpu().contiguous() for name, rows in stream}
         if not self._leads:
             return str(final), {}, 0
-        if bad := next((name for name, tensor in full.items() if not tensor.isfinite().all()), None):
-            raise EngineError(f"{bad} of version {version} has a number that is not finite; it is not handed over")
+        if bad := next(
+            (name for name, tensor in full.items() if not tensor.isfinite().all()), None
+        ):
+            raise EngineError(
+                f"{bad} of version {version} has a number that is not finite; it is not handed over"
+            )
         write_peft(
-            final, self._route.model, full, rank=shape.rank, alpha=shape.scale * shape.rank, targets=shape.targets
+            final,
+            self._route.model,
+            full,
+            rank=shape.rank,
+            alpha=shape.scale * shape.rank,
+            targets=shape.targets,
         )
         # a server that starts again reads the version before, until all have the new one
-        old = sorted((f for f in final.parent.glob("v[0-9]*") if f != final), key=lambda f: f.stat().st_mtime)
+        old = sorted(
+            (f for f in final.parent.glob("v[0-9]*") if f != final), key=lambda f: f.stat().st_mtime
+        )
         for folder in old[:-1]:
             rmtree(folder, ignore_errors=True)
         return str(final), {}, sum(tensor.nbytes for tensor in full.values())
@@ -113,7 +136,11 @@ def _bits(tensor: Tensor) -> Tensor:
 def _save(folder: Path, tensors: dict[str, Tensor], base: int | None) -> None:
     if tensors or not any(folder.iterdir()):  # the first file says what the version starts from
         metadata = {"format": "pt", "base": json.dumps(base)}
-        save_file(tensors, str(folder / f"model-{len(list(folder.iterdir())):05d}.safetensors"), metadata=metadata)
+        save_file(
+            tensors,
+            str(folder / f"model-{len(list(folder.iterdir())):05d}.safetensors"),
+            metadata=metadata,
+        )
 
 
 def changes(name: str, before: Tensor | None, now: Tensor) -> dict[str, Tensor]:
@@ -129,7 +156,9 @@ def changes(name: str, before: Tensor | None, now: Tensor) -> dict[str, Tensor]:
     return {name + _INDEX: index, name + _VALUE: now.view(-1)[index.long()]}
 
 
-def patched(tensors: Iterable[tuple[str, Tensor]], folder: Path, held: int) -> Iterator[tuple[str, Tensor]]:
+def patched(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, held: int
+) -> Iterator[tuple[str, Tensor]]:
     """A stream of the weights as `folder` makes them out of `tensors`, the full tensors of version `held`.
 
     Raises:
@@ -139,7 +168,9 @@ def patched(tensors: Iterable[tuple[str, Tensor]], folder: Path, held: int) -> I
     for path, opened in files.opened.items():
         base = json.loads(opened.metadata()["base"])
         if base is not None and base != held:
-            raise EngineError(f"{path}: changes since version {base}, but the engine holds version {held}")
+            raise EngineError(
+                f"{path}: changes since version {base}, but the engine holds version {held}"
+            )
     for name, tensor in tensors:
         if name in files:
             yield name, files.read(name)

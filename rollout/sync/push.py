@@ -21,14 +21,16 @@ import torch.distributed as dist
 import torch.multiprocessing  # teaches ForkingPickler how tensors travel
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.models.tensors import WeightStream, buckets, complete, tensor_shapes, whole
-from mcore_mas.rollout.sync import Stored, WeightSender
-from mcore_mas.rollout.sync.digests import digest_of, digested, sum_of
-from mcore_mas.rollout.sync.sglang_layout import VOCABULARY, SGLangLayout, held_by, kind_of, of_rank
+from rollout.base.errors import EngineError
+from rollout.models.tensors import WeightStream, buckets, complete, tensor_shapes, whole
+from rollout.sync import Stored, WeightSender
+from rollout.sync.digests import digest_of, digested, sum_of
+from rollout.sync.sglang_layout import VOCABULARY, SGLangLayout, held_by, kind_of, of_rank
 
 _TIMEOUT_S = 600.0
-_FULL = "flattened_bucket"  # SGLang's load_format for full tensors, of which its ranks take their parts
+_FULL = (
+    "flattened_bucket"  # SGLang's load_format for full tensors, of which its ranks take their parts
+)
 
 
 class _Push(WeightSender):
@@ -46,7 +48,9 @@ class _Push(WeightSender):
         self._urls = route.place.split()
         self._tp = int(route.options.get("tp", 1))
         self._manifest = tensor_shapes(self._route.model)
-        headers = {"Authorization": f"Bearer {route.options['key']}"} if route.options.get("key") else {}
+        headers = (
+            {"Authorization": f"Bearer {route.options['key']}"} if route.options.get("key") else {}
+        )
         self._http = httpx.Client(headers=headers, trust_env=False, timeout=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(max_workers=len(self._urls) + 1)
 
@@ -58,7 +62,9 @@ class _Push(WeightSender):
             with self._session():
                 for bucket in buckets(self._entries(weights, sums), limit, itemgetter(0)):
                     form = bucket[0][0][0]
-                    size += sum(tensor.nbytes for _, tensor in bucket) * (self._tp if form == "direct" else 1)
+                    size += sum(tensor.nbytes for _, tensor in bucket) * (
+                        self._tp if form == "direct" else 1
+                    )
                     self._bucket([(name, tensor) for (_, name), tensor in bucket], form, version)
         finally:  # nothing is under way any more, and this rank holds no bucket
             self._answers, self._kept = (), None
@@ -67,7 +73,9 @@ class _Push(WeightSender):
         sums = {name: said for part in self._exchange(sums) for name, said in part.items()}
         return self._route.place, sums, size
 
-    def _entries(self, weights: WeightStream, sums: dict[str, str]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    def _entries(
+        self, weights: WeightStream, sums: dict[str, str]
+    ) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """((SGLang's load_format, name), tensor) of what is sent; `sums` gets this rank's part of the checksums."""
         digest = digest_of(self._route, (self._rank, len(self._exchange(None))))
         for name, tensor in digested(weights, self._manifest, digest):
@@ -131,7 +139,10 @@ class _Push(WeightSender):
 
     def _post(self, path: str, bodies: Sequence[Mapping[str, Any] | None]) -> list[Future[None]]:
         """Send each server its body, side by side."""
-        return [self._pool.submit(self._one, url + path, body) for url, body in zip(self._urls, bodies, strict=True)]
+        return [
+            self._pool.submit(self._one, url + path, body)
+            for url, body in zip(self._urls, bodies, strict=True)
+        ]
 
     def _one(self, url: str, body: Mapping[str, Any] | None) -> None:
         try:
@@ -159,7 +170,10 @@ class TensorSender(_Push):
 
     def _open(self) -> None:
         super()._open()
-        self._direct, self._held = self._route.options.get("direct", ()), self._route.options.get("held", {})
+        self._direct, self._held = (
+            self._route.options.get("direct", ()),
+            self._route.options.get("held", {}),
+        )
 
     def _layout(self) -> SGLangLayout:
         return SGLangLayout(**self._held, ranks=[self._rank % self._tp])
@@ -171,30 +185,45 @@ class TensorSender(_Push):
         rows, vocab = self._layout().vocab_rows, self._held["vocab"]
         # Megatron's vocabulary is padded to be cut evenly, SGLang's to more than that; no rank is to have nothing of it
         alike = rows == -(-vocab // ranks) and rows * (ranks - 1) < vocab
-        names = (name for name in self._manifest if self._sent_directly(name) and ".experts." not in name)
+        names = (
+            name for name in self._manifest if self._sent_directly(name) and ".experts." not in name
+        )
         return frozenset(name for name in names if alike or name not in VOCABULARY)
 
     def _sent_directly(self, name: str) -> bool:
         return kind_of(held_by(name)) in self._direct
 
-    def _entries(self, weights: WeightStream, sums: dict[str, str]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    def _entries(
+        self, weights: WeightStream, sums: dict[str, str]
+    ) -> Iterator[tuple[tuple[str, str], Tensor]]:
         if not self._direct:
             yield from super()._entries(weights, sums)
             return
         layout, gpu = self._layout(), bool(self._held["gpu"])
 
-        def sent(done: Iterable[tuple[str, Iterable[Tensor]]]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+        def sent(
+            done: Iterable[tuple[str, Iterable[Tensor]]],
+        ) -> Iterator[tuple[tuple[str, str], Tensor]]:
             for held, shards in done:
                 (shard,) = shards
                 sums[of_rank(held, self._rank % self._tp, self._tp)] = sum_of(shard, gpu=gpu)
-                yield ("direct", held), shard.contiguous()  # of columns: a copy, so that the others are kept no longer
+                yield (
+                    ("direct", held),
+                    shard.contiguous(),
+                )  # of columns: a copy, so that the others are kept no longer
 
-        full = {name: torch.empty(self._manifest[name], device="meta") for name in self.shares(self._tp)}
+        full = {
+            name: torch.empty(self._manifest[name], device="meta") for name in self.shares(self._tp)
+        }
         shares = {name: layout.shares(name, tensor)[0].shape for name, tensor in full.items()}
         for name, rows in complete(weights, self._manifest, shares):
             tensor = whole(rows).detach()
             if self._sent_directly(name):
-                yield from sent(layout.add(name, tensor, share=tuple(tensor.shape) != tuple(self._manifest[name])))
+                yield from sent(
+                    layout.add(
+                        name, tensor, share=tuple(tensor.shape) != tuple(self._manifest[name])
+                    )
+                )
             else:
                 yield (_FULL, name), tensor
         yield from sent(layout.finish())
@@ -241,13 +270,17 @@ class GroupSender(_Push):
         """Meet the servers at a port of the address that they see this machine at; all of them must come at once."""
         world = 1 + self._tp * len(self._urls)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        self._name = f"mcore_mas-{uuid.uuid4().hex[:12]}"  # one that no trainer has left in the servers
+        self._name = (
+            f"mcore_mas-{uuid.uuid4().hex[:12]}"  # one that no trainer has left in the servers
+        )
         own = _address_towards(self._urls[0])
         listener = socket.create_server((own, 0))
         port = listener.getsockname()[1]
         fields = {"master_address": own, "master_port": port, "world_size": world}
         fields |= {"group_name": self._name, "backend": backend}
-        bodies = [{**fields, "rank_offset": 1 + self._tp * number} for number in range(len(self._urls))]
+        bodies = [
+            {**fields, "rank_offset": 1 + self._tp * number} for number in range(len(self._urls))
+        ]
         joined = self._post("/init_weights_update_group", bodies)
         here = self._pool.submit(_group_of, listener, world, backend, self._name)
         _done([*joined, here], FIRST_EXCEPTION)
@@ -287,7 +320,11 @@ class GroupSender(_Push):
             yield
         except (EngineError, RuntimeError) as error:  # the latter from gloo, when a server has died
             self._leave()
-            raise error if isinstance(error, EngineError) else EngineError(f"SGLang: broadcast: {error}") from error
+            raise (
+                error
+                if isinstance(error, EngineError)
+                else EngineError(f"SGLang: broadcast: {error}")
+            ) from error
 
     def _leave(self) -> None:
         """Give up a group in which not all have taken part; the next update meets in a new one."""
@@ -327,7 +364,10 @@ def payload_of(
     """What SGLang unpickles for a `load_format`, of what `flatten` made: all of it, or a view of each tensor."""
     if form == _FULL:
         return {"flattened_tensor": shared(flat), "metadata": metadata}
-    return [(x.name, shared(flat[x.start_idx : x.end_idx].view(x.dtype).view(x.shape))) for x in metadata]
+    return [
+        (x.name, shared(flat[x.start_idx : x.end_idx].view(x.dtype).view(x.shape)))
+        for x in metadata
+    ]
 
 
 def _name_of(device: torch.device) -> str:
@@ -351,7 +391,12 @@ def _address_towards(url: str) -> str:
 
 def _group_of(listener: socket.socket, world: int, backend: str, name: str) -> dist.ProcessGroup:
     """The group that the servers join as `init_custom_process_group` of SGLang has it, beside the trainer's own."""
-    from torch.distributed.distributed_c10d import GroupName, PrefixStore, _new_process_group_helper, _world
+    from torch.distributed.distributed_c10d import (
+        GroupName,
+        PrefixStore,
+        _new_process_group_helper,
+        _world,
+    )
 
     timeout = timedelta(seconds=_TIMEOUT_S)
     address, port = listener.getsockname()
@@ -359,7 +404,13 @@ def _group_of(listener: socket.socket, world: int, backend: str, name: str) -> d
         address, port, world, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
     )
     group, _ = _new_process_group_helper(
-        world, 0, [], dist.Backend(backend), PrefixStore(name, store), group_name=GroupName(name), timeout=timeout
+        world,
+        0,
+        [],
+        dist.Backend(backend),
+        PrefixStore(name, store),
+        group_name=GroupName(name),
+        timeout=timeout,
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
     made: dist.ProcessGroup = group
@@ -377,9 +428,18 @@ def flatten(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Tensor, list[Any]]:
     `SimpleNamespace` is among what it unpickles, so its own class is not needed here.
     """
     ordered = sorted(tensors, key=lambda entry: -entry[1].element_size())
-    flat = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for _, tensor in ordered])
+    flat = torch.cat(
+        [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for _, tensor in ordered]
+    )
     ends = accumulate(tensor.nbytes for _, tensor in ordered)
     return flat, [
-        SimpleNamespace(name=name, shape=x.shape, dtype=x.dtype, start_idx=end - x.nbytes, end_idx=end, numel=x.nbytes)
+        SimpleNamespace(
+            name=name,
+            shape=x.shape,
+            dtype=x.dtype,
+            start_idx=end - x.nbytes,
+            end_idx=end,
+            numel=x.nbytes,
+        )
         for (name, x), end in zip(ordered, ends, strict=True)
     ]

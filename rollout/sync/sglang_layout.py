@@ -24,7 +24,14 @@ class SGLangLayout:
     """Cuts full tensors for SGLang's ranks, stacks projections and experts, and pads the vocabulary (0.5.23)."""
 
     def __init__(
-        self, *, dtype: str, tp: int, kv_heads: int, gpu: bool, vocab: int, ranks: Sequence[int] | None = None
+        self,
+        *,
+        dtype: str,
+        tp: int,
+        kv_heads: int,
+        gpu: bool,
+        vocab: int,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """`tp` ranks share out `kv_heads` heads of keys and values; where there are fewer, several hold the same.
 
@@ -46,7 +53,9 @@ class SGLangLayout:
             padded = self._vocab + -self._vocab % (_VOCAB_PADDING * self._tp)
         return padded // self._tp
 
-    def add(self, name: str, tensor: Tensor, *, share: bool = False) -> Iterator[tuple[str, Iterable[Tensor]]]:
+    def add(
+        self, name: str, tensor: Tensor, *, share: bool = False
+    ) -> Iterator[tuple[str, Iterable[Tensor]]]:
         """Take the next tensor of a stream; gives what is whole with it, by SGLang's name, a shard for each rank.
 
         A `share` is what the only wanted rank has of the full tensor, as `shares` gives it.
@@ -66,7 +75,10 @@ class SGLangLayout:
             parts = self._parts.setdefault(f"{stem}.{fused}.{kind}", {})
             parts[leaf] = shares
             if len(parts) == len(order):
-                yield f"{stem}.{fused}.{kind}", map(torch.cat, zip(*(parts[part] for part in order), strict=True))
+                yield (
+                    f"{stem}.{fused}.{kind}",
+                    map(torch.cat, zip(*(parts[part] for part in order), strict=True)),
+                )
                 del self._parts[f"{stem}.{fused}.{kind}"]
         elif name in VOCABULARY:
             yield name, (pad(rows, (0, 0, 0, self.vocab_rows - len(rows))) for rows in shares)
@@ -80,7 +92,13 @@ class SGLangLayout:
             rows = self.vocab_rows
             return [tensor[rank * rows : (rank + 1) * rows] for rank in self._ranks]
         columns = leaf in _COLUMNS and kind == "weight"
-        pieces = self._kv_parts if leaf in ("k_proj", "v_proj") else self._tp if columns or leaf in _PART else 1
+        pieces = (
+            self._kv_parts
+            if leaf in ("k_proj", "v_proj")
+            else self._tp
+            if columns or leaf in _PART
+            else 1
+        )
         chunks = tensor.chunk(pieces, dim=int(columns))
         return [chunks[rank * pieces // self._tp] for rank in self._ranks]
 

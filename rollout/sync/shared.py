@@ -13,21 +13,36 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.models.architecture import Architecture, read_architecture
-from mcore_mas.rollout.models.fused_weights import NOWHERE, AdapterShape, AdapterWeights, Weights
-from mcore_mas.rollout.models.tensors import WeightStream, begun_checksum, blocks_of, copy, flat_bytes, shape_of
-from mcore_mas.rollout.sync import Stored, WeightSender
+from rollout.base.errors import EngineError
+from rollout.models.architecture import Architecture, read_architecture
+from rollout.models.fused_weights import NOWHERE, AdapterShape, AdapterWeights, Weights
+from rollout.models.tensors import (
+    WeightStream,
+    begun_checksum,
+    blocks_of,
+    copy,
+    flat_bytes,
+    shape_of,
+)
+from rollout.sync import Stored, WeightSender
 
 _PAGE = 4096  # bytes: the halves start on a page of their own
-_LOOK_S = (5e-5, 2e-3)  # between two looks at what the trainer has written: at first, and after long idling
+_LOOK_S = (
+    5e-5,
+    2e-3,
+)  # between two looks at what the trainer has written: at first, and after long idling
 
 
 class SharedWeights:
     """Two halves, each all weights of a decoder or of an adapter: one the engine has, one for the next version."""
 
     def __init__(
-        self, file: Path | None, shape: Architecture, adapter: AdapterShape | None = None, *, create: bool = False
+        self,
+        file: Path | None,
+        shape: Architecture,
+        adapter: AdapterShape | None = None,
+        *,
+        create: bool = False,
     ) -> None:
         """Map `file`, made first with `create`; None: memory of this process's own.
 
@@ -46,7 +61,9 @@ class SharedWeights:
         # not 0 while the engine is wanted for something new
         self.called = np.frombuffer(memory, dtype=np.int64, count=1, offset=16)
         # of each tensor of each half the bytes that have been written since the engine asked for new ones
-        self.written = np.frombuffer(memory, dtype=np.int64, count=2 * len(names), offset=24).reshape(2, -1)
+        self.written = np.frombuffer(
+            memory, dtype=np.int64, count=2 * len(names), offset=24
+        ).reshape(2, -1)
         self.numbers = {name: number for number, name in enumerate(names)}
         flat = torch.frombuffer(memory, dtype=torch.float32, offset=header)
         self.halves: tuple[Any, Any] = (make(flat[:half]), make(flat[half:]))
@@ -80,7 +97,10 @@ class SharedCheck:
     def __init__(self, shared: SharedWeights, half: int) -> None:
         self._written, self._names = shared.written[half], tuple(shared.numbers)
         places = shared.halves[half].places.values()
-        self._digests, self._views = [begun_checksum(shape) for shape, _ in places], [view for _, view in places]
+        self._digests, self._views = (
+            [begun_checksum(shape) for shape, _ in places],
+            [view for _, view in places],
+        )
         # of those that do not lie in the order of the indices None: they are read when all of one is there
         self._flat = [flat_bytes(view) if view.is_contiguous() else None for view in self._views]
         self.read = np.zeros(len(self._views), dtype=np.int64)  # bytes of each tensor so far
@@ -98,7 +118,10 @@ class SharedCheck:
         self._thread.join()
         for at, view in enumerate(self._views):
             self._take(at, view.nbytes)
-        return {name: digest.hexdigest() for name, digest in zip(self._names, self._digests, strict=True)}
+        return {
+            name: digest.hexdigest()
+            for name, digest in zip(self._names, self._digests, strict=True)
+        }
 
     def _follow(self) -> None:
         wait, longest = _LOOK_S
@@ -125,7 +148,9 @@ class SharedSender(WeightSender):
 
     def _open(self) -> None:
         shape, adapter = read_architecture(self._route.model), self._route.options.get("adapter")
-        self._shared = SharedWeights(Path(self._route.place), shape, adapter) if self._leads else None
+        self._shared = (
+            SharedWeights(Path(self._route.place), shape, adapter) if self._leads else None
+        )
 
     def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
         """Fill the half `state["half"]`."""

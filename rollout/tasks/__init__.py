@@ -9,38 +9,52 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mcore_mas.retrieval.client import Passage
-from mcore_mas.rollout.base.options import check_call, options_model
-from mcore_mas.rollout.environments.games import PUZZLES
-from mcore_mas.rollout.environments.games.game import PuzzleSource
-from mcore_mas.rollout.records.trajectory import Demonstration, Task
-from mcore_mas.rollout.tasks.arithmetic import arithmetic_demonstrations, arithmetic_tasks
-from mcore_mas.rollout.tasks.chats import program_demonstrations, program_tasks
-from mcore_mas.rollout.tasks.encyclopedia import (
+from retrieval.client import Passage
+from rollout.base.options import check_call, options_model
+from rollout.environments.games import PUZZLES
+from rollout.environments.games.game import PuzzleSource
+from rollout.records.trajectory import Demonstration, Task
+from rollout.tasks.arithmetic import arithmetic_demonstrations, arithmetic_tasks
+from rollout.tasks.chats import program_demonstrations, program_tasks
+from rollout.tasks.encyclopedia import (
     encyclopedia_demonstrations,
     encyclopedia_tasks,
     memory_demonstrations,
     passages,
 )
-from mcore_mas.rollout.tasks.games import alfworld_tasks, demonstrate, draw_tasks, gymnasium_tasks, webshop_tasks
-from mcore_mas.rollout.tasks.repositories import repository_tasks
-from mcore_mas.rollout.tasks.tabular import dsbench_tasks, tabular_tasks
+from rollout.tasks.games import (
+    alfworld_tasks,
+    demonstrate,
+    draw_tasks,
+    gymnasium_tasks,
+    webshop_tasks,
+)
+from rollout.tasks.repositories import repository_tasks
+from rollout.tasks.tabular import dsbench_tasks, tabular_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
     """A world of tasks that is a function of a seed."""
 
-    tasks: Callable[..., list[Task]]  # (seed, tasks per split, *, options); ValueError: there are fewer
+    tasks: Callable[
+        ..., list[Task]
+    ]  # (seed, tasks per split, *, options); ValueError: there are fewer
     # (seed, n, *, roles or agents, the options of the tasks, options of its own), on training tasks only; None: none
     demonstrations: Callable[..., Iterator[Demonstration]] | None = None
-    options: Callable[..., object] | None = None  # whose keyword arguments say which tasks; None: those of `tasks`
-    passages: Callable[[int], list[Passage]] | None = None  # (seed), where the tasks are about passages
+    options: Callable[..., object] | None = (
+        None  # whose keyword arguments say which tasks; None: those of `tasks`
+    )
+    passages: Callable[[int], list[Passage]] | None = (
+        None  # (seed), where the tasks are about passages
+    )
 
     def __post_init__(self) -> None:
         check_call("tasks of a Generator", self.tasks, ("seed", "sizes"), yields=True)
         if self.demonstrations is not None:
-            check_call("demonstrations of a Generator", self.demonstrations, ("seed", "n"), yields=True)
+            check_call(
+                "demonstrations of a Generator", self.demonstrations, ("seed", "n"), yields=True
+            )
 
     @property
     def task_options(self) -> type[BaseModel]:
@@ -52,7 +66,9 @@ class Generator:
         """What says further how demonstrations are made of them; None where there are none."""
         if self.demonstrations is None:
             return None
-        return options_model(self.demonstrations, frozenset({"roles", "agents", *self.task_options.model_fields}))
+        return options_model(
+            self.demonstrations, frozenset({"roles", "agents", *self.task_options.model_fields})
+        )
 
 
 def game_generator(source: type[PuzzleSource]) -> Generator:
@@ -68,8 +84,12 @@ def game_generator(source: type[PuzzleSource]) -> Generator:
 
 GENERATORS: dict[str, Generator] = {
     "arithmetic": Generator(tasks=arithmetic_tasks, demonstrations=arithmetic_demonstrations),
-    "encyclopedia": Generator(tasks=encyclopedia_tasks, demonstrations=encyclopedia_demonstrations, passages=passages),
-    "encyclopedia_chats": Generator(tasks=encyclopedia_tasks, demonstrations=memory_demonstrations, passages=passages),
+    "encyclopedia": Generator(
+        tasks=encyclopedia_tasks, demonstrations=encyclopedia_demonstrations, passages=passages
+    ),
+    "encyclopedia_chats": Generator(
+        tasks=encyclopedia_tasks, demonstrations=memory_demonstrations, passages=passages
+    ),
     "programs": Generator(tasks=program_tasks, demonstrations=program_demonstrations),
     "tabular": Generator(tasks=tabular_tasks),
     "dsbench": Generator(tasks=dsbench_tasks),

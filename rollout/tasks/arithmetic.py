@@ -6,12 +6,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.options import Share
-from mcore_mas.rollout.orchestras.sequential import slots
-from mcore_mas.rollout.records.trajectory import Demonstration, Message, Task, derive_seed
-from mcore_mas.rollout.tasks.splits import draw_different, split_of
-from mcore_mas.rollout.teams.roles import ROLES, Role
+from rollout.base.files import read_yaml
+from rollout.base.options import Share
+from rollout.orchestras.sequential import slots
+from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from rollout.tasks.splits import draw_different, split_of
+from rollout.teams.roles import ROLES, Role
 
 _FIRST, _VERDICTS = 0.75, 0.15  # shares of demonstrations; the rest are second attempts
 
@@ -27,7 +27,9 @@ class Sum:
     @property
     def answer(self) -> int:
         """The exact answer."""
-        return sum(self.numbers) if self.operation == "+" else self.numbers[0] - sum(self.numbers[1:])
+        return (
+            sum(self.numbers) if self.operation == "+" else self.numbers[0] - sum(self.numbers[1:])
+        )
 
     @property
     def split(self) -> str:
@@ -49,7 +51,9 @@ def arithmetic_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
     for split, size in sizes.items():
         for rank, source in enumerate(LEVELS):
             share = size // len(LEVELS) + (rank < size % len(LEVELS))
-            tasks += _draw_tasks(Random(derive_seed(seed, "arithmetic", split, source)), source, split, share)
+            tasks += _draw_tasks(
+                Random(derive_seed(seed, "arithmetic", split, source)), source, split, share
+            )
     return tasks
 
 
@@ -71,13 +75,19 @@ def arithmetic_demonstrations(
         right = work_out(problem.operation, problem.numbers)
         wrong, slip = work_out_wrongly(random, problem.operation, problem.numbers)
         careless = random.random() < slips
-        attempt = work_out_wrongly(random, problem.operation, problem.numbers, ("carry",))[0] if careless else right
+        attempt = (
+            work_out_wrongly(random, problem.operation, problem.numbers, ("carry",))[0]
+            if careless
+            else right
+        )
         kind = random.random()
         if kind < _FIRST:
             yield _demonstrate(roles, problem, [], "solver", attempt)
         elif kind < _FIRST + _VERDICTS:
             solution, found = random.choice(((right, None), (wrong, slip)))
-            yield _demonstrate(roles, problem, [("solver", solution)], "verifier", review(problem.numbers, found))
+            yield _demonstrate(
+                roles, problem, [("solver", solution)], "verifier", review(problem.numbers, found)
+            )
         else:
             first = wrong if random.random() < 0.8 else right
             said = [("solver", first), ("verifier", review(problem.numbers, slip))]
@@ -88,7 +98,9 @@ def _demonstrate(
     roles: Mapping[str, Role], problem: Sum, said: list[tuple[str, str]], agent: str, reply: str
 ) -> Demonstration:
     messages = roles[agent].messages(**slots(problem.text, said))
-    return Demonstration(agent=agent, messages=(*messages, Message(role="assistant", content=reply)))
+    return Demonstration(
+        agent=agent, messages=(*messages, Message(role="assistant", content=reply))
+    )
 
 
 def _draw_tasks(random: Random, source: str, split: str, count: int) -> list[Task]:
@@ -96,7 +108,9 @@ def _draw_tasks(random: Random, source: str, split: str, count: int) -> list[Tas
         problem = _draw(random, source, split)
         name = f"{source}:{problem.operation.join(map(str, problem.numbers))}"
         answers = (str(problem.answer),)
-        return Task(id=name, prompt=problem.text, answers=answers, env="math", source=source, split=split)
+        return Task(
+            id=name, prompt=problem.text, answers=answers, env="math", source=source, split=split
+        )
 
     return draw_different(source, split, count, draw, key=lambda task: task.id)  # in whatever words
 
@@ -111,7 +125,9 @@ def _draw(random: Random, name: str, split: str) -> Sum:
             numbers.sort(reverse=True)
         wording = random.choice(wordings[operation])
         who, what = random.choice(_WORDS["names"]), random.choice(_WORDS["things"])
-        text = wording.format(*numbers, sum=operation.join(map(str, numbers)), name=who, things=what)
+        text = wording.format(
+            *numbers, sum=operation.join(map(str, numbers)), name=who, things=what
+        )
         problem = Sum(operation=operation, numbers=tuple(numbers), text=text)
         if problem.split == split:
             return problem

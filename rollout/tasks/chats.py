@@ -11,19 +11,19 @@ from random import Random
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.base.options import Share
-from mcore_mas.rollout.engines import ChatState, PolicyReply
-from mcore_mas.rollout.environments.code import CodeEnv, pack_test
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.models.tool_calls import in_words
-from mcore_mas.rollout.orchestras.coding import tool_coder
-from mcore_mas.rollout.orchestras.replies import fenced
-from mcore_mas.rollout.records.trajectory import SILENCE, Demonstration, Message, Sampling, Task, derive_seed
-from mcore_mas.rollout.sandbox.judge import StdinTest
-from mcore_mas.rollout.tasks.splits import draw_different, split_of
-from mcore_mas.rollout.teams.episode import Episode, Orchestra
-from mcore_mas.rollout.teams.roles import Agent, AgentReply, Role
-from mcore_mas.rollout.teams.team import Team, TeamSession
+from rollout.base.options import Share
+from rollout.engines import ChatState, PolicyReply
+from rollout.environments.code import CodeEnv, pack_test
+from rollout.environments.protocol import Env
+from rollout.models.tool_calls import in_words
+from rollout.orchestras.coding import tool_coder
+from rollout.orchestras.replies import fenced
+from rollout.records.trajectory import SILENCE, Demonstration, Message, Sampling, Task, derive_seed
+from rollout.sandbox.judge import StdinTest
+from rollout.tasks.splits import draw_different, split_of
+from rollout.teams.episode import Episode, Orchestra
+from rollout.teams.roles import Agent, AgentReply, Role
+from rollout.teams.team import Team, TeamSession
 
 Teacher = Callable[[str, Sequence[Message]], str]  # (agent, its chat so far) -> its reply
 
@@ -31,7 +31,9 @@ Teacher = Callable[[str, Sequence[Message]], str]  # (agent, its chat so far) ->
 class TeachingSession(TeamSession):
     """A team that knows what to say, slips now and then, and writes down what it said."""
 
-    def __init__(self, roles: Mapping[str, Role], slips: Mapping[str, float], random: Random) -> None:
+    def __init__(
+        self, roles: Mapping[str, Role], slips: Mapping[str, float], random: Random
+    ) -> None:
         """`slips`: probability of a slip by agent; 0 for one that is not named."""
         super().__init__(Team({}, {}), ())
         self._roles, self._slips, self._random = roles, slips, random
@@ -40,7 +42,9 @@ class TeachingSession(TeamSession):
     async def act(self, name: str, /, **slots: object) -> AgentReply:
         role, text = self._roles[name], self.said_by(name, slots)
         reply = Message(role="assistant", content=text)
-        self.demonstrations.append(Demonstration(agent=name, messages=(*role.messages(**slots), reply)))
+        self.demonstrations.append(
+            Demonstration(agent=name, messages=(*role.messages(**slots), reply))
+        )
         return AgentReply(text=text, value=role.parse(text), turn=len(self.demonstrations) - 1)
 
     def said_by(self, agent: str, slots: Mapping[str, object]) -> str:
@@ -63,7 +67,9 @@ class _Voice:
     teacher: Teacher
     chats: dict[str, Demonstration]
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
+    async def say(
+        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
+    ) -> PolicyReply:
         assert chat is not None
         text = self.teacher(self.agent, messages)
         said = in_words([*messages, Message(role="assistant", content=text)], chat.tools)
@@ -108,10 +114,22 @@ def asked_for(tool: str, **arguments: str) -> str:
 # what a program prints of two numbers, and how that is asked for
 WORDED_FORMULAS: Mapping[str, tuple[Callable[[int, int], int], tuple[str, ...]]] = {
     "a + b": (operator.add, ("their sum", "the total", "what they make together")),
-    "a - b": (operator.sub, ("their difference", "the first less the second", "how far the first is above")),
-    "a * b": (operator.mul, ("their product", "the area of such a field", "so many rows of so many")),
-    "a // b": (operator.floordiv, ("the whole quotient", "how often the second fits", "the share of each")),
-    "a % b": (operator.mod, ("the remainder", "what is left after division", "what cannot be shared")),
+    "a - b": (
+        operator.sub,
+        ("their difference", "the first less the second", "how far the first is above"),
+    ),
+    "a * b": (
+        operator.mul,
+        ("their product", "the area of such a field", "so many rows of so many"),
+    ),
+    "a // b": (
+        operator.floordiv,
+        ("the whole quotient", "how often the second fits", "the share of each"),
+    ),
+    "a % b": (
+        operator.mod,
+        ("the remainder", "what is left after division", "what cannot be shared"),
+    ),
     "max(a, b)": (max, ("the larger one", "the greater one", "whichever is more")),
     "min(a, b)": (min, ("the smaller one", "the lesser one", "whichever is less")),
 }
@@ -132,8 +150,13 @@ def _draw(split: str, random: Random) -> Task | None:
     formula = random.choice(tuple(WORDED_FORMULAS))
     value, wordings = WORDED_FORMULAS[formula]
     what, a, b = random.choice(wordings), random.randint(10, 49), random.randint(2, 9)
-    hidden = [(random.randint(50, 99), random.randint(2, 9)), (random.randint(2, 9), random.randint(10, 99))]
-    tests = [StdinTest(stdin=f"{x} {y}\n", expected=f"{value(x, y)}\n") for x, y in ((a, b), *hidden)]
+    hidden = [
+        (random.randint(50, 99), random.randint(2, 9)),
+        (random.randint(2, 9), random.randint(10, 99)),
+    ]
+    tests = [
+        StdinTest(stdin=f"{x} {y}\n", expected=f"{value(x, y)}\n") for x, y in ((a, b), *hidden)
+    ]
     task = Task(
         id=f"programs:{formula}:{what}:{a},{b}",
         prompt=f"Read two numbers and print {what}. Of {a} and {b} it is {value(a, b)}.",
@@ -170,7 +193,9 @@ def program_demonstrations(
         (task, _Coders(task, Random(derive_seed(seed, "programs demonstration", i)), slips).say)
         for i, task in enumerate(program_tasks(seed, {"train": episodes}))
     ]
-    return taught(lessons, CodeEnv, agents, partial(tool_coder, max_turns=max_turns, max_calls=3), n)
+    return taught(
+        lessons, CodeEnv, agents, partial(tool_coder, max_turns=max_turns, max_calls=3), n
+    )
 
 
 class _Coders:
@@ -198,7 +223,11 @@ class _Coders:
 
     def _pick(self, agent: str, right: str) -> str:
         wrong = [formula for formula in WORDED_FORMULAS if formula != right]
-        return self._random.choice(wrong) if self._random.random() < self._slips.get(agent, 0.0) else right
+        return (
+            self._random.choice(wrong)
+            if self._random.random() < self._slips.get(agent, 0.0)
+            else right
+        )
 
     def _try(self, formula: str) -> str:
         self._formula = formula

@@ -16,15 +16,15 @@ from pathlib import Path
 
 from pydantic import PositiveInt
 
-from mcore_mas.retrieval.client import Passage
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.options import Share
-from mcore_mas.rollout.environments.search import PassageStyle, SearchEnv
-from mcore_mas.rollout.orchestras.search import memory_search, search_team
-from mcore_mas.rollout.records.trajectory import Demonstration, Message, Task, derive_seed
-from mcore_mas.rollout.tasks.chats import Teacher, TeachingSession, asked_for, taught
-from mcore_mas.rollout.tasks.splits import draw_listed
-from mcore_mas.rollout.teams.roles import Agent, AgentReply, Role
+from retrieval.client import Passage
+from rollout.base.files import read_yaml
+from rollout.base.options import Share
+from rollout.environments.search import PassageStyle, SearchEnv
+from rollout.orchestras.search import memory_search, search_team
+from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from rollout.tasks.chats import Teacher, TeachingSession, asked_for, taught
+from rollout.tasks.splits import draw_listed
+from rollout.teams.roles import Agent, AgentReply, Role
 
 _QUESTIONS = {
     "trade": ("one_hop", "What is the trade of {name}?"),
@@ -37,14 +37,23 @@ CARELESS_VERIFIER: Mapping[str, float] = {"verifier": 0.45}
 _KEPT_VERDICTS = 0.3
 _KEPT_UNKNOWN = 0.2  # likewise answers without information
 _UNKNOWN = "<answer> unknown </answer>"
-_SIBLING = {"trade": "home", "home": "trade", "river": "goods", "goods": "river"}  # told by the same passage
+_SIBLING = {
+    "trade": "home",
+    "home": "trade",
+    "river": "goods",
+    "goods": "river",
+}  # told by the same passage
 
 
 def passages(seed: int) -> list[Passage]:
     """The whole encyclopedia of `seed`, one passage a person and one a town, in a fixed order."""
     world = make_encyclopedia(seed)
-    people = [(p.name, f"{p.name} is a {p.trade} who lives in {p.home.name}.") for p in world.people]
-    towns = [(t.name, f"{t.name} lies on the river {t.river} and sells {t.goods}.") for t in world.towns]
+    people = [
+        (p.name, f"{p.name} is a {p.trade} who lives in {p.home.name}.") for p in world.people
+    ]
+    towns = [
+        (t.name, f"{t.name} lies on the river {t.river} and sells {t.goods}.") for t in world.towns
+    ]
     return [Passage.compose(str(row), *entry) for row, entry in enumerate(people + towns)]
 
 
@@ -74,14 +83,16 @@ def encyclopedia_demonstrations(
         roles: the roles as the rollout will use them, by agent name: verifier, searcher, answerer.
         slips: probability of a slip, in [0, 1], by agent; 0 for an agent that is not named.
         top_k: passages a search, as at rollout.
-        style: how they read, as at rollout (see `mcore_mas.rollout.environments.search.PASSAGE_STYLES`).
+        style: how they read, as at rollout (see `rollout.environments.search.PASSAGE_STYLES`).
     """
     book = _train_book(seed)
 
     def spoken() -> Iterator[Demonstration]:
         for chance, person, fact in _train_questions(seed, "encyclopedia demonstration"):
             task, guide = _task(person, fact), _Guide(person, fact, roles, chance, slips)
-            asyncio.run(search_team(task, guide, SearchEnv(task, retriever=book, top_k=top_k, style=style)))
+            asyncio.run(
+                search_team(task, guide, SearchEnv(task, retriever=book, top_k=top_k, style=style))
+            )
             yield from (one for one in guide.demonstrations if chance.random() < _kept(one))
 
     return itertools.islice(spoken(), n)
@@ -110,10 +121,16 @@ def _generate_split(seed: int, split: str, size: int) -> list[Task]:
     people = [person for person in make_encyclopedia(seed).people if person.split == split]
     tasks: list[Task] = []
     for source, share in (("one_hop", size - size // 2), ("two_hop", size // 2)):
-        pool = [(person, fact) for person in people for fact, (kind, _) in _QUESTIONS.items() if kind == source]
+        pool = [
+            (person, fact)
+            for person in people
+            for fact, (kind, _) in _QUESTIONS.items()
+            if kind == source
+        ]
         chance = random.Random(derive_seed("encyclopedia tasks", seed, split, source))
         tasks += [
-            _task(person, fact) for person, fact in draw_listed(f"encyclopedia, {source}", split, share, pool, chance)
+            _task(person, fact)
+            for person, fact in draw_listed(f"encyclopedia, {source}", split, share, pool, chance)
         ]
     random.Random(derive_seed("encyclopedia order", seed, split)).shuffle(tasks)
     return tasks
@@ -123,12 +140,16 @@ def _task(person: Person, fact: str) -> Task:
     source, question = _QUESTIONS[fact]
     id = f"encyclopedia/{fact}/{person.name.lower().replace(' ', '-')}"
     prompt, answers = question.format(name=person.name), (_fact(person, fact),)
-    return Task(id=id, prompt=prompt, answers=answers, env="search", source=source, split=person.split)
+    return Task(
+        id=id, prompt=prompt, answers=answers, env="search", source=source, split=person.split
+    )
 
 
 def _fact(person: Person, fact: str) -> str:
     town = person.home
-    return {"trade": person.trade, "home": town.name, "river": town.river, "goods": town.goods}[fact]
+    return {"trade": person.trade, "home": town.name, "river": town.river, "goods": town.goods}[
+        fact
+    ]
 
 
 class _Book:
@@ -144,7 +165,9 @@ class _Book:
 
     async def search(self, query: str, k: int) -> list[Passage]:
         exact = [self._by_title[query]] if query in self._by_title else []
-        similar = [entry for word in reversed(query.split()) for entry in self._by_word.get(word, [])]
+        similar = [
+            entry for word in reversed(query.split()) for entry in self._by_word.get(word, [])
+        ]
         return list(dict.fromkeys([*exact, *similar, self._first]))[:k]
 
 
@@ -152,7 +175,12 @@ class _Guide(TeachingSession):
     """A team that knows the answer about a person."""
 
     def __init__(
-        self, person: Person, fact: str, roles: Mapping[str, Role], chance: random.Random, slips: Mapping[str, float]
+        self,
+        person: Person,
+        fact: str,
+        roles: Mapping[str, Role],
+        chance: random.Random,
+        slips: Mapping[str, float],
     ):
         super().__init__(roles, slips, chance)
         self._person, self._fact = person, fact
@@ -181,7 +209,9 @@ class _Guide(TeachingSession):
         if agent == "scout":
             if messages[-1].role == "tool":
                 return f"<evidence>{last.removeprefix('<information>').removesuffix('</information>')}</evidence>"
-            return asked_for("search", query=self._wanted.split()[-1] if self.slip(agent) else self._wanted)
+            return asked_for(
+                "search", query=self._wanted.split()[-1] if self.slip(agent) else self._wanted
+            )
         known, slip = self._knows(said, self._fact), self.slip(agent)
         if known or slip:
             return self._ending(said, _SIBLING[self._fact] if slip else self._fact)
@@ -194,7 +224,11 @@ class _Guide(TeachingSession):
         return f"{subject} is a " in history or f"{subject} lies on " in history
 
     def _ending(self, history: str, fact: str) -> str:
-        return f"<answer> {_fact(self._person, fact)} </answer>" if self._knows(history, fact) else _UNKNOWN
+        return (
+            f"<answer> {_fact(self._person, fact)} </answer>"
+            if self._knows(history, fact)
+            else _UNKNOWN
+        )
 
 
 CARELESS_LEAD: Mapping[str, float] = {"lead": 0.4, "scout": 0.2}
@@ -226,7 +260,9 @@ def memory_demonstrations(
     book = _train_book(seed)
     make_env = partial(SearchEnv, retriever=book, top_k=top_k, style=style)
     lessons: list[tuple[Task, Teacher]] = []
-    for chance, person, fact in itertools.islice(_train_questions(seed, "encyclopedia chats"), episodes):
+    for chance, person, fact in itertools.islice(
+        _train_questions(seed, "encyclopedia chats"), episodes
+    ):
         task, guide = _task(person, fact), _Guide(person, fact, {}, chance, slips)
         lessons.append((task, guide.say))
     return taught(lessons, make_env, agents, partial(memory_search, max_turns=2, max_calls=2), n)
@@ -274,10 +310,14 @@ def split_of_entity(name: str) -> str:
 def make_encyclopedia(seed: int) -> Encyclopedia:
     """The world of `seed`: PEOPLE distinct people in TOWNS distinct towns."""
     chance = random.Random(derive_seed("encyclopedia world", seed))
-    words = {kind: text.split() for kind, text in read_yaml(Path(__file__).with_suffix(".yaml")).items()}
+    words = {
+        kind: text.split() for kind, text in read_yaml(Path(__file__).with_suffix(".yaml")).items()
+    }
 
     def names(first: str, last: str, count: int) -> list[str]:
-        return chance.sample([f"{one} {other}" for one in words[first] for other in words[last]], count)
+        return chance.sample(
+            [f"{one} {other}" for one in words[first] for other in words[last]], count
+        )
 
     towns = tuple(
         Town(
@@ -288,9 +328,17 @@ def make_encyclopedia(seed: int) -> Encyclopedia:
         )
         for name in names("town_adjectives", "town_nouns", TOWNS)
     )
-    homes = {split: [town for town in towns if town.split == split] for split in ("train", "validation", "test")}
+    homes = {
+        split: [town for town in towns if town.split == split]
+        for split in ("train", "validation", "test")
+    }
     people = tuple(
-        Person(name=name, split=split, trade=chance.choice(words["trades"]), home=chance.choice(homes[split]))
+        Person(
+            name=name,
+            split=split,
+            trade=chance.choice(words["trades"]),
+            home=chance.choice(homes[split]),
+        )
         for name in names("first_names", "surnames", PEOPLE)
         for split in (split_of_entity(name),)
     )

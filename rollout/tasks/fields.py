@@ -9,14 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mcore_mas.rollout.environments.math import last_boxed
-from mcore_mas.rollout.environments.math_equality import MAX_CHARS
+from rollout.environments.math import last_boxed
+from rollout.environments.math_equality import MAX_CHARS
 
 # what published prompts put around a problem; a role's own prompt says how to answer
 _FRAMES = (
-    re.compile(r"^Solve the following math problem step by step\. The last line of your response should be[^\n]*\n+"),
+    re.compile(
+        r"^Solve the following math problem step by step\. The last line of your response should be[^\n]*\n+"
+    ),
     re.compile(r"\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*$"),
-    re.compile(r"(?:\s|\\n)*Let'?s think step by step and output the final answer within \\boxed\{\}\.\s*$", re.I),
+    re.compile(
+        r"(?:\s|\\n)*Let'?s think step by step and output the final answer within \\boxed\{\}\.\s*$",
+        re.I,
+    ),
 )
 
 
@@ -32,7 +37,9 @@ def final_answer(text: str) -> str:
         text = text.rpartition("####")[2]
     text = text.strip()
     if not text or len(text) > MAX_CHARS:
-        raise BadRow(f"has no final answer of 1 to {MAX_CHARS} characters, in \\boxed{{}}, after #### or alone")
+        raise BadRow(
+            f"has no final answer of 1 to {MAX_CHARS} characters, in \\boxed{{}}, after #### or alone"
+        )
     return text
 
 
@@ -51,7 +58,9 @@ class Fields:
     source: tuple[str, ...] = ("data_source", "extra_info.data_source")
     context: tuple[str, ...] = ()  # text that belongs before the question
     all_of: bool = False  # a list of answers is one answer with several parts
-    solutions: bool = False  # an answer is the final one of a solution, and a question comes with instructions
+    solutions: bool = (
+        False  # an answer is the final one of a solution, and a question comes with instructions
+    )
 
     def problem(self, row: DataRow) -> Problem:
         """The question with its context and every accepted answer."""
@@ -66,18 +75,24 @@ class Fields:
             answers = [", ".join(answers)]
         for path in self.aliases:
             answers += _texts(_at(row, path))
-        answers = [final_answer(answer) if self.solutions else answer for answer in answers if answer]
+        answers = [
+            final_answer(answer) if self.solutions else answer for answer in answers if answer
+        ]
         if not answers:
             raise BadRow("has an empty answer")
         name, source = (_label(_first(row, paths)) for paths in (self.name, self.source))
         accepted = tuple(dict.fromkeys(answers))
-        return Problem(question=question, prompt=question, answers=accepted, name=name, source=source)
+        return Problem(
+            question=question, prompt=question, answers=accepted, name=name, source=source
+        )
 
 
 def _filled(row: DataRow, paths: Sequence[str], what: str) -> Any:
     found = _first(row, paths)
     if found is None:
-        raise BadRow(f"has no {what}: expected one of {', '.join(paths)} to be filled; its columns: {', '.join(row)}")
+        raise BadRow(
+            f"has no {what}: expected one of {', '.join(paths)} to be filled; its columns: {', '.join(row)}"
+        )
     return found
 
 
@@ -96,7 +111,9 @@ def _at(row: DataRow, path: str) -> Any:
         value = next((value[key] for key in value if str(key).lower() == part), None)
     if isinstance(value, float) and math.isnan(value):
         return None
-    empty = isinstance(value, str | Sequence) and not (value.strip() if isinstance(value, str) else value)
+    empty = isinstance(value, str | Sequence) and not (
+        value.strip() if isinstance(value, str) else value
+    )
     return None if empty else value
 
 
@@ -105,7 +122,9 @@ def _prompt(value: Any) -> str:
     if isinstance(value, str):
         return value.strip()
     messages = value if isinstance(value, Sequence) else []
-    said = [m.get("content") for m in messages if isinstance(m, Mapping) and m.get("role") == "user"]
+    said = [
+        m.get("content") for m in messages if isinstance(m, Mapping) and m.get("role") == "user"
+    ]
     if len(said) != 1 or not isinstance(said[0], str) or not said[0].strip():
         raise BadRow("has a question that is neither text nor a conversation with one user message")
     return said[0].strip()
@@ -126,7 +145,9 @@ def _texts(value: Any) -> Iterator[str]:
         for item in value:
             yield from _texts(item)
     else:
-        raise BadRow(f"has an answer that is a {type(value).__name__}; expected text, a number or a list of them")
+        raise BadRow(
+            f"has an answer that is a {type(value).__name__}; expected text, a number or a list of them"
+        )
 
 
 def _label(value: Any) -> str:

@@ -15,15 +15,17 @@ import pyarrow.parquet as pq
 import yaml
 from pydantic import TypeAdapter
 
-from mcore_mas.rollout.base.files import read_json, read_yaml
-from mcore_mas.rollout.base.options import lookup
-from mcore_mas.rollout.base.parquet import bounded_batches
-from mcore_mas.rollout.records.files import RecordError, read_tasks
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.tasks.fields import BadRow, Fields, Format, Problem
-from mcore_mas.rollout.tasks.programs import STYLES, Programs, swe_bench, tested
+from rollout.base.files import read_json, read_yaml
+from rollout.base.options import lookup
+from rollout.base.parquet import bounded_batches
+from rollout.records.files import RecordError, read_tasks
+from rollout.records.trajectory import Task
+from rollout.tasks.fields import BadRow, Fields, Format, Problem
+from rollout.tasks.programs import STYLES, Programs, swe_bench, tested
 
-_FIELDS = TypeAdapter(dict[str, Fields]).validate_python(read_yaml(Path(__file__).with_name("formats.yaml")))
+_FIELDS = TypeAdapter(dict[str, Fields]).validate_python(
+    read_yaml(Path(__file__).with_name("formats.yaml"))
+)
 PLAIN = _FIELDS["plain"]
 FORMATS: dict[str, Format] = {
     **_FIELDS,
@@ -33,7 +35,10 @@ FORMATS: dict[str, Format] = {
 
 _BATCH_ROWS = 256
 _MAX_CELL_CHARS = 1 << 24
-_MOST_JSON, _MOST_LINE = 2 << 30, 64 << 20  # bytes of a file that is read whole, characters of a line
+_MOST_JSON, _MOST_LINE = (
+    2 << 30,
+    64 << 20,
+)  # bytes of a file that is read whole, characters of a line
 
 
 def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
@@ -48,7 +53,9 @@ def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
     try:
         for number, row in enumerate(READERS[suffix](path)):
             if not isinstance(row, Mapping):
-                raise RecordError(f"{path}: row {number} is a {type(row).__name__}; expected an object with columns")
+                raise RecordError(
+                    f"{path}: row {number} is a {type(row).__name__}; expected an object with columns"
+                )
             yield row
     except FileNotFoundError as error:
         raise RecordError(f"{path}: no such file") from error
@@ -67,14 +74,18 @@ def _parquet(path: Path) -> Iterator[Any]:
 def _json(path: Path) -> Iterator[Any]:
     value = read_json(path, _MOST_JSON)
     if isinstance(value, Mapping):
-        value = next((value[key] for key in ("data", "Data") if isinstance(value.get(key), list)), value)
+        value = next(
+            (value[key] for key in ("data", "Data") if isinstance(value.get(key), list)), value
+        )
     if not isinstance(value, list):
         raise RecordError(f"{path}: expected a list of rows, or an object with one under 'data'")
     yield from value
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8-sig") as lines:  # programs on Windows write a mark at the beginning
+    with path.open(
+        encoding="utf-8-sig"
+    ) as lines:  # programs on Windows write a mark at the beginning
         for number, line in enumerate(iter(lambda: lines.readline(_MOST_LINE + 1), ""), start=1):
             if len(line) > _MOST_LINE:
                 raise RecordError(f"{path}: line {number} has more than {_MOST_LINE} characters")
@@ -89,7 +100,9 @@ def _csv(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
         while True:
-            usual = csv.field_size_limit(_MAX_CELL_CHARS)  # cells may be longer than this process allows elsewhere
+            usual = csv.field_size_limit(
+                _MAX_CELL_CHARS
+            )  # cells may be longer than this process allows elsewhere
             try:
                 row = next(rows, None)
             finally:
@@ -106,10 +119,16 @@ READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     ".csv": _csv,
 }
 
-OWN = "tasks"  # the format of `mcore_mas.rollout.records.files.write_tasks`
+OWN = "tasks"  # the format of `rollout.records.files.write_tasks`
 READABLE: dict[str, Format | None] = {OWN: None, **FORMATS}
 
-_COLUMNS = {"prompt": "question", "answer": "answers", "id": "name", "source": "source", "context": "context"}
+_COLUMNS = {
+    "prompt": "question",
+    "answer": "answers",
+    "id": "name",
+    "source": "source",
+    "context": "context",
+}
 Placed = tuple[str, Task]  # where a task is from, "file: row 7"
 
 
@@ -145,7 +164,9 @@ def read_task_file(
     known = lookup("data format", format, FORMATS)
     if columns:
         if not isinstance(known, Fields):
-            raise RecordError(f"{path}: rows of format {format} are programs with tests; leave columns out")
+            raise RecordError(
+                f"{path}: rows of format {format} are programs with tests; leave columns out"
+            )
         own: dict[str, Any] = {_COLUMNS[what]: (name.lower(),) for what, name in columns.items()}
         known = replace(known, **own)
     for number, row in enumerate(read_rows(path) if rows is None else rows):
@@ -171,27 +192,46 @@ def distinct(placed: Iterable[Placed], seen: dict[str, Placed], *, drop: bool) -
             continue
         first, same = seen[task.id]
         if (same.prompt, same.answers) != (task.prompt, task.answers):
-            raise RecordError(f"{place}: task {task.id} is in {first} with another prompt or answer; keep one of them")
+            raise RecordError(
+                f"{place}: task {task.id} is in {first} with another prompt or answer; keep one of them"
+            )
         elif not drop:
-            raise RecordError(f"{place}: task {task.id} is in {first} already; set data.duplicates: drop to keep one")
+            raise RecordError(
+                f"{place}: task {task.id} is in {first} already; set data.duplicates: drop to keep one"
+            )
 
 
 def problem_task(problem: Problem, env: str, split: str, source: str) -> Task:
     """The task of a row's problem, whose id is its source, the row's own id and a digest of the question."""
-    digest = hashlib.blake2b(problem.question.encode(errors="surrogatepass"), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(
+        problem.question.encode(errors="surrogatepass"), digest_size=6
+    ).hexdigest()
     name = f"{problem.name}-{digest}" if problem.name else digest
     return Task(
-        id=f"{source}/{name}", prompt=problem.prompt, answers=problem.answers, env=env, source=source, split=split
+        id=f"{source}/{name}",
+        prompt=problem.prompt,
+        answers=problem.answers,
+        env=env,
+        source=source,
+        split=split,
     )
 
 
-_ALSO = {"validation": ("valid", "val", "dev"), "train": ("training",), "test": ("testing", "eval", "evaluation")}
+_ALSO = {
+    "validation": ("valid", "val", "dev"),
+    "train": ("training",),
+    "test": ("testing", "eval", "evaluation"),
+}
 
 
 def located_dataset(path: str) -> str:
     """`path` itself; of a hub's id that was downloaded (`hf download --repo-type dataset ID`) its folder."""
     path = str(Path(path).expanduser()) if path.startswith("~/") else path
-    if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.endswith(tuple(READERS)):
+    if (
+        Path(path).exists()
+        or not re.fullmatch(r"[\w.-]+/[\w.-]+", path)
+        or path.endswith(tuple(READERS))
+    ):
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -224,7 +264,9 @@ def dataset_files(folder: Path, subset: str | None, split: str) -> list[Path]:
             names = ", ".join(one.get("config_name", "default") for one in card)
             raise RecordError(f"{folder}: subset {subset}; expected one of {names}")
         patterns = _by_split(chosen[0]["data_files"])
-        inside = [one for one in patterns.get(split, ()) if ".." not in one and not one.startswith("/")]
+        inside = [
+            one for one in patterns.get(split, ()) if ".." not in one and not one.startswith("/")
+        ]
         found = [file for pattern in inside for file in sorted(folder.glob(pattern))]
         there: Iterable[str] = patterns
     else:
@@ -235,7 +277,9 @@ def dataset_files(folder: Path, subset: str | None, split: str) -> list[Path]:
         found = [file for file in files if called.search(file.relative_to(below).as_posix())]
         there = [file.relative_to(folder).as_posix() for file in files[:9]]
     if not found:
-        raise RecordError(f"{folder}: no files of split {split}; there are {', '.join(there) or 'none'}")
+        raise RecordError(
+            f"{folder}: no files of split {split}; there are {', '.join(there) or 'none'}"
+        )
     return found
 
 
@@ -248,13 +292,20 @@ def _card(folder: Path) -> list[dict[str, Any]]:
         values = (metadata_load(card) if card.is_file() else None) or {}
         return [one for one in values.get("configs", ()) if one.get("data_files")]
     except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise RecordError(f"{card}: its head cannot be read ({str(error).splitlines()[0]})") from error
+        raise RecordError(
+            f"{card}: its head cannot be read ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _by_split(named: Any) -> Mapping[str, list[str]]:
     """Patterns of files by split; what names none is of train."""
     if isinstance(named, Mapping):
         named = [{"split": split, "path": path} for split, path in named.items()]
-    if isinstance(named, str) or (isinstance(named, list) and all(isinstance(one, str) for one in named)):
+    if isinstance(named, str) or (
+        isinstance(named, list) and all(isinstance(one, str) for one in named)
+    ):
         return {"train": [named] if isinstance(named, str) else named}
-    return {one["split"]: [one["path"]] if isinstance(one["path"], str) else one["path"] for one in named}
+    return {
+        one["split"]: [one["path"]] if isinstance(one["path"], str) else one["path"]
+        for one in named
+    }

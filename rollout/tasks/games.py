@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.base.options import Share
-from mcore_mas.rollout.environments import ENVS
-from mcore_mas.rollout.environments.games import GAMES
-from mcore_mas.rollout.environments.games.game import Owns, PuzzleSource
-from mcore_mas.rollout.orchestras.acting import game_team, single
-from mcore_mas.rollout.orchestras.replies import DECIDED, LISTED
-from mcore_mas.rollout.records.files import RecordError
-from mcore_mas.rollout.records.trajectory import Demonstration, Task, derive_seed
-from mcore_mas.rollout.tasks.chats import TeachingSession
-from mcore_mas.rollout.tasks.splits import digest, draw_different, draw_listed, split_of
-from mcore_mas.rollout.teams.roles import Role
+from rollout.base.options import Share
+from rollout.environments import ENVS
+from rollout.environments.games import GAMES
+from rollout.environments.games.game import Owns, PuzzleSource
+from rollout.orchestras.acting import game_team, single
+from rollout.orchestras.replies import DECIDED, LISTED
+from rollout.records.files import RecordError
+from rollout.records.trajectory import Demonstration, Task, derive_seed
+from rollout.tasks.chats import TeachingSession
+from rollout.tasks.splits import digest, draw_different, draw_listed, split_of
+from rollout.teams.roles import Role
 
 CARELESS: Mapping[str, float] = {"tool": 0.5, "planner": 0.5, "player": 0.5}
 
@@ -32,7 +32,9 @@ def draw_tasks(source: PuzzleSource, seed: int, sizes: Mapping[str, int]) -> lis
     for split, size in sizes.items():
         random = Random(derive_seed(seed, source.name, split))
         if listed is None:
-            puzzles = draw_different(source.name, split, size, partial(source.draw, random, _owned_by(split)))
+            puzzles = draw_different(
+                source.name, split, size, partial(source.draw, random, _owned_by(split))
+            )
         else:
             owned = [puzzle for key, puzzle in listed if split_of(key) == split]
             puzzles = draw_listed(source.name, split, size, owned, random)
@@ -50,7 +52,9 @@ def as_task(source: PuzzleSource, puzzle: str, split: str) -> Task:
     solution = game.solve(game.read(puzzle))
     assert solution is not None, f"{source.name} drew a puzzle without a solution:\n{puzzle}"
     id = f"{source.name}/{digest(puzzle)}"
-    return Task(id=id, prompt=puzzle, answers=(solution,), env=source.game, source=source.name, split=split)
+    return Task(
+        id=id, prompt=puzzle, answers=(solution,), env=source.game, source=source.name, split=split
+    )
 
 
 def demonstrate(
@@ -95,7 +99,12 @@ class _Teacher(TeachingSession):
     """A team that knows a solution from wherever it stands."""
 
     def __init__(
-        self, source: PuzzleSource, task: Task, roles: Mapping[str, Role], slips: Mapping[str, float], random: Random
+        self,
+        source: PuzzleSource,
+        task: Task,
+        roles: Mapping[str, Role],
+        slips: Mapping[str, float],
+        random: Random,
     ) -> None:
         super().__init__(roles, slips, random)
         self._source = source
@@ -107,7 +116,9 @@ class _Teacher(TeachingSession):
         if right is None:  # a room that a slip has lost
             actions = proposal or self._random.choice("UDLR")
         else:
-            actions = (proposal or self._source.slip(self._random, right)) if self.slip(agent) else right
+            actions = (
+                (proposal or self._source.slip(self._random, right)) if self.slip(agent) else right
+            )
         if agent == "tool":
             return f"{LISTED} {actions}"
         self._state = self._game.play(self._state, actions).state
@@ -116,9 +127,17 @@ class _Teacher(TeachingSession):
 
 _T = TypeVar("_T")
 
-_ALFWORLD = {"train": "train", "validation": "valid_seen", "test": "valid_unseen"}  # folders of its splits
+_ALFWORLD = {
+    "train": "train",
+    "validation": "valid_seen",
+    "test": "valid_unseen",
+}  # folders of its splits
 _UNPLAYED = ("movable", "Sliced")  # in paths of games that ALFWorld's own loader passes over
-_WEBSHOP = {"test": range(500), "validation": range(500, 1500), "train": range(1500, 12_087)}  # goals, as published
+_WEBSHOP = {
+    "test": range(500),
+    "validation": range(500, 1500),
+    "train": range(1500, 12_087),
+}  # goals, as published
 _HOUSEHOLD = "You are in a house. Do what the task says, one action at a time."
 _SHOP = "You are in a web shop. Find the product that is asked for, choose its options and buy it."
 
@@ -137,7 +156,10 @@ def gymnasium_tasks(
         key = str(random.randrange(2**31))
         return key if split_of(f"{name} {key}") == split else None
 
-    draws = {split: partial(draw, Random(derive_seed(seed, "gymnasium", name, split)), split) for split in sizes}
+    draws = {
+        split: partial(draw, Random(derive_seed(seed, "gymnasium", name, split)), split)
+        for split in sizes
+    }
     return [
         _world_task(name, key, key, split, instructions, "gymnasium")
         for split, size in sizes.items()
@@ -158,11 +180,19 @@ def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[
     for split, size in sizes.items():
         root = Path(folder) / _ALFWORLD[split]
         if size and not root.is_dir():
-            raise RecordError(f"{root}: no such folder; expected ALFWorld's json_2.1.1, see `alfworld-download`")
-        games = sorted(path for path in root.rglob("game.tw-pddl") if not any(word in str(path) for word in _UNPLAYED))
+            raise RecordError(
+                f"{root}: no such folder; expected ALFWorld's json_2.1.1, see `alfworld-download`"
+            )
+        games = sorted(
+            path
+            for path in root.rglob("game.tw-pddl")
+            if not any(word in str(path) for word in _UNPLAYED)
+        )
         for path in _drawn(seed, "alfworld", split, games, size):
             name = str(path.parent.relative_to(folder))
-            tasks.append(_world_task("alfworld", name, str(path.resolve()), split, _HOUSEHOLD, "alfworld"))
+            tasks.append(
+                _world_task("alfworld", name, str(path.resolve()), split, _HOUSEHOLD, "alfworld")
+            )
     return tasks
 
 
@@ -180,4 +210,6 @@ def _drawn(seed: int, world: str, split: str, games: Sequence[_T], size: int) ->
 
 
 def _world_task(source: str, name: str, key: str, split: str, prompt: str, env: str) -> Task:
-    return Task(id=f"{source}/{name}", prompt=prompt, answers=(key,), env=env, source=source, split=split)
+    return Task(
+        id=f"{source}/{name}", prompt=prompt, answers=(key,), env=env, source=source, split=split
+    )

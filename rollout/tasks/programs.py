@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_mas.rollout.environments.code import pack_solution, pack_test
-from mcore_mas.rollout.environments.patches import parse_patch
-from mcore_mas.rollout.environments.repository import pack_instance
-from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest, Test
-from mcore_mas.rollout.tasks.fields import BadRow, DataRow, Problem
+from rollout.environments.code import pack_solution, pack_test
+from rollout.environments.patches import parse_patch
+from rollout.environments.repository import pack_instance
+from rollout.sandbox.judge import CallTest, StdinTest, Test
+from rollout.tasks.fields import BadRow, DataRow, Problem
 
 _STDIN = "Write a Python program that reads from standard input and writes to standard output."
 _CALL = "Write Python code that defines {name} as described{starter}."
@@ -22,7 +22,16 @@ _SHOWN = 3  # tests
 _MAX_DECODED_BYTES = 512 << 20
 _PYTHON_3 = 3  # of CodeContests' languages
 _FENCE = re.compile(r"^```[a-z0-9]*\n(.*?)\n?```$", re.DOTALL)
-_PLAIN_TEXT = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STOP"}
+_PLAIN_TEXT = {
+    "PROTO",
+    "FRAME",
+    "MEMOIZE",
+    "BINPUT",
+    "SHORT_BINUNICODE",
+    "BINUNICODE",
+    "BINUNICODE8",
+    "STOP",
+}
 
 Tested = tuple[str, list[Test], list[Test]]  # a question, its visible and its hidden tests
 
@@ -50,7 +59,14 @@ def tested(read: Callable[[DataRow], Tested], row: DataRow) -> Problem | None:
         return None
     first = (visible or hidden)[0]
     function = first.function if isinstance(first, CallTest) else None
-    name = next((row[key] for key in ("problem_id", "question_id", "name", "id") if row.get(key) is not None), "")
+    name = next(
+        (
+            row[key]
+            for key in ("problem_id", "question_id", "name", "id")
+            if row.get(key) is not None
+        ),
+        "",
+    )
     answers = [pack_test(test, visible=True) for test in visible]
     answers += [pack_test(test, visible=False) for test in hidden]
     answers += [pack_solution(solution)] if (solution := _solution(row.get("solutions"))) else []
@@ -65,7 +81,9 @@ def apps(row: DataRow) -> Tested:
 
 def code_contests(row: DataRow) -> Tested:
     """CodeContests: `description`, and public, private and generated tests as lists of inputs and outputs."""
-    hidden = [test for kind in ("private_tests", "generated_tests") for test in _columns(row.get(kind))]
+    hidden = [
+        test for kind in ("private_tests", "generated_tests") for test in _columns(row.get(kind))
+    ]
     return row["description"], _columns(row["public_tests"]), hidden
 
 
@@ -73,12 +91,20 @@ def live_code_bench(row: DataRow) -> Tested:
     """LiveCodeBench: `question_content`, `public_test_cases` and packed `private_test_cases`, `metadata` (JSON)."""
     function = _object(row.get("metadata")).get("func_name")
     visible = parse_tests(row["public_test_cases"], function=function)
-    return row["question_content"], visible, parse_tests(unpack_private(row["private_test_cases"]), function=function)
+    return (
+        row["question_content"],
+        visible,
+        parse_tests(unpack_private(row["private_test_cases"]), function=function),
+    )
 
 
 def deep_coder(row: DataRow) -> Tested:
     """DeepCoder: `problem`, and `tests` in the form of whichever collection the problem is from."""
-    return row["problem"], [], parse_tests(row["tests"], function=_object(row.get("metadata")).get("func_name"))
+    return (
+        row["problem"],
+        [],
+        parse_tests(row["tests"], function=_object(row.get("metadata")).get("func_name")),
+    )
 
 
 def deep_coder_shown(row: DataRow) -> Tested:
@@ -89,7 +115,10 @@ def deep_coder_shown(row: DataRow) -> Tested:
 
 STYLES: dict[str, Callable[[DataRow], Tested]] = {
     "taco": apps,
-    **{read.__name__: read for read in (apps, code_contests, live_code_bench, deep_coder, deep_coder_shown)},
+    **{
+        read.__name__: read
+        for read in (apps, code_contests, live_code_bench, deep_coder, deep_coder_shown)
+    },
 }
 
 
@@ -103,7 +132,9 @@ def parse_tests(value: Any, *, function: str | None = None) -> list[Test]:
     if isinstance(value, Mapping):
         name = value.get("fn_name") or function
         pairs = zip(value["inputs"], value["outputs"], strict=True)
-        return [_call(name, given, wanted) if name else _stdin(given, wanted) for given, wanted in pairs]
+        return [
+            _call(name, given, wanted) if name else _stdin(given, wanted) for given, wanted in pairs
+        ]
     return [_entry(entry, function) for entry in value]
 
 
@@ -123,7 +154,9 @@ def unpack_private(text: str) -> str:
     strange = {name for name, _ in found} - _PLAIN_TEXT
     texts = [argument for _, argument in found if isinstance(argument, str)]
     if strange or len(texts) != 1:
-        raise ValueError(f"private_test_cases hold more than one text: {', '.join(sorted(strange)) or len(texts)}")
+        raise ValueError(
+            f"private_test_cases hold more than one text: {', '.join(sorted(strange)) or len(texts)}"
+        )
     return texts[0]
 
 
@@ -155,12 +188,16 @@ def _entry(entry: DataRow, function: str | None) -> Test:
 def _columns(value: DataRow | None) -> list[Test]:
     if not value:
         return []
-    return [_stdin(given, wanted) for given, wanted in zip(value["input"], value["output"], strict=True)]
+    return [
+        _stdin(given, wanted) for given, wanted in zip(value["input"], value["output"], strict=True)
+    ]
 
 
 def _stdin(given: str | Sequence[str], wanted: str | Sequence[str]) -> StdinTest:
     """Some problems have their text as a list of lines."""
-    texts = [value if isinstance(value, str) else "\n".join(map(str, value)) for value in (given, wanted)]
+    texts = [
+        value if isinstance(value, str) else "\n".join(map(str, value)) for value in (given, wanted)
+    ]
     return StdinTest(stdin=texts[0], expected=texts[1])
 
 
@@ -193,8 +230,12 @@ def swe_bench(row: DataRow) -> Problem | None:
     fail, keep = _names(row["FAIL_TO_PASS"]), _names(row["PASS_TO_PASS"])
     shown = sorted({edit.path for edit in parse_patch(row["patch"])})
     parse_patch(row["test_patch"])
-    tests = pack_instance(name, fail_to_pass=fail, pass_to_pass=keep, test_patch=row["test_patch"], shown=shown)
-    return Problem(question=issue, prompt=issue.strip(), answers=(tests,), name=name) if fail else None
+    tests = pack_instance(
+        name, fail_to_pass=fail, pass_to_pass=keep, test_patch=row["test_patch"], shown=shown
+    )
+    return (
+        Problem(question=issue, prompt=issue.strip(), answers=(tests,), name=name) if fail else None
+    )
 
 
 def _names(value: Any) -> list[str]:

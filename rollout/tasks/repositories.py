@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from mcore_mas.rollout.environments.repository import CheckCall, pack_check, pack_source
-from mcore_mas.rollout.records.trajectory import Task, derive_seed
-from mcore_mas.rollout.tasks.repository_functions import BUGGY_FUNCTIONS, BuggyFunction
-from mcore_mas.rollout.tasks.splits import digest, draw_different, split_of
+from rollout.environments.repository import CheckCall, pack_check, pack_source
+from rollout.records.trajectory import Task, derive_seed
+from rollout.tasks.repository_functions import BUGGY_FUNCTIONS, BuggyFunction
+from rollout.tasks.splits import digest, draw_different, split_of
 
 _PACKAGES = ("toolbox", "pantry", "drawer", "shelf", "crate", "basket", "locker", "chest")
 _MODULES = ("core", "basics", "lists", "extra", "shapes", "more")
@@ -22,7 +22,10 @@ _PATIENCE = 2000  # draws of arguments
 
 
 def repository_tasks(
-    seed: int, sizes: Mapping[str, int], *, modules: Annotated[int, Field(ge=1, le=len(BUGGY_FUNCTIONS) // 2)] = 2
+    seed: int,
+    sizes: Mapping[str, int],
+    *,
+    modules: Annotated[int, Field(ge=1, le=len(BUGGY_FUNCTIONS) // 2)] = 2,
 ) -> list[Task]:
     """sizes[split] packages for each split; a bug of a function belongs to one split whatever the seed.
 
@@ -32,15 +35,24 @@ def repository_tasks(
     tasks = []
     for split, size in sizes.items():
         random = Random(derive_seed(seed, "repositories", split))
-        own = [(f, bug) for f in BUGGY_FUNCTIONS for bug in f.bugs if split_of(f"{f.right.__name__}/{bug}") == split]
+        own = [
+            (f, bug)
+            for f in BUGGY_FUNCTIONS
+            for bug in f.bugs
+            if split_of(f"{f.right.__name__}/{bug}") == split
+        ]
         draw = partial(_draw, random, own, split, modules)
         tasks += draw_different("repositories", split, size, draw)
     return tasks
 
 
-def _draw(random: Random, own: Sequence[tuple[BuggyFunction, str]], split: str, modules: int) -> Task:
+def _draw(
+    random: Random, own: Sequence[tuple[BuggyFunction, str]], split: str, modules: int
+) -> Task:
     family, bug = random.choice(own)
-    others = random.sample([other for other in BUGGY_FUNCTIONS if other is not family], 2 * modules - 1)
+    others = random.sample(
+        [other for other in BUGGY_FUNCTIONS if other is not family], 2 * modules - 1
+    )
     functions = random.sample([family, *others], 2 * modules)
     package, names = random.choice(_PACKAGES), random.sample(_MODULES, modules)
     wrong, complaint = family.bugs[bug]
@@ -49,7 +61,9 @@ def _draw(random: Random, own: Sequence[tuple[BuggyFunction, str]], split: str, 
     for number, name in enumerate(names):
         inside = functions[2 * number : 2 * number + 2]
         sources = [source_of(wrong if f is family else f.right, f.right) for f in inside]
-        files[f"{package}/{name}.py"] = f'"""Functions of {package}."""\n\n\n' + "\n\n".join(sources)
+        files[f"{package}/{name}.py"] = f'"""Functions of {package}."""\n\n\n' + "\n\n".join(
+            sources
+        )
         place = f"{package}.{name}" if family in inside else place
         for f in inside:
             checks += _checks(random, f, f"{package}.{name}", wrong if f is family else None)
@@ -60,20 +74,30 @@ def _draw(random: Random, own: Sequence[tuple[BuggyFunction, str]], split: str, 
         f"`{place}.{function}` does not do what it says. {complaint} For example `{function}({shown})` should be "
         f"`{json.dumps(failing.expected)}`."
     )
-    answers = [pack_source(path, content) for path, content in files.items()] + [pack_check(check) for check in checks]
+    answers = [pack_source(path, content) for path, content in files.items()] + [
+        pack_check(check) for check in checks
+    ]
     id, source = f"repositories/{digest(*answers)}", "repositories"
-    return Task(id=id, prompt=prompt, answers=tuple(answers), env="repository", source=source, split=split)
+    return Task(
+        id=id, prompt=prompt, answers=tuple(answers), env="repository", source=source, split=split
+    )
 
 
 def source_of(function: Callable[..., Any], right: Callable[..., Any]) -> str:
     """The text of a function as agents read it: under the name and with the docstring of the right one."""
-    text, own = (inspect.getsource(one).split("\n", 1)[1] for one in (function, right))  # without the decorator
-    head, body = text.replace(f"def {function.__name__}(", f"def {right.__name__}(", 1).split("\n", 1)
+    text, own = (
+        inspect.getsource(one).split("\n", 1)[1] for one in (function, right)
+    )  # without the decorator
+    head, body = text.replace(f"def {function.__name__}(", f"def {right.__name__}(", 1).split(
+        "\n", 1
+    )
     docstring = "" if function is right else own.split("\n")[1] + "\n"
     return f"{head}\n{docstring}{body}"
 
 
-def _checks(random: Random, family: BuggyFunction, module: str, wrong: Callable[..., Any] | None) -> list[CheckCall]:
+def _checks(
+    random: Random, family: BuggyFunction, module: str, wrong: Callable[..., Any] | None
+) -> list[CheckCall]:
     """Calls of a function, and whether a bug in it is without effect on them."""
     wanted = {True: _OTHERS} if wrong is None else {True: _EACH, False: _EACH}
     seen: set[str] = set()
@@ -90,7 +114,14 @@ def _checks(random: Random, family: BuggyFunction, module: str, wrong: Callable[
         name = family.right.__name__
         label = f"{module}.{name}-{len(checks)}"
         checks.append(
-            CheckCall(name=label, module=module, function=name, arguments=arguments, expected=expected, passes=passes)
+            CheckCall(
+                name=label,
+                module=module,
+                function=name,
+                arguments=arguments,
+                expected=expected,
+                passes=passes,
+            )
         )
         if not any(wanted.values()):
             return checks

@@ -25,7 +25,9 @@ class BuggyFunction:
 BUGGY_FUNCTIONS: list[BuggyFunction] = []
 
 
-def _right(draw: Callable[[Random], tuple[Any, ...]], function: Callable[..., Any]) -> Callable[..., Any]:
+def _right(
+    draw: Callable[[Random], tuple[Any, ...]], function: Callable[..., Any]
+) -> Callable[..., Any]:
     BUGGY_FUNCTIONS.append(BuggyFunction(right=function, draw=draw))
     return function
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, TypeVar
 
-from mcore_mas.rollout.environments.code import SOLUTION, unpack_test
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox.judge import StdinTest, Test
+from rollout.environments.code import SOLUTION, unpack_test
+from rollout.records.trajectory import Task
+from rollout.sandbox.judge import StdinTest, Test
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -30,7 +30,11 @@ _PATIENCE = 20_000  # draws in a row without anything new, before there is hardl
 
 
 def draw_different(
-    source: str, split: str, size: int, draw: Callable[[], _T | None], key: Callable[[_T], Hashable] = lambda it: it
+    source: str,
+    split: str,
+    size: int,
+    draw: Callable[[], _T | None],
+    key: Callable[[_T], Hashable] = lambda it: it,
 ) -> list[_T]:
     """`size` things that differ in their keys; a draw gives one, or None for something of another split.
 
@@ -53,10 +57,14 @@ def draw_different(
     return list(found.values())
 
 
-def draw_listed(source: str, split: str, size: int, owned: Sequence[_T], random: Random) -> list[_T]:
+def draw_listed(
+    source: str, split: str, size: int, owned: Sequence[_T], random: Random
+) -> list[_T]:
     """`size` of what a split owns, without replacement; ValueError if it owns fewer."""
     if size > len(owned):
-        raise ValueError(f"{source}: {size} {split} tasks asked for, but there are {len(owned)}; lower data.{split}")
+        raise ValueError(
+            f"{source}: {size} {split} tasks asked for, but there are {len(owned)}; lower data.{split}"
+        )
     return random.sample(owned, size)
 
 
@@ -69,7 +77,11 @@ LeakKind = Literal["id", "text", "similar", "tests"]
 
 _LATEX = re.compile(r"\\[()\[\],;:! ]|\\(?:left|right)(?![a-zA-Z])|\$|\{\}")
 _TOKEN = re.compile(r"[^\W\d_]+|\d+(?:[.,]\d+)*|[^\w\s]|_")
-_PROSE = ("math", "search", "code")  # environments whose prompts are sentences: in games every sign is part of a board
+_PROSE = (
+    "math",
+    "search",
+    "code",
+)  # environments whose prompts are sentences: in games every sign is part of a board
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +109,9 @@ class Leak:
         return self.kind != "similar" and bool(self.matches)
 
 
-def find_leaks(splits: Mapping[str, Sequence[Task]], *, words: int = 8, threshold: float | None = 0.5) -> list[Leak]:
+def find_leaks(
+    splits: Mapping[str, Sequence[Task]], *, words: int = 8, threshold: float | None = 0.5
+) -> list[Leak]:
     """Every pair of splits compared by id, by text and by likeness, and every split's programs by their tests.
 
     Two texts are the same when their tokens are: case and spacing do not count, nor do a final full stop or question
@@ -113,23 +127,34 @@ def find_leaks(splits: Mapping[str, Sequence[Task]], *, words: int = 8, threshol
     leaks = []
     for earlier, split in itertools.combinations(splits, 2):
         before, after = splits[earlier], splits[split]
-        same_text = _same([" ".join(t) for t in tokens[earlier]], [" ".join(t) for t in tokens[split]])
+        same_text = _same(
+            [" ".join(t) for t in tokens[earlier]], [" ".join(t) for t in tokens[split]]
+        )
         found: dict[LeakKind, dict[int, tuple[int, float]]] = {
             "id": _same([task.id for task in before], [task.id for task in after]),
             "text": same_text,
         }
         if threshold is not None:
-            found["similar"] = _alike(tokens[earlier], tokens[split], words, threshold, skip=set(same_text))
+            found["similar"] = _alike(
+                tokens[earlier], tokens[split], words, threshold, skip=set(same_text)
+            )
         for kind, pairs in found.items():
             matches = tuple(
-                Match(task=after[i], earlier=before[j], similarity=value) for i, (j, value) in sorted(pairs.items())
+                Match(task=after[i], earlier=before[j], similarity=value)
+                for i, (j, value) in sorted(pairs.items())
             )
-            leaks.append(Leak(kind=kind, earlier=earlier, split=split, tasks=len(after), matches=matches))
+            leaks.append(
+                Leak(kind=kind, earlier=earlier, split=split, tasks=len(after), matches=matches)
+            )
     for name, tasks in splits.items():
         programs = [task for task in tasks if task.env == "code"]
         if programs:
-            shown = tuple(Match(task=task, earlier=task) for task in programs if shows_its_score(task))
-            leaks.append(Leak(kind="tests", earlier=name, split=name, tasks=len(programs), matches=shown))
+            shown = tuple(
+                Match(task=task, earlier=task) for task in programs if shows_its_score(task)
+            )
+            leaks.append(
+                Leak(kind="tests", earlier=name, split=name, tasks=len(programs), matches=shown)
+            )
     return leaks
 
 
@@ -155,7 +180,11 @@ def shows_its_score(task: Task) -> bool:
 
 
 def _input(test: Test) -> str:
-    return test.stdin.strip() if isinstance(test, StdinTest) else json.dumps([test.function, test.arguments])
+    return (
+        test.stdin.strip()
+        if isinstance(test, StdinTest)
+        else json.dumps([test.function, test.arguments])
+    )
 
 
 def _same(before: Sequence[str], after: Sequence[str]) -> dict[int, tuple[int, float]]:
@@ -165,7 +194,12 @@ def _same(before: Sequence[str], after: Sequence[str]) -> dict[int, tuple[int, f
 
 
 def _alike(
-    before: Sequence[Sequence[str]], after: Sequence[Sequence[str]], words: int, threshold: float, *, skip: set[int]
+    before: Sequence[Sequence[str]],
+    after: Sequence[Sequence[str]],
+    words: int,
+    threshold: float,
+    *,
+    skip: set[int],
 ) -> dict[int, tuple[int, float]]:
     """Of `after`, by position and but for `skip`: the most similar position in `before`, if similar enough."""
     rows = [shingles(tokens, words) for tokens in after]

@@ -23,13 +23,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.environments.data_science import SUBMISSION, pack_file, pack_target
-from mcore_mas.rollout.environments.predictions import TABLE_METRICS, Target
-from mcore_mas.rollout.records.files import RecordError
-from mcore_mas.rollout.records.trajectory import Task, derive_seed
-from mcore_mas.rollout.tasks.files import read_rows
-from mcore_mas.rollout.tasks.splits import digest, split_of
+from rollout.base.files import read_yaml
+from rollout.environments.data_science import SUBMISSION, pack_file, pack_target
+from rollout.environments.predictions import TABLE_METRICS, Target
+from rollout.records.files import RecordError
+from rollout.records.trajectory import Task, derive_seed
+from rollout.tasks.files import read_rows
+from rollout.tasks.splits import digest, split_of
 
 TableKind = Literal["regression", "classification"]
 _METRICS: dict[TableKind, tuple[str, ...]] = {
@@ -62,7 +62,11 @@ class TableModel:
 
     def signal(self, features: Sequence[float], level: int) -> float:
         """The target without noise."""
-        return self.intercept + self.effects[level] + sum(w * x for w, x in zip(self.weights, features, strict=True))
+        return (
+            self.intercept
+            + self.effects[level]
+            + sum(w * x for w, x in zip(self.weights, features, strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +137,10 @@ def _task(random: Random, world: TableModel, split: str, train_rows: int, test_r
     train = _sample(random, world, train_rows, 1)
     test = _sample(random, world, test_rows, train_rows + 1)
     while len(set(test.targets)) < 2 or len(set(train.targets)) < 2:
-        train, test = _sample(random, world, train_rows, 1), _sample(random, world, test_rows, train_rows + 1)
+        train, test = (
+            _sample(random, world, train_rows, 1),
+            _sample(random, world, test_rows, train_rows + 1),
+        )
     column = "y" if world.kind == "regression" else "label"
     truth = [_text(y, world.kind) for y in test.targets]
     score = TABLE_METRICS[world.metric].score
@@ -166,7 +173,12 @@ def _task(random: Random, world: TableModel, split: str, train_rows: int, test_r
     source = f"tabular_{world.kind}"
     answers = (*files, pack_target(target))
     return Task(
-        id=f"{source}/{digest(*files)}", prompt=prompt, answers=answers, env="data_science", source=source, split=split
+        id=f"{source}/{digest(*files)}",
+        prompt=prompt,
+        answers=answers,
+        env="data_science",
+        source=source,
+        split=split,
     )
 
 
@@ -187,7 +199,9 @@ def _cells(random: Random, world: TableModel, rows: _Rows, *, target: bool) -> l
     cells = []
     for key, row, level, y in zip(rows.ids, rows.features, rows.levels, rows.targets, strict=True):
         shown = ["" if random.random() < _MISSING else f"{x:.2f}" for x in row]
-        cells.append([str(key), *shown, _LEVELS[level], *([_text(y, world.kind)] if target else [])])
+        cells.append(
+            [str(key), *shown, _LEVELS[level], *([_text(y, world.kind)] if target else [])]
+        )
     return cells
 
 
@@ -224,11 +238,16 @@ def dsbench_tasks(
     rows = list(read_rows(index, ".jsonl"))
     if not all("name" in row for row in rows):
         raise RecordError(f"{index}: a row has no name")
-    found = (_dsbench_task(Path(folder), str(row["name"]), (metrics or {}).get(str(row["name"]))) for row in rows)
+    found = (
+        _dsbench_task(Path(folder), str(row["name"]), (metrics or {}).get(str(row["name"])))
+        for row in rows
+    )
     tasks = [task for task in found if task is not None]
     wanted = sum(sizes.values())
     if wanted > len(tasks):
-        raise ValueError(f"dsbench: {wanted} tasks asked for, but {folder} has {len(tasks)} that can be scored")
+        raise ValueError(
+            f"dsbench: {wanted} tasks asked for, but {folder} has {len(tasks)} that can be scored"
+        )
     drawn = iter(Random(derive_seed(seed, "dsbench")).sample(tasks, wanted))
     splits = [split for split, size in sizes.items() for _ in range(size)]
     return [replace(task, split=split) for task, split in zip(drawn, splits, strict=True)]
@@ -238,7 +257,9 @@ def metric_of(script: str) -> str | None:
     """The metric that an evaluation script computes last; None when it is none of ours."""
     results = _SCRIPT_RESULT.findall(script)
     signs = _WORDS["metric_signs"].items()
-    return next((metric for metric, sign in signs if results and re.search(sign, results[-1])), None)
+    return next(
+        (metric for metric, sign in signs if results and re.search(sign, results[-1])), None
+    )
 
 
 def _dsbench_task(folder: Path, name: str, metric: str | None) -> Task | None:
@@ -246,12 +267,16 @@ def _dsbench_task(folder: Path, name: str, metric: str | None) -> Task | None:
     script = _file_text(folder / "evaluation" / f"{name}_eval.py")
     metric = metric or metric_of(script)
     if metric is not None and metric not in TABLE_METRICS:
-        raise RecordError(f"{folder}: metric '{metric}' of {name} is not known; metrics: {', '.join(TABLE_METRICS)}")
+        raise RecordError(
+            f"{folder}: metric '{metric}' of {name} is not known; metrics: {', '.join(TABLE_METRICS)}"
+        )
     tables = data / "data_resplit" / name
     paths = (tables / "sample_submission.csv", data / "answers" / name / "test_answer.csv")
     sample, answer = (list(read_rows(path)) for path in paths)
     if not sample or not answer:
-        raise RecordError(f"{data}: {name} has no rows in {' or '.join(path.name for path in paths)}")
+        raise RecordError(
+            f"{data}: {name} has no rows in {' or '.join(path.name for path in paths)}"
+        )
     columns = list(sample[0])
     named = _SCRIPT_COLUMN.search(script)
     column = named.group(1) if named else columns[-1]
@@ -260,7 +285,9 @@ def _dsbench_task(folder: Path, name: str, metric: str | None) -> Task | None:
     id_column = next(other for other in columns if other != column)
     keys = answer if id_column in answer[0] else sample
     if len(keys) != len(answer):
-        raise RecordError(f"{data}: {name} has {len(answer)} answers and {len(sample)} rows in sample_submission.csv")
+        raise RecordError(
+            f"{data}: {name} has {len(answer)} answers and {len(sample)} rows in sample_submission.csv"
+        )
     target = Target(
         metric=metric,
         id_column=id_column,
@@ -269,17 +296,28 @@ def _dsbench_task(folder: Path, name: str, metric: str | None) -> Task | None:
         baseline=_number(folder / "save_performance" / "baseline" / name / "result.txt"),
         ceiling=_number(folder / "save_performance" / "GT" / name / "result.txt"),
     )
-    files = (pack_file(path.name, path.resolve()) for path in sorted(tables.iterdir()) if path.is_file())
+    files = (
+        pack_file(path.name, path.resolve()) for path in sorted(tables.iterdir()) if path.is_file()
+    )
     prompt = _file_text(data / "task" / f"{name}.txt").strip() + _DSBENCH_NOTE
     answers, source = (*files, pack_target(target)), "dsbench"
-    return Task(id=f"{source}/{name}", prompt=prompt, answers=answers, env="data_science", source=source, split="test")
+    return Task(
+        id=f"{source}/{name}",
+        prompt=prompt,
+        answers=answers,
+        env="data_science",
+        source=source,
+        split="test",
+    )
 
 
 def _file_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: cannot be read ({error}); expected DSBench's data_modeling folder") from error
+        raise RecordError(
+            f"{path}: cannot be read ({error}); expected DSBench's data_modeling folder"
+        ) from error
 
 
 def _number(path: Path) -> float | None:

@@ -9,11 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_mas.rollout.base.files import read_yaml, write_text
-from mcore_mas.rollout.base.options import lookup
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.tasks.arithmetic import arithmetic_tasks
-from mcore_mas.rollout.tasks.encyclopedia import encyclopedia_tasks
+from rollout.base.files import read_yaml, write_text
+from rollout.base.options import lookup
+from rollout.records.trajectory import Task
+from rollout.tasks.arithmetic import arithmetic_tasks
+from rollout.tasks.encyclopedia import encyclopedia_tasks
 
 SEARCH_SOURCES = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 _ROWS = 14  # of a file
@@ -31,13 +31,20 @@ def _row(row: str, texts: Mapping[str, object], **plain: object) -> Row:
 
 def _question(row: str, number: int, task: Task) -> Row:
     answer, source = task.answers[0], SEARCH_SOURCES[number % len(SEARCH_SOURCES)]
-    texts = {"question": task.prompt, "answer": answer, "boxed": f"\\boxed{{{answer}}}", "source": source}
+    texts = {
+        "question": task.prompt,
+        "answer": answer,
+        "boxed": f"\\boxed{{{answer}}}",
+        "source": source,
+    }
     return _row(row, texts, value=answer, number=number)
 
 
 def _program(row: str, number: int) -> Row:
     inputs, outputs = [f"{n}\n" for n in range(_TESTS)], [f"{n + number}\n" for n in range(_TESTS)]
-    cases = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
+    cases = [
+        {"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)
+    ]
     texts: dict[str, object] = {
         "question": f"Read a whole number and print it plus {number}.",
         "lists": json.dumps({"inputs": inputs, "outputs": outputs}),
@@ -61,12 +68,17 @@ def write_tiny_file(path: Path, format: str) -> None:
         rows = [_program(program, 100 * (seed % 997) + number) for number in range(1, _ROWS + 1)]
     else:
         row = lookup("generated data format", format, _FORMATS["questions"])
-        tasks = (encyclopedia_tasks if format == "search" else arithmetic_tasks)(seed, {"train": _ROWS})
+        tasks = (encyclopedia_tasks if format == "search" else arithmetic_tasks)(
+            seed, {"train": _ROWS}
+        )
         rows = [_question(row, number, task) for number, task in enumerate(tasks)]
     if path.suffix == ".parquet":
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         write_text(
-            path, json.dumps(rows) if path.suffix == ".json" else "".join(f"{json.dumps(row)}\n" for row in rows)
+            path,
+            json.dumps(rows)
+            if path.suffix == ".json"
+            else "".join(f"{json.dumps(row)}\n" for row in rows),
         )

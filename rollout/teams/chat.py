@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from mcore_mas.rollout.base.errors import PromptTooLong
-from mcore_mas.rollout.base.task_group import once, together
-from mcore_mas.rollout.engines import ChatState
-from mcore_mas.rollout.environments.protocol import ToolCall
-from mcore_mas.rollout.environments.tools import Tool, call_tool
-from mcore_mas.rollout.models.tool_calls import ToolFormat
-from mcore_mas.rollout.records.trajectory import Message, ToolUse, Turn
-from mcore_mas.rollout.teams.roles import Agent, AgentReply, WhenFull
+from rollout.base.errors import PromptTooLong
+from rollout.base.task_group import once, together
+from rollout.engines import ChatState
+from rollout.environments.protocol import ToolCall
+from rollout.environments.tools import Tool, call_tool
+from rollout.models.tool_calls import ToolFormat
+from rollout.records.trajectory import Message, ToolUse, Turn
+from rollout.teams.roles import Agent, AgentReply, WhenFull
 
 _UNANSWERED = "This tool was not called: there were no turns left for it."
 _DROPPED = "[This result was dropped to save space.]"
@@ -37,7 +37,9 @@ class ChatHost(Protocol):
 
     def score(self, turn: int, /, **scores: float) -> None: ...
 
-    async def prompt_tokens(self, agent: Agent, messages: Sequence[Message], chat: ChatState) -> int: ...
+    async def prompt_tokens(
+        self, agent: Agent, messages: Sequence[Message], chat: ChatState
+    ) -> int: ...
 
 
 class Chat:
@@ -56,12 +58,16 @@ class Chat:
     reason, an EngineError.
     """
 
-    def __init__(self, host: ChatHost, agent: Agent, id: str, system: str, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self, host: ChatHost, agent: Agent, id: str, system: str, tools: Sequence[Tool]
+    ) -> None:
         self.id = id  # in the trajectory
         self.messages = [Message(role="system", content=system)] if system else []
         self.latest: AgentReply | None = None
         self.full = False
-        self.hear: Callable[[str, ToolFormat], bool] | None = None  # told of replies as they grow (see `ChatState`)
+        self.hear: Callable[[str, ToolFormat], bool] | None = (
+            None  # told of replies as they grow (see `ChatState`)
+        )
         self.stops: tuple[str, ...] = ()  # that end replies (see `ChatState`)
         self._host = host
         self._agent = agent
@@ -90,7 +96,9 @@ class Chat:
         """
         call = next((call for call in self._open if call.id == call_id), None)
         if call is None:
-            raise KeyError(f"chat {self.id}: no call '{call_id}' waits; open: {', '.join(c.id for c in self._open)}")
+            raise KeyError(
+                f"chat {self.id}: no call '{call_id}' waits; open: {', '.join(c.id for c in self._open)}"
+            )
         self._answer(call, result)
         return None if self._open else await self._reply()
 
@@ -123,7 +131,9 @@ class Chat:
             EnvError: a tool failed for good.
         """
         if self.latest is None:
-            raise ValueError(f"chat {self.id}: there is no reply to go on from; say something first")
+            raise ValueError(
+                f"chat {self.id}: there is no reply to go on from; say something first"
+            )
         for _ in range(max_turns):
             if not self._open or self.full:
                 break
@@ -135,11 +145,20 @@ class Chat:
 
     def fold(self, summary: str) -> None:
         """Go on from a summary: of what was said, the system prompt, the first question and news stay."""
-        read = max((i for i, message in enumerate(self.messages) if message.role == "assistant"), default=-1)
+        read = max(
+            (i for i, message in enumerate(self.messages) if message.role == "assistant"),
+            default=-1,
+        )
         head, news = self.messages[:2], self.messages[read + 1 :]
         opening = [message for message in head if message.role == "system"]
-        asked = [message.content for message in head if message.role == "user" and message not in news]
-        parts = [*asked, f"What has happened since:\n{summary}", *(message.content for message in news)]
+        asked = [
+            message.content for message in head if message.role == "user" and message not in news
+        ]
+        parts = [
+            *asked,
+            f"What has happened since:\n{summary}",
+            *(message.content for message in news),
+        ]
         self.messages = [*opening, Message(role="user", content="\n\n".join(parts))]
 
     def _answer(self, call: ToolUse, result: str) -> None:
@@ -150,7 +169,9 @@ class Chat:
         if self.full and self.latest is not None:
             return self.latest
         if self._replying:
-            raise RuntimeError(f"chat {self.id} is at a reply already; wait for that, or open another chat")
+            raise RuntimeError(
+                f"chat {self.id} is at a reply already; wait for that, or open another chat"
+            )
         self._replying = True
         try:
             return await self._said()
@@ -182,13 +203,17 @@ class Chat:
     async def _results(self, calls: Sequence[ToolUse], reply: AgentReply) -> list[str]:
         results = [self._problem(number, call, reply) for number, call in enumerate(calls)]
         free = [number for number, result in enumerate(results) if not result]
-        alone = [n for n in free if calls[n].name in self._tools and self._tools[calls[n].name].parallel]
+        alone = [
+            n for n in free if calls[n].name in self._tools and self._tools[calls[n].name].parallel
+        ]
 
         async def make(numbers: Iterable[int]) -> None:
             for number in numbers:
                 results[number] = await self._call(calls[number], reply)
 
-        await together(map(make, ([number for number in free if number not in alone], *([n] for n in alone))))
+        await together(
+            map(make, ([number for number in free if number not in alone], *([n] for n in alone)))
+        )
         return results
 
     def _problem(self, number: int, call: ToolUse, reply: AgentReply) -> str:
@@ -199,20 +224,32 @@ class Chat:
         if number >= rules.calls_per_turn:
             return f"This call was not made: a reply may make {rules.calls_per_turn}."
         if self._host.count_call(self._agent.name) > rules.calls:
-            return f"This call was not made: all {rules.calls} calls are spent. Answer without tools."
+            return (
+                f"This call was not made: all {rules.calls} calls are spent. Answer without tools."
+            )
         return ""
 
     async def _call(self, call: ToolUse, reply: AgentReply) -> str:
         rules, tool = self._agent.chats, self._tools.get(call.name)
-        make = partial(call_tool, self._tools, call, call_s=rules.call_s, most_chars=rules.result_chars)
-        if tool is not None and tool.noted:  # a step of the environment, which is timed and written down as any
+        make = partial(
+            call_tool, self._tools, call, call_s=rules.call_s, most_chars=rules.result_chars
+        )
+        if (
+            tool is not None and tool.noted
+        ):  # a step of the environment, which is timed and written down as any
             return (await make()).result
-        kept = make if tool is not None and tool.again else partial(once, ToolCall, make, self.id, call)
+        kept = (
+            make
+            if tool is not None and tool.again
+            else partial(once, ToolCall, make, self.id, call)
+        )
         return (await self._host.run_tool(call.name, kept, reply.turn)).result
 
     async def drop_results(self) -> bool:
         """Leave out the older half of the results of tools that are still there; False where there are none."""
-        places = [i for i, m in enumerate(self.messages) if m.role == "tool" and m.content != _DROPPED]
+        places = [
+            i for i, m in enumerate(self.messages) if m.role == "tool" and m.content != _DROPPED
+        ]
         gone = places[: (len(places) + 1) // 2]
         for i in gone:
             self.messages[i] = replace(self.messages[i], content=_DROPPED)
@@ -223,10 +260,16 @@ class Chat:
         """Have the summariser sum the chat up and fold it; False where nothing was said since the last time."""
         if not any(message.role == "assistant" for message in self.messages):
             return False
-        text = "\n\n".join(f"{message.role}: {message.text}" for message in self.messages if message.role != "system")
+        text = "\n\n".join(
+            f"{message.role}: {message.text}"
+            for message in self.messages
+            if message.role != "system"
+        )
         while True:
             try:
-                reply = await self._host.act(self._agent.chats.summariser or self._agent.name, conversation=text)
+                reply = await self._host.act(
+                    self._agent.chats.summariser or self._agent.name, conversation=text
+                )
                 self.fold(reply.value or reply.text)
                 break
             except PromptTooLong:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from mcore_mas.rollout.base.errors import Defect, PromptTooLong, Undecided
-from mcore_mas.rollout.base.options import Section
-from mcore_mas.rollout.base.task_group import (
+from rollout.base.errors import Defect, PromptTooLong, Undecided
+from rollout.base.options import Section
+from rollout.base.task_group import (
     LEFT,
     Late,
     Watchdog,
@@ -21,19 +21,21 @@ from mcore_mas.rollout.base.task_group import (
     put_on_record,
     together,
 )
-from mcore_mas.rollout.engines import Heard
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
-from mcore_mas.rollout.teams.episode import Episode, Orchestra
-from mcore_mas.rollout.teams.journal import Recording, write_quarantined
-from mcore_mas.rollout.teams.team import Team
-from mcore_mas.rollout.teams.tree import Branching, Tree
+from rollout.engines import Heard
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Group, Status, Task, Trajectory
+from rollout.teams.episode import Episode, Orchestra
+from rollout.teams.journal import Recording, write_quarantined
+from rollout.teams.team import Team
+from rollout.teams.tree import Branching, Tree
 
 
 class Deadlines(Section):
     """Seconds that one of each may take; None is any time."""
 
-    call_s: float | None = Field(None, gt=0)  # one reply of a policy's engine, from when its client asks the engine
+    call_s: float | None = Field(
+        None, gt=0
+    )  # one reply of a policy's engine, from when its client asks the engine
     tool_s: float | None = Field(None, gt=0)  # one step or other call of the environment
     trajectory_s: float | None = Field(None, gt=0)
     batch_s: float | None = Field(None, gt=0)  # all trajectories that a step or a validation plays
@@ -44,13 +46,23 @@ class CollectOptions:
     """How a batch is collected, beyond what is played."""
 
     tree: Branching | None = None  # every trajectory is grown as a tree; None: as one line
-    sampling: Mapping[str, float] = field(default_factory=dict)  # of every agent, in place of its own
-    limits: Deadlines = field(default_factory=Deadlines)  # of tools, a trajectory, all of them; late ones are cancelled
-    began: float | None = None  # when the batch of the tasks began, on the event loop's clock; None: now
+    sampling: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of every agent, in place of its own
+    limits: Deadlines = field(
+        default_factory=Deadlines
+    )  # of tools, a trajectory, all of them; late ones are cancelled
+    began: float | None = (
+        None  # when the batch of the tasks began, on the event loop's clock; None: now
+    )
     surplus: int = 0  # trajectories of each task that are started beyond the group's size; the slowest are given up
     watchdog: Watchdog | None = None  # sees what is being played
-    journal: Recording | None = None  # what was played before a death; None: nothing is written down as it comes
-    quarantine: Path | None = None  # folder of what is needed to play a quarantined trajectory again
+    journal: Recording | None = (
+        None  # what was played before a death; None: nothing is written down as it comes
+    )
+    quarantine: Path | None = (
+        None  # folder of what is needed to play a quarantined trajectory again
+    )
     env: str = ""  # name of the environment that is played; "": that of the tasks
 
 
@@ -74,9 +86,14 @@ class Collector:
         quotas = [_Quota(group_size) if self.options.surplus else None for _ in tasks]
         size = group_size + self.options.surplus
         played = await together(
-            self.play(task, sample, quota) for task, quota in zip(tasks, quotas, strict=True) for sample in range(size)
+            self.play(task, sample, quota)
+            for task, quota in zip(tasks, quotas, strict=True)
+            for sample in range(size)
         )
-        return [Group(task=task, trajectories=tuple(played[i * size : (i + 1) * size])) for i, task in enumerate(tasks)]
+        return [
+            Group(task=task, trajectories=tuple(played[i * size : (i + 1) * size]))
+            for i, task in enumerate(tasks)
+        ]
 
     async def play(self, task: Task, sample: int, quota: _Quota | None = None) -> Trajectory:
         """Play a task as its group's member `sample`; the same again draws the same.
@@ -100,9 +117,20 @@ class Collector:
         played: Episode | Tree
         if options.tree is None:
             seat = team.seat(*place)
-            played = Episode(task, seat, self.make_env, self.orchestra, tool_s=limits.tool_s, name=options.env)
+            played = Episode(
+                task, seat, self.make_env, self.orchestra, tool_s=limits.tool_s, name=options.env
+            )
         else:
-            played = Tree(options.tree, task, team, place, self.make_env, self.orchestra, limits.tool_s, options.env)
+            played = Tree(
+                options.tree,
+                task,
+                team,
+                place,
+                self.make_env,
+                self.orchestra,
+                limits.tool_s,
+                options.env,
+            )
         with options.watchdog.over(name, played.waits) if options.watchdog else nullcontext():
             ending = await _play(played, limits, ends, quota)
         trajectory = Trajectory(
@@ -144,11 +172,15 @@ class _Quota:
 class _Ending:
     status: Status
     error: str  # why not well
-    counted: tuple[str, ...] = ()  # a name of `_COUNTED`, or `late/` and an agent, a tool, `trajectory` or `batch`
+    counted: tuple[
+        str, ...
+    ] = ()  # a name of `_COUNTED`, or `late/` and an agent, a tool, `trajectory` or `batch`
     defect: Defect | None = None  # why it is quarantined
 
 
-async def _play(played: Episode | Tree, limits: Deadlines, ends: float | None, quota: _Quota | None) -> _Ending:
+async def _play(
+    played: Episode | Tree, limits: Deadlines, ends: float | None, quota: _Quota | None
+) -> _Ending:
     """Play to the end, to a deadline, or until the group is full; what is not done then is cancelled."""
     if limits.trajectory_s is None and ends is None and quota is None:
         await played.play()
@@ -160,7 +192,9 @@ async def _play(played: Episode | Tree, limits: Deadlines, ends: float | None, q
         first = {task, quota.met} if quota else {task}
         await asyncio.wait(first, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         if quota and quota.met.done():
-            ending = _Ending(Status.ABORTED, f"its group was full while it waited for {played.waiting}")
+            ending = _Ending(
+                Status.ABORTED, f"its group was full while it waited for {played.waiting}"
+            )
         elif task.done():
             task.result()
             if quota and not played.error:
@@ -189,7 +223,12 @@ def _ending(played: Episode | Tree) -> _Ending:
     if isinstance(failure, Late):
         return _Ending(Status.LATE, played.error, (f"late/{failure.what}",))
     counted = [name for name, kind in _COUNTED.items() if isinstance(failure, kind)]
-    return _Ending(Status.FAILED, played.error, tuple(counted), failure if isinstance(failure, Defect) else None)
+    return _Ending(
+        Status.FAILED,
+        played.error,
+        tuple(counted),
+        failure if isinstance(failure, Defect) else None,
+    )
 
 
 def _episode(played: Episode | Tree) -> Episode:

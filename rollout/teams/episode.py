@@ -9,12 +9,12 @@ from dataclasses import asdict
 from operator import attrgetter
 from typing import TypeVar, cast
 
-from mcore_mas.rollout.base.errors import Defect, EngineError, EnvError
-from mcore_mas.rollout.base.task_group import Late, LateTool, Wait, within
-from mcore_mas.rollout.environments.protocol import Case, Env, Living, PlayedEnv, Step, ToolCall
-from mcore_mas.rollout.environments.tools import Tool
-from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Turn
-from mcore_mas.rollout.teams.team import Blamed, Call, TeamSession
+from rollout.base.errors import Defect, EngineError, EnvError
+from rollout.base.task_group import Late, LateTool, Wait, within
+from rollout.environments.protocol import Case, Env, Living, PlayedEnv, Step, ToolCall
+from rollout.environments.tools import Tool
+from rollout.records.trajectory import Task, ToolEvent, Turn
+from rollout.teams.team import Blamed, Call, TeamSession
 
 Orchestra = Callable[[Task, TeamSession, Env], Awaitable[None]]
 _T = TypeVar("_T")
@@ -77,12 +77,16 @@ class Episode:
             own: list[Tool] = []
             for name, maker in agent.tools.items():
                 supplied = {"env": self} if "env" in inspect.signature(maker).parameters else {}
-                own += await self._timed(f"tools.{name}", opened.enter_async_context, maker(**supplied))
+                own += await self._timed(
+                    f"tools.{name}", opened.enter_async_context, maker(**supplied)
+                )
             if own:
                 self.seat.tools[agent.name] = own
         self.seat.run_tool = self.run_tool
 
-    async def run_tool(self, name: str, call: Callable[[], Awaitable[ToolCall]], turn: int) -> ToolCall:
+    async def run_tool(
+        self, name: str, call: Callable[[], Awaitable[ToolCall]], turn: int
+    ) -> ToolCall:
         """Make a tool call of a turn (see `ToolRunner`): timed, Blamed on its tool, and written down."""
         began = time.time()
         with self.seat.waits(f"tools.{name}"):
@@ -157,11 +161,15 @@ class Episode:
     async def forget(self) -> None:
         await self._able(PlayedEnv.forget, "keep files")
 
-    async def _able(self, method: Callable[..., Awaitable[_T]], ability: str, *arguments: object) -> _T:
+    async def _able(
+        self, method: Callable[..., Awaitable[_T]], ability: str, *arguments: object
+    ) -> _T:
         """What the environment's own `method` of an optional protocol gives."""
         call = getattr(self._env, method.__name__, None)
         if call is None:
-            raise EnvError(f"{type(self._env).__name__} cannot {ability}; use a team that does not ask for it")
+            raise EnvError(
+                f"{type(self._env).__name__} cannot {ability}; use a team that does not ask for it"
+            )
         return await self._use(method.__name__, call, *arguments)
 
     async def _use(self, method: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:
@@ -181,7 +189,9 @@ class Episode:
     def _note(self, call: ToolCall, turn: Turn | None, began: float) -> None:
         index, node = (turn.index, turn.node) if turn else (-1, "")
         took_s = time.time() - began
-        self._events.append(ToolEvent(after_turn=index, node=node, **asdict(call), started_s=began, took_s=took_s))
+        self._events.append(
+            ToolEvent(after_turn=index, node=node, **asdict(call), started_s=began, took_s=took_s)
+        )
 
     @property
     def tools(self) -> list[ToolEvent]:
@@ -214,7 +224,9 @@ class Episode:
         after = f" after turn {last.index} of {last.agent}" if last else ""
         return [
             Wait(
-                what=f"{what} waits for policy {what.agent.policy}" if isinstance(what, Call) else f"{what}{after}",
+                what=f"{what} waits for policy {what.agent.policy}"
+                if isinstance(what, Call)
+                else f"{what}{after}",
                 since=since,
             )
             for what, since in self.seat.waiting.values()

@@ -20,13 +20,13 @@ from typing import IO, Any, Literal
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.files import sha256, write_json, write_text
-from mcore_mas.rollout.base.ownership import FolderError, check_owner, epoch_of
-from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.engines import ChatState, Heard, PolicyReply
-from mcore_mas.rollout.records.files import RecordError, read_trajectories, trajectory_of_row
-from mcore_mas.rollout.records.trajectory import (
+from rollout.base.errors import EngineError
+from rollout.base.files import sha256, write_json, write_text
+from rollout.base.ownership import FolderError, check_owner, epoch_of
+from rollout.base.processes import say
+from rollout.engines import ChatState, Heard, PolicyReply
+from rollout.records.files import RecordError, read_trajectories, trajectory_of_row
+from rollout.records.trajectory import (
     Completion,
     Group,
     Message,
@@ -37,7 +37,7 @@ from mcore_mas.rollout.records.trajectory import (
     changed,
     valid_text,
 )
-from mcore_mas.rollout.teams.team import Team
+from rollout.teams.team import Team
 
 Lineage = dict[int, str]  # by version of the weights, a digest of all that they were trained on
 
@@ -74,7 +74,9 @@ class CollectionJournal:
             by_task.setdefault(trajectory.task_id, []).append(trajectory)
         return row["batches"], row["complete"], by_task
 
-    def close(self, played: Path, batches: int, groups: Sequence[Group], *, complete: bool = False) -> None:
+    def close(
+        self, played: Path, batches: int, groups: Sequence[Group], *, complete: bool = False
+    ) -> None:
         """The file `played` has so many batches, `groups` in all, in place of what is here."""
         self._lines.clear()
         newest = max((_newest(t) for group in groups for t in group.trajectories), default=0)
@@ -86,7 +88,9 @@ class CollectionJournal:
 
     def lineage_after(self, before: str) -> str:
         """The lineage of weights of lineage `before` that are trained on what has been closed."""
-        return hashlib.sha256(f"{before} {self._rows[_BATCHES]['sha256']}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{before} {self._rows[_BATCHES]['sha256']}".encode()).hexdigest()[
+            :16
+        ]
 
     def part(self, name: str) -> Recording:
         """What is played under a name, such as with another sampling, apart from what is not."""
@@ -138,7 +142,9 @@ class CollectionJournal:
             pass  # a tool's answer that is no JSON: it is asked again after a death
         except (OSError, FolderError) as error:
             self._broken, why = True, getattr(error, "strerror", error)
-            say(f"{self._path}: not written any more ({why}); a run that is killed now plays this step again")
+            say(
+                f"{self._path}: not written any more ({why}); a run that is killed now plays this step again"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +159,19 @@ class Recording:
         row = self.journal.find(f"{self.name}trajectory {id}")
         if row is None:
             return None
-        replies = {seed: self.journal.find(f"{self.name}reply {seed}") for seed in row.get("routed", ())}
+        replies = {
+            seed: self.journal.find(f"{self.name}reply {seed}") for seed in row.get("routed", ())
+        }
         if None in replies.values():
             return None
-        said = {seed: _REPLY.validate_python(reply["reply"]) for seed, reply in replies.items() if reply}
+        said = {
+            seed: _REPLY.validate_python(reply["reply"]) for seed, reply in replies.items() if reply
+        }
         played = trajectory_of_row(row["trajectory"])
-        turns = (changed(t, routing=said[t.seed].completion.routing) if t.seed in said else t for t in played.turns)
+        turns = (
+            changed(t, routing=said[t.seed].completion.routing) if t.seed in said else t
+            for t in played.turns
+        )
         return replace(played, turns=tuple(turns))
 
     def keep(self, trajectory: Trajectory) -> None:
@@ -169,8 +182,12 @@ class Recording:
         if trajectory.status is Status.COMPLETED:
             routed = [turn.seed for turn in trajectory.turns if turn.routing]
             if routed:
-                trajectory = replace(trajectory, turns=tuple(changed(t, routing=b"") for t in trajectory.turns))
-            own: dict[str, Any] = {"trajectory": trajectory} | ({"routed": routed} if routed else {})
+                trajectory = replace(
+                    trajectory, turns=tuple(changed(t, routing=b"") for t in trajectory.turns)
+                )
+            own: dict[str, Any] = {"trajectory": trajectory} | (
+                {"routed": routed} if routed else {}
+            )
             self.journal.add(f"{self.name}trajectory {trajectory.id}", _newest(trajectory), **own)
 
     def answer(self, key: str) -> Any:
@@ -180,13 +197,19 @@ class Recording:
 
     def keep_answer(self, key: str, answer: object) -> None:
         """Write an answer down, before anything follows from it: a letter is not sent twice."""
-        self.journal.add(f"{self.name}call {key}", 0, answer=answer)  # whatever weights come to ask the same
+        self.journal.add(
+            f"{self.name}call {key}", 0, answer=answer
+        )  # whatever weights come to ask the same
         self.journal.flush()
 
     def reply(self, seed: int, messages: Sequence[Message]) -> PolicyReply | None:
         """What was said to these messages at this place."""
         row = self.journal.find(f"{self.name}reply {seed}")
-        return _REPLY.validate_python(row["reply"]) if row and row["asked"] == _asked(messages) else None
+        return (
+            _REPLY.validate_python(row["reply"])
+            if row and row["asked"] == _asked(messages)
+            else None
+        )
 
     def keep_reply(self, seed: int, messages: Sequence[Message], reply: PolicyReply) -> None:
         """Write a reply down."""
@@ -222,11 +245,15 @@ def _asked(messages: Sequence[Message]) -> str:
 
 
 def _json(record: object, bytes_mode: Literal["utf8", "base64"] = "base64") -> bytes:
-    return to_json(record, inf_nan_mode="constants", bytes_mode=bytes_mode)  # many times faster than json on records
+    return to_json(
+        record, inf_nan_mode="constants", bytes_mode=bytes_mode
+    )  # many times faster than json on records
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    text = _json(row, "utf8" if "answer" in row else "base64")  # a tool's bytes are text, those of a reply numbers
+    text = _json(
+        row, "utf8" if "answer" in row else "base64"
+    )  # a tool's bytes are text, those of a reply numbers
     return b"%08x %b\n" % (zlib.crc32(text), text)
 
 
@@ -247,9 +274,13 @@ class _Replay:
 
     said: Mapping[int, PolicyReply]
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
+    async def say(
+        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
+    ) -> PolicyReply:
         if sampling.seed not in self.said:
-            raise EngineError("the recording ends here: the orchestra asks for a reply that was never given")
+            raise EngineError(
+                "the recording ends here: the orchestra asks for a reply that was never given"
+            )
         return self.said[sampling.seed]
 
 
@@ -260,7 +291,10 @@ def write_quarantined(
 
     A file of the same trajectory, from before a run was resumed, is replaced.
     """
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{trajectory.step}-{task.id}"[:100]) + f"-{trajectory.sample}.json"
+    name = (
+        re.sub(r"[^A-Za-z0-9._-]", "_", f"{trajectory.step}-{task.id}"[:100])
+        + f"-{trajectory.sample}.json"
+    )
     trace = "".join(traceback.format_exception(error))
     value = {
         "trajectory": trajectory.id,
@@ -271,7 +305,11 @@ def write_quarantined(
         "step": trajectory.step,
         "sample": trajectory.sample,
         "replies": [
-            {"seed": own, "messages": [asdict(message) for message in messages], **json.loads(_json(reply))}
+            {
+                "seed": own,
+                "messages": [asdict(message) for message in messages],
+                **json.loads(_json(reply)),
+            }
             for own, (messages, reply) in heard.items()
         ],
     }
@@ -299,7 +337,9 @@ class Quarantined:
             value = json.loads(path.read_text(encoding="utf-8"))
             task = Task(**{**value["task"], "answers": tuple(value["task"]["answers"])})
             said = {reply.pop("seed"): _REPLY.validate_python(reply) for reply in value["replies"]}
-            fields = {name: value[name] for name in ("trajectory", "error", "seed", "step", "sample")}
+            fields = {
+                name: value[name] for name in ("trajectory", "error", "seed", "step", "sample")
+            }
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RecordError(
                 f"{path}: not a quarantined trajectory ({type(error).__name__}: {error}); expected a file of "

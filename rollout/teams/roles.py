@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from mcore_mas.rollout.base.options import Section
-from mcore_mas.rollout.base.text import nearest
-from mcore_mas.rollout.environments.tools import ToolMaker
-from mcore_mas.rollout.records.trajectory import Message, Sampling, ToolUse
+from rollout.base.options import Section
+from rollout.base.text import nearest
+from rollout.environments.tools import ToolMaker
+from rollout.records.trajectory import Message, Sampling, ToolUse
 
 WhenFull = Literal["stop", "fold", "drop_oldest_results"]
 
@@ -37,7 +37,9 @@ class ChatRules(Section):
     @model_validator(mode="after")
     def _folds(self) -> ChatRules:
         if (self.when_full == "fold") != (self.summariser is not None):
-            raise ValueError("when_full: fold and summariser, the agent that sums up, come together")
+            raise ValueError(
+                "when_full: fold and summariser, the agent that sums up, come together"
+            )
         return self
 
 
@@ -91,7 +93,9 @@ class Agent:
     policy: str
     sampling: Sampling  # stop and seed are filled in per call
     chats: ChatRules = field(default_factory=ChatRules)
-    tools: Mapping[str, ToolMaker] = field(default_factory=dict)  # by name, opened for each trajectory
+    tools: Mapping[str, ToolMaker] = field(
+        default_factory=dict
+    )  # by name, opened for each trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +117,19 @@ class AgentReply:
 def template_slots(agent: str, template: str) -> list[str]:
     """The slots of an agent's user template; ValueError if it is no template, or a slot has no name."""
     try:
-        found = [re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(template) if name is not None]
+        found = [
+            re.split(r"[.\[]", name)[0]
+            for _, name, _, _ in Formatter().parse(template)
+            if name is not None
+        ]
     except ValueError as error:
-        raise ValueError(f"agent '{agent}': its user template: {error}; write a brace itself twice") from None
+        raise ValueError(
+            f"agent '{agent}': its user template: {error}; write a brace itself twice"
+        ) from None
     if not all(name.isidentifier() for name in found):
-        raise ValueError(f"agent '{agent}': its user template has a slot without a name; write a brace itself twice")
+        raise ValueError(
+            f"agent '{agent}': its user template has a slot without a name; write a brace itself twice"
+        )
     return found
 
 
@@ -139,18 +151,29 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
         call
         for call in calls
         if any(isinstance(a, ast.Constant) and a.value == agent for a in call.args)
-        and getattr(call.func, "attr", getattr(call.func, "id", "")) not in ("register_agent", "AgentSpec")
+        and getattr(call.func, "attr", getattr(call.func, "id", ""))
+        not in ("register_agent", "AgentSpec")
     ]
     written = {keyword.arg for call in own for keyword in call.keywords}
-    chats = any(isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in own)  # slots come later
+    chats = any(
+        isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in own
+    )  # slots come later
     if written and None not in written and not chats:
         return frozenset(name for name in written if name)
     words = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
-    words |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    imported = {(node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
-    elsewhere = not imported <= {"mcore_mas", *sys.stdlib_module_names}
-    elsewhere |= any(k.arg is None and not isinstance(k.value, ast.Dict) for call in calls for k in call.keywords)
-    ours = (module.__name__ if module else "").startswith("mcore_mas.rollout.")
+    words |= {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    imported = {
+        (node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)
+    }
+    elsewhere = not imported <= {"mcore_mas", "rollout", "retrieval", *sys.stdlib_module_names}
+    elsewhere |= any(
+        k.arg is None and not isinstance(k.value, ast.Dict) for call in calls for k in call.keywords
+    )
+    ours = (module.__name__ if module else "").startswith("rollout.")
     return frozenset(filter(str.isidentifier, words)) if ours or not elsewhere else None
 
 
@@ -190,21 +213,35 @@ def misused(function: Callable[..., Any], *kinds: type) -> str:
     nodes = list(ast.walk(tree))
     bound: Counter[str | None] = Counter()
     for node in nodes:
-        if not isinstance(node, ast.keyword) and isinstance(getattr(node, "ctx", ast.Store()), ast.Store | ast.Del):
+        if not isinstance(node, ast.keyword) and isinstance(
+            getattr(node, "ctx", ast.Store()), ast.Store | ast.Del
+        ):
             bound.update(getattr(node, field, None) for field in ("id", "arg", "name", "asname"))
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     names = [parameter.arg for parameter in (*tree.args.posonlyargs, *tree.args.args)]
     for name, kind in zip(names, kinds, strict=False):
-        asked = [a for a in attributes if isinstance(a.value, ast.Name) and a.value.id == name and bound[name] == 1]
-        if trouble := _lacking(nodes, name, asked, kind) or _not_awaited(nodes, name, asked, kind, bound):
+        asked = [
+            a
+            for a in attributes
+            if isinstance(a.value, ast.Name) and a.value.id == name and bound[name] == 1
+        ]
+        if trouble := _lacking(nodes, name, asked, kind) or _not_awaited(
+            nodes, name, asked, kind, bound
+        ):
             return trouble
     return ""
 
 
-def _lacking(nodes: Sequence[ast.AST], name: str, asked: Sequence[ast.Attribute], kind: type) -> str:
+def _lacking(
+    nodes: Sequence[ast.AST], name: str, asked: Sequence[ast.Attribute], kind: type
+) -> str:
     """The first attribute that `kind` lacks; one that is set here, or named in a text as in `hasattr`, may be there."""
     known = {*dir(kind), *kind.__init__.__code__.co_names}  # type: ignore[misc]  # and what __init__ sets
-    known |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    known |= {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     known |= {node.attr for node in asked if not isinstance(node.ctx, ast.Load)}
     for node in asked:
         if node.attr not in known:
@@ -214,16 +251,26 @@ def _lacking(nodes: Sequence[ast.AST], name: str, asked: Sequence[ast.Attribute]
 
 
 def _not_awaited(
-    nodes: Sequence[ast.AST], name: str, asked: Sequence[ast.Attribute], kind: type, bound: Mapping[str | None, int]
+    nodes: Sequence[ast.AST],
+    name: str,
+    asked: Sequence[ast.Attribute],
+    kind: type,
+    bound: Mapping[str | None, int],
 ) -> str:
     """The first call of a coroutine that is dropped, or kept under a name and asked for an attribute as if awaited."""
-    read = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    read = {
+        node.value.id
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
     for node in nodes:
         if not (isinstance(node, ast.Assign | ast.Expr) and isinstance(node.value, ast.Call)):
             continue
         method = node.value.func
         if method in asked and inspect.iscoroutinefunction(getattr(kind, method.attr, None)):  # type: ignore[attr-defined]
-            kept = [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]
+            kept = [
+                target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)
+            ]
             if isinstance(node, ast.Expr) or any(one in read and bound[one] == 1 for one in kept):
                 return f"write await before {ast.unparse(node.value)}"
     return ""

@@ -11,14 +11,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_mas.rollout.base.errors import Defect, EngineError, EnvError, PromptTooLong, Unusable
-from mcore_mas.rollout.base.task_group import Late, LateCall, cancel_tasks
-from mcore_mas.rollout.engines import ChatState, Heard, Listener, PolicyClient, PolicyReply, Record, prompt_tokens
-from mcore_mas.rollout.environments.tools import Tool
-from mcore_mas.rollout.models.tool_calls import parse_reply
-from mcore_mas.rollout.records.trajectory import Message, Turn, changed, derive_seed
-from mcore_mas.rollout.teams.chat import Chat, ToolRunner
-from mcore_mas.rollout.teams.roles import Agent, AgentReply
+from rollout.base.errors import Defect, EngineError, EnvError, PromptTooLong, Unusable
+from rollout.base.task_group import Late, LateCall, cancel_tasks
+from rollout.engines import (
+    ChatState,
+    Heard,
+    Listener,
+    PolicyClient,
+    PolicyReply,
+    Record,
+    prompt_tokens,
+)
+from rollout.environments.tools import Tool
+from rollout.models.tool_calls import parse_reply
+from rollout.records.trajectory import Message, Turn, changed, derive_seed
+from rollout.teams.chat import Chat, ToolRunner
+from rollout.teams.roles import Agent, AgentReply
 
 TurnReply = tuple[Turn, AgentReply]  # what is written down, and what the orchestra gets
 
@@ -94,7 +102,9 @@ class TeamSession:
         self.leaf = ""  # node at which a tree of the orchestra's own ended
         self._team = team
         self._place, self._session = place, "/".join(map(str, place))
-        self.tools: dict[str, Sequence[Tool]] = {}  # by agent, those that are open for this trajectory
+        self.tools: dict[
+            str, Sequence[Tool]
+        ] = {}  # by agent, those that are open for this trajectory
         # makes a call of a tool; an episode times it and writes it down
         self.run_tool: ToolRunner = lambda name, call, turn: call()
         self._chats: Counter[str] = Counter()  # by agent, how many it has
@@ -103,7 +113,9 @@ class TeamSession:
         self._turns: dict[int, Turn] = {}
         self.scores: dict[int, dict[str, float]] = {}  # by turn
         self._rounds: dict[int, int] = {}  # by turn
-        self._by_task: dict[object, int] = {}  # the latest turn that each task of this trajectory asked for
+        self._by_task: dict[
+            object, int
+        ] = {}  # the latest turn that each task of this trajectory asked for
         self._recent: list[int] = []  # the turns that the environment's next step belongs to
         self._round = 0  # environment steps so far that turns came after
         self._stepped = False  # whether it has stepped since the last of them
@@ -148,7 +160,9 @@ class TeamSession:
         agent = self._team.agents[name]
         return (await self.take_turn(agent, agent.role.messages(**slots)))[1]
 
-    def chat(self, name: str, /, *, system: str | None = None, tools: Sequence[Tool] | None = None) -> Chat:
+    def chat(
+        self, name: str, /, *, system: str | None = None, tools: Sequence[Tool] | None = None
+    ) -> Chat:
         """Open a chat of agent `name`, one of several that it may have.
 
         Args:
@@ -160,14 +174,18 @@ class TeamSession:
         """
         agent = self._team.agents[name]
         own = self.tools.get(name, ()) if tools is None else tools
-        return Chat(self, agent, self.chat_id(name), agent.role.system if system is None else system, own)
+        return Chat(
+            self, agent, self.chat_id(name), agent.role.system if system is None else system, own
+        )
 
     def chat_id(self, agent: str) -> str:
         """The id of a new chat of an agent."""
         self._chats[agent] += 1
         return f"{agent}/{self._chats[agent] - 1}"
 
-    async def take_turn(self, agent: Agent, messages: tuple[Message, ...], chat: ChatState | None = None) -> TurnReply:
+    async def take_turn(
+        self, agent: Agent, messages: tuple[Message, ...], chat: ChatState | None = None
+    ) -> TurnReply:
         """Have an agent go on after `messages`, in its `chat` or once, and write the turn down.
 
         Raises:
@@ -175,7 +193,14 @@ class TeamSession:
         """
         key = _digest(messages)
         anchor = _digest((Message(role="state", content=self.state),)) if self.state else ""
-        call = Call(index=self._asked, agent=agent, messages=messages, state_key=key, anchor=anchor, chat=chat)
+        call = Call(
+            index=self._asked,
+            agent=agent,
+            messages=messages,
+            state_key=key,
+            anchor=anchor,
+            chat=chat,
+        )
         self._asked += 1
         try:
             with self.waits(call) as task:
@@ -191,7 +216,9 @@ class TeamSession:
         self._turns[call.index] = turn
         self._by_task[task] = call.index
         self._rounds[call.index] = self._round
-        self.scores[call.index] = dict(turn.scores) if turn.messages == call.messages else {"cut": 1.0}
+        self.scores[call.index] = (
+            dict(turn.scores) if turn.messages == call.messages else {"cut": 1.0}
+        )
         self._recent.append(call.index)
         return turn, reply
 
@@ -207,7 +234,9 @@ class TeamSession:
             KeyError: there is no such turn.
         """
         if turn not in self.scores:
-            raise KeyError(f"no turn {turn} to score; turns: {', '.join(map(str, sorted(self.scores))) or 'none'}")
+            raise KeyError(
+                f"no turn {turn} to score; turns: {', '.join(map(str, sorted(self.scores))) or 'none'}"
+            )
         self.scores[turn].update(scores)
 
     def seed(self, *what: int | str) -> int:
@@ -246,7 +275,9 @@ class TeamSession:
         """Says that the running task, which it gives, waits for `what` for as long as it does."""
         return _Waits(self, what)
 
-    async def prompt_tokens(self, agent: Agent, messages: Sequence[Message], chat: ChatState) -> int:
+    async def prompt_tokens(
+        self, agent: Agent, messages: Sequence[Message], chat: ChatState
+    ) -> int:
         """How many tokens an agent would be asked with; EngineError if nobody here knows."""
         with Blamed(f"policy {agent.policy}"):
             return await prompt_tokens(self._team.players[agent.policy], messages, chat)
@@ -265,7 +296,9 @@ class TeamSession:
         sampling = changed(agent.sampling, seed=seed, session=self._session)
         try:
             with Blamed(f"policy {agent.policy}"):
-                said = await self._team.players[agent.policy].say(call.messages, sampling, call.chat)
+                said = await self._team.players[agent.policy].say(
+                    call.messages, sampling, call.chat
+                )
         except LateCall as late:
             raise LateCall(f"{call}: {late}", f"agent/{agent.name}") from None
         with Blamed(f"parser of role {agent.role.name}"):
@@ -280,7 +313,9 @@ class _Waits:  # see `Blamed`: no generator
         self._seat, self._what = seat, what
 
     def __enter__(self) -> asyncio.Task[Any]:
-        loop = asyncio.get_running_loop()  # once: each time Python 3.11 asks the system for this process's number
+        loop = (
+            asyncio.get_running_loop()
+        )  # once: each time Python 3.11 asks the system for this process's number
         task = asyncio.current_task(loop)
         if self._seat.closed or task is None:
             raise asyncio.CancelledError  # the orchestra has ended and left this task behind
@@ -292,9 +327,15 @@ class _Waits:  # see `Blamed`: no generator
         del self._seat.waiting[self._task]
 
 
-def _turn(call: Call, said: PolicyReply, reply: AgentReply, *, node: str, seed: int, started_s: float) -> Turn:
+def _turn(
+    call: Call, said: PolicyReply, reply: AgentReply, *, node: str, seed: int, started_s: float
+) -> Turn:
     agent, completion = call.agent, said.completion
-    counts = {"tool_calls": len(reply.calls), "malformed_calls": len(reply.problems), "root": int(said.root)}
+    counts = {
+        "tool_calls": len(reply.calls),
+        "malformed_calls": len(reply.problems),
+        "root": int(said.root),
+    }
     return Turn(
         index=call.index,
         agent=agent.name,
@@ -334,8 +375,12 @@ def _heard(call: Call, said: PolicyReply) -> AgentReply:
     content = parsed.text if tools else said.text
     calls, problems = (parsed.calls, parsed.problems) if tools else ((), {})
     raw = raw if raw != content else ""
-    message = Message(role="assistant", content=content, reasoning=parsed.reasoning, calls=calls, raw=raw)
-    return AgentReply(text=said.text, value=value, turn=call.index, message=message, problems=problems)
+    message = Message(
+        role="assistant", content=content, reasoning=parsed.reasoning, calls=calls, raw=raw
+    )
+    return AgentReply(
+        text=said.text, value=value, turn=call.index, message=message, problems=problems
+    )
 
 
 def _digest(messages: tuple[Message, ...]) -> str:

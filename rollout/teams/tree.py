@@ -16,18 +16,20 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mcore_mas.rollout.base.errors import EngineError, EnvError, Undecided
-from mcore_mas.rollout.base.options import Section
-from mcore_mas.rollout.base.task_group import Late, Wait, cancel_tasks, put_on_record, settle, together
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Turn, derive_seed
-from mcore_mas.rollout.teams.episode import Episode, Orchestra
-from mcore_mas.rollout.teams.team import Call, Team, TeamSession, TurnReply
+from rollout.base.errors import EngineError, EnvError, Undecided
+from rollout.base.options import Section
+from rollout.base.task_group import Late, Wait, cancel_tasks, put_on_record, settle, together
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Task, ToolEvent, Turn, derive_seed
+from rollout.teams.episode import Episode, Orchestra
+from rollout.teams.team import Call, Team, TeamSession, TurnReply
 
 _SETTLE = 8  # turns of the event loop in which nested gathers start their calls and hand results on
 
 CallKey = tuple[int, str, str]  # turn, agent, state key: what a call asks for
-Asked = tuple[Call, TurnReply | EngineError | EnvError]  # a call of an earlier round and how it was answered
+Asked = tuple[
+    Call, TurnReply | EngineError | EnvError
+]  # a call of an earlier round and how it was answered
 
 
 class Branching(Section):
@@ -35,7 +37,9 @@ class Branching(Section):
 
     width: int = Field(ge=1)  # branches of every round; 1 plays what is played without a tree
     alpha: float = 1.0  # weight of the team's reward in a branch's score
-    select: Literal["greedy", "sampled"] = "greedy"  # the best branch goes on (the first of equals), or any
+    select: Literal["greedy", "sampled"] = (
+        "greedy"  # the best branch goes on (the first of equals), or any
+    )
 
 
 @dataclass(eq=False)
@@ -57,11 +61,18 @@ class Tree:
         self._scores: dict[str, float] = {}  # by node
         self._turns: list[Turn] = []  # of the branches that did not go on
         self._tools: list[ToolEvent] = []
-        self._dropped: Counter[str] = Counter()  # branches that failed, by reason and by what was late
+        self._dropped: Counter[str] = (
+            Counter()
+        )  # branches that failed, by reason and by what was late
 
     def _sprout(self) -> Branch:
         seat = BranchSession(self.team, self.place)
-        return Branch(Episode(self.task, seat, self.make_env, self.orchestra, tool_s=self.tool_s, name=self.env), seat)
+        return Branch(
+            Episode(
+                self.task, seat, self.make_env, self.orchestra, tool_s=self.tool_s, name=self.env
+            ),
+            seat,
+        )
 
     async def play(self) -> None:
         """Grow the tree to its end. It fails when all branches of a round fail, or when it cannot branch."""
@@ -98,7 +109,9 @@ class Tree:
         for branch in others:
             if branch in grown:
                 self._turns += [turn for turn in branch.episode.turns if turn.node == branch.node]
-                self._tools += [event for event in branch.episode.tools if event.node == branch.node]
+                self._tools += [
+                    event for event in branch.episode.tools if event.node == branch.node
+                ]
 
     def _choose(self, grown: Sequence[Branch], depth: int) -> Branch:
         if self.branching.select == "sampled":
@@ -108,7 +121,9 @@ class Tree:
     @property
     def turns(self) -> tuple[Turn, ...]:
         """Every branch's turns, round by round; the score `branch` is that of the turn's round."""
-        turns = sorted([*self.episode.turns, *self._turns], key=lambda turn: (_order(turn.node), turn.index))
+        turns = sorted(
+            [*self.episode.turns, *self._turns], key=lambda turn: (_order(turn.node), turn.index)
+        )
         return tuple(
             replace(turn, scores={**turn.scores, "branch": self._scores[turn.node]})
             if turn.node in self._scores
@@ -119,7 +134,9 @@ class Tree:
     @property
     def tools(self) -> tuple[ToolEvent, ...]:
         """Every branch's tool calls, round by round."""
-        return tuple(sorted([*self.episode.tools, *self._tools], key=lambda event: _order(event.node)))
+        return tuple(
+            sorted([*self.episode.tools, *self._tools], key=lambda event: _order(event.node))
+        )
 
     @property
     def leaf(self) -> str:
@@ -147,7 +164,12 @@ class Tree:
 
     def waits(self) -> list[Wait]:
         """What its branches wait for, for a watchdog."""
-        return [wait for branch in self._branches if not branch.resting for wait in branch.episode.waits()]
+        return [
+            wait
+            for branch in self._branches
+            if not branch.resting
+            for wait in branch.episode.waits()
+        ]
 
 
 class BranchError(RuntimeError):
@@ -174,12 +196,16 @@ class BranchSession(TeamSession):
 
     async def play(self, episode: Episode) -> None:
         """Play, and tell calls of tools apart by the latest turn: branches may ask the same, and hear otherwise."""
-        put_on_record(self._team.record, lambda: f"{self._session} {self.last.seed if self.last else ''}")
+        put_on_record(
+            self._team.record, lambda: f"{self._session} {self.last.seed if self.last else ''}"
+        )
         await episode.play()
 
     def place(self, turn: int, /, node: str) -> None:
         """Refuse: the turns of this session have their nodes already."""
-        raise ValueError(f"turn {turn} cannot be node {node}: the orchestra grows its own tree; set no branching")
+        raise ValueError(
+            f"turn {turn} cannot be node {node}: the orchestra grows its own tree; set no branching"
+        )
 
     async def _ask(self, call: Call, node: str = "") -> TurnReply:
         future: asyncio.Future[TurnReply] = asyncio.get_running_loop().create_future()
@@ -268,12 +294,16 @@ class Branch:
 
     def score(self, alpha: float) -> float:
         """Of the latest round: the local scores of its turns and, once, alpha times what the environment gave."""
-        local = sum(self._seat.scores.get(call.index, {}).get("local", 0.0) for call, _ in self.rounds[-1])
+        local = sum(
+            self._seat.scores.get(call.index, {}).get("local", 0.0) for call, _ in self.rounds[-1]
+        )
         return local + alpha * sum(self.episode.rewards[self._before :])
 
     def _expect(self, calls: Sequence[CallKey]) -> None:
         if self.standing != calls and self.episode.failure is None:
-            raise BranchError(f"told the same again, it waits for {_names(self.standing)} instead of {_names(calls)}")
+            raise BranchError(
+                f"told the same again, it waits for {_names(self.standing)} instead of {_names(calls)}"
+            )
 
     async def _hand_over(self, asked: list[Asked]) -> None:
         self.rounds.append(asked)
@@ -290,7 +320,10 @@ def _key(call: Call) -> CallKey:
 
 
 def _names(calls: Sequence[CallKey]) -> str:
-    return ", ".join(f"{agent} (turn {turn}, state {state})" for turn, agent, state in calls) or "nobody"
+    return (
+        ", ".join(f"{agent} (turn {turn}, state {state})" for turn, agent, state in calls)
+        or "nobody"
+    )
 
 
 def _reasons(episode: Episode) -> list[str]:
@@ -298,7 +331,11 @@ def _reasons(episode: Episode) -> list[str]:
         return []
     late: list[str] = [f"late/{episode.failure.what}"] if isinstance(episode.failure, Late) else []
     undecided = ["undecided"] if isinstance(episode.failure, Undecided) else []
-    return [f"dropped_branches/{type(episode.failure).__name__ if episode.failure else 'no_step'}", *late, *undecided]
+    return [
+        f"dropped_branches/{type(episode.failure).__name__ if episode.failure else 'no_step'}",
+        *late,
+        *undecided,
+    ]
 
 
 def _order(node: str) -> tuple[int, list[int]]:

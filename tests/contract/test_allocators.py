@@ -4,11 +4,14 @@ import math
 
 import pytest
 
-from mcore_mas.rollout.records.trajectory import Status
-from mcore_mas.rollout.rewards import ALLOCATORS
+from rollout.records.trajectory import Status
+from rollout.rewards import ALLOCATORS
 from tests.support.played import failed, group, trajectory, turn
 
-OPTIONS = {"discounts": {"mode": "hop_discount"}, "turn_difference": {"metric": "f1", "scored": ["verifier"]}}
+OPTIONS = {
+    "discounts": {"mode": "hop_discount"},
+    "turn_difference": {"metric": "f1", "scored": ["verifier"]},
+}
 TREES_ONLY = {"tree_shaping"}
 
 
@@ -42,8 +45,13 @@ def test_an_allocator_rewards_completed_turns_and_nothing_else(name):
         if old.status is Status.FAILED:
             assert new == old
             continue
-        assert [(t.index, t.node, t.agent) for t in new.turns] == [(t.index, t.node, t.agent) for t in old.turns]
-        assert all(t.masked if t.reward is None else math.isfinite(t.reward) and not t.masked for t in new.turns)
+        assert [(t.index, t.node, t.agent) for t in new.turns] == [
+            (t.index, t.node, t.agent) for t in old.turns
+        ]
+        assert all(
+            t.masked if t.reward is None else math.isfinite(t.reward) and not t.masked
+            for t in new.turns
+        )
         assert any(t.reward is not None for t in new.turns)
 
 
@@ -61,7 +69,7 @@ def test_a_masked_turn_stays_masked(name):
 
 @pytest.mark.parametrize("name", ALLOCATORS)
 def test_an_allocator_is_documented(name):
-    import mcore_mas.rollout.rewards
+    import rollout.rewards
 
-    assert f"\n{name} " in str(mcore_mas.rollout.rewards.__doc__)
+    assert f"\n{name} " in str(rollout.rewards.__doc__)
     assert ALLOCATORS[name].__doc__

@@ -12,7 +12,9 @@ from tests.support.turns import make_turns
 
 ROWS = [
     {"task": task, "trajectory": f"{task}/{number}", "agent": agent, "turn": turn, "score": score}
-    for task, scores in enumerate([(0.0, 1.0, 5.0), (2.0, 2.0, 2.0), (0.5, 0.25, 0.0), (9.0, 8.0, 7.5)])
+    for task, scores in enumerate(
+        [(0.0, 1.0, 5.0), (2.0, 2.0, 2.0), (0.5, 0.25, 0.0), (9.0, 8.0, 7.5)]
+    )
     for number, score in enumerate(scores)
     for turn, agent in enumerate(("solver", "verifier"))
 ]
@@ -25,7 +27,9 @@ def test_a_filter_keeps_the_same_turns_in_whatever_order_they_come(name: str) ->
     shuffled = FILTERS[name](make_turns([ROWS[i] for i in order]))
     assert straight.shape == (len(ROWS),)
     assert straight.dtype is torch.bool
-    assert 0 < int(straight.sum()) < len(ROWS) or name == "outliers"  # whose share of 0.1 is two turns
+    assert (
+        0 < int(straight.sum()) < len(ROWS) or name == "outliers"
+    )  # whose share of 0.1 is two turns
     if name != "outliers":  # of turns equally far it drops the first
         assert shuffled.tolist() == straight[order].tolist()
     assert int(shuffled.sum()) == int(straight.sum())

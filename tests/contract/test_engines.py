@@ -1,4 +1,4 @@
-"""Every engine keeps the promises of `mcore_mas.rollout.engines`; Hugging Face computes what is right."""
+"""Every engine keeps the promises of `rollout.engines`; Hugging Face computes what is right."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines import engine_class
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from rollout.base.errors import EngineError
+from rollout.engines import engine_class
+from rollout.records.trajectory import Completion, Sampling
 from tests.support.tiny import MAX_LENGTH, VOCAB, make_model
 
-LOGPROB_TOLERANCE = 5e-5  # nats; float32 sums in another order move a log-probability by up to about 1.5e-5
+LOGPROB_TOLERANCE = (
+    5e-5  # nats; float32 sums in another order move a log-probability by up to about 1.5e-5
+)
 
 torch.set_num_threads(1)
 
@@ -73,12 +75,18 @@ def original_weights(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor) for name, tensor in make_model(seed).state_dict().items() if name != "lm_head.weight"]
+    return [
+        (name, tensor)
+        for name, tensor in make_model(seed).state_dict().items()
+        if name != "lm_head.weight"
+    ]
 
 
 def ask(engine: Any, requests: Sequence[tuple[list[int], Sampling]]) -> list[Completion]:
     async def run() -> list[Completion]:
-        return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt, sampling in requests))
+        return await asyncio.gather(
+            *(engine.generate(prompt, sampling) for prompt, sampling in requests)
+        )
 
     return asyncio.run(run())
 
@@ -87,7 +95,7 @@ def test_a_stream_tells_the_tokens_of_the_reply_and_ends_when_nobody_listens(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mcore_mas.rollout.engines.embedded.engine._BUDGET_S", 0.0
+        "rollout.engines.embedded.engine._BUDGET_S", 0.0
     )  # each call to the actor is one token
     heard: list[list[int]] = []
 
@@ -116,13 +124,17 @@ def prompts(count: int, seed: int, low: int = 1, high: int = 90) -> list[list[in
 
 
 @torch.no_grad()
-def reference(model: Qwen2ForCausalLM, prompt: list[int], tokens: Sequence[int], temperature: float) -> torch.Tensor:
+def reference(
+    model: Qwen2ForCausalLM, prompt: list[int], tokens: Sequence[int], temperature: float
+) -> torch.Tensor:
     logits = model(torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1]
     logprobs = (logits / temperature).log_softmax(-1)
     return logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def worst(model: Qwen2ForCausalLM, prompt: list[int], completion: Completion, temperature: float = 1.0) -> float:
+def worst(
+    model: Qwen2ForCausalLM, prompt: list[int], completion: Completion, temperature: float = 1.0
+) -> float:
     right = reference(model, prompt, completion.token_ids, temperature)
     return float((right - torch.tensor(completion.logprobs)).abs().max())
 
@@ -134,7 +146,9 @@ def allowed(
     """The tokens that top-k and top-p leave to draw from, position by position; both look at all tokens."""
     logits = model(torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1]
     probabilities, order = (logits / sampling.temperature).softmax(-1).sort(-1, descending=True)
-    keep = probabilities.cumsum(-1) - probabilities < sampling.top_p + 1e-5  # the mass of all that are more likely
+    keep = (
+        probabilities.cumsum(-1) - probabilities < sampling.top_p + 1e-5
+    )  # the mass of all that are more likely
     if sampling.top_k:
         keep[:, sampling.top_k :] = False
     return [frozenset(row[kept].tolist()) for row, kept in zip(order, keep, strict=True)]
@@ -156,8 +170,15 @@ def test_greedy_is_hugging_faces_greedy(subject: Subject) -> None:
         sampling = Sampling(temperature=0.0, max_tokens=20)
         (completion,) = ask(subject.engine, [(prompt, sampling)])
         ids = torch.tensor([prompt])
-        settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        right = subject.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :]
+        settings = {
+            "max_new_tokens": 20,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+        }
+        right = subject.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[
+            0, len(prompt) :
+        ]
         assert completion.token_ids == tuple(right.tolist())
         assert worst(subject.model, prompt, completion) < LOGPROB_TOLERANCE  # at temperature 1
 
@@ -171,19 +192,27 @@ def test_every_request_is_sampled_as_it_asks(subject: Subject) -> None:
     together = ask(subject.engine, requests)
     alone = [ask(subject.engine, [request])[0] for request in requests[:5]]
     outside = 0
-    for (prompt, sampling), completion in zip(requests + requests[:5], together + alone, strict=True):
+    for (prompt, sampling), completion in zip(
+        requests + requests[:5], together + alone, strict=True
+    ):
         kept = allowed(subject.model, prompt, completion.token_ids, sampling)
         assert all(token in row for token, row in zip(completion.token_ids, kept, strict=True))
         # of the full distribution, whatever was cut from it to sample
         assert worst(subject.model, prompt, completion, sampling.temperature) < LOGPROB_TOLERANCE
         if not (sampling.top_k or sampling.top_p < 1):
-            tight = allowed(subject.model, prompt, completion.token_ids, replace(sampling, top_p=0.3))
-            outside += sum(token not in row for token, row in zip(completion.token_ids, tight, strict=True))
+            tight = allowed(
+                subject.model, prompt, completion.token_ids, replace(sampling, top_p=0.3)
+            )
+            outside += sum(
+                token not in row for token, row in zip(completion.token_ids, tight, strict=True)
+            )
     assert outside > 10  # the settings of others do not bind who has none
 
 
 def test_a_request_does_not_see_its_batch(subject: Subject) -> None:
-    crowd = [(prompt, subject.same(i, max_tokens=25)) for i, prompt in enumerate(prompts(40, seed=3))]
+    crowd = [
+        (prompt, subject.same(i, max_tokens=25)) for i, prompt in enumerate(prompts(40, seed=3))
+    ]
     together = ask(subject.engine, crowd)
     for i in (0, 17, 39):
         asyncio.run(subject.engine.load_weights(weights(0), 0))  # alone, and with nothing cached
@@ -195,7 +224,9 @@ def test_a_request_does_not_see_its_batch(subject: Subject) -> None:
 
 def test_siblings_share_a_prompt_but_not_a_seed(subject: Subject) -> None:
     prompt = prompts(1, seed=4, low=50)[0]
-    siblings = ask(subject.engine, [(prompt, Sampling(max_tokens=12, seed=seed)) for seed in (5, 6, 5, 7)])
+    siblings = ask(
+        subject.engine, [(prompt, Sampling(max_tokens=12, seed=seed)) for seed in (5, 6, 5, 7)]
+    )
     if subject.seeded:
         assert siblings[0].token_ids == siblings[2].token_ids
         assert len({sibling.token_ids for sibling in siblings}) == 3
@@ -220,7 +251,9 @@ def test_stop_tokens_end_a_completion(subject: Subject) -> None:
     (free,) = ask(subject.engine, [(prompt, subject.same(9, max_tokens=30))])
     stop = free.token_ids[4]
     first = free.token_ids.index(stop)
-    (stopped,) = ask(subject.engine, [(prompt, subject.same(9, max_tokens=30, stop=(stop, VOCAB + 1)))])
+    (stopped,) = ask(
+        subject.engine, [(prompt, subject.same(9, max_tokens=30, stop=(stop, VOCAB + 1)))]
+    )
     assert stopped.token_ids == free.token_ids[: first + 1]
     assert stopped.finish_reason == "stop"
     (exact,) = ask(subject.engine, [(prompt, subject.same(9, max_tokens=first + 1, stop=(stop,)))])
@@ -230,10 +263,18 @@ def test_stop_tokens_end_a_completion(subject: Subject) -> None:
 def test_a_completion_may_fill_the_engine_to_the_last_token(subject: Subject) -> None:
     long = prompts(1, seed=12, low=89)[0] + prompts(1, seed=13, low=89)[0]
     assert len(long) >= MAX_LENGTH - 1
-    asked = [(long[: MAX_LENGTH - new], Sampling(max_tokens=new, seed=new)) for new in (1, 2, MAX_LENGTH - 1)]
+    asked = [
+        (long[: MAX_LENGTH - new], Sampling(max_tokens=new, seed=new))
+        for new in (1, 2, MAX_LENGTH - 1)
+    ]
     for (prompt, sampling), completion in zip(asked, ask(subject.engine, asked), strict=True):
-        assert (len(completion.token_ids), completion.finish_reason) == (sampling.max_tokens, "length")
-        assert [(span.start, span.end) for span in completion.versions] == [(0, sampling.max_tokens)]
+        assert (len(completion.token_ids), completion.finish_reason) == (
+            sampling.max_tokens,
+            "length",
+        )
+        assert [(span.start, span.end) for span in completion.versions] == [
+            (0, sampling.max_tokens)
+        ]
         assert worst(subject.model, prompt, completion) < LOGPROB_TOLERANCE
 
 
@@ -252,10 +293,19 @@ def test_new_weights_answer_a_cached_prompt(subject: Subject) -> None:
     ("spoil", "message"),
     [
         (lambda tensors: tensors[:-1], "tensor 'model.norm.weight' is missing"),
-        (lambda tensors: [*tensors, ("model.extra.weight", torch.zeros(2))], "tensor 'model.extra.weight' is unknown"),
-        (lambda tensors: [*tensors, tensors[3]], r"tensor 'model\.layers\.0\.self_attn\..*' comes twice"),
         (
-            lambda tensors: [(name, tensor[:-1] if "layers.2.mlp.up" in name else tensor) for name, tensor in tensors],
+            lambda tensors: [*tensors, ("model.extra.weight", torch.zeros(2))],
+            "tensor 'model.extra.weight' is unknown",
+        ),
+        (
+            lambda tensors: [*tensors, tensors[3]],
+            r"tensor 'model\.layers\.0\.self_attn\..*' comes twice",
+        ),
+        (
+            lambda tensors: [
+                (name, tensor[:-1] if "layers.2.mlp.up" in name else tensor)
+                for name, tensor in tensors
+            ],
             r"tensor 'model.layers.2.mlp.up_proj.weight' has shape \[95, 48\]; expected \[96, 48\]",
         ),
     ],
@@ -303,7 +353,11 @@ def test_an_update_may_come_in_the_middle(subject: Subject) -> None:
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
-        ([1] * 100, Sampling(max_tokens=61), "prompt of 100 tokens and max_tokens 61 exceed .* max_length 160"),
+        (
+            [1] * 100,
+            Sampling(max_tokens=61),
+            "prompt of 100 tokens and max_tokens 61 exceed .* max_length 160",
+        ),
         ([1], Sampling(max_tokens=160), "prompt of 1 tokens and max_tokens 160 exceed"),
         ([1] * 160, Sampling(max_tokens=1), "prompt of 160 tokens and max_tokens 1 exceed"),
         ([1] * 500, Sampling(max_tokens=1), "prompt of 500 tokens and max_tokens 1 exceed"),
@@ -317,7 +371,9 @@ def test_an_update_may_come_in_the_middle(subject: Subject) -> None:
         ([1], Sampling(max_tokens=5, top_k=-1), "top_k -1"),
     ],
 )
-def test_a_bad_request_fails_alone(subject: Subject, prompt: list[int], sampling: Sampling, message: str) -> None:
+def test_a_bad_request_fails_alone(
+    subject: Subject, prompt: list[int], sampling: Sampling, message: str
+) -> None:
     async def run() -> tuple[Any, Completion]:
         bad = asyncio.create_task(subject.engine.generate(prompt, sampling))
         good = await subject.engine.generate([1, 2, 3], Sampling(max_tokens=3))
@@ -350,7 +406,9 @@ def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: N
     async def run() -> tuple[list[Completion], BaseException, BaseException]:
         await engine.load_weights(weights(2), 5)
         sampling = Sampling(max_tokens=20)
-        done = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts(200, seed=10)))
+        done = await asyncio.gather(
+            *(engine.generate(prompt, sampling) for prompt in prompts(200, seed=10))
+        )
         exchanges = engine.exchanges
         assert exchanges < 60
         under_way = asyncio.create_task(engine.generate([8, 8], Sampling(max_tokens=150)))
@@ -374,7 +432,9 @@ def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: N
             await engine.sleep()
         await engine.wake()  # awake already
         done[0] = await running
-        waiting = asyncio.gather(engine.generate([1], Sampling(max_tokens=150)), return_exceptions=True)
+        waiting = asyncio.gather(
+            engine.generate([1], Sampling(max_tokens=150)), return_exceptions=True
+        )
         await asyncio.sleep(0)
         engine.close()
         late = await asyncio.gather(engine.load_weights(weights(0), 1), return_exceptions=True)
@@ -382,7 +442,10 @@ def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: N
 
     done, waiting, late = asyncio.run(run())
     asked = [[9, 9], *prompts(200, seed=10)[1:]]
-    assert max(worst(model, prompt, one) for prompt, one in zip(asked, done, strict=True)) < LOGPROB_TOLERANCE
+    assert (
+        max(worst(model, prompt, one) for prompt, one in zip(asked, done, strict=True))
+        < LOGPROB_TOLERANCE
+    )
     assert isinstance(waiting, EngineError)
     assert "actor failed" in str(waiting)
     assert isinstance(late, EngineError)

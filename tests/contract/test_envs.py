@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import mcore_mas.rollout.environments
-from mcore_mas.rollout.environments import ENVS
-from mcore_mas.rollout.environments.games import GAMES
-from mcore_mas.rollout.tasks import GENERATORS
+import rollout.environments
+from rollout.environments import ENVS
+from rollout.environments.games import GAMES
+from rollout.tasks import GENERATORS
 from tests.support.shipped import TEAMS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -19,8 +19,8 @@ DOCS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))
 def test_an_environment_is_described(name: str) -> None:
-    described = re.search(rf"(^|[ ,]){name}\b", mcore_mas.rollout.environments.__doc__ or "", re.MULTILINE)
-    assert described, f"{name} is not in the docstring of mcore_mas.rollout.environments"
+    described = re.search(rf"(^|[ ,]){name}\b", rollout.environments.__doc__ or "", re.MULTILINE)
+    assert described, f"{name} is not in the docstring of rollout.environments"
 
 
 @pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))
@@ -28,7 +28,9 @@ def test_a_shipped_team_plays_in_it(name: str) -> None:
     assert name in {team["env"]["name"] for team in TEAMS.values() if "env" in team}
 
 
-@pytest.mark.parametrize("name", sorted(set(GENERATORS) - {"arithmetic", "encyclopedia"} - set(GAMES)))
+@pytest.mark.parametrize(
+    "name", sorted(set(GENERATORS) - {"arithmetic", "encyclopedia"} - set(GAMES))
+)
 def test_a_generator_is_described(name: str) -> None:
     assert f"| `{name}` |" in DOCS
     taught = name in ("encyclopedia_chats", "programs")  # by teachers in the real team

@@ -9,14 +9,14 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from mcore_mas.rollout.base.options import checked, options_model
-from mcore_mas.rollout.environments import ENVS
-from mcore_mas.rollout.environments.games import GAMES, PUZZLES
-from mcore_mas.rollout.environments.games.game import GameEnv
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.tasks.games import draw_tasks
+from rollout.base.options import checked, options_model
+from rollout.environments import ENVS
+from rollout.environments.games import GAMES, PUZZLES
+from rollout.environments.games.game import GameEnv
+from rollout.environments.protocol import Step
+from rollout.records.trajectory import Task
+from rollout.tasks import GENERATORS
+from rollout.tasks.games import draw_tasks
 
 SMALL = {
     "plan_path": {"size": 5},
@@ -24,7 +24,12 @@ SMALL = {
     "sudoku": {"size": 4},
     "blocksworld": {"blocks": 4},
 }
-CASES = [*SMALL.items(), ("sudoku", {"size": 9}), ("plan_path", {"size": 10}), ("sokoban", {"size": 7, "boxes": 2})]
+CASES = [
+    *SMALL.items(),
+    ("sudoku", {"size": 9}),
+    ("plan_path", {"size": 10}),
+    ("sokoban", {"size": 7, "boxes": 2}),
+]
 SIZES = {"train": 30, "validation": 4, "test": 4}
 
 
@@ -79,7 +84,10 @@ def test_playing_the_same_actions_again_is_the_same(game: str) -> None:
     for task in draw_tasks(source, 5, {"train": 8}):
         random = Random(task.id)
         actions = [
-            random.choice(["", "no idea", source.slip(random, task.answers[0]), task.answers[0][:-1]]) for _ in range(4)
+            random.choice(
+                ["", "no idea", source.slip(random, task.answers[0]), task.answers[0][:-1]]
+            )
+            for _ in range(4)
         ]
         assert played(task, actions) == played(task, actions)
 
@@ -110,13 +118,18 @@ def learnable(task: Task) -> str:
     if task.env == "sokoban":
         return "".join("#" if sign == "#" else "_" for sign in task.prompt.split())
     if task.env == "sudoku":
-        return min(task.prompt.translate(str.maketrans("1234", "".join(names))) for names in permutations("1234"))
+        return min(
+            task.prompt.translate(str.maketrans("1234", "".join(names)))
+            for names in permutations("1234")
+        )
     return task.prompt
 
 
 @pytest.mark.parametrize("game", GAMES)
 def test_no_split_of_any_seed_has_a_puzzle_of_another_split(game: str) -> None:
-    tasks = [task for seed in (1, 2, 3) for task in draw_tasks(PUZZLES[game](**SMALL[game]), seed, SIZES)]
+    tasks = [
+        task for seed in (1, 2, 3) for task in draw_tasks(PUZZLES[game](**SMALL[game]), seed, SIZES)
+    ]
     seen = {split: {learnable(task) for task in tasks if task.split == split} for split in SIZES}
     assert all(seen.values())
     for one, other in combinations(SIZES, 2):
@@ -132,7 +145,11 @@ def test_four_by_four_sudokus_have_one_solution() -> None:
     for task in draw_tasks(PUZZLES["sudoku"](size=4, givens=6), 1, {"train": 30}):
         puzzle = task.prompt.replace("\n", "").replace(" ", "")
         assert len(puzzle) - puzzle.count(".") == 6
-        matching = [g for g in grids if all(sign in (".", digit) for sign, digit in zip(puzzle, g, strict=True))]
+        matching = [
+            g
+            for g in grids
+            if all(sign in (".", digit) for sign, digit in zip(puzzle, g, strict=True))
+        ]
         assert len(matching) == 1
         assert task.answers[0].replace(", ", "") == matching[0]
 
@@ -157,7 +174,9 @@ def _latin(lines: list[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
         ("plan_path", {"size": 2, "obstacles": 0.0}, "20000 draws after the .* found no other"),
     ],
 )
-def test_more_puzzles_than_there_are_cannot_be_had(game: str, options: dict[str, float], message: str) -> None:
+def test_more_puzzles_than_there_are_cannot_be_had(
+    game: str, options: dict[str, float], message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         draw_tasks(PUZZLES[game](**options), 1, {"test": 99})
     assert "\n" not in str(caught.value)
@@ -173,7 +192,11 @@ def test_more_puzzles_than_there_are_cannot_be_had(game: str, options: dict[str,
         ("sokoban", {"turn": 2}, "expected a number from 0 to 1"),
         ("sudoku", {"size": 6}, "expected one of 4, 9"),
         ("sudoku", {"givens": 3}, "expected an integer from 4 to 15 for size 4, or null"),
-        ("sudoku", {"size": 9, "givens": 16}, "expected an integer from 17 to 80 for size 9, or null"),
+        (
+            "sudoku",
+            {"size": 9, "givens": 16},
+            "expected an integer from 17 to 80 for size 9, or null",
+        ),
         ("blocksworld", {"blocks": 9}, "expected an integer from 2 to 6"),
     ],
 )

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-import mcore_mas.rollout.orchestras
-from mcore_mas.rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
-from mcore_mas.rollout.orchestras import ORCHESTRAS
-from mcore_mas.rollout.teams.roles import ROLES
+import rollout.orchestras
+from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.orchestras import ORCHESTRAS
+from rollout.teams.roles import ROLES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEAMS = ROOT / "configs" / "team"
@@ -23,17 +23,24 @@ NAMES = sorted(ORCHESTRAS)
 def test_it_is_described(name: str) -> None:
     orchestra = ORCHESTRAS[name]
     assert inspect.iscoroutinefunction(orchestra) and orchestra.__name__ == name
-    assert re.search(rf"^{name} +\w", mcore_mas.rollout.orchestras.__doc__ or "", re.MULTILINE)
+    assert re.search(rf"^{name} +\w", rollout.orchestras.__doc__ or "", re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_team_file_fits_it(name: str) -> None:
     team = yaml.safe_load((TEAMS / f"{name}.yaml").read_text(encoding="utf-8"))
     assert OrchestraConfig(**team["orchestra"]).name == name
-    options = {key: value for key, value in team["env"].get("options", {}).items() if not str(value).startswith("${")}
+    options = {
+        key: value
+        for key, value in team["env"].get("options", {}).items()
+        if not str(value).startswith("${")
+    }
     EnvConfig(name=team["env"]["name"], options=options)
     reward = RewardConfig(**team["reward"])
-    agents = {agent: AgentConfig(**config, policy="shared") for agent, config in team.get("agents", {}).items()}
+    agents = {
+        agent: AgentConfig(**config, policy="shared")
+        for agent, config in team.get("agents", {}).items()
+    }
     assert [agent for agent, config in agents.items() if (config.role or agent) not in ROLES] == []
     if agents:
         reward.check_agents(agents)

@@ -1,4 +1,4 @@
-"""An engine, canned replies and a remote model all keep the promises of `mcore_mas.rollout.engines.PolicyClient`."""
+"""An engine, canned replies and a remote model all keep the promises of `rollout.engines.PolicyClient`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.config.sections import build_player
-from mcore_mas.rollout.engines import PolicyClient, PolicyReply, engine_class
-from mcore_mas.rollout.engines.remote import RemoteConfig
-from mcore_mas.rollout.engines.remote.caller import RemoteClient
-from mcore_mas.rollout.records.trajectory import Message, Sampling
+from rollout.base.errors import EngineError
+from rollout.config.sections import build_player
+from rollout.engines import PolicyClient, PolicyReply, engine_class
+from rollout.engines.remote import RemoteConfig
+from rollout.engines.remote.caller import RemoteClient
+from rollout.records.trajectory import Message, Sampling
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny import MAX_LENGTH, make_model
@@ -48,7 +48,11 @@ def canned(prompt: tuple[int, ...], call: int) -> list[int]:
 
 def served(body: dict[str, Any], number: int) -> Response:
     text = body["messages"][-1]["content"]
-    return Response(b"too long", status=400) if text == REFUSED else says(f"I heard {text}.", delay_s=0.05)
+    return (
+        Response(b"too long", status=400)
+        if text == REFUSED
+        else says(f"I heard {text}.", delay_s=0.05)
+    )
 
 
 Open = Callable[[Any], Any]
@@ -72,7 +76,9 @@ def voiced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
         return
     if request.param == "scripted":
         engine = ScriptedEngine(canned)
-        samplings = lambda: [(s.temperature, s.top_p, s.max_tokens, s.seed) for _, s in engine.calls]  # noqa: E731
+
+        def samplings():
+            return [(s.temperature, s.top_p, s.max_tokens, s.seed) for _, s in engine.calls]
     else:
         make_model(0).save_pretrained(tmp_path)
         engine = engine_class("embedded_local")(tmp_path, max_length=MAX_LENGTH, rows=8)
@@ -114,10 +120,14 @@ def whole(said: PolicyReply, sampling: Sampling) -> None:
 
 def test_every_reply_is_sampled_as_its_agent_wants(voiced: Open) -> None:
     async def run(client: PolicyClient, asked: Any) -> None:
-        replies = await asyncio.gather(*(client.say(chat(f"say {n}"), s) for n, s in enumerate(SAMPLINGS)))
+        replies = await asyncio.gather(
+            *(client.say(chat(f"say {n}"), s) for n, s in enumerate(SAMPLINGS))
+        )
         for said, sampling in zip(replies, SAMPLINGS, strict=True):
             whole(said, sampling)
-        assert sorted(asked()) == sorted((s.temperature, s.top_p, s.max_tokens, s.seed) for s in SAMPLINGS)
+        assert sorted(asked()) == sorted(
+            (s.temperature, s.top_p, s.max_tokens, s.seed) for s in SAMPLINGS
+        )
 
     voiced(run)
 
@@ -126,7 +136,10 @@ def test_equal_questions_and_seeds_have_equal_answers(voiced: Open) -> None:
     async def run(client: PolicyClient, asked: Any) -> None:
         again = replace(SAMPLINGS[1], max_tokens=6)
         first, second = [await client.say(chat("say it"), again) for _ in range(2)]
-        assert (first.text, first.completion.token_ids) == (second.text, second.completion.token_ids)
+        assert (first.text, first.completion.token_ids) == (
+            second.text,
+            second.completion.token_ids,
+        )
         assert first.completion.logprobs == pytest.approx(second.completion.logprobs, abs=5e-5)
 
     voiced(run)
@@ -135,7 +148,9 @@ def test_equal_questions_and_seeds_have_equal_answers(voiced: Open) -> None:
 def test_a_refusal_is_an_engine_error_and_the_askers_alone(voiced: Open) -> None:
     async def run(client: PolicyClient, asked: Any) -> None:
         refused, said = await asyncio.gather(
-            client.say(chat(REFUSED), SAMPLINGS[0]), client.say(chat("hi"), SAMPLINGS[1]), return_exceptions=True
+            client.say(chat(REFUSED), SAMPLINGS[0]),
+            client.say(chat("hi"), SAMPLINGS[1]),
+            return_exceptions=True,
         )
         assert isinstance(refused, EngineError)
         assert "\n" not in str(refused)
@@ -146,7 +161,9 @@ def test_a_refusal_is_an_engine_error_and_the_askers_alone(voiced: Open) -> None
 
 def test_who_leaves_disturbs_nobody(voiced: Open) -> None:
     async def run(client: PolicyClient, asked: Any) -> None:
-        leaves = asyncio.create_task(client.say(chat("slowly"), replace(SAMPLINGS[0], max_tokens=100)))
+        leaves = asyncio.create_task(
+            client.say(chat("slowly"), replace(SAMPLINGS[0], max_tokens=100))
+        )
         stays = asyncio.create_task(client.say(chat("hi"), SAMPLINGS[1]))
         await asyncio.sleep(0)
         leaves.cancel()

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import mcore_mas.rollout.environments
-import mcore_mas.rollout.orchestras  # noqa: F401  (registers the roles)
-from mcore_mas.rollout.teams.roles import ROLES
+import rollout.environments
+import rollout.orchestras  # noqa: F401  (registers the roles)
+from rollout.teams.roles import ROLES
 
 SAYS_NOTHING = [
     "",
@@ -28,10 +28,23 @@ SAYS_NOTHING = [
     "\\boxed{" * 3000,
     "é" * 20_000,
 ]
-PIECES = ["<answer>", "</answer>", "<verify>yes</verify>", "\\boxed{", "}", "```python\n", "```", "####", "<q 1>", "\n"]
+PIECES = [
+    "<answer>",
+    "</answer>",
+    "<verify>yes</verify>",
+    "\\boxed{",
+    "}",
+    "```python\n",
+    "```",
+    "####",
+    "<q 1>",
+    "\n",
+]
 
 
-@pytest.mark.parametrize("name", [name for name in ROLES if name != "program_agent"])  # who may say what it likes
+@pytest.mark.parametrize(
+    "name", [name for name in ROLES if name != "program_agent"]
+)  # who may say what it likes
 def test_a_reply_that_says_nothing_is_malformed(name: str) -> None:
     assert [text[:20] for text in SAYS_NOTHING if ROLES[name].parse(text) is not None] == []
 
@@ -45,7 +58,9 @@ def test_no_text_breaks_a_parser(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_its_prompt_has_a_slot_for_what_it_is_about_and_braces_in_texts_are_left_alone(name: str) -> None:
+def test_its_prompt_has_a_slot_for_what_it_is_about_and_braces_in_texts_are_left_alone(
+    name: str,
+) -> None:
     role = ROLES[name]
     slots = [slot for _, slot, _, _ in string.Formatter().parse(role.user) if slot]
     assert slots, name

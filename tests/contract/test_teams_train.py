@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs.writers.catalogue import FLOWS
-from mcore_mas.rollout.orchestras import ORCHESTRAS
+from rollout.orchestras import ORCHESTRAS
 from tests.support import lessons, ranks
 from tests.support.run_folder import make_run
 from tests.support.shipped import TEAMS, sharings
@@ -25,7 +25,10 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two lessons of every team, all given in one process."""
     folder = tmp_path_factory.mktemp("taught")
     sizes = {"layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "positions": 8192}
-    model = make_run(folder, *(f"++cold_start.base.{name}={size}" for name, size in sizes.items())) / "base"
+    model = (
+        make_run(folder, *(f"++cold_start.base.{name}={size}" for name, size in sizes.items()))
+        / "base"
+    )
     ranks.play(
         [
             ranks.Job(
@@ -56,7 +59,9 @@ def follows(edges: Sequence[str]) -> dict[str, set[str]]:
     """Who may come after whom in a line of turns; those side by side come in any order, and all before the next."""
     after: dict[str, set[str]] = {}
     for edge in edges:
-        sources, targets = (re.sub(r"\|.*?\|", "", side).strip().split(" & ") for side in edge.split("-->"))
+        sources, targets = (
+            re.sub(r"\|.*?\|", "", side).strip().split(" & ") for side in edge.split("-->")
+        )
         for source in sources:
             after.setdefault(source, set()).update(targets)
         for together in (sources, targets):

@@ -33,43 +33,43 @@ ELSEWHERE = {  # a defect whose tests have names of their own
 }
 EVALUATION = {  # what must hold of an evaluation at the papers' scale
     "a task stays whatever becomes of a reply; a prompt that is too long is wrong": (
-        "tests/unit/training/test_measure.py::test_a_prompt_that_is_too_long_is_wrong_and_its_task_stays",
+        "tests/unit/evaluation/test_measure.py::test_a_prompt_that_is_too_long_is_wrong_and_its_task_stays",
     ),
     "or it is cut by the stated side, and counted": (
-        "tests/unit/training/test_measure.py::test_a_prompt_is_cut_by_the_stated_side",
-        "tests/unit/training/test_measure.py::test_what_is_cut_is_played_and_counted",
+        "tests/unit/evaluation/test_measure.py::test_a_prompt_is_cut_by_the_stated_side",
+        "tests/unit/evaluation/test_measure.py::test_what_is_cut_is_played_and_counted",
     ),
     "failures are retried, with their own seeds": (
-        "tests/unit/training/test_measure.py::test_what_failed_is_played_again_with_the_same_seeds",
+        "tests/unit/evaluation/test_measure.py::test_what_failed_is_played_again_with_the_same_seeds",
     ),
     "what fails every time is reported beside the score; too much of it is no score": (
-        "tests/unit/training/test_measure.py::test_what_fails_every_time_is_left_out_of_its_task_and_counted_by_reason",
-        "tests/unit/training/test_evaluate.py::test_too_many_failures_are_no_score_and_the_same_command_goes_on",
+        "tests/unit/evaluation/test_measure.py::test_what_fails_every_time_is_left_out_of_its_task_and_counted_by_reason",
+        "tests/unit/evaluation/test_evaluate.py::test_too_many_failures_are_no_score_and_the_same_command_goes_on",
     ),
     "deadlines count from when a request has a slot": (
         "tests/unit/base/test_limits.py::test_waiting_for_a_slot_is_not_late",
         "tests/unit/engines/test_sglang_engine.py::test_requests_that_wait_for_a_slot_are_not_late",
     ),
     "what is in flight is bounded": (
-        "tests/unit/training/test_measure.py::test_no_more_are_under_way_than_may_be_and_none_is_late_for_having_waited",
+        "tests/unit/evaluation/test_measure.py::test_no_more_are_under_way_than_may_be_and_none_is_late_for_having_waited",
         "tests/unit/base/test_limits.py::test_calls_in_flight_are_bounded_first_come_first_served",
     ),
     "trajectories are written as they come, and an evaluation that was killed goes on to the same scores": (
-        "tests/unit/training/test_evaluate.py::test_a_killed_evaluation_goes_on_to_the_same_scores",
-        "tests/unit/training/test_evaluate.py::test_what_another_model_said_is_not_taken_for_this_ones",
+        "tests/unit/evaluation/test_evaluate.py::test_a_killed_evaluation_goes_on_to_the_same_scores",
+        "tests/unit/evaluation/test_evaluate.py::test_what_another_model_said_is_not_taken_for_this_ones",
     ),
-    "all GPUs serve": ("tests/unit/training/test_evaluate.py::TestPlacement::test_all_gpus_serve",),
+    "all GPUs serve": ("tests/unit/evaluation/test_evaluate.py::TestPlacement::test_all_gpus_serve",),
     "a validation measures by the same rules, with evaluation's sampling": (
         "tests/unit/training/test_experience.py::test_a_validation_measures_by_the_rules_of_an_evaluation",
     ),
     "pass@k and maj@k": (
-        "tests/unit/training/test_measure.py::test_pass_at_k_is_the_mean_best_of_all_draws",
-        "tests/unit/training/test_measure.py::test_the_most_frequent_answer_is_worth_what_it_scored",
+        "tests/unit/evaluation/test_measure.py::test_pass_at_k_is_the_mean_best_of_all_draws",
+        "tests/unit/evaluation/test_measure.py::test_the_most_frequent_answer_is_worth_what_it_scored",
     ),
     "any model in any seat; one agent left out": (
         "tests/workflow/test_cross_play.py::test_each_agent_plays_the_model_of_its_seat",
-        "tests/unit/training/test_evaluate.py::TestSeats::test_one_agent_of_a_shared_policy_is_left_out_alone",
-        "tests/unit/training/test_evaluate.py::TestSeats::test_a_model_behind_an_api_takes_a_seat",
+        "tests/unit/evaluation/test_evaluate.py::TestSeats::test_one_agent_of_a_shared_policy_is_left_out_alone",
+        "tests/unit/evaluation/test_evaluate.py::TestSeats::test_a_model_behind_an_api_takes_a_seat",
     ),
 }
 _CHECKED = {  # part of the objective -> whose values are worked out by hand where
@@ -102,7 +102,13 @@ _ROWS = {  # a name -> what rows of docs/exactness.md with it have in their own 
     "value loss": "value loss",
 }
 _FINDINGS = {  # rows of docs/studies/claim.md that are repeated here
-    "codebook:rescue": ("accuracy", "A² rescuer", "norm rescuer", "largest norm rescuer", "skill rescuer"),
+    "codebook:rescue": (
+        "accuracy",
+        "A² rescuer",
+        "norm rescuer",
+        "largest norm rescuer",
+        "skill rescuer",
+    ),
     "codebook:scale": ("accuracy", "skill solver"),
 }
 OBJECTIVE: dict[str, Mapping[str, Any]] = {
@@ -115,14 +121,18 @@ OBJECTIVE: dict[str, Mapping[str, Any]] = {
 }
 
 
-_CREDIT_ROW = r"^\| `(\w+)` \| [^|]* \| [^|]* \| ([^|]*) \| ([^|]*) \|$"  # name, peers, vote, A, source
+_CREDIT_ROW = (
+    r"^\| `(\w+)` \| [^|]* \| [^|]* \| ([^|]*) \| ([^|]*) \|$"  # name, peers, vote, A, source
+)
 
 
 def defect_tests() -> dict[str, list[str]]:
     """The tests by defect, as pytest names them: `test_d<number>_...`, and those of `ELSEWHERE`."""
     found: dict[str, list[str]] = {defect: list(ELSEWHERE.get(defect, ())) for defect in DEFECTS}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for name, defect in re.findall(r"^def (test_(d\d+)_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+        for name, defect in re.findall(
+            r"^def (test_(d\d+)_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             found[defect].append(f"{path.relative_to(ROOT)}::{name}")
     return found
 
@@ -130,7 +140,10 @@ def defect_tests() -> dict[str, list[str]]:
 def page(differences: Mapping[str, float]) -> str:
     """The page's text; `differences` are those of `tests.support.credit_oracle.largest_differences`."""
     text = (ROOT / "docs" / "credit.md").read_text(encoding="utf-8")
-    rows = {name: (equation, source) for name, equation, source in re.findall(_CREDIT_ROW, text, re.MULTILINE)}
+    rows = {
+        name: (equation, source)
+        for name, equation, source in re.findall(_CREDIT_ROW, text, re.MULTILINE)
+    }
     estimators = [(f"`{name}`", *rows[name], f"{differences[name]:.1e}") for name in ESTIMATORS]
     objective = [
         (what, name, _said(one), f"`{_CHECKED[what]}`", largest_gradient_error(name))
@@ -140,7 +153,9 @@ def page(differences: Mapping[str, float]) -> str:
     defects = zip(DEFECTS.values(), defect_tests().values(), strict=True)
     return _TEXT.format(
         estimators=_table(("estimator", "A", "source", "largest difference"), estimators),
-        objective=_table(("part", "name", "equation and source", "by hand", "largest gradient error"), objective),
+        objective=_table(
+            ("part", "name", "equation and source", "by hand", "largest gradient error"), objective
+        ),
         defects=_table(("defect", "tests"), _with_tests(defects)),
         evaluation=_table(("what holds", "tests"), _with_tests(EVALUATION.items())),
         findings=_table(("team", "measure", "grpo", "drmas", "drmas - grpo"), findings()),
@@ -157,7 +172,10 @@ def largest_gradient_error(name: str) -> str:
         if not line.startswith("|"):
             column = None
         elif cells[0] in ("row", "objective"):
-            column, objectives = (cells.index("gradients") if "gradients" in cells else None), cells[0] == "objective"
+            column, objectives = (
+                (cells.index("gradients") if "gradients" in cells else None),
+                cells[0] == "objective",
+            )
         elif column is None or cells[0].startswith("---"):
             continue
         elif word is not None and objectives == bool(word) and word in cells[0]:
@@ -184,7 +202,11 @@ def _with_tests(rows: Iterable[tuple[str, Iterable[str]]]) -> list[tuple[str, st
 
 def _said(known: Any) -> str:
     """The first line of what says it: an aggregation's source, a function's docstring."""
-    said = getattr(known, "source", None) or known.__doc__ or "the value of the estimate without +, the gradient of k2"
+    said = (
+        getattr(known, "source", None)
+        or known.__doc__
+        or "the value of the estimate without +, the gradient of k2"
+    )
     return " ".join(str(said).strip().partition("\n")[0].replace("|", "\\|").split())
 
 

@@ -56,26 +56,35 @@ OWN = """
 
 def line(first: str, second: object, errors: Errors) -> str:
     """One line of a table."""
-    return f"| {first} | {second} | " + " | ".join(f"{number:.1e}" for number in asdict(errors).values()) + " |\n"
+    return (
+        f"| {first} | {second} | "
+        + " | ".join(f"{number:.1e}" for number in asdict(errors).values())
+        + " |\n"
+    )
 
 
 def own(rows: Sequence[Row], measured: Sequence[Measured]) -> str:
     """The section with plain float32's own errors, task by task."""
     tasks = {row.task: found.own for row, found in zip(rows, measured, strict=True)}
     return OWN + "".join(
-        line(model.replace("_", " "), "depth 3" if deep else "flat", errors) for (model, deep), errors in tasks.items()
+        line(model.replace("_", " "), "depth 3" if deep else "flat", errors)
+        for (model, deep), errors in tasks.items()
     )
 
 
 def main() -> int:
     """Measure, print and write; 1 if a row is too far from the reference."""
     with tempfile.TemporaryDirectory() as folder:
-        others = jobs(REPEATS, Path(folder)) + objectives.jobs(PLACES, (*CASES, *VALUE_CASES), Path(folder))
+        others = jobs(REPEATS, Path(folder)) + objectives.jobs(
+            PLACES, (*CASES, *VALUE_CASES), Path(folder)
+        )
         run(ROWS, Path(folder), others)
         measured = measure(ROWS, Path(folder))
         updates = objectives.measure(PLACES, (*CASES, *VALUE_CASES), Path(folder))
         repeated = same(REPEATS, Path(folder))
-    rows = "".join(line(row.name, row.ranks, found.errors) for row, found in zip(ROWS, measured, strict=True))
+    rows = "".join(
+        line(row.name, row.ranks, found.errors) for row, found in zip(ROWS, measured, strict=True)
+    )
     init_process_groups(rank=0, threads=1)
     with tempfile.TemporaryDirectory() as folder:
         rows += own(ROWS, measured) + objectives.section(updates)
@@ -83,10 +92,19 @@ def main() -> int:
     destroy_process_groups()
     print(rows, end="")
     PAGE.write_text(HEAD + rows)
-    far = {row.name: found.beyond for row, found in zip(ROWS, measured, strict=True) if found.beyond}
-    far |= {f"{found.case.name} under {found.place.name}": found.beyond for found in updates if found.beyond}
+    far = {
+        row.name: found.beyond for row, found in zip(ROWS, measured, strict=True) if found.beyond
+    }
+    far |= {
+        f"{found.case.name} under {found.place.name}": found.beyond
+        for found in updates
+        if found.beyond
+    }
     for name, beyond in far.items():
-        print(f"{name} is further from the reference than plain float32 allows: {beyond}", file=sys.stderr)
+        print(
+            f"{name} is further from the reference than plain float32 allows: {beyond}",
+            file=sys.stderr,
+        )
     different = [repeat.name for repeat, row in zip(REPEATS, repeated, strict=True) if not all(row)]
     if different:
         print(f"not the same bits: {', '.join(different)}", file=sys.stderr)

@@ -68,7 +68,9 @@ class Trained:
             f"`v_proj` of layer 1 of {layers} never updated": {values: self.first[values]},
             f"`q_proj` of layer {layers // 2 + 1} never updated": {queries: self.first[queries]},
             f"`up_proj` of layer {layers // 2 + 1} never updated": {wide: self.first[wide]},
-            f"`q_proj` of layer {layers // 2 + 1} one update behind": {queries: self.before[queries]},
+            f"`q_proj` of layer {layers // 2 + 1} one update behind": {
+                queries: self.before[queries]
+            },
             "all one update behind": self.before,
         }
 
@@ -76,7 +78,9 @@ class Trained:
 def told(rows: int, generator: torch.Generator) -> torch.Tensor:
     """[rows, 40] words of a chain of 20, twice."""
     words = reference.BASE["vocab_size"]
-    follow = torch.randint(0, words, (words, len(CHOICES)), generator=torch.Generator().manual_seed(9))
+    follow = torch.randint(
+        0, words, (words, len(CHOICES)), generator=torch.Generator().manual_seed(9)
+    )
     text = torch.randint(0, words, (rows, 1), generator=generator)
     for _ in range(19):
         choice = torch.multinomial(CHOICES.expand(rows, -1), 1, generator=generator)
@@ -125,7 +129,9 @@ def played(engine: transformers.PreTrainedModel) -> list[Sample]:
         **sizes,
     )
     replies = found.sequences[:, PROMPT:]
-    logprobs = torch.log_softmax(torch.stack(found.logits, 1).float(), -1).gather(2, replies[..., None])[..., 0]
+    logprobs = torch.log_softmax(torch.stack(found.logits, 1).float(), -1).gather(
+        2, replies[..., None]
+    )[..., 0]
     return [
         Sample(
             policy="p",
@@ -143,7 +149,9 @@ def played(engine: transformers.PreTrainedModel) -> list[Sample]:
     ]
 
 
-def compared(known: Trained, engines: Mapping[str, Weights], folder: Path) -> dict[str, dict[str, float]]:
+def compared(
+    known: Trained, engines: Mapping[str, Weights], folder: Path
+) -> dict[str, dict[str, float]]:
     """The metrics of an update on what engines with older weights sampled, by engine; the weights stay."""
     known.model.save_pretrained(folder)
     spec = TrainerSpec(model=str(folder), bf16=True, lr=0.0, objective=Objective())
@@ -168,10 +176,17 @@ def section(folder: Path) -> str:
     for layers in DEPTHS:
         known = trained(layers)
         for name, metrics in compared(known, known.stale, folder / str(layers)).items():
-            figures = [metrics[f"agent/solver/logprob_gap_{figure}"] for figure in ("mean", "k3", "p99", "max")]
+            figures = [
+                metrics[f"agent/solver/logprob_gap_{figure}"]
+                for figure in ("mean", "k3", "p99", "max")
+            ]
             outliers = metrics["agent/solver/logprob_gap_outlier_count"]
             verdict = "stops" if stops(metrics) else "goes on"
-            numbers = " | ".join(f"{figure:.1e}" if figure < 0.01 else f"{figure:.3f}" for figure in figures)
+            numbers = " | ".join(
+                f"{figure:.1e}" if figure < 0.01 else f"{figure:.3f}" for figure in figures
+            )
             rows += f"| {layers} | {name} | {numbers} | {outliers:.0f} | {verdict} |\n"
     bounds, maximum = BOUNDS["bfloat16"], BOUNDS["float32"]["max"]
-    return TABLE.format(steps=STEPS + 1, tokens=ROWS * REPLY, maximum=maximum, **bounds) + rows + NOTE
+    return (
+        TABLE.format(steps=STEPS + 1, tokens=ROWS * REPLY, maximum=maximum, **bounds) + rows + NOTE
+    )

@@ -49,7 +49,9 @@ class Reply:
         return torch.exp(self.start - self.sampler)
 
 
-def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float = float("inf")) -> Tensor:
+def clipped(
+    ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float = float("inf")
+) -> Tensor:
     """What is better than before counts up to 1 + high; what is worse from 1 - low on, and up to `dual`."""
     good = -advantage * torch.minimum(ratio, torch.full_like(ratio, 1 + high))
     bad = -advantage * torch.maximum(ratio, torch.full_like(ratio, 1 - low)).clamp(max=dual)
@@ -105,7 +107,9 @@ class Case:
 
     name: str
     objective: Objective | ValueObjective
-    by_hand: Callable[..., Tensor]  # Reply or Judgement -> the loss [n] of its tokens, with KL term and entropy bonus
+    by_hand: Callable[
+        ..., Tensor
+    ]  # Reply or Judgement -> the loss [n] of its tokens, with KL term and entropy bonus
     aggregation: AggregationName = "token_mean"
     kl: float = 0.0
     entropy: float = 0.0
@@ -140,7 +144,9 @@ CASES = (
     Case(
         name="PPO, k1 with the gradient of k2",
         objective=Objective(options=_BOTH, kl="k1+"),
-        by_hand=lambda r: clipped(r.ratio, r.advantage, 0.2, 0.28) + KL * (k2(r) + (k1(r) - k2(r)).detach()),
+        by_hand=lambda r: (
+            clipped(r.ratio, r.advantage, 0.2, 0.28) + KL * (k2(r) + (k1(r) - k2(r)).detach())
+        ),
         kl=KL,
     ),
     Case(
@@ -153,7 +159,9 @@ CASES = (
     Case(
         name="PPO, k3, entropy, constant length",
         objective=Objective(options=_BOTH, kl="k3"),
-        by_hand=lambda r: clipped(r.ratio, r.advantage, 0.2, 0.28) + KL * k3(r) - ENTROPY * r.entropy,
+        by_hand=lambda r: (
+            clipped(r.ratio, r.advantage, 0.2, 0.28) + KL * k3(r) - ENTROPY * r.entropy
+        ),
         aggregation="seq_mean_token_sum_norm",
         kl=KL,
         entropy=ENTROPY,
@@ -162,7 +170,9 @@ CASES = (
     Case(
         name="PPO, k3 with the gradient of k2",
         objective=Objective(options=_BOTH, kl="k3+"),
-        by_hand=lambda r: clipped(r.ratio, r.advantage, 0.2, 0.28) + KL * (k2(r) + (k3(r) - k2(r)).detach()),
+        by_hand=lambda r: (
+            clipped(r.ratio, r.advantage, 0.2, 0.28) + KL * (k2(r) + (k3(r) - k2(r)).detach())
+        ),
         kl=KL,
     ),
     Case(
@@ -191,8 +201,12 @@ CASES = (
     ),
     Case(
         name="PPO, importance weight of mean replies",
-        objective=Objective(options=_BOTH, correction="importance", correction_options={"level": "geometric"}),
-        by_hand=lambda r: clipped(r.moved, r.advantage, 0.2, 0.28) * torch.exp((r.start - r.sampler).mean()),
+        objective=Objective(
+            options=_BOTH, correction="importance", correction_options={"level": "geometric"}
+        ),
+        by_hand=lambda r: (
+            clipped(r.moved, r.advantage, 0.2, 0.28) * torch.exp((r.start - r.sampler).mean())
+        ),
     ),
     Case(
         name="PPO, TIS",
@@ -204,14 +218,18 @@ CASES = (
         name="PPO, TIS, first update of a step",
         objective=Objective(options=_BOTH, correction="tis", correction_options={"high": 1.5}),
         by_hand=lambda r: (
-            -r.advantage * torch.exp(r.new - r.new.detach()) * torch.exp(r.new.detach() - r.sampler).clamp(max=1.5)
+            -r.advantage
+            * torch.exp(r.new - r.new.detach())
+            * torch.exp(r.new.detach() - r.sampler).clamp(max=1.5)
         ),
         proximal=False,
     ),
     Case(
         name="PPO, MIS by token, mean over agents",
         objective=Objective(
-            options=_BOTH, correction="mis", correction_options={"low": 0.6, "high": 1.6, "level": "token"}
+            options=_BOTH,
+            correction="mis",
+            correction_options={"low": 0.6, "high": 1.6, "level": "token"},
         ),
         by_hand=lambda r: clipped(r.moved, r.advantage, 0.2, 0.28) * inside(r.off, 0.6, 1.6),
         aggregation="agent_mean",
@@ -224,19 +242,34 @@ CASES = (
     ),
     Case(
         name="PPO, IcePop",
-        objective=Objective(options=_BOTH, correction="icepop", correction_options={"low": 0.5, "high": 1.5}),
+        objective=Objective(
+            options=_BOTH, correction="icepop", correction_options={"low": 0.5, "high": 1.5}
+        ),
         by_hand=lambda r: clipped(r.moved, r.advantage, 0.2, 0.28) * inside(r.off, 0.5, 1.5),
     ),
     Case(
         name="PPO, TIS with veto",
-        objective=Objective(options=_BOTH, correction="tis", correction_options={"high": 1.5, "veto": 0.6}),
-        by_hand=lambda r: clipped(r.moved, r.advantage, 0.2, 0.28) * r.off.clamp(max=1.5) * float(r.off.min() >= 0.6),
+        objective=Objective(
+            options=_BOTH, correction="tis", correction_options={"high": 1.5, "veto": 0.6}
+        ),
+        by_hand=lambda r: (
+            clipped(r.moved, r.advantage, 0.2, 0.28)
+            * r.off.clamp(max=1.5)
+            * float(r.off.min() >= 0.6)
+        ),
     ),
     Case(
         name="PPO, both clips, dual clip, TIS, k3, entropy",
-        objective=Objective(options=_ppo(0.2, 0.28, 1.3), kl="k3", correction="tis", correction_options={"high": 1.5}),
+        objective=Objective(
+            options=_ppo(0.2, 0.28, 1.3),
+            kl="k3",
+            correction="tis",
+            correction_options={"high": 1.5},
+        ),
         by_hand=lambda r: (
-            clipped(r.moved, r.advantage, 0.2, 0.28, 1.3) * r.off.clamp(max=1.5) + KL * k3(r) - ENTROPY * r.entropy
+            clipped(r.moved, r.advantage, 0.2, 0.28, 1.3) * r.off.clamp(max=1.5)
+            + KL * k3(r)
+            - ENTROPY * r.entropy
         ),
         kl=KL,
         entropy=ENTROPY,
@@ -275,7 +308,8 @@ def weight_by_hand(case: Case, sample: Sample, samples: Sequence[Sample]) -> flo
 
     denominator = {
         "token_mean": sum(map(tokens, samples)),
-        "agent_mean": len(LOSS_WEIGHTS) * sum(tokens(other) for other in samples if other.agent == sample.agent),
+        "agent_mean": len(LOSS_WEIGHTS)
+        * sum(tokens(other) for other in samples if other.agent == sample.agent),
         "seq_mean_token_sum": len(samples),
         "seq_mean_token_mean": len(samples) * tokens(sample),
         "seq_mean_token_sum_norm": len(samples) * LENGTH,
@@ -283,7 +317,9 @@ def weight_by_hand(case: Case, sample: Sample, samples: Sequence[Sample]) -> flo
     return LOSS_WEIGHTS[sample.agent] / denominator[case.aggregation]
 
 
-def loss_by_hand(case: Case, samples: Sequence[Sample], model: PreTrainedModel, sample: Sample) -> Tensor:
+def loss_by_hand(
+    case: Case, samples: Sequence[Sample], model: PreTrainedModel, sample: Sample
+) -> Tensor:
     """The share of one sample in the update's loss."""
     made = judgement_of if isinstance(case.objective, ValueObjective) else reply_of
     return case.by_hand(made(model, sample)).sum() * weight_by_hand(case, sample, samples)
@@ -291,7 +327,11 @@ def loss_by_hand(case: Case, samples: Sequence[Sample], model: PreTrainedModel, 
 
 def _trained(sample: Sample) -> list[int]:
     """Which tokens of the completion are trained."""
-    return [i for i, counts in enumerate(sample.trained or (True,) * len(sample.completion_ids)) if counts]
+    return [
+        i
+        for i, counts in enumerate(sample.trained or (True,) * len(sample.completion_ids))
+        if counts
+    ]
 
 
 def _column(sample: Sample, name: str, like: Tensor) -> Tensor:
@@ -302,12 +342,18 @@ def _column(sample: Sample, name: str, like: Tensor) -> Tensor:
 def judgement_of(critic: PreTrainedModel, sample: Sample) -> Judgement:
     """A critic's values of a sample, computed alone and unpacked."""
     value = reference.values_of(critic, sample)[_trained(sample)]
-    return Judgement(value=value, old=_column(sample, "values", value), target=_column(sample, "returns", value))
+    return Judgement(
+        value=value, old=_column(sample, "values", value), target=_column(sample, "returns", value)
+    )
 
 
 def reply_of(model: PreTrainedModel, sample: Sample) -> Reply:
     """A policy's log-probabilities of a sample, computed alone and unpacked."""
-    ids, start, kept = torch.tensor(sample.prompt_ids + sample.completion_ids), len(sample.prompt_ids), _trained(sample)
+    ids, start, kept = (
+        torch.tensor(sample.prompt_ids + sample.completion_ids),
+        len(sample.prompt_ids),
+        _trained(sample),
+    )
     every = torch.log_softmax(model(input_ids=ids[None]).logits[0] / sample.temperature, -1)
     before = every[[start + i - 1 for i in kept]]  # what was said before each token
     return Reply(

@@ -32,13 +32,23 @@ PLACES = (
     Row(name="TP2 + SP", layout=_SHARDED),
     Row(name="PP2", layout={"pp": 2}, ci=False),
     Row(name="CP2", layout={"cp": 2}, max_tokens=1000, ci=False),
-    Row(name="DP2 + distributed optimizer", layout={"dp": 2, "distributed_optimizer": True}, ci=False),
+    Row(
+        name="DP2 + distributed optimizer",
+        layout={"dp": 2, "distributed_optimizer": True},
+        ci=False,
+    ),
     Row(name="TP2 × PP2 + SP", layout={**_SHARDED, "pp": 2}, ci=False),
     Row(name="CP2 × DP2", layout={"cp": 2, "dp": 2}, ci=False),
     Row(name="Qwen3-MoE, DP2 × EP2", family="qwen3_moe", layout={"dp": 2, "ep": 2}, ci=False),
     Row(name="trees of depth 3", deep=True, max_tokens=64, ci=False),
     Row(name="trees of depth 3, TP2 + SP", deep=True, max_tokens=64, layout=_SHARDED, ci=False),
-    Row(name="trees of depth 3, PP2 × DP2", deep=True, max_tokens=64, layout={"pp": 2, "dp": 2}, ci=False),
+    Row(
+        name="trees of depth 3, PP2 × DP2",
+        deep=True,
+        max_tokens=64,
+        layout={"pp": 2, "dp": 2},
+        ci=False,
+    ),
     Row(name="LoRA", lora=PROJECTIONS, ci=False),
     Row(name="LoRA, TP2 + SP", lora=PROJECTIONS, layout=_SHARDED),
     Row(name="LoRA, CP2", lora=PROJECTIONS, layout={"cp": 2}, max_tokens=1000, ci=False),
@@ -56,7 +66,13 @@ PLACES = (
     Row(name="critic, CP2", critic=True, layout={"cp": 2}, max_tokens=1000, ci=False),
     Row(name="critic, PP2 × DP2", critic=True, layout={"pp": 2, "dp": 2}, ci=False),
     Row(name="critic, trees of depth 3", critic=True, deep=True, max_tokens=64, ci=False),
-    Row(name="Qwen3-MoE critic, DP2 × EP2", family="qwen3_moe", critic=True, layout={"dp": 2, "ep": 2}, ci=False),
+    Row(
+        name="Qwen3-MoE critic, DP2 × EP2",
+        family="qwen3_moe",
+        critic=True,
+        layout={"dp": 2, "ep": 2},
+        ci=False,
+    ),
     Row(name="LoRA critic, TP2 + SP", lora=PROJECTIONS, critic=True, layout=_SHARDED, ci=False),
 )
 
@@ -74,18 +90,24 @@ def drawn(model: PreTrainedModel, place: Row) -> list[Sample]:
     generator = torch.Generator().manual_seed(1)
     score = reference.values_of if place.critic else reference.logprobs_of
     found = []
-    for number, sample in enumerate(reference.make_deep_samples() if place.deep else reference.make_samples()):
+    for number, sample in enumerate(
+        reference.make_deep_samples() if place.deep else reference.make_samples()
+    ):
         with torch.no_grad():
             near = score(model, sample).nan_to_num()
 
         def noisy(scale: float, near: torch.Tensor = near) -> tuple[float, ...]:
-            return tuple((near + scale * torch.randn(len(near), generator=generator)).float().tolist())
+            return tuple(
+                (near + scale * torch.randn(len(near), generator=generator)).float().tolist()
+            )
 
         if place.critic:
             found.append(replace(sample, values=noisy(0.2), returns=noisy(0.5)))
             continue
         size = 0.5 + float(torch.randn(1, generator=generator).abs())
-        advantage = size * (-2.0 if number % 2 else 1.0)  # of both signs, whose losses do not cancel
+        advantage = size * (
+            -2.0 if number % 2 else 1.0
+        )  # of both signs, whose losses do not cancel
         columns = {"behaviour": noisy(0.4), "proximal": noisy(0.4), "reference": noisy(0.5)}
         found.append(replace(sample, **columns, advantages=(advantage,) * len(near)))
     return found
@@ -96,7 +118,9 @@ def _of(case: Case, samples: Sequence[Sample]) -> list[Sample]:
     proximal = {} if case.proximal else {"proximal": None}
     coefficients = {"kl_coef": case.kl, "entropy_coef": case.entropy} | proximal
     norm = LENGTH if case.aggregation.endswith("norm") else None
-    return weigh([replace(s, **coefficients) for s in samples], LOSS_WEIGHTS, case.aggregation, norm)
+    return weigh(
+        [replace(s, **coefficients) for s in samples], LOSS_WEIGHTS, case.aggregation, norm
+    )
 
 
 def jobs(places: Sequence[Row], cases: Sequence[Case], folder: Path) -> list[ranks.Job]:
@@ -106,8 +130,12 @@ def jobs(places: Sequence[Row], cases: Sequence[Case], folder: Path) -> list[ran
     for number, place in enumerate(places):
         if place.task not in signals:
             signals[place.task] = drawn(model_of(place, folder), place)
-        fed = [(case.objective, _of(case, signals[place.task])) for case in cases if fits(case, place)]
-        made.append(job_of(place, folder, _update, {"out": folder / f"objective_{number}", "fed": fed}))
+        fed = [
+            (case.objective, _of(case, signals[place.task])) for case in cases if fits(case, place)
+        ]
+        made.append(
+            job_of(place, folder, _update, {"out": folder / f"objective_{number}", "fed": fed})
+        )
     return made
 
 
@@ -149,7 +177,9 @@ class Found:
     @property
     def share(self) -> float:
         """The largest error as a share of its bound."""
-        return max(error / bound(asdict(self.own)[name]) for name, error in asdict(self.errors).items())
+        return max(
+            error / bound(asdict(self.own)[name]) for name, error in asdict(self.errors).items()
+        )
 
 
 def expected(place: Row, cases: Sequence[Case], folder: Path) -> dict[str, Expected]:
@@ -169,7 +199,10 @@ def measure(places: Sequence[Row], cases: Sequence[Case], folder: Path) -> list[
     Raises:
         AssertionError: the ranks of a layout do not report the same metrics, or not the reference's tensors.
     """
-    want = {place.task: expected(place, cases, folder) for place in {place.task: place for place in places}.values()}
+    want = {
+        place.task: expected(place, cases, folder)
+        for place in {place.task: place for place in places}.values()
+    }
     found = []
     for number, place in enumerate(places):
         out = folder / f"objective_{number}"
@@ -183,7 +216,9 @@ def measure(places: Sequence[Row], cases: Sequence[Case], folder: Path) -> list[
             got = {
                 "loss": sum(metrics[f"agent/{agent}/loss"] for agent in LOSS_WEIGHTS),
                 "norm": metrics["grad_norm"],
-                "agent_norm": {agent: metrics[f"agent/{agent}/grad_norm"] for agent in LOSS_WEIGHTS},
+                "agent_norm": {
+                    agent: metrics[f"agent/{agent}/grad_norm"] for agent in LOSS_WEIGHTS
+                },
                 "gradients": tensors,
                 "parameters": steps[0]["parameters"],  # at a learning rate of 0 nothing moves
             }
@@ -215,7 +250,9 @@ def section(found: Sequence[Found]) -> str:
 
     def line(first: str, rows: Sequence[Found]) -> str:
         worst = asdict(largest(row.errors for row in rows))
-        numbers = " | ".join(f"{worst[name]:.1e}" for name in ("loss", "norm", "agent_norms", "gradients"))
+        numbers = " | ".join(
+            f"{worst[name]:.1e}" for name in ("loss", "norm", "agent_norms", "gradients")
+        )
         return f"| {first} | {numbers} | {max(row.share for row in rows):.2f} |\n"
 
     text = TABLE.format(kl=KL, entropy=ENTROPY)

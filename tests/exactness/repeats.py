@@ -57,8 +57,16 @@ def jobs(repeats: Sequence[Repeat], folder: Path) -> list[ranks.Job]:
         spec = ranks.spec_of(str(folder / "repeated"), **repeat.layout)
         sizes = {name: size for name, size in repeat.layout.items() if name in ("tp", "pp", "dp")}
         first = folder / f"repeat_{number}" / "first"
-        for out, start in ((first, None), (first.with_name("again"), None), (first.with_name("resumed"), first)):
-            found.append(ranks.Job(function=_train, arguments={"spec": spec, "out": out, "start": start}, **sizes))
+        for out, start in (
+            (first, None),
+            (first.with_name("again"), None),
+            (first.with_name("resumed"), first),
+        ):
+            found.append(
+                ranks.Job(
+                    function=_train, arguments={"spec": spec, "out": out, "start": start}, **sizes
+                )
+            )
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.packing.pack import pack
-from mcore_mas.rollout.models.layout import Projection
+from rollout.models.layout import Projection
 from tests.support import ranks
 
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
@@ -27,7 +27,9 @@ class Row:
     max_tokens: int = 16  # of a micro-batch
     critic: bool = False
     lora: tuple[Projection, ...] = ()  # targets of adapters; none: all weights are trained
-    beside: bool = False  # on the frozen model of another policy's adapters, which is trained in turn with it
+    beside: bool = (
+        False  # on the frozen model of another policy's adapters, which is trained in turn with it
+    )
     deep: bool = False  # trained on turns that share three levels of beginnings
     ci: bool = True  # measured by `make test` too
 
@@ -80,7 +82,12 @@ ROWS = (
     Row(name="TP2 × CP2 + SP", layout={"tp": 2, "cp": 2, "sp": True}, ci=False),
     Row(name="PP2 × CP2", layout={"pp": 2, "cp": 2}, ci=False),
     Row(name="PP2 × CP2, two stages each", layout={"pp": 2, "cp": 2, "vpp": 2}, ci=False),
-    Row(name="CP2 + distributed optimizer", layout={"cp": 2, "distributed_optimizer": True}, max_tokens=1000, ci=False),
+    Row(
+        name="CP2 + distributed optimizer",
+        layout={"cp": 2, "distributed_optimizer": True},
+        max_tokens=1000,
+        ci=False,
+    ),
     Row(
         name="CP2 × DP2 + distributed optimizer",
         layout={"cp": 2, "dp": 2, "distributed_optimizer": True},
@@ -88,7 +95,12 @@ ROWS = (
     ),
     Row(name="critic, CP2", critic=True, layout={"cp": 2}, ci=False),
     Row(name="DP2", layout={"dp": 2}),
-    Row(name="DP2, fewer micro-batches than ranks", layout={"dp": 2}, feed="as for one rank", max_tokens=1000),
+    Row(
+        name="DP2, fewer micro-batches than ranks",
+        layout={"dp": 2},
+        feed="as for one rank",
+        max_tokens=1000,
+    ),
     Row(name="DP4", layout={"dp": 4}, ci=False),
     Row(name="DP2 + distributed optimizer", layout={"dp": 2, "distributed_optimizer": True}),
     Row(
@@ -161,16 +173,39 @@ ROWS = (
         layout={"tp": 2, "dp": 2, "ep": 2, "sp": True},
         ci=False,
     ),
-    Row(name="Qwen3-MoE, LoRA on q, k, v, o", family="qwen3_moe", lora=_ATTENTION, max_tokens=1000, ci=False),
-    Row(name="Qwen3-MoE critic, DP2 × EP2", family="qwen3_moe", critic=True, layout={"dp": 2, "ep": 2}, ci=False),
+    Row(
+        name="Qwen3-MoE, LoRA on q, k, v, o",
+        family="qwen3_moe",
+        lora=_ATTENTION,
+        max_tokens=1000,
+        ci=False,
+    ),
+    Row(
+        name="Qwen3-MoE critic, DP2 × EP2",
+        family="qwen3_moe",
+        critic=True,
+        layout={"dp": 2, "ep": 2},
+        ci=False,
+    ),
     Row(name="nothing shared", feed="linear", max_tokens=1000, ci=False),
     Row(name="trees of depth 3", deep=True, max_tokens=1000, ci=False),
     Row(name="trees of depth 3, cut to at most 48 tokens", deep=True, max_tokens=48, ci=False),
     Row(name="trees of depth 3, TP2 + SP", deep=True, layout={"tp": 2, "sp": True}, max_tokens=64),
     Row(name="trees of depth 3, PP2", deep=True, layout={"pp": 2}, max_tokens=64),
-    Row(name="trees of depth 3, PP2 × DP2", deep=True, layout={"pp": 2, "dp": 2}, max_tokens=64, ci=False),
     Row(
-        name="trees of depth 3, Qwen3, TP2 × PP2 + SP", family="qwen3", deep=True, layout=_ALL, max_tokens=64, ci=False
+        name="trees of depth 3, PP2 × DP2",
+        deep=True,
+        layout={"pp": 2, "dp": 2},
+        max_tokens=64,
+        ci=False,
+    ),
+    Row(
+        name="trees of depth 3, Qwen3, TP2 × PP2 + SP",
+        family="qwen3",
+        deep=True,
+        layout=_ALL,
+        max_tokens=64,
+        ci=False,
     ),
     Row(
         name="trees of depth 3, Qwen3-MoE, DP2 × EP2",
@@ -197,11 +232,25 @@ ROWS = (
     Row(name="LoRA, TP2", lora=PROJECTIONS, layout={"tp": 2}),
     Row(name="LoRA, TP2 + SP", lora=PROJECTIONS, layout={"tp": 2, "sp": True}, ci=False),
     Row(
-        name="LoRA, TP2 + SP, recompute", lora=PROJECTIONS, layout={"tp": 2, "sp": True, "recompute": "full"}, ci=False
+        name="LoRA, TP2 + SP, recompute",
+        lora=PROJECTIONS,
+        layout={"tp": 2, "sp": True, "recompute": "full"},
+        ci=False,
     ),
-    Row(name="LoRA on q, v, up, TP2, Qwen3", family="qwen3", lora=("q", "v", "up"), layout={"tp": 2}, ci=False),
+    Row(
+        name="LoRA on q, v, up, TP2, Qwen3",
+        family="qwen3",
+        lora=("q", "v", "up"),
+        layout={"tp": 2},
+        ci=False,
+    ),
     Row(name="LoRA, PP2", lora=PROJECTIONS, layout={"pp": 2}, ci=False),
-    Row(name="LoRA, PP2, recompute", lora=PROJECTIONS, layout={"pp": 2, "recompute": "full"}, ci=False),
+    Row(
+        name="LoRA, PP2, recompute",
+        lora=PROJECTIONS,
+        layout={"pp": 2, "recompute": "full"},
+        ci=False,
+    ),
     Row(
         name="LoRA, DP2 + distributed optimizer",
         lora=PROJECTIONS,
@@ -229,6 +278,18 @@ ROWS = (
         layout={"tp": 2, "sp": True},
         ci=False,
     ),
-    Row(name="LoRA beside another on one base, PP2", lora=PROJECTIONS, beside=True, layout={"pp": 2}, ci=False),
-    Row(name="LoRA critic, TP2 + SP", critic=True, lora=PROJECTIONS, layout={"tp": 2, "sp": True}, ci=False),
+    Row(
+        name="LoRA beside another on one base, PP2",
+        lora=PROJECTIONS,
+        beside=True,
+        layout={"pp": 2},
+        ci=False,
+    ),
+    Row(
+        name="LoRA critic, TP2 + SP",
+        critic=True,
+        lora=PROJECTIONS,
+        layout={"tp": 2, "sp": True},
+        ci=False,
+    ),
 )

@@ -10,7 +10,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", (DEPTHS[0], DEPTHS[-2]))  # `make exactness` measures the others too
+@pytest.mark.parametrize(
+    "layers", (DEPTHS[0], DEPTHS[-2])
+)  # `make exactness` measures the others too
 def test_right_weights_go_on_and_a_stale_tensor_stops(layers: int, tmp_path: Path) -> None:
     known = trained(layers)
     right, stale = list(known.stale)[:2]

@@ -27,7 +27,12 @@ CI_PLACES = [place for place in objectives.PLACES if place.ci]
 CI_CASES = [case for case in (*CASES, *VALUE_CASES) if case.ci]
 PPO, KL, TIS, VALUE = (
     next(case for case in CI_CASES if case.name == name)
-    for name in ("PPO, lower and upper clip", "PPO, k3, entropy, constant length", "PPO, TIS", "value loss, clip")
+    for name in (
+        "PPO, lower and upper clip",
+        "PPO, k3, entropy, constant length",
+        "PPO, TIS",
+        "value loss, clip",
+    )
 )
 
 
@@ -45,7 +50,9 @@ DEFECTS = [
     replace(KL, name="another KL", objective=replace(KL.objective, kl="k2")),
     replace(TIS, name="no correction", objective=replace(TIS.objective, correction="none")),
     replace(
-        TIS, name="correction 1 % wider", objective=replace(TIS.objective, correction_options={"high": 1.5 * 1.01})
+        TIS,
+        name="correction 1 % wider",
+        objective=replace(TIS.objective, correction_options={"high": 1.5 * 1.01}),
     ),
     replace(VALUE, name="the critic's clip 1 % wider", objective=ValueObjective(clip=0.2 * 1.01)),
 ]
@@ -107,7 +114,9 @@ def fitting(cases: Sequence[Case]) -> pytest.MarkDecorator:
 @pytest.mark.multirank
 @pytest.mark.slow
 @fitting(CI_CASES)
-def test_an_objective_is_exact(found: dict[tuple[str, str], objectives.Found], place: Row, case: Case) -> None:
+def test_an_objective_is_exact(
+    found: dict[tuple[str, str], objectives.Found], place: Row, case: Case
+) -> None:
     print(found[place.name, case.name])
     assert not found[place.name, case.name].beyond
 
@@ -115,14 +124,18 @@ def test_an_objective_is_exact(found: dict[tuple[str, str], objectives.Found], p
 @pytest.mark.multirank
 @pytest.mark.slow
 @fitting(DEFECTS)
-def test_another_objective_is_refused(found: dict[tuple[str, str], objectives.Found], place: Row, case: Case) -> None:
+def test_another_objective_is_refused(
+    found: dict[tuple[str, str], objectives.Found], place: Row, case: Case
+) -> None:
     print(found[place.name, case.name])
     assert found[place.name, case.name].beyond
 
 
 def test_every_objective_is_measured() -> None:
     objectives_of = [case.objective for case in CASES if isinstance(case.objective, Objective)]
-    assert {objective.loss for objective in objectives_of} == LOSSES.keys() - {"cross_entropy"}  # all rows' loss
+    assert {objective.loss for objective in objectives_of} == LOSSES.keys() - {
+        "cross_entropy"
+    }  # all rows' loss
     assert {objective.correction for objective in objectives_of} == CORRECTIONS.keys()
     assert {objective.kl for objective in objectives_of} == KL_ESTIMATES.keys()
     assert {case.aggregation for case in CASES} == AGGREGATIONS.keys()
@@ -159,7 +172,10 @@ def without_a_token(samples: list[Sample]) -> list[Sample]:
     longest = max(samples, key=lambda sample: len(sample.completion_ids))
     trained = list(longest.trained or (True,) * len(longest.completion_ids))
     trained[-1] = False
-    return [replace(sample, trained=tuple(trained)) if sample is longest else sample for sample in samples]
+    return [
+        replace(sample, trained=tuple(trained)) if sample is longest else sample
+        for sample in samples
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -179,12 +195,15 @@ def trained(model: PreTrainedModel) -> list[dict[str, Any]]:
     return reference.train(copy.deepcopy(model), reference.make_samples(), STEPS, ranks.LR)
 
 
-def test_plain_float32_is_within_the_bound(expected: precision.Expected, trained: list[dict[str, Any]]) -> None:
+def test_plain_float32_is_within_the_bound(
+    expected: precision.Expected, trained: list[dict[str, Any]]
+) -> None:
     assert not precision.errors(trained, expected.steps).beyond(expected.own)
 
 
 @pytest.mark.parametrize(
-    ("defect", "found"), [(scaled, {"gradients"}), (counted_twice, {"loss"}), (stale, {"parameters"})]
+    ("defect", "found"),
+    [(scaled, {"gradients"}), (counted_twice, {"loss"}), (stale, {"parameters"})],
 )
 def test_a_defect_is_beyond_the_bound(
     expected: precision.Expected,
@@ -197,10 +216,20 @@ def test_a_defect_is_beyond_the_bound(
     assert set(precision.errors(history, expected.steps).beyond(expected.own)) == found
 
 
-def test_a_dropped_token_is_beyond_every_bound(model: PreTrainedModel, expected: precision.Expected) -> None:
-    history = reference.train(copy.deepcopy(model), without_a_token(reference.make_samples()), STEPS, ranks.LR)
+def test_a_dropped_token_is_beyond_every_bound(
+    model: PreTrainedModel, expected: precision.Expected
+) -> None:
+    history = reference.train(
+        copy.deepcopy(model), without_a_token(reference.make_samples()), STEPS, ranks.LR
+    )
     found = precision.errors(history, expected.steps)
-    assert set(found.beyond(expected.own)) == {"loss", "norm", "agent_norms", "gradients", "parameters"}, found
+    assert set(found.beyond(expected.own)) == {
+        "loss",
+        "norm",
+        "agent_norms",
+        "gradients",
+        "parameters",
+    }, found
     assert found.gradients > 100 * precision.bound(expected.own.gradients)
 
 

@@ -22,14 +22,18 @@ def clips(patch: pytest.MonkeyPatch) -> None:
     """Both clips of the ratio."""
     plain: Callable[..., Any] = losses._clipped
     patch.setattr(
-        losses, "_clipped", lambda r, a, low, high, dual: plain(r, a, low=low * MORE, high=high * MORE, dual=dual)
+        losses,
+        "_clipped",
+        lambda r, a, low, high, dual: plain(r, a, low=low * MORE, high=high * MORE, dual=dual),
     )
 
 
 def dual_clip(patch: pytest.MonkeyPatch) -> None:
     """The bound of a negative advantage's loss."""
     plain: Callable[..., Any] = losses._clipped
-    patch.setattr(losses, "_clipped", lambda r, a, low, high, dual: plain(r, a, low, high, dual=dual * MORE))
+    patch.setattr(
+        losses, "_clipped", lambda r, a, low, high, dual: plain(r, a, low, high, dual=dual * MORE)
+    )
 
 
 def kl(patch: pytest.MonkeyPatch) -> None:
@@ -41,14 +45,18 @@ def kl(patch: pytest.MonkeyPatch) -> None:
 def truncation(patch: pytest.MonkeyPatch) -> None:
     """The largest weight of truncated importance sampling."""
     plain = CORRECTIONS["tis"]
-    patch.setitem(CORRECTIONS, "tis", lambda ratio, replies, *, high: plain(ratio, replies, high=high * MORE))
+    patch.setitem(
+        CORRECTIONS, "tis", lambda ratio, replies, *, high: plain(ratio, replies, high=high * MORE)
+    )
 
 
 def value_clip(patch: pytest.MonkeyPatch) -> None:
     """The clip of the critic."""
     plain = losses.ValueObjective.__call__
     patch.setattr(
-        losses.ValueObjective, "__call__", lambda self, *values: plain(replace(self, clip=self.clip * MORE), *values)
+        losses.ValueObjective,
+        "__call__",
+        lambda self, *values: plain(replace(self, clip=self.clip * MORE), *values),
     )
 
 
@@ -70,11 +78,20 @@ def test_the_objective_is_exact(place: Row, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "mutate"),
-    [(POLICY, clips), (POLICY, dual_clip), (POLICY, kl), (POLICY, truncation), (CRITIC, value_clip)],
+    [
+        (POLICY, clips),
+        (POLICY, dual_clip),
+        (POLICY, kl),
+        (POLICY, truncation),
+        (CRITIC, value_clip),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_term_that_is_one_percent_off_is_refused(
-    place: Row, mutate: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Row,
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mutate(monkeypatch)
     found = measured(place, tmp_path)

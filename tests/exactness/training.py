@@ -45,10 +45,15 @@ def run(rows: Sequence[Row], folder: Path, others: Sequence[ranks.Job] = ()) -> 
     Args:
         others: further jobs for the same set of processes.
     """
-    made = [job_of(row, folder, _train, {"out": folder / str(number)}) for number, row in enumerate(rows)]
+    made = [
+        job_of(row, folder, _train, {"out": folder / str(number)})
+        for number, row in enumerate(rows)
+    ]
     jobs = [*others, *made]
     write_models(rows, folder)
-    jobs = sorted(jobs, key=lambda job: astuple(job.layout))  # one layout's share their process groups
+    jobs = sorted(
+        jobs, key=lambda job: astuple(job.layout)
+    )  # one layout's share their process groups
     (folder / "threads.json").write_text(json.dumps(ranks.play(jobs)))
 
 
@@ -58,15 +63,24 @@ def write_models(rows: Sequence[Row], folder: Path) -> None:
         model_of(row, folder)
 
 
-def job_of(row: Row, folder: Path, function: Callable[..., None], arguments: dict[str, Any]) -> ranks.Job:
+def job_of(
+    row: Row, folder: Path, function: Callable[..., None], arguments: dict[str, Any]
+) -> ranks.Job:
     """`function(rank, spec, row, **arguments)` on the row's ranks, with a trainer's settings on the row's model."""
     spec = ranks.spec_of(str(folder / row.model), **row.layout)
     if row.critic:
         spec = replace(spec, head="value", objective=ValueObjective())
     if row.lora:
         adapter = str(folder / row.model / "adapter")
-        spec = replace(spec, lora=LoraConfig(rank=lora.RANK, alpha=lora.ALPHA, targets=row.lora, adapter=adapter))
-    sizes = {name: row.layout[name] for name in ("tp", "pp", "vpp", "cp", "dp", "ep") if name in row.layout}
+        spec = replace(
+            spec,
+            lora=LoraConfig(rank=lora.RANK, alpha=lora.ALPHA, targets=row.lora, adapter=adapter),
+        )
+    sizes = {
+        name: row.layout[name]
+        for name in ("tp", "pp", "vpp", "cp", "dp", "ep")
+        if name in row.layout
+    }
     return ranks.Job(function=function, arguments={"spec": spec, "row": row, **arguments}, **sizes)
 
 
@@ -88,7 +102,11 @@ def samples_of(row: Row) -> list[Sample]:
 
 def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
     batches = FEEDS[row.feed](samples_of(row), row.max_tokens, CostModel.of(spec))
-    fresh = replace(spec, lora=spec.lora.model_copy(update={"adapter": None})) if row.beside and spec.lora else None
+    fresh = (
+        replace(spec, lora=spec.lora.model_copy(update={"adapter": None}))
+        if row.beside and spec.lora
+        else None
+    )
     other = MegatronTrainer(fresh) if fresh else None
     trainer = MegatronTrainer(spec, other)
     start = _tensors(trainer)
@@ -133,10 +151,14 @@ def measure(rows: Sequence[Row], folder: Path) -> list[Measured]:
         start = torch.load(folder / str(number) / "start.pt", weights_only=True)
         assert set(start) == set(loaded[row.model]), row.name
         for name, tensor in loaded[row.model].items():
-            same = torch.allclose if row.lora and ".lora_" not in name else torch.equal  # a sum in another order
+            same = (
+                torch.allclose if row.lora and ".lora_" not in name else torch.equal
+            )  # a sum in another order
             assert same(start[name], tensor), f"{row.name}: {name}"
         got = [_read(folder / str(number), step) for step in range(STEPS)]
-        measured.append(Measured(errors=errors(got, expected[row.task].steps), own=expected[row.task].own))
+        measured.append(
+            Measured(errors=errors(got, expected[row.task].steps), own=expected[row.task].own)
+        )
     return measured
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_mas.rollout.environments.protocol import Step, last_tag
-from mcore_mas.rollout.environments.search import SearchEnv
+from rollout.environments.protocol import Step, last_tag
+from rollout.environments.search import SearchEnv
 
 
 @dataclass(eq=False, kw_only=True)

@@ -24,14 +24,14 @@ from pathlib import Path
 
 import psutil
 
-from mcore_mas.retrieval.build import build_index
-from mcore_mas.retrieval.corpus import write_corpus
-from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.retrieval.sidecar import RetrieverSidecar
-from mcore_mas.rollout.base.failpoints import FAILPOINTS
-from mcore_mas.rollout.base.files import write_json
-from mcore_mas.rollout.sandbox.cgroup import PREFIX
-from mcore_mas.rollout.sync import MEMORY
+from retrieval.build import build_index
+from retrieval.corpus import write_corpus
+from retrieval.encoder import Encoder
+from retrieval.sidecar import RetrieverSidecar
+from rollout.base.failpoints import FAILPOINTS
+from rollout.base.files import write_json
+from rollout.sandbox.cgroup import PREFIX
+from rollout.sync import MEMORY
 from tests.faults import proxy
 from tests.faults.forked import PASSAGES, bare_folder, fingerprint
 from tests.support.run_folder import make_run
@@ -81,7 +81,12 @@ class Run:
         """Start the training, or go on with it."""
         self.starts += 1
         path = os.pathsep.join((str(ROOT / "tests" / "faults" / "clock"), str(ROOT)))
-        own = {MARK: str(os.getpid()), FAILPOINTS: f"@{self._orders}", CLOCK: str(self._clock), "PYTHONPATH": path}
+        own = {
+            MARK: str(os.getpid()),
+            FAILPOINTS: f"@{self._orders}",
+            CLOCK: str(self._clock),
+            "PYTHONPATH": path,
+        }
         command = [sys.executable, "-m", "mcore_mas", "train", str(self._folder / "config.yaml")]
         with self.log.open("ab") as log:
             env = {**os.environ, **own, "TMPDIR": str(self._temporary)}
@@ -121,11 +126,21 @@ class Run:
         deadline = time.monotonic() + 30
         while (alive := list(ours())) and time.monotonic() < deadline:
             time.sleep(0.5)
-        shared = MEMORY / f"mcore_mas-{os.getuid()}"  # of all of this user's runs, and empty after each
-        paths = [str(path) for folder in (self._temporary, MEMORY) for path in folder.rglob("*") if path != shared]
+        shared = (
+            MEMORY / f"mcore_mas-{os.getuid()}"
+        )  # of all of this user's runs, and empty after each
+        paths = [
+            str(path)
+            for folder in (self._temporary, MEMORY)
+            for path in folder.rglob("*")
+            if path != shared
+        ]
         for driver in self._drivers:
             paths += map(str, Path("/sys/fs/cgroup").rglob(f"{PREFIX}{driver}-*"))
-        return [f"process {process.pid} {process.name()} at ports {list(ports(process))}" for process in alive] + paths
+        return [
+            f"process {process.pid} {process.name()} at ports {list(ports(process))}"
+            for process in alive
+        ] + paths
 
     def wait(self, happened: Callable[[], bool]) -> bool:
         """Wait until something has happened, starting what has died; False once the run has finished."""
@@ -184,7 +199,10 @@ def ours() -> Iterator[psutil.Process]:
     """Processes of runs of this chaos."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get(MARK) == str(os.getpid()) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get(MARK) == str(os.getpid())
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 yield process
 
 
@@ -199,7 +217,8 @@ def ports(process: psutil.Process) -> Iterator[int]:
 def faults(run: Run, retriever: Retriever) -> dict[str, Callable[[], bool]]:
     """What can happen, by name; each says whether it did."""
     kills = {
-        f"kill {part}": lambda part=part: run.signal(part, signal.SIGKILL) for part in ("driver", "rank", "engine")
+        f"kill {part}": lambda part=part: run.signal(part, signal.SIGKILL)
+        for part in ("driver", "rank", "engine")
     }
     stops = {
         f"stop {part} for 2 s": lambda part=part: run.signal(part, signal.SIGSTOP, 2.0)
@@ -207,11 +226,21 @@ def faults(run: Run, retriever: Retriever) -> dict[str, Callable[[], bool]]:
     }
     full = {
         f"disk full at {places}": lambda places=places: run.full(places)
-        for places in ("metrics.begun", "file.begun:step_*", "chunks.begun:rank*", "file.begun:manifest.json")
+        for places in (
+            "metrics.begun",
+            "file.begun:step_*",
+            "chunks.begun:rank*",
+            "file.begun:manifest.json",
+        )
     }
     lies = {f"retriever's answers: {name}": lambda name=name: run.lie(name) for name in proxy.NAMES}
-    clocks = {f"clock {hours:+d} h": lambda hours=hours: run.clock(3600.0 * hours) for hours in (-1, 1)}
-    more = {"SIGTERM to driver": lambda: run.signal("driver", signal.SIGTERM), "kill retriever": retriever.die}
+    clocks = {
+        f"clock {hours:+d} h": lambda hours=hours: run.clock(3600.0 * hours) for hours in (-1, 1)
+    }
+    more = {
+        "SIGTERM to driver": lambda: run.signal("driver", signal.SIGTERM),
+        "kill retriever": retriever.die,
+    }
     return {**kills, **stops, **full, **lies, **clocks, **more}
 
 
@@ -232,7 +261,15 @@ def alone() -> None:
     """Go on in a process whose shared memory nobody else writes to."""
     if ALONE not in os.environ:
         user = () if os.getuid() == 0 else ("--user", "--map-root-user")
-        command = ["unshare", *user, "--mount", sys.executable, "-m", "tests.faults.chaos", *sys.argv[1:]]
+        command = [
+            "unshare",
+            *user,
+            "--mount",
+            sys.executable,
+            "-m",
+            "tests.faults.chaos",
+            *sys.argv[1:],
+        ]
         os.execvpe(command[0], command, {**os.environ, ALONE: "1"})
     subprocess.run(["mount", "-t", "tmpfs", "memory", "/dev/shm"], check=True)
 
@@ -245,11 +282,15 @@ def stage(base: Path, more: Sequence[str]) -> Iterator[tuple[Path, Retriever, pr
     build_index(base / "passages.jsonl", base / "index", Encoder.of("bge", bert))
     sidecar = RetrieverSidecar(base / "index", log_path=base / "retriever.log", encoder_folder=bert)
     with sidecar as url, proxy.FaultProxy(url).running() as web:
-        run = make_run(base, *SETTINGS, *more, f"retriever.urls=[{web.url}]", experiment="demo_search")
+        run = make_run(
+            base, *SETTINGS, *more, f"retriever.urls=[{web.url}]", experiment="demo_search"
+        )
         yield run, Retriever(sidecar), web
 
 
-def disturbed(seed: int, number: int, run: Run, retriever: Retriever, total: int, only: str) -> dict[str, list[float]]:
+def disturbed(
+    seed: int, number: int, run: Run, retriever: Retriever, total: int, only: str
+) -> dict[str, list[float]]:
     """Train with so many faults, spread over the `total` boundaries of an undisturbed run.
 
     Every fault happens once before one happens twice. Returns the seconds from each to the end of the next step.
@@ -269,12 +310,17 @@ def disturbed(seed: int, number: int, run: Run, retriever: Retriever, total: int
         began, before = time.monotonic(), run.steps()
         run.wait(lambda before=before: run.steps() > before)
         recovered.setdefault(name, []).append(round(time.monotonic() - began, 1))
-        print(f"  {done:2d} {name}, in step {before}: the next has ended after {recovered[name][-1]} s", flush=True)
+        print(
+            f"  {done:2d} {name}, in step {before}: the next has ended after {recovered[name][-1]} s",
+            flush=True,
+        )
     run.end()
     return recovered
 
 
-def main(number: int, seeds: Sequence[int], out: Path | None, only: str, more: Sequence[str]) -> None:
+def main(
+    number: int, seeds: Sequence[int], out: Path | None, only: str, more: Sequence[str]
+) -> None:
     """Raises AssertionError if a run comes to other bits, or leaves something behind."""
     base = Path(tempfile.mkdtemp(prefix="ch"))  # a short path: Ray has sockets in it
     recovered: dict[str, list[float]] = {}
@@ -285,7 +331,10 @@ def main(number: int, seeds: Sequence[int], out: Path | None, only: str, more: S
         calm.start()
         calm.end()
         expected, total = fingerprint(folder), calm.progress()
-        print(f"undisturbed: {total} boundaries, {len(expected)} files, {calm.starts} start", flush=True)
+        print(
+            f"undisturbed: {total} boundaries, {len(expected)} files, {calm.starts} start",
+            flush=True,
+        )
         for seed in seeds:
             began = time.monotonic()
             shutil.rmtree(folder)
@@ -295,10 +344,14 @@ def main(number: int, seeds: Sequence[int], out: Path | None, only: str, more: S
             for name, seconds in disturbed(seed, number, run, retriever, total, only).items():
                 recovered.setdefault(name, []).extend(seconds)
             found = fingerprint(folder)
-            differ = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+            differ = sorted(
+                name for name in {*expected, *found} if expected.get(name) != found.get(name)
+            )
             left = run.left()
             took = time.monotonic() - began
-            print(f"seed {seed}: {number} faults, {run.starts} starts, {took:.0f} s; differ: {differ}; left: {left}")
+            print(
+                f"seed {seed}: {number} faults, {run.starts} starts, {took:.0f} s; differ: {differ}; left: {left}"
+            )
             for name in differ:
                 print(f"{name}: {expected.get(name)}\n{name}: {found.get(name)}", file=sys.stderr)
             assert not differ
@@ -314,7 +367,12 @@ if __name__ == "__main__":
     parser.add_argument("seeds", type=int, nargs="*", default=(1, 2, 3))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="faults whose names have this in them")
-    parser.add_argument("--set", action="append", default=[], help="a setting of the run, such as trainer.staleness=1")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        help="a setting of the run, such as trainer.staleness=1",
+    )
     given = parser.parse_args()
     alone()
     main(given.faults, given.seeds, given.out, given.only, given.set)

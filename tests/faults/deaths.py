@@ -21,7 +21,9 @@ SETTINGS = (
     f"trainer.steps={STEPS}",
     f"trainer.tasks_per_step={GROUPS}",
     f"trainer.group_size={SIZE}",
-    *(f"policies.{policy}.max_in_flight=32" for policy in ("solver", "verifier")),  # nothing of a step waits
+    *(
+        f"policies.{policy}.max_in_flight=32" for policy in ("solver", "verifier")
+    ),  # nothing of a step waits
 )
 
 
@@ -32,7 +34,9 @@ def main(deaths: int) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             ended: list[float] = []
             whole = session(Path(temporary, "whole"), staleness, *SETTINGS)
-            told = Log(lambda step, metrics, ended=ended: ended.append(asyncio.get_running_loop().time()))
+            told = Log(
+                lambda step, metrics, ended=ended: ended.append(asyncio.get_running_loop().time())
+            )
             assert train(replace(whole, logbook=told))
             for number in range(deaths):
                 folder = Path(temporary, "killed")
@@ -44,7 +48,9 @@ def main(deaths: int) -> None:
                 shares.append(lost / (sampled_by(first, second) + lost))
                 shutil.rmtree(folder)
         mean, most = sum(shares) / len(shares), max(shares)
-        print(f"staleness {staleness}: {deaths} deaths, {mean:.2%} of a run's tokens sampled again, at most {most:.2%}")
+        print(
+            f"staleness {staleness}: {deaths} deaths, {mean:.2%} of a run's tokens sampled again, at most {most:.2%}"
+        )
         assert most <= 0.05
 
 

@@ -14,15 +14,16 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from mcore_mas.evaluation import evaluate, measure
 from mcore_mas.reports.tables import make_table
-from mcore_mas.retrieval.build import build_index
-from mcore_mas.retrieval.corpus import Passage, write_corpus
-from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.rollout.base.failpoints import FAILPOINTS
-from mcore_mas.rollout.base.files import sha256
-from mcore_mas.rollout.records.files import write_tasks
-from mcore_mas.rollout.tasks.arithmetic import arithmetic_tasks
-from mcore_mas.training import evaluate, measure, train
+from mcore_mas.training import train
+from retrieval.build import build_index
+from retrieval.corpus import Passage, write_corpus
+from retrieval.encoder import Encoder
+from rollout.base.failpoints import FAILPOINTS
+from rollout.base.files import sha256
+from rollout.records.files import write_tasks
+from rollout.tasks.arithmetic import arithmetic_tasks
 from tests.support.in_process import training_here
 from tests.support.run_folder import make_run
 from tests.support.tiny_bert import write_bert
@@ -90,7 +91,11 @@ def pipeline(run: Path) -> None:
         patch.setattr(measure, "_SIZE", 2)
         scores = run / "evaluation" / "trained.json"
         evaluate.evaluate(run / "config.yaml", "trained", scores)
-        make_table([scores], {run.name: run.name}, [run / f"table.{kind}" for kind in ("csv", "md", "html")])
+        make_table(
+            [scores],
+            {run.name: run.name},
+            [run / f"table.{kind}" for kind in ("csv", "md", "html")],
+        )
 
 
 def preparation(folder: Path) -> None:
@@ -98,7 +103,12 @@ def preparation(folder: Path) -> None:
     for split in ("train", "test"):
         write_tasks(folder / f"{split}.parquet", arithmetic_tasks(1, {split: 8}))
     write_corpus(folder / "passages.jsonl", PASSAGES)
-    build_index(folder / "passages.jsonl", folder / "index", Encoder.of("bge", folder / "bert"), lexical=True)
+    build_index(
+        folder / "passages.jsonl",
+        folder / "index",
+        Encoder.of("bge", folder / "bert"),
+        lexical=True,
+    )
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
@@ -112,7 +122,9 @@ def fingerprint(folder: Path) -> dict[str, str]:
         if path.suffix == ".parquet":
             found[name] = json.dumps(_timeless(pq.read_table(path).to_pylist()), default=bytes.hex)
         elif path.name == "metrics.jsonl":
-            found[name] = json.dumps([_timeless(json.loads(line)) for line in path.read_text().splitlines() if line])
+            found[name] = json.dumps(
+                [_timeless(json.loads(line)) for line in path.read_text().splitlines() if line]
+            )
         elif path.suffix == ".json":
             found[name] = json.dumps(_timeless(json.loads(path.read_text() or "0")))
         elif not fnmatch(path.name, ".*.sha256"):  # which have when files were written
@@ -127,9 +139,19 @@ _RUNS_OWN = ("mlflow_run", "epoch", "identity", "lineage", "sha256")
 def _timeless(value: object) -> object:
     """Without seconds, and what is a second's."""
     if isinstance(value, dict):
-        own = {k: v for k, v in value.items() if k not in _RUNS_OWN or ("bytes" in value and k == "sha256")}
-        own = {k: v for k, v in own.items() if not k.startswith("restarts/")}  # of trainers, after faults
-        return {k: _timeless(v) for k, v in own.items() if not k.endswith(("_s", "/tokens_per_s", "/tflops"))}
+        own = {
+            k: v
+            for k, v in value.items()
+            if k not in _RUNS_OWN or ("bytes" in value and k == "sha256")
+        }
+        own = {
+            k: v for k, v in own.items() if not k.startswith("restarts/")
+        }  # of trainers, after faults
+        return {
+            k: _timeless(v)
+            for k, v in own.items()
+            if not k.endswith(("_s", "/tokens_per_s", "/tflops"))
+        }
     return [_timeless(item) for item in value] if isinstance(value, list) else value
 
 

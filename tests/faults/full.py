@@ -50,7 +50,11 @@ def main(results: Path) -> None:
         shutil.rmtree(run)
     for other in found[1:]:
         assert found[0] == other, [name for name in found[0] if found[0][name] != other.get(name)]
-    print(*(line for line in beside.read_text().splitlines() if "is full" in line), len(found[0]), sep="\n")
+    print(
+        *(line for line in beside.read_text().splitlines() if "is full" in line),
+        len(found[0]),
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ from pathlib import Path
 from tests.faults.forked import bare_folder, fingerprint, forked, pipeline, preparation, run_folder
 
 
-def main(sample: bool, share: tuple[int, int], make: Callable[[Path], Path], work: Callable[[Path], None]) -> None:
+def main(
+    sample: bool, share: tuple[int, int], make: Callable[[Path], Path], work: Callable[[Path], None]
+) -> None:
     """Raises AssertionError if what was killed comes to something else than what was not."""
     with tempfile.TemporaryDirectory() as temporary:
         results = Path(temporary)
@@ -45,20 +47,28 @@ def main(sample: bool, share: tuple[int, int], make: Callable[[Path], Path], wor
                 assert "No space left on device" in log.read_text().splitlines()[-1]
             assert done() == 0, log.read_text()
             found = fingerprint(folder)
-            differ = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+            differ = sorted(
+                name for name in {*expected, *found} if expected.get(name) != found.get(name)
+            )
             assert not differ, f"{fault}: {differ} differ"
             print(f"{fault}: the same {len(found)} files", flush=True)
 
         kinds = Counter[str]()
         for number, place in enumerate(places, 1):
-            kind = re.sub(r"\..+\.sha256$|[0-9]+|solver|verifier|train|test|md|csv|html", "N", place)
+            kind = re.sub(
+                r"\..+\.sha256$|[0-9]+|solver|verifier|train|test|md|csv|html", "N", place
+            )
             kinds[kind] += 1
             if number % share[1] != share[0] % share[1]:
                 continue
             at = f"pass {number} of {len(places)}, {place}"
             if not sample or (kinds[kind] == 1 and not re.match("file.there|.*begun", place)):
                 check(f"*=kill@{number}", f"killed at {at}", (-signal.SIGKILL,))
-            full = r"(chunks|checkpoint|metrics|folder)\.begun|file.begun:(step|part|manifest)" if sample else ".*begun"
+            full = (
+                r"(chunks|checkpoint|metrics|folder)\.begun|file.begun:(step|part|manifest)"
+                if sample
+                else ".*begun"
+            )
             if kinds[kind] == 1 and re.match(full, place):
                 check(f"*=full@{number}", f"disk full at {at}", (0, 1))
         check("*=sleep:0.05", f"50 ms more for each of {len(places)} writes", (0,))

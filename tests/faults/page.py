@@ -27,7 +27,11 @@ BEGIN, END = "<!-- begin faults -->", "<!-- end faults -->"
 def read(paths: list[str]) -> dict[str, Any]:
     """Results by test and by fault of the chaos: what came of it, and after how many seconds."""
     found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
-    found |= {"chaos": {"seeds": [], "recovered_s": {}}} if any(path.endswith(".json") for path in paths) else {}
+    found |= (
+        {"chaos": {"seeds": [], "recovered_s": {}}}
+        if any(path.endswith(".json") for path in paths)
+        else {}
+    )
     of = f"{time.strftime('%Y-%m-%d')} {code_commit()[:10]}"
     for path in paths:
         if path.endswith(".json"):
@@ -44,7 +48,9 @@ def read(paths: list[str]) -> dict[str, Any]:
                 continue  # what was found where it can run, such as on Slurm
             before = here.get(name, {})
             took = round(float(case.get("time", 0)) + before.get("s", 0.0), 1)
-            result = min(bad[0] if bad else "passed", before.get("result", "skipped"), key=_WORST.index)
+            result = min(
+                bad[0] if bad else "passed", before.get("result", "skipped"), key=_WORST.index
+            )
             here[name] = {"result": result, "s": took, "of": of}
         found["tests"] |= here
     return found
@@ -61,21 +67,33 @@ def render(rows: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Any])
             names += [f"not tested: {row['untested']}"] if "untested" in row else []
             outcome, seconds = zip(*_results(row, results), strict=True)
             shown = "; ".join(dict.fromkeys(outcome))
-            most = [f"{max(s for s in seconds if s is not None):.1f}"] if any(s is not None for s in seconds) else [""]
-            lines.append(f"| {row['fault']} | {row['expected']} | {', '.join(names)} | {shown} | {most[0]} |")
+            most = (
+                [f"{max(s for s in seconds if s is not None):.1f}"]
+                if any(s is not None for s in seconds)
+                else [""]
+            )
+            lines.append(
+                f"| {row['fault']} | {row['expected']} | {', '.join(names)} | {shown} | {most[0]} |"
+            )
     of = sorted(found["of"] for found in results["tests"].values() if "of" in found)
     when = [f"\nResults of {of[0]} to {of[-1]}, by date and commit."] if of else []
     return "\n".join(lines + when)
 
 
-def _results(row: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+def _results(
+    row: Mapping[str, Any], results: Mapping[str, Any]
+) -> Iterator[tuple[str, float | None]]:
     """What came of a row's tests, and seconds: of a test all it took, of the chaos until the run went on."""
     for test in row.get("tests", ()):
         found = results["tests"].get(test, {"result": "not run", "s": None})
         yield found["result"], found["s"]
     for fault in row.get("chaos", ()):
         recovered = results["chaos"].get("recovered_s", {})
-        times = [s for own in recovered.values() for s in own] if fault == "all" else recovered.get(fault, [])
+        times = (
+            [s for own in recovered.values() for s in own]
+            if fault == "all"
+            else recovered.get(fault, [])
+        )
         yield ("same bits" if times else "not run"), max(times, default=None)
     if "untested" in row:
         yield "", None
@@ -84,18 +102,27 @@ def _results(row: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[tup
 def page() -> str:
     """The page as it should be."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    rows, results = yaml.safe_load(ROWS.read_text(encoding="utf-8")), json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows, results = (
+        yaml.safe_load(ROWS.read_text(encoding="utf-8")),
+        json.loads(RESULTS.read_text(encoding="utf-8")),
+    )
     return f"{before}{BEGIN}\n{render(rows, results)}\n{END}{rest.partition(END)[2]}"
 
 
 def tests() -> list[str]:
     """The tests that the table names."""
     rows = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
-    return list(dict.fromkeys(test for faults in rows.values() for row in faults for test in row.get("tests", ())))
+    return list(
+        dict.fromkeys(
+            test for faults in rows.values() for row in faults for test in row.get("tests", ())
+        )
+    )
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--list"]:
         sys.exit(print(*tests()))
-    RESULTS.write_text(json.dumps(read(sys.argv[1:]), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    RESULTS.write_text(
+        json.dumps(read(sys.argv[1:]), indent=1, sort_keys=True) + "\n", encoding="utf-8"
+    )
     PAGE.write_text(page(), encoding="utf-8")

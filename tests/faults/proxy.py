@@ -38,7 +38,10 @@ def busy(head: bytes, body: bytes) -> tuple[bytes, bytes]:
 
 
 def garbage(head: bytes, body: bytes) -> tuple[bytes, bytes]:
-    return b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 20\r\n\r\n", b"<html>welcome</html>"
+    return (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 20\r\n\r\n",
+        b"<html>welcome</html>",
+    )
 
 
 FAULTS = {"cut": cut, "corrupt": corrupt, "429": busy, "garbage": garbage}

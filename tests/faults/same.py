@@ -30,12 +30,16 @@ def trained(base: Path, way: str) -> dict[str, str]:
     results, log = base / "results", base / "log"
     results.mkdir()
     orders = way.removeprefix("ahead:").removeprefix("=")
-    assert forked(lambda: run_folder(results, *(AHEAD if way.startswith("ahead:") else ())), log) == 0, log.read_text()
+    assert (
+        forked(lambda: run_folder(results, *(AHEAD if way.startswith("ahead:") else ())), log) == 0
+    ), log.read_text()
     (run,) = results.iterdir()
     status = forked(lambda: work(run), log, orders)
     if "kill" in orders:  # a reply is under way, and its first tokens are on record
         assert status == -9, log.read_text()
-        assert any('"key":"part ' in path.read_text() for path in (run / "train" / "journal").iterdir())
+        assert any(
+            '"key":"part ' in path.read_text() for path in (run / "train" / "journal").iterdir()
+        )
         status = forked(lambda: work(run), log)
     assert status == 0, log.read_text()
     found = fingerprint(run)

@@ -23,7 +23,9 @@ from tests.faults.forked import run_folder
 from tests.support.in_process import training_here
 
 WINDOW = 10
-ALLOWED_KIB = 0.5  # a step, of what is known of each: its version and lineage; 10,000 steps are 5 MiB
+ALLOWED_KIB = (
+    0.5  # a step, of what is known of each: its version and lineage; 10,000 steps are 5 MiB
+)
 NOISE_KIB = 1.0  # of three standard errors: with more nothing is said
 
 
@@ -41,7 +43,9 @@ def main(steps: int) -> None:
         return True
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_FR_BUFFER_SIZE", "0")  # torch's ring of the last 2,000 collectives: 9 KiB a step until then
+        patch.setenv(
+            "TORCH_FR_BUFFER_SIZE", "0"
+        )  # torch's ring of the last 2,000 collectives: 9 KiB a step until then
         config = run_folder(Path(folder)) / "config.yaml"
         values = yaml.safe_load(config.read_text())
         values["trainer"] |= {"steps": steps, "checkpoint_every": 10, "validate_every": 50}
@@ -54,7 +58,9 @@ def main(steps: int) -> None:
     (slope, _), covariance = np.polyfit(at, lowest, 1, cov=True)
     noise = 3 * float(covariance[0, 0]) ** 0.5
     mib = (lowest / 1024).round(1).tolist()
-    print(f"{steps} steps: {slope:+.2f} ± {noise:.2f} KiB a step; MiB, the lowest of every {WINDOW}: {mib}")
+    print(
+        f"{steps} steps: {slope:+.2f} ± {noise:.2f} KiB a step; MiB, the lowest of every {WINDOW}: {mib}"
+    )
     assert noise <= NOISE_KIB
     assert slope - noise <= ALLOWED_KIB
 

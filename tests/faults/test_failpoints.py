@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.rollout.base.failpoints import FAILPOINTS, failpoint
-from mcore_mas.rollout.base.files import write_text
+from rollout.base.failpoints import FAILPOINTS, failpoint
+from rollout.base.files import write_text
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_failpoint_does_nothing_until_it_is_ordered_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failpoint_does_nothing_until_it_is_ordered_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     failpoint("a.place")
     monkeypatch.setenv(FAILPOINTS, f"a.*=list:{tmp_path / 'passed'};a.place=full@2")
     failpoint("a.place")
@@ -30,14 +32,18 @@ def test_a_failpoint_does_nothing_until_it_is_ordered_to(monkeypatch: pytest.Mon
     failpoint("a.place")  # the third time
     assert (tmp_path / "passed").read_text().splitlines() == ["a.place"] * 3
     monkeypatch.setenv(FAILPOINTS, "a.place=explode")
-    with pytest.raises(ValueError, match="unknown action 'explode'; known: kill, stop, full, sleep, list"):
+    with pytest.raises(
+        ValueError, match="unknown action 'explode'; known: kill, stop, full, sleep, list"
+    ):
         failpoint("a.place")
 
 
 @pytest.mark.parametrize(("action", "ended"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
 def test_a_process_is_ended_or_stopped_where_it_is_ordered(action: str, ended: int) -> None:
-    code = "from mcore_mas.rollout.base.failpoints import failpoint\nfailpoint('first')\nfailpoint('second')"
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, FAILPOINTS: f"second={action}"})
+    code = "from rollout.base.failpoints import failpoint\nfailpoint('first')\nfailpoint('second')"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, FAILPOINTS: f"second={action}"}
+    )
     status = os.waitpid(child.pid, os.WUNTRACED)[1]
     child.returncode = -ended  # it has been waited for
     assert (os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WSTOPSIG(status)) == ended
@@ -46,7 +52,9 @@ def test_a_process_is_ended_or_stopped_where_it_is_ordered(action: str, ended: i
         os.waitpid(child.pid, 0)
 
 
-def test_a_full_disk_leaves_a_file_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_a_file_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     write_text(tmp_path / "file", "before")
     for place in ("begun", "written"):
         monkeypatch.setenv(FAILPOINTS, f"file.{place}:file=full")
@@ -63,8 +71,21 @@ def test_killed_at_a_boundary_of_every_kind_a_pipeline_comes_to_the_same_bits() 
     assert made.returncode == 0, made.stdout + made.stderr
     said = [line for line in made.stdout.splitlines() if ": the same " in line]
     assert len(said) >= 30
-    assert len([line for line in said if line.startswith("50 ms more for each of ")]) == 2  # a slow disk, in both parts
-    for kind in ("chunks.written:rank", "file.written:manifest.json", "metrics.written", "file.written:done.json"):
+    assert (
+        len([line for line in said if line.startswith("50 ms more for each of ")]) == 2
+    )  # a slow disk, in both parts
+    for kind in (
+        "chunks.written:rank",
+        "file.written:manifest.json",
+        "metrics.written",
+        "file.written:done.json",
+    ):
         assert any(line.startswith("killed") and kind in line for line in said), kind
-    for kind in ("chunks.begun:rank", "checkpoint.begun", "metrics.begun", "file.begun:step", "file.begun:part"):
+    for kind in (
+        "chunks.begun:rank",
+        "checkpoint.begun",
+        "metrics.begun",
+        "file.begun:step",
+        "file.begun:part",
+    ):
         assert any(line.startswith("disk full") and kind in line for line in said), kind

@@ -15,22 +15,28 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.evaluation.evaluate import seated
+from mcore_mas.evaluation.export import export
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.reports.paper_tables import TableError
 from mcore_mas.reports.tables import read_evaluation
-from mcore_mas.retrieval.build import build_index
-from mcore_mas.retrieval.corpus import RetrievalError, write_corpus
-from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.retrieval.index import Index
-from mcore_mas.rollout.base.files import Digest, read_record, sealed, tree_sha256, write_chunks, write_json
-from mcore_mas.rollout.base.ownership import FolderError
-from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajectories, write_tasks, write_trajectories
-from mcore_mas.rollout.records.trajectory import Message, Trajectory, Turn, VersionSpan
-from mcore_mas.rollout.tasks.arithmetic import arithmetic_tasks
-from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Written
-from mcore_mas.training.evaluate import seated
-from mcore_mas.training.export import export
-from mcore_mas.training.recipe import Identity, recipe_of
+from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints, Written
+from mcore_mas.runtime.recipe import Identity, recipe_of
+from retrieval.build import build_index
+from retrieval.corpus import RetrievalError, write_corpus
+from retrieval.encoder import Encoder
+from retrieval.index import Index
+from rollout.base.files import Digest, read_record, sealed, tree_sha256, write_chunks, write_json
+from rollout.base.ownership import FolderError
+from rollout.records.files import (
+    RecordError,
+    read_tasks,
+    read_trajectories,
+    write_tasks,
+    write_trajectories,
+)
+from rollout.records.trajectory import Message, Trajectory, Turn, VersionSpan
+from rollout.tasks.arithmetic import arithmetic_tasks
 from tests.faults.forked import PASSAGES, bare_folder
 
 FLIPS = 60
@@ -39,7 +45,9 @@ FLIPS = 60
 def flipped(path: Path, flips: Sequence[tuple[int, int]] = ()) -> Iterator[tuple[int, int]]:
     """The file with another bit flipped each time, and which: byte and bit, at random where not named."""
     whole, draw = path.read_bytes(), random.Random(0)
-    for place, bit in flips or [(draw.randrange(len(whole)), draw.randrange(8)) for _ in range(FLIPS)]:
+    for place, bit in flips or [
+        (draw.randrange(len(whole)), draw.randrange(8)) for _ in range(FLIPS)
+    ]:
         changed = bytearray(whole)
         changed[place] ^= 1 << bit
         path.write_bytes(changed)
@@ -48,7 +56,10 @@ def flipped(path: Path, flips: Sequence[tuple[int, int]] = ()) -> Iterator[tuple
 
 
 def refused_or_the_same(
-    path: Path, read: Callable[[], Any], errors: type[Exception], flips: Sequence[tuple[int, int]] = ()
+    path: Path,
+    read: Callable[[], Any],
+    errors: type[Exception],
+    flips: Sequence[tuple[int, int]] = (),
 ) -> int:
     """How many of the flips are refused; AssertionError if one is neither refused nor without a consequence."""
     expected, refused = read(), 0
@@ -59,7 +70,9 @@ def refused_or_the_same(
             refused += 1
             assert "\n" not in str(error) and path.name in str(error)
         else:
-            assert found == expected, f"bit {bit} of byte {place} of {path.name} changes what is read"
+            assert found == expected, (
+                f"bit {bit} of byte {place} of {path.name} changes what is read"
+            )
     assert read() == expected
     return refused
 
@@ -71,7 +84,9 @@ def test_a_checkpoint(tmp_path: Path, name: str) -> None:
     async def write(folder: Path) -> Written:
         async def written() -> dict[str, Digest]:
             (folder / "policy").mkdir()
-            return {"policy/weights": write_chunks(folder / "policy" / "weights", [bytes(range(256))])}
+            return {
+                "policy/weights": write_chunks(folder / "policy" / "weights", [bytes(range(256))])
+            }
 
         return written
 
@@ -113,7 +128,14 @@ def played(number: int) -> Trajectory:
         seed=number,
         reward=number / 4,
     )
-    own = {"task_id": f"a:{number}", "source": "a", "sample": 0, "step": 4, "outcome": 1.0, "answer": str(number + 1)}
+    own = {
+        "task_id": f"a:{number}",
+        "source": "a",
+        "sample": 0,
+        "step": 4,
+        "outcome": 1.0,
+        "answer": str(number + 1),
+    }
     return Trajectory(id=f"4/a:{number}/0", turns=(turn,), metrics={"answered": 1.0}, **own)
 
 
@@ -124,7 +146,9 @@ def test_tasks_and_trajectories(tmp_path: Path) -> None:
     for name, read in (("tasks", read_tasks), ("played", read_trajectories)):
         path = tmp_path / name
         assert refused_or_the_same(path, partial(read, path), RecordError) > FLIPS * 0.5
-        in_pages = [place for column in columns(path) for place in range(column.start, column.stop, 5)]
+        in_pages = [
+            place for column in columns(path) for place in range(column.start, column.stop, 5)
+        ]
         flips = [(place, 0) for place in in_pages]
         assert refused_or_the_same(path, partial(read, path), RecordError, flips) > len(flips) * 0.8
 
@@ -144,7 +168,12 @@ def test_an_index_and_its_corpus(tmp_path: Path, name: str) -> None:
     write_corpus(tmp_path / "passages.jsonl", PASSAGES)
     build_index(tmp_path / "passages.jsonl", tmp_path / "index", Encoder.of("bge", bert))
     least = FLIPS * 0.9
-    assert refused_or_the_same(tmp_path / name, lambda: manifest_of(tmp_path / "index"), RetrievalError) > least
+    assert (
+        refused_or_the_same(
+            tmp_path / name, lambda: manifest_of(tmp_path / "index"), RetrievalError
+        )
+        > least
+    )
 
 
 def manifest_of(index_dir: Path) -> Any:
@@ -154,7 +183,10 @@ def manifest_of(index_dir: Path) -> Any:
 def test_an_evaluation(tmp_path: Path) -> None:
     tasks = [{"task_id": f"a/{n}", "source": "a", "metrics": {"avg@2": n / 4}} for n in range(4)]
     counts = {"k": 2, "replies": 8, "overlong": 0, "cut": 0, "failed": {}}
-    write_json(tmp_path / "trained.json", sealed({"run": "r", "state": "trained", **counts, "tasks": tasks}))
+    write_json(
+        tmp_path / "trained.json",
+        sealed({"run": "r", "state": "trained", **counts, "tasks": tasks}),
+    )
 
     def read() -> Any:
         return read_evaluation(tmp_path / "trained.json").to_dict()
@@ -164,7 +196,9 @@ def test_an_evaluation(tmp_path: Path) -> None:
     assert refused_or_the_same(tmp_path / "trained.json", compared, FolderError) > FLIPS * 0.8
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
+)
 def test_a_finished_model(tmp_path: Path, name: str) -> None:
     """An evaluation, `serve`, `chat` and `export` take one whose files are those that training wrote."""
     config = RunConfig.check(resolve(["experiment=demo_math", f"results={tmp_path}"]), "test")
@@ -179,7 +213,9 @@ def test_a_finished_model(tmp_path: Path, name: str) -> None:
 
     assert refused_or_the_same(model / name, read, FolderError) == FLIPS
     for _ in flipped(model / name, [(0, 0)]):
-        with pytest.raises(FolderError, match=rf"{name}: not there, or not as it was written; train again"):
+        with pytest.raises(
+            FolderError, match=rf"{name}: not there, or not as it was written; train again"
+        ):
             export(config.folder, "solver", tmp_path / "exported", print)
     assert not (tmp_path / "exported").exists()
     (model / name).unlink()
@@ -187,7 +223,9 @@ def test_a_finished_model(tmp_path: Path, name: str) -> None:
         read()
 
 
-def test_a_config_is_refused_or_of_another_recipe_or_the_same_but_for_what_may_change(tmp_path: Path) -> None:
+def test_a_config_is_refused_or_of_another_recipe_or_the_same_but_for_what_may_change(
+    tmp_path: Path,
+) -> None:
     """It has no digest, as people write them: a checkpoint's recipe refuses to go on with another."""
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(resolve(["experiment=demo_math", f"results={tmp_path}"])))

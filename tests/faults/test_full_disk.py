@@ -17,10 +17,10 @@ from typing import TextIO
 
 import pytest
 
-from mcore_mas.rollout.teams.journal import CollectionJournal
-from mcore_mas.training import joblog
-from mcore_mas.training.full_disk import ROOM_S, until_room
-from mcore_mas.training.logbook import Journal, Reporter
+from mcore_mas.runtime import joblog
+from mcore_mas.runtime.full_disk import ROOM_S, until_room
+from mcore_mas.tracking.logbook import Journal, Reporter
+from rollout.teams.journal import CollectionJournal
 from tests.support.virtual_time import run_virtually
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ALONE = ("unshare", "--user", "--map-root-user", "--mount")
 
 
-def test_it_waits_half_an_hour_and_no_longer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_waits_half_an_hour_and_no_longer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     tries: list[float] = []
 
     async def write() -> None:
@@ -64,7 +66,10 @@ def told(folder: Path, gone: Callable[[], None] = lambda: None) -> None:
         return 7
 
     with Reporter("run train", 3) as reporter:
-        metrics, journal = Journal(folder / "metrics", 0, reporter.note), CollectionJournal(folder / "replies", {})
+        metrics, journal = (
+            Journal(folder / "metrics", 0, reporter.note),
+            CollectionJournal(folder / "replies", {}),
+        )
         reporter.step(1, {"reward": 0.5})
         gone()
         reporter.note("n" * 99_999)  # more than waits in memory
@@ -87,7 +92,9 @@ def closed(stream: TextIO) -> Iterator[TextIO]:
             stream.close()
 
 
-def test_a_log_on_the_full_disk_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_on_the_full_disk_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with closed(Path("/dev/full").open("w")) as log:
         monkeypatch.setattr(sys, "stderr", log)
         told(tmp_path)
@@ -97,7 +104,9 @@ def test_a_log_on_the_full_disk_ends_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("bar", [False, True])
-def test_a_terminal_that_is_gone_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bar: bool) -> None:
+def test_a_terminal_that_is_gone_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bar: bool
+) -> None:
     """A bar is drawn there, or lines go there while all goes into a log."""
     monkeypatch.setenv("TERM", "xterm")
     master, slave = pty.openpty()
@@ -110,13 +119,23 @@ def test_a_terminal_that_is_gone_ends_nothing(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_a_training_whose_disk_is_full_for_some_seconds_comes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_training_whose_disk_is_full_for_some_seconds_comes_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
     probe = [*ALONE, "mount", "-t", "tmpfs", "probe", str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run(probe, check=False).returncode:
-        pytest.skip("this machine lets nobody mount a file system of his own (unshare --user --mount)")
+        pytest.skip(
+            "this machine lets nobody mount a file system of his own (unshare --user --mount)"
+        )
     (tmp_path / "disk").mkdir()
     command = [*ALONE, sys.executable, "-m", "tests.faults.full", str(tmp_path / "disk")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"/checkpoints/\.step_000001.*: the disk or a quota is full \(0 MiB are free\)", done.stdout)
-    assert re.search(r"/trajectories/step_000001\.parquet: the disk or a quota is full", done.stdout)
+    assert re.search(
+        r"/checkpoints/\.step_000001.*: the disk or a quota is full \(0 MiB are free\)", done.stdout
+    )
+    assert re.search(
+        r"/trajectories/step_000001\.parquet: the disk or a quota is full", done.stdout
+    )

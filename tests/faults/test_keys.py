@@ -19,8 +19,8 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
-from mcore_mas.rollout.base.text import without_secrets
-from mcore_mas.rollout.engines.remote import SHOWN_AT_MOST
+from rollout.base.text import without_secrets
+from rollout.engines.remote import SHOWN_AT_MOST
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.run_folder import make_run
 
@@ -57,7 +57,9 @@ def arguments() -> Iterator[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_no_key_of_a_training_is_seen_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_of_a_training_is_seen_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The coach quotes the key that it was sent, in its verdicts and in what it says as it fails."""
     secret = KEYS["COACH_TEST_KEY"]
 
@@ -78,7 +80,9 @@ def test_no_key_of_a_training_is_seen_anywhere(tmp_path: Path, monkeypatch: pyte
                 seen.update(arguments())
                 time.sleep(0.1)
         assert process.returncode == 0, shown.read_text()
-        assert {value for sent in server.headers for value in sent.values() if "sk-" in value} == {f"Bearer {secret}"}
+        assert {value for sent in server.headers for value in sent.values() if "sk-" in value} == {
+            f"Bearer {secret}"
+        }
     secrets = [key.encode() for key in KEYS.values()]
     secrets.append((tmp_path / "home" / ".ray" / "auth_token").read_bytes().strip())
     monkeypatch.chdir(tmp_path)
@@ -88,9 +92,13 @@ def test_no_key_of_a_training_is_seen_anywhere(tmp_path: Path, monkeypatch: pyte
         seen.update((done.stdout_bytes, done.stderr_bytes))
         assert "demo_math" in done.stdout or words[0] == "compare"
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "auth_token"]
-    assert {"config.yaml", "metrics.jsonl", "mlflow.db", "ledger.sqlite", "shown"} <= {path.name for path in files}
+    assert {"config.yaml", "metrics.jsonl", "mlflow.db", "ledger.sqlite", "shown"} <= {
+        path.name for path in files
+    }
     seen.update(path.read_bytes() for path in files)
-    assert any(b"I was asked with [key]" in text for text in seen)  # what it said is there to be looked at
+    assert any(
+        b"I was asked with [key]" in text for text in seen
+    )  # what it said is there to be looked at
     assert any(b"ray" in text and b"raylet" in text for text in seen)
     assert not [text[:200] for text in seen for key in secrets if key[: SHOWN_AT_MOST + 7] in text]
 
@@ -101,9 +109,13 @@ def test_no_key_of_a_training_is_seen_anywhere(tmp_path: Path, monkeypatch: pyte
      "postgresql:///runs?user=me&password=tiger-1234", "https://store/?token=tiger-1234",
      "mssql+pyodbc:///?odbc_connect=SERVER%3Dstore%3BPWD%3Dtiger-1234"],
 )  # fmt: skip
-def test_a_store_with_a_password_in_its_address_is_refused_without_showing_it(tmp_path: Path, uri: str) -> None:
+def test_a_store_with_a_password_in_its_address_is_refused_without_showing_it(
+    tmp_path: Path, uri: str
+) -> None:
     values = resolve(["experiment=demo_math"])
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**values, "tracking": {**values["tracking"], "uri": uri}}))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({**values, "tracking": {**values["tracking"], "uri": uri}})
+    )
     with pytest.raises(ConfigError, match=r"tracking\.uri: may hold no password") as refused:
         RunConfig.load(tmp_path / "config.yaml")
     assert "tiger" not in str(refused.value)
@@ -117,7 +129,12 @@ def test_a_store_without_a_password_in_its_address_is_not_refused(tmp_path: Path
         "http://store:5000",
         "databricks",
     ):
-        assert RunConfig.check({**values, "tracking": {**values["tracking"], "uri": uri}}, "here").tracking.uri == uri
+        assert (
+            RunConfig.check(
+                {**values, "tracking": {**values["tracking"], "uri": uri}}, "here"
+            ).tracking.uri
+            == uri
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +143,10 @@ def test_a_store_without_a_password_in_its_address_is_not_refused(tmp_path: Path
      "tracking={password: 'my tiger'}", "x=github_pat_tiger0123"],
 )  # fmt: skip
 def test_a_refusal_of_what_was_given_shows_no_password(override: str) -> None:
-    for refuse in (lambda: resolve(["experiment=demo_math", override]), lambda: load_suite("demo_math", [override])):
+    for refuse in (
+        lambda: resolve(["experiment=demo_math", override]),
+        lambda: load_suite("demo_math", [override]),
+    ):
         with pytest.raises((ConfigError, SuiteError)) as refused:
             refuse()
         assert "tiger" not in str(refused.value)

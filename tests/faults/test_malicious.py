@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_mas.rollout.records.files import TRAJECTORY_SCHEMA
+from rollout.records.files import TRAJECTORY_SCHEMA
 
 LIMITED = """
 import resource, sys
@@ -31,7 +31,9 @@ def refused(code: str, *arguments: object, mb: int = 3072) -> str:
     return done.stderr.splitlines()[-1]
 
 
-LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 11))
+LAUGHS = "a0: &a0 [x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 11)
+)
 YAMLS = {
     "aliases": LAUGHS,
     "long words": f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 1000)}]\n",
@@ -48,19 +50,27 @@ def test_a_suite(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "suite.yaml"
     file.write_text(YAMLS[kind])
     command = "from mcore_mas.pipeline.suite_file import check_command; check_command(['--configfile', sys.argv[1]])"
-    assert refused(command, file).startswith(f"error: --configfile {file}: not YAML (more than 4194304 ")
+    assert refused(command, file).startswith(
+        f"error: --configfile {file}: not YAML (more than 4194304 "
+    )
 
 
 def test_a_config(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(LAUGHS)
-    said = refused("from mcore_mas.config.run import RunConfig; RunConfig.load(Path(sys.argv[1]))", file)
-    assert said.startswith(f"mcore_mas.config.run.ConfigError: {file}: not YAML (more than 4194304 characters with its")
+    said = refused(
+        "from mcore_mas.config.run import RunConfig; RunConfig.load(Path(sys.argv[1]))", file
+    )
+    assert said.startswith(
+        f"mcore_mas.config.run.ConfigError: {file}: not YAML (more than 4194304 characters with its"
+    )
 
 
 def many(path: Path, schema: pa.Schema, columns: dict[str, pa.Array], rows: int = 80 << 8) -> Path:
     """A file of many rows that are all the same, and on disk once; of LONG they are 1.25 GiB."""
-    first = pa.table({name: columns.get(name, pa.nulls(1, schema.field(name).type)) for name in schema.names})
+    first = pa.table(
+        {name: columns.get(name, pa.nulls(1, schema.field(name).type)) for name in schema.names}
+    )
     table = pa.concat_tables([pa.concat_tables([first] * 256).combine_chunks()] * (rows // 256))
     pq.write_table(table, path, compression="zstd", row_group_size=rows)
     return path
@@ -80,13 +90,15 @@ def index_that_says_more(path: Path) -> Path:
     index.add_with_ids(np.ones((2, 4), np.float32), np.arange(2))
     faiss.write_index(index, str(path))
     content = bytearray(path.read_bytes())
-    content[-24:-16] = (1 << 36).to_bytes(8, "little")  # before the two ids of 8 bytes, how many they are
+    content[-24:-16] = (1 << 36).to_bytes(
+        8, "little"
+    )  # before the two ids of 8 bytes, how many they are
     path.write_bytes(content)
     return path
 
 
-READ_CONFIG = "from mcore_mas.rollout.models.architecture import read_config; read_config(sys.argv[1])"
-READ_ROWS = "from mcore_mas.rollout.tasks.files import read_rows; [*read_rows(Path(sys.argv[1]))]"
+READ_CONFIG = "from rollout.models.architecture import read_config; read_config(sys.argv[1])"
+READ_ROWS = "from rollout.tasks.files import read_rows; [*read_rows(Path(sys.argv[1]))]"
 LONG = "x" * (64 << 10)
 ROW = {"id": pa.array(["x"]), "contents": pa.array([LONG])}
 CASES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
@@ -102,10 +114,14 @@ CASES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     ),
     "an index of tensors is large": (
         lambda folder: hollow(folder / "m" / "model.safetensors.index.json", "{}").parent,
-        "from mcore_mas.rollout.models.tensors import TensorFiles; TensorFiles(sys.argv[1])",
+        "from rollout.models.tensors import TensorFiles; TensorFiles(sys.argv[1])",
         "ModelError: .*index.json: not readable .more than",
     ),
-    "a data file is large": (lambda folder: hollow(folder / "d.json", "[]"), READ_ROWS, "RecordError: .*more than"),
+    "a data file is large": (
+        lambda folder: hollow(folder / "d.json", "[]"),
+        READ_ROWS,
+        "RecordError: .*more than",
+    ),
     "it is deep, too": (
         lambda folder: written(folder / "d.json", "[" * 500_000),
         READ_ROWS,
@@ -123,35 +139,39 @@ CASES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     ),
     "rows of it are one row": (
         lambda folder: many(folder / "d.parquet", pa.schema([("contents", pa.string())]), ROW),
-        "from collections import deque; from mcore_mas.rollout.tasks.files import read_rows; "
+        "from collections import deque; from rollout.tasks.files import read_rows; "
         "deque(read_rows(Path(sys.argv[1])), 0)",
         "RecordError: .*cannot be read .its .* bytes become more than",
     ),
     "rows of a corpus are": (
-        lambda folder: many(folder / "c.parquet", pa.schema([("id", pa.string()), ("contents", pa.string())]), ROW),
-        "from mcore_mas.rollout.base import parquet; parquet._LEAST_BYTES >>= 4; "  # it writes as much as it may read
-        "from mcore_mas.retrieval.corpus import copy_corpus; copy_corpus(Path(sys.argv[1]), Path(sys.argv[1] + '.l'))",
+        lambda folder: many(
+            folder / "c.parquet", pa.schema([("id", pa.string()), ("contents", pa.string())]), ROW
+        ),
+        "from rollout.base import parquet; parquet._LEAST_BYTES >>= 4; "  # it writes as much as it may read
+        "from retrieval.corpus import copy_corpus; copy_corpus(Path(sys.argv[1]), Path(sys.argv[1] + '.l'))",
         "RetrievalError: .*cannot be read .its .* bytes become more than",
     ),
     "a corpus has a long line": (
-        lambda folder: written(folder / "c.jsonl", '{"id": "1", "contents": "' + "x" * (17 << 20) + '"}\n'),
-        "from mcore_mas.retrieval.corpus import Corpus; Corpus(Path(sys.argv[1]))[0]",
+        lambda folder: written(
+            folder / "c.jsonl", '{"id": "1", "contents": "' + "x" * (17 << 20) + '"}\n'
+        ),
+        "from retrieval.corpus import Corpus; Corpus(Path(sys.argv[1]))[0]",
         "RetrievalError: .*c.jsonl:1: a line of 17825820 bytes; expected at most 16777216",
     ),
     "trajectories in the studio are one": (
         lambda folder: many(folder / "t.parquet", TRAJECTORY_SCHEMA, {"answer": pa.array([LONG])}),
-        "from mcore_mas.rollout.records.files import TrajectoryFilter, list_trajectories; "
+        "from rollout.records.files import TrajectoryFilter, list_trajectories; "
         "list_trajectories(Path(sys.argv[1]), TrajectoryFilter())",
         "RecordError: .*a damaged file .its .* bytes become more than",
     ),
     "the same in `show`": (
         lambda folder: many(folder / "t.parquet", TRAJECTORY_SCHEMA, {"answer": pa.array([LONG])}),
-        "from mcore_mas.rollout.records.files import trajectory_at; trajectory_at(Path(sys.argv[1]), 1)",
+        "from rollout.records.files import trajectory_at; trajectory_at(Path(sys.argv[1]), 1)",
         "RecordError: .*a damaged file .its .* bytes become more than",
     ),
     "an index of FAISS says that it is large": (
         lambda folder: index_that_says_more(folder / "index.faiss"),
-        "from mcore_mas.retrieval.index import read_vectors; read_vectors(Path(sys.argv[1]))",
+        "from retrieval.index import read_vectors; read_vectors(Path(sys.argv[1]))",
         "RetrievalError: .*index.faiss: no index of FAISS, or damaged",
     ),
 }

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.megatron.state.weight_import import write_folder
-from mcore_mas.rollout.base.files import atomic_folder, writable
-from mcore_mas.training.tracking_store import Store
+from mcore_mas.tracking.store import Store
+from rollout.base.files import atomic_folder, writable
 from tests.support.tiny import make_model
 
 
@@ -36,7 +36,9 @@ def test_weights(tmp_path: Path) -> None:
     assert "config.json" in open_to_others(tmp_path)
     like.chmod(0o755)
     writable(tmp_path / "run")
-    write_folder(like, tmp_path / "run" / "models" / "solver", {"x": next(model.parameters()).detach()})
+    write_folder(
+        like, tmp_path / "run" / "models" / "solver", {"x": next(model.parameters()).detach()}
+    )
     write_folder(like, tmp_path / "exported", {"x": next(model.parameters()).detach()})
     with atomic_folder(tmp_path / "weights" / "run" / "solver" / "v000001") as partial:
         (partial / "model.safetensors").write_bytes(b"weights")

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 import pytest
 from openai import AsyncOpenAI
 
-from mcore_mas.rollout.engines.remote import RemoteConfig
-from mcore_mas.rollout.engines.remote.caller import RemoteClient
-from mcore_mas.rollout.records.trajectory import Message, Sampling
-from mcore_mas.rollout.rewards.coach import Coach
+from rollout.engines.remote import RemoteConfig
+from rollout.engines.remote.caller import RemoteClient
+from rollout.records.trajectory import Message, Sampling
+from rollout.rewards.coach import Coach
 from tests.faults.proxy import NAMES, FaultProxy
 from tests.support.chat_server import chat_server, says
 from tests.support.coached import config, group, trajectory, turn
@@ -22,13 +22,17 @@ from tests.support.mlflow_server import STEPS, WANTED, Server, everything, idle,
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_coach_is_asked_again_and_its_score_is_the_one_that_it_gave(tmp_path: Path, name: str) -> None:
+def test_a_coach_is_asked_again_and_its_score_is_the_one_that_it_gave(
+    tmp_path: Path, name: str
+) -> None:
     async def score(url: str) -> object:
         async with aclosing(Coach(config(f"{url}/v1"), tmp_path)) as coach:
             (judged,) = await coach.score([group(trajectory(turn(0, "solver", "x")))])
             return judged.trajectories[0].turns[0].scores
 
-    verdict = says(" " * 400 + "PROCESS_SCORE: 7")  # the first letter behind the middle of the answer is P
+    verdict = says(
+        " " * 400 + "PROCESS_SCORE: 7"
+    )  # the first letter behind the middle of the answer is P
     with chat_server(verdict) as server, FaultProxy(server.url).running() as proxy:
         proxy.faulty = (name, 1)
         assert asyncio.run(score(proxy.url)) == {"process": 7.0}
@@ -36,8 +40,12 @@ def test_a_coach_is_asked_again_and_its_score_is_the_one_that_it_gave(tmp_path: 
     assert len(server.bodies) == (1 if name in ("delay", "drop") else 2)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "corrupt"])  # of a text any letter may be right
-def test_a_remote_model_is_asked_again_and_its_reply_is_the_one_that_it_gave(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name != "corrupt"]
+)  # of a text any letter may be right
+def test_a_remote_model_is_asked_again_and_its_reply_is_the_one_that_it_gave(
+    tmp_path: Path, name: str
+) -> None:
     async def say(url: str) -> str:
         voice = RemoteClient(RemoteConfig(model="friend", url=f"{url}/v1"), tmp_path)
         async with aclosing(voice):
@@ -81,7 +89,9 @@ def test_a_gateways_caller_reads_what_was_sampled_once(tmp_path: Path, name: str
             proxy._target = urlsplit(url)
             through = proxy.url + urlsplit(url).path
             async with AsyncOpenAI(base_url=f"{through}/v1", api_key=key, timeout=20) as api:
-                reply = await api.chat.completions.create(model="a", messages=[{"role": "user", "content": "q"}])
+                reply = await api.chat.completions.create(
+                    model="a", messages=[{"role": "user", "content": "q"}]
+                )
             return reply.choices[0].message.content, [turn.text for turn in seat.turns]
 
     with FaultProxy("http://127.0.0.1:1").running() as proxy:

@@ -36,7 +36,9 @@ def test_the_same_recipe_is_the_same_run(found: list[list[dict[str, str]]]) -> N
 
 
 @pytest.mark.slow
-def test_ahead_of_training_neither_time_nor_a_kill_changes_a_bit(found: list[list[dict[str, str]]]) -> None:
+def test_ahead_of_training_neither_time_nor_a_kill_changes_a_bit(
+    found: list[list[dict[str, str]]],
+) -> None:
     """Each token of one comes later; the other is killed and goes on."""
     assert_same(found[0][1], found[1][1])
     assert found[0][1] != found[0][0]

@@ -75,10 +75,16 @@ def row(name: str, version: str, digest: str, found: Mapping[str, float]) -> str
 
 def page(rows: Mapping[str, str], before: str = "") -> str:
     """The page with these rows, and of other frameworks those of the page before; clear gains first."""
-    kept = {line[1]: line[0] for line in re.finditer(r"^\| ([^|]+) \| [a-z0-9-]+ \d.*$", before, re.MULTILINE)}
+    kept = {
+        line[1]: line[0]
+        for line in re.finditer(r"^\| ([^|]+) \| [a-z0-9-]+ \d.*$", before, re.MULTILINE)
+    }
     known = {**kept, **rows}
     lines = [f"{known[name]}\n" for name in FRAMEWORKS if name in known]
-    clear, rest = [line for line in lines if "[+" in line], [line for line in lines if "[+" not in line]
+    clear, rest = (
+        [line for line in lines if "[+" in line],
+        [line for line in lines if "[+" not in line],
+    )
     return HEAD + COLUMNS + "".join(clear) + ("".join([UNCLEAR, COLUMNS, *rest]) if rest else "")
 
 
@@ -110,7 +116,9 @@ def main(names: Sequence[str]) -> int:
             continue
         found = json.loads(done.stdout.splitlines()[-1])
         poor += [name] if found["low"] <= 0 else []
-        line = row(name, version_of(FRAMEWORKS[name].package), digest_of(FRAMEWORKS[name], PYTHON), found)
+        line = row(
+            name, version_of(FRAMEWORKS[name].package), digest_of(FRAMEWORKS[name], PYTHON), found
+        )
         print(line, flush=True)
         before = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
         PAGE.write_text(page({name: line}, before), encoding="utf-8")

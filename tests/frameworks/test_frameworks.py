@@ -22,7 +22,9 @@ from tests.frameworks.training import (
 FOUND = {"before": 0.25, "after": 0.75, "low": 0.4, "high": 0.6, "turns": 2.0, "minutes": 3.14}
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-frameworks; `make test-frameworks` sets it up")
+@pytest.mark.skipif(
+    not PYTHON.exists(), reason="needs .venv-frameworks; `make test-frameworks` sets it up"
+)
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_program_of_the_framework_is_played_as_it_is(name: str, tmp_path: Path) -> None:
     framework = FRAMEWORKS[name]
@@ -31,22 +33,36 @@ def test_a_program_of_the_framework_is_played_as_it_is(name: str, tmp_path: Path
         groups = asyncio.run(lesson.play(teacher, step=0, group_size=2))
     played = [trajectory for group in groups for trajectory in group.trajectories]
     assert sum(len(trajectory.turns) for trajectory in played) == len(teacher.said)
-    assert all(any("What is " in message.content for message in t.turns[-1].messages) for t in played)
-    assert abs(sum(right(groups)) / len(groups) - RIGHT) < 0.34  # the last agent's answer is the program's
+    assert all(
+        any("What is " in message.content for message in t.turns[-1].messages) for t in played
+    )
+    assert (
+        abs(sum(right(groups)) / len(groups) - RIGHT) < 0.34
+    )  # the last agent's answer is the program's
 
 
 def test_the_page_keeps_the_rows_of_frameworks_that_were_not_run() -> None:
-    first = page({"AG2": row("AG2", "0.1", "a" * 64, FOUND), "LangGraph": row("LangGraph", "1.0", "b" * 64, FOUND)})
+    first = page(
+        {
+            "AG2": row("AG2", "0.1", "a" * 64, FOUND),
+            "LangGraph": row("LangGraph", "1.0", "b" * 64, FOUND),
+        }
+    )
     again = page({"AG2": row("AG2", "0.2", "c" * 64, FOUND)}, first)
     rows = [line for line in again.splitlines() if " | [" in line]
-    assert [line.split(" | ")[1] for line in rows] == ["ag2 0.2", "langgraph 1.0"]  # in the order of FRAMEWORKS
+    assert [line.split(" | ")[1] for line in rows] == [
+        "ag2 0.2",
+        "langgraph 1.0",
+    ]  # in the order of FRAMEWORKS
     assert rows[0].endswith(f"{'c' * 64} | 2.0 | 25.0 | 75.0 | +50.0 | [+40.0, +60.0] | 3.1 |")
 
 
 def test_the_page_says_which_frameworks_have_learnt_for_sure() -> None:
     clear, _, rest = PAGE.read_text().partition(UNCLEAR)
     for part, learnt in ((clear, True), (rest, False)):
-        rows = re.findall(r"^\| ([^|]+) \| (\S+) (\S+) \|.*\| \[([+-][\d.]+), .*$", part, re.MULTILINE)
+        rows = re.findall(
+            r"^\| ([^|]+) \| (\S+) (\S+) \|.*\| \[([+-][\d.]+), .*$", part, re.MULTILINE
+        )
         assert rows or not learnt
         for name, package, version, low in rows:
             assert (float(low) > 0) == learnt

@@ -32,7 +32,7 @@ from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_pr
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from mcore_mas.pipeline.base_model import init_model, train_tokenizer
-from mcore_mas.rollout.config.sections import (
+from rollout.config.sections import (
     AgentConfig,
     EnvConfig,
     OrchestraConfig,
@@ -41,11 +41,11 @@ from mcore_mas.rollout.config.sections import (
     build_env,
     build_team,
 )
-from mcore_mas.rollout.engines import ChatState, EngineClient, PolicyClient, PolicyReply
-from mcore_mas.rollout.engines.embedded.batching import LocalEngine
-from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.models.tool_calls import in_words
-from mcore_mas.rollout.records.trajectory import (
+from rollout.engines import ChatState, EngineClient, PolicyClient, PolicyReply
+from rollout.engines.embedded.batching import LocalEngine
+from rollout.models.chat_template import Renderer
+from rollout.models.tool_calls import in_words
+from rollout.records.trajectory import (
     Completion,
     Group,
     Message,
@@ -55,8 +55,8 @@ from mcore_mas.rollout.records.trajectory import (
     VersionSpan,
     derive_seed,
 )
-from mcore_mas.rollout.teams.collect import Collector
-from mcore_mas.rollout.teams.team import Team
+from rollout.teams.collect import Collector
+from rollout.teams.team import Team
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -64,7 +64,11 @@ PROGRAMS = HERE / "programs"  # ours
 PYTHON = ROOT / ".venv-frameworks" / "bin" / "python"
 NUMBERS = range(1, 4)
 RIGHT = 0.35  # share of the teacher's replies
-TAUGHT, TRAINED, SCORED = 16, 4, 16  # trajectories of each sum: before the cold start, in a step, in an evaluation
+TAUGHT, TRAINED, SCORED = (
+    16,
+    4,
+    16,
+)  # trajectories of each sum: before the cold start, in a step, in an evaluation
 STEPS, UPDATES = 16, 4  # of reinforcement learning; of the model in each
 _NEAR = 64  # tokens before a reply
 
@@ -74,8 +78,12 @@ class Framework:
     """A framework, its program, what of it is shipped, and how a reply to it reads."""
 
     package: str  # in the index
-    shipped: tuple[str, ...] = ()  # files of the package, its source distribution or what it writes; the program first
-    ours: str = ""  # in tests/frameworks/programs: the program, or what hands a shipped team its task
+    shipped: tuple[
+        str, ...
+    ] = ()  # files of the package, its source distribution or what it writes; the program first
+    ours: str = (
+        ""  # in tests/frameworks/programs: the program, or what hands a shipped team its task
+    )
     arguments: tuple[str, ...] = ()
     reply: str = "\\boxed{{{0}}}"
     apart: str = ""  # of the package, what starts threads when it is imported (see `warm.py`)
@@ -83,10 +91,14 @@ class Framework:
 
 
 FRAMEWORKS = {
-    "AG2": Framework(package="ag2", shipped=("website/snippets/python-examples/conversableagentchat.mdx",)),
+    "AG2": Framework(
+        package="ag2", shipped=("website/snippets/python-examples/conversableagentchat.mdx",)
+    ),
     "CrewAI": Framework(
         package="crewai",
-        shipped=tuple(f"src/sums/{name}" for name in ("crew.py", "config/agents.yaml", "config/tasks.yaml")),
+        shipped=tuple(
+            f"src/sums/{name}" for name in ("crew.py", "config/agents.yaml", "config/tasks.yaml")
+        ),
         ours="ask_crew.py",
         reply="I now can give a great answer\nFinal Answer: \\boxed{{{0}}}",
         apart="crewai",
@@ -101,10 +113,14 @@ FRAMEWORKS = {
         reply="Thought: I add.\n<code>\nfinal_answer('\\\\boxed{{{0}}}')\n</code>",
         rules={"most_calls": 4, "crash": "wrong"},  # it makes up to 20
     ),
-    "OpenAI Agents SDK": Framework(package="openai-agents", shipped=("examples/agent_patterns/parallelization.py",)),
+    "OpenAI Agents SDK": Framework(
+        package="openai-agents", shipped=("examples/agent_patterns/parallelization.py",)
+    ),
     "Anthropic SDK": Framework(package="anthropic", shipped=("examples/memory/basic.py",)),
     "LangGraph": Framework(
-        package="langgraph", shipped=("examples/graph_prerelease_reqs/agent.py",), ours="ask_graph.py"
+        package="langgraph",
+        shipped=("examples/graph_prerelease_reqs/agent.py",),
+        ours="ask_graph.py",
     ),
 }
 
@@ -135,7 +151,9 @@ class Teacher:
     said: list[tuple[tuple[Message, ...], str]] = field(default_factory=list)
     times: Counter[str] = field(default_factory=Counter)  # that it was asked so
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
+    async def say(
+        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
+    ) -> PolicyReply:
         asked = in_words(messages, chat.tools if chat else ())
         sums = re.findall(r"What is (\d)\+(\d)\?", "\n".join(message.content for message in asked))
         a, b = map(int, sums[-1] if sums else (0, 0))
@@ -143,7 +161,9 @@ class Teacher:
         self.times[words] += 1
         random = Random(f"{words}{self.times[words]}")
         right = random.random() < RIGHT
-        text = self.reply.format(a + b if right else random.choice([n for n in range(2, 7) if n != a + b]))
+        text = self.reply.format(
+            a + b if right else random.choice([n for n in range(2, 7) if n != a + b])
+        )
         self.said.append((tuple(asked), text))
         span = VersionSpan(version=0, start=0, end=0)
         completion = Completion(token_ids=(), logprobs=(), finish_reason="stop", versions=(span,))
@@ -152,13 +172,21 @@ class Teacher:
 
 def shipped_files(framework: Framework, python: Path) -> list[Path]:
     """What a framework ships of its program: in its package, its source distribution or what it writes."""
-    places = [*python.parents[1].glob("lib/python*/site-packages"), *python.parents[1].glob("sources/*/")]
-    return [next(path for place in places if (path := place / name).exists()) for name in framework.shipped]
+    places = [
+        *python.parents[1].glob("lib/python*/site-packages"),
+        *python.parents[1].glob("sources/*/"),
+    ]
+    return [
+        next(path for place in places if (path := place / name).exists())
+        for name in framework.shipped
+    ]
 
 
 def digest_of(framework: Framework, python: Path) -> str:
     """SHA-256 of the shipped files, one after the other."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in shipped_files(framework, python))).hexdigest()
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for path in shipped_files(framework, python))
+    ).hexdigest()
 
 
 def program_of(framework: Framework, python: Path, folder: Path) -> tuple[list[Path], Path]:
@@ -241,7 +269,9 @@ class Lesson:
             RuntimeError: a trajectory failed.
         """
         team, make_env, orchestra = self.team(player), self.env, self.orchestra
-        collector = Collector(team=team, make_env=make_env, orchestra=orchestra, seed=self.seed, step=step)
+        collector = Collector(
+            team=team, make_env=make_env, orchestra=orchestra, seed=self.seed, step=step
+        )
         groups = await collector.collect(sums(), group_size)
         failed = [t.error for group in groups for t in group.trajectories if t.error]
         if failed:
@@ -261,20 +291,30 @@ def succeeded(trajectory: Trajectory) -> float:
 
 def base_model(said: Sequence[tuple[tuple[Message, ...], str]], folder: Path) -> None:
     """A tokenizer of what was said, and random weights."""
-    base = BaseModelConfig(layers=2, hidden=64, heads=4, kv_heads=4, ffn=192, vocab=1024, positions=8192)
-    texts = (text for asked, reply in said for text in (*(f"{m.role}\n{m.content}" for m in asked), reply))
+    base = BaseModelConfig(
+        layers=2, hidden=64, heads=4, kv_heads=4, ffn=192, vocab=1024, positions=8192
+    )
+    texts = (
+        text
+        for asked, reply in said
+        for text in (*(f"{m.role}\n{m.content}" for m in asked), reply)
+    )
     tokenizer = train_tokenizer(texts, base.vocab, "phrases")
     tokenizer.save_pretrained(str(folder))
     init_model(tokenizer, base, derive_seed(1, "framework") % 2**63).save_pretrained(str(folder))
 
 
-def cold_start(said: Sequence[tuple[tuple[Message, ...], str]], folder: Path, out: Path, *, steps: int) -> None:
+def cold_start(
+    said: Sequence[tuple[tuple[Message, ...], str]], folder: Path, out: Path, *, steps: int
+) -> None:
     """Supervised steps on what the teacher said, first with the end of each prompt only.
 
     A small model finds a sum among 60 tokens, and then keeps its eyes on that place; among a framework's 2,000 it never
     does.
     """
-    spec = TrainerSpec(model=str(folder), lr=2e-3, warmup_steps=20, objective=Objective(loss="cross_entropy"))
+    spec = TrainerSpec(
+        model=str(folder), lr=2e-3, warmup_steps=20, objective=Objective(loss="cross_entropy")
+    )
     trainer, renderer = MegatronTrainer(spec), Renderer(folder)
     random = Random(1)
     for step in range(steps):
@@ -303,7 +343,9 @@ def _supervised(ids: tuple[int, ...], trained: tuple[bool, ...]) -> Sample:
 
 async def learn(lesson: Lesson, model: Path) -> tuple[list[float], list[float], list[float]]:
     """Train on every sum in each step; the share right of each sum before and after, and of each step."""
-    trainer = MegatronTrainer(TrainerSpec(model=str(model), lr=1e-3, objective=Objective(loss="ppo_clip")))
+    trainer = MegatronTrainer(
+        TrainerSpec(model=str(model), lr=1e-3, objective=Objective(loss="ppo_clip"))
+    )
     engine = LocalEngine(model, max_length=8192, rows=64)
     player = EngineClient(engine=engine, renderer=Renderer(model), max_length=8192)
     rules = dict.fromkeys(lesson.agents, AdvantageConfig(name="grpo"))

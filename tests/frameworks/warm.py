@@ -63,7 +63,9 @@ def _play(asked: socket.socket, imported: Path) -> None:
     new = set(sys.modules) - before
     if len(new) > 20 and not status:
         own = imported.with_suffix(f".{os.getpid()}")
-        own.write_text("\n".join(sorted(name for name in new if name[0] != "_")))  # those, others import by themselves
+        own.write_text(
+            "\n".join(sorted(name for name in new if name[0] != "_"))
+        )  # those, others import by themselves
         own.rename(imported)
     asked.send(bytes([status]))
     os._exit(status)
@@ -73,7 +75,9 @@ def ask(place: str, program: str, *arguments: str) -> int:
     """The exit status of a program."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
         asked.connect(place)
-        socket.send_fds(asked, [json.dumps([program, arguments, dict(os.environ)]).encode()], [0, 1, 2])
+        socket.send_fds(
+            asked, [json.dumps([program, arguments, dict(os.environ)]).encode()], [0, 1, 2]
+        )
         status = asked.recv(1)
     return status[0] if status else 1
 

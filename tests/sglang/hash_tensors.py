@@ -11,12 +11,19 @@ os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined
 import torch
 from sglang.kernels.ops.memory import gpu_tensor_hash as kernels
 
-TILE, CHUNK, SEED, WORD = 8192, 1024, 0x243F6A88, (1 << 32) - 1  # `gpu_tensor_hash` has them as defaults
+TILE, CHUNK, SEED, WORD = (
+    8192,
+    1024,
+    0x243F6A88,
+    (1 << 32) - 1,
+)  # `gpu_tensor_hash` has them as defaults
 
 
 def hashed(data: bytes) -> int:
     """`gpu_tensor_hash`, which asks for a GPU before it launches these."""
-    words = torch.frombuffer(bytearray(data + bytes(-len(data) % 4)), dtype=torch.uint8).view(torch.uint32)
+    words = torch.frombuffer(bytearray(data + bytes(-len(data) % 4)), dtype=torch.uint8).view(
+        torch.uint32
+    )
     sums = torch.empty(-(-len(words) // TILE), dtype=torch.uint64)
     kernels.hash_tiles32_kernel_blocked[(len(sums),)](
         words,

@@ -37,7 +37,9 @@ def main() -> int:
     """Patch the environment of the interpreter that runs this; does nothing the second time."""
     packages = Path(sysconfig.get_path("purelib"))
     if not packages.is_relative_to(sys.prefix) or sys.prefix == sys.base_prefix:
-        print(f"error: {sys.executable} is in no virtual environment; run this with .venv-sglang/bin/python")
+        print(
+            f"error: {sys.executable} is in no virtual environment; run this with .venv-sglang/bin/python"
+        )
         return 1
     operators = packages / "torchvision" / "_meta_registrations.py"
     text = operators.read_text(encoding="utf-8")
@@ -51,7 +53,9 @@ def main() -> int:
     for name in ("lora/layers.py", "lora/backend/torch_backend.py", "state_capturer/base.py"):
         file = packages / "sglang" / "srt" / name
         text = file.read_text(encoding="utf-8")
-        _write(file, text.replace("pin_memory=True", "pin_memory=False").replace(".pin_memory()", ""))
+        _write(
+            file, text.replace("pin_memory=True", "pin_memory=False").replace(".pin_memory()", "")
+        )
     return 0
 
 

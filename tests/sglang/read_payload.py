@@ -27,7 +27,9 @@ found: dict[str, Any] = {}
 def opened(*arguments: Any) -> torch.Tensor:
     """In the place of torch's `rebuild_cuda_tensor`; the seventh argument is the GPU, the eighth the handle."""
     found["gpu"] = arguments[6]
-    return torch.frombuffer(bytearray(arguments[7]), dtype=arguments[5]).as_strided(arguments[1], arguments[2])
+    return torch.frombuffer(bytearray(arguments[7]), dtype=arguments[5]).as_strided(
+        arguments[1], arguments[2]
+    )
 
 
 class Model:
@@ -44,11 +46,15 @@ def main() -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=GPUS[device])
     tp_worker.get_parallel = lambda: SimpleNamespace(tp_rank=RANK)
     payload = tp_worker.BaseTpWorker.deserialize_own_rank(None, json.load(sys.stdin))
-    if isinstance(payload, list):  # for `load_format: direct`, which copies each into the parameter of its name
+    if isinstance(
+        payload, list
+    ):  # for `load_format: direct`, which copies each into the parameter of its name
         Model().load_weights(payload)
     else:
         updater = SimpleNamespace(get_model=Model)
-        WeightUpdater._update_weights_from_flattened_bucket(updater, flattened_tensor_bucket_dict=payload)
+        WeightUpdater._update_weights_from_flattened_bucket(
+            updater, flattened_tensor_bucket_dict=payload
+        )
     print(json.dumps(found))
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.records.trajectory import Sampling
-from mcore_mas.rollout.sync import make_sender
+from rollout.base.errors import EngineError
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.records.trajectory import Sampling
+from rollout.sync import make_sender
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, worst
 from tests.support import reference
 from tests.support.sglang_server import make_engine
@@ -82,7 +82,9 @@ def test_every_expert_of_the_server_is_compared(mixture: Mixture) -> None:
         if not handover.checksums:
             pytest.skip("the server's checksums are its GPU's own")
         await mixture.engine.commit_update(handover)
-        said = await mixture.engine._replicas[0].client.call("/weights_checker", {"action": "checksum"})
+        said = await mixture.engine._replicas[0].client.call(
+            "/weights_checker", {"action": "checksum"}
+        )
         return said["ranks"][0]["checksums"], dict(handover.checksums)
 
     mixture.engine._transport = "disk"
@@ -106,5 +108,7 @@ def test_it_names_the_experts_that_hugging_face_chooses(sglang: str, tmp_path: P
 
 def test_dense_layers_among_them_are_refused(tmp_path: Path) -> None:
     reference.make_model("qwen3_moe", tmp_path)
-    with pytest.raises(EngineError, match=r"mlp_only_layers \[1\] .* SGLang takes every layer of a qwen3_moe"):
+    with pytest.raises(
+        EngineError, match=r"mlp_only_layers \[1\] .* SGLang takes every layer of a qwen3_moe"
+    ):
         SGLangEngine(tmp_path, max_length=64, python="/nowhere")

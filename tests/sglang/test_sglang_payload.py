@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from mcore_mas.rollout.models.tensors import gpu_hash
-from mcore_mas.rollout.sync import push
-from mcore_mas.rollout.sync.push import flatten, serialize
+from rollout.models.tensors import gpu_hash
+from rollout.sync import push
+from rollout.sync.push import flatten, serialize
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
@@ -36,19 +36,32 @@ class OnAGpu:
 def reduced(shared: OnAGpu) -> tuple[Any, tuple[Any, ...]]:
     """What torch's `reduce_tensor` gives of a CUDA tensor, with its bytes in the place of the memory's handle."""
     tensor, size = shared.tensor, shared.tensor.nbytes
-    of_storage = (torch.storage.TypedStorage, tensor.dtype, 0, tensor.view(torch.uint8).numpy().tobytes(), size, 0)
+    of_storage = (
+        torch.storage.TypedStorage,
+        tensor.dtype,
+        0,
+        tensor.view(torch.uint8).numpy().tobytes(),
+        size,
+        0,
+    )
     counter_and_event = (False, b"counter", 0, b"event", True)
     whole = (torch.Tensor, tensor.size(), tensor.stride(), 0, *of_storage, *counter_and_event)
     return reductions.rebuild_cuda_tensor, whole
 
 
 @pytest.mark.parametrize("form", ["flattened_bucket", "direct"])
-def test_sglang_finds_the_gpu_and_the_tensors(sglang: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_finds_the_gpu_and_the_tensors(
+    sglang: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "://" in sglang:
         pytest.skip("the reader runs in SGLang's environment")
     monkeypatch.setattr(reductions, "reduce_tensor", reduced)
     monkeypatch.setattr(push, "_name_of", lambda device: GPU)
-    half, one, byte = torch.tensor([1.0, -2.0]).bfloat16(), torch.tensor([[0.5], [3.0]]), torch.ones(1).byte()
+    half, one, byte = (
+        torch.tensor([1.0, -2.0]).bfloat16(),
+        torch.tensor([[0.5], [3.0]]),
+        torch.ones(1).byte(),
+    )
     flat, metadata = flatten([("half", half), ("one", one), ("byte", byte)])
 
     def shared(tensor: Tensor) -> push._Shared:
@@ -79,7 +92,13 @@ def test_sglangs_kernels_hash_as_the_trainer_does(sglang: str) -> None:
     if "://" in sglang:
         pytest.skip("the kernels are run in SGLang's environment")
     many = torch.randn(20_000, generator=torch.Generator().manual_seed(0))  # three tiles
-    tensors = [torch.ones(1), many, many.bfloat16(), torch.arange(5, dtype=torch.uint8), torch.zeros(8192)]
+    tensors = [
+        torch.ones(1),
+        many,
+        many.bfloat16(),
+        torch.arange(5, dtype=torch.uint8),
+        torch.zeros(8192),
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     said = subprocess.run(
         [sglang, str(HASHER)],

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from rollout.base.errors import EngineError
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.records.trajectory import Completion, Sampling
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, worst
 from tests.support import reference
 from tests.support.sglang_server import make_engine, pid_of
@@ -45,7 +45,9 @@ def pair(sglang: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         ask(owner, [([1], Sampling(max_tokens=1, session=session)) for session in SESSIONS])
         urls = [replica.client.url for replica in owner._replicas]
         there = {"urls": urls, "key": owner._settings.own_key}
-        guest = SGLangEngine(folder / "model", max_length=160, weights_folder=folder / "guest", **there)
+        guest = SGLangEngine(
+            folder / "model", max_length=160, weights_folder=folder / "guest", **there
+        )
         yield Pair(owner, guest, model)
     finally:
         owner.close()
@@ -63,7 +65,9 @@ def scaled(model: torch.nn.Module, factor: float) -> list[tuple[str, Tensor]]:
 def turns(engine: SGLangEngine, told: Sequence[list[int]]) -> list[Completion]:
     """A turn of every session."""
     pairs = zip(SESSIONS, told, strict=True)
-    return ask(engine, [(prompt, Sampling(max_tokens=4, session=session)) for session, prompt in pairs])
+    return ask(
+        engine, [(prompt, Sampling(max_tokens=4, session=session)) for session, prompt in pairs]
+    )
 
 
 def test_a_session_finds_its_prefix_on_its_replica(pair: Pair) -> None:
@@ -71,7 +75,9 @@ def test_a_session_finds_its_prefix_on_its_replica(pair: Pair) -> None:
     first = turns(pair.owner, told)
     told = [[*prompt, *said.token_ids, 5] for prompt, said in zip(told, first, strict=True)]
     second = turns(pair.owner, told)
-    assert [said.cached_tokens for said in second] == [43] * 8  # all but the last token sampled, which never ran
+    assert [said.cached_tokens for said in second] == [
+        43
+    ] * 8  # all but the last token sampled, which never ran
     asyncio.run(pair.owner._replicas[0].client.call("/flush_cache", {}))
     told = [[*prompt, *said.token_ids, 5] for prompt, said in zip(told, second, strict=True)]
     third = turns(pair.guest, told)  # by the same servers in the same order, the same places
@@ -99,7 +105,10 @@ def test_new_weights_reach_every_replica(pair: Pair, transport: str) -> None:
 
 def test_one_rank_cannot_share_memory_with_two_servers(pair: Pair, shared_by_name: None) -> None:
     pair.owner._transport = "tensor"
-    with pytest.raises(EngineError, match="needs a trainer rank on every GPU of the engine: 2 servers of 1 GPUs, 1 r"):
+    with pytest.raises(
+        EngineError,
+        match="needs a trainer rank on every GPU of the engine: 2 servers of 1 GPUs, 1 r",
+    ):
         asyncio.run(pair.owner.load_weights(scaled(pair.model, 1.0), 40))
     pair.owner._transport = "disk"
     asyncio.run(pair.owner.load_weights(scaled(pair.model, 1.1), 41))
@@ -115,7 +124,9 @@ def test_an_engine_that_was_told_of_servers_updates_them(pair: Pair) -> None:
         assert said.versions[0].version == 50
         assert worst(pair.model, [4, 5, 6], said) < LOGPROB_TOLERANCE
     pair.guest.close()
-    assert ask(pair.owner, [([4, 5, 6], Sampling(max_tokens=4))])  # what is not its own it leaves running
+    assert ask(
+        pair.owner, [([4, 5, 6], Sampling(max_tokens=4))]
+    )  # what is not its own it leaves running
 
 
 def test_a_death_without_a_restart_is_told_and_the_other_replica_goes_on(pair: Pair) -> None:
@@ -123,7 +134,10 @@ def test_a_death_without_a_restart_is_told_and_the_other_replica_goes_on(pair: P
         pid = await pid_of(pair.owner._replicas[0])
         assert pid is not None
         os.killpg(pid, signal.SIGKILL)
-        waiting = (pair.owner.generate([8, 9], Sampling(max_tokens=4, session=session)) for session in SESSIONS)
+        waiting = (
+            pair.owner.generate([8, 9], Sampling(max_tokens=4, session=session))
+            for session in SESSIONS
+        )
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     said = asyncio.run(play())

@@ -9,18 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines import Tag
-from mcore_mas.rollout.engines.sglang import SGLANG_VERSION
-from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
-from mcore_mas.rollout.sync import make_sender
+from rollout.base.errors import EngineError
+from rollout.engines import Tag
+from rollout.engines.sglang import SGLANG_VERSION
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.records.trajectory import Completion, Sampling
+from rollout.sync import make_sender
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, reference, weights, worst
 from tests.support.tiny import MAX_LENGTH, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
-LONG = [([7, i], Sampling(max_tokens=MAX_LENGTH - 2)) for i in range(6)]  # requests that run for seconds
+LONG = [
+    ([7, i], Sampling(max_tokens=MAX_LENGTH - 2)) for i in range(6)
+]  # requests that run for seconds
 
 
 @pytest.fixture
@@ -40,7 +42,9 @@ async def amid(engine: SGLangEngine, act: Callable[[], Any]) -> list[Completion]
 async def started(engine: SGLangEngine) -> list[asyncio.Task[Completion]]:
     """The long requests, all of which are being computed."""
     for _ in range(10):
-        running = [asyncio.create_task(engine.generate(prompt, sampling)) for prompt, sampling in LONG]
+        running = [
+            asyncio.create_task(engine.generate(prompt, sampling)) for prompt, sampling in LONG
+        ]
         while not any(task.done() for task in running):
             if await decoding(engine):
                 return running
@@ -71,11 +75,15 @@ def test_running_replies_go_on_with_new_weights(engine: SGLangEngine) -> None:
     for (prompt, _), completion in zip(LONG, completions, strict=True):
         first, second = completion.versions
         assert (first.version, second.version) == (0, 1)
-        assert 0 == first.start < first.end == second.start < second.end == len(completion.token_ids)
+        assert (
+            0 == first.start < first.end == second.start < second.end == len(completion.token_ids)
+        )
         for model, span in ((old, first), (new, second)):
             right = reference(model, prompt, completion.token_ids, 1.0)[span.start : span.end]
             # the second's keys and values too are the new weights': they are computed again
-            assert completion.logprobs[span.start : span.end] == pytest.approx(right.tolist(), abs=LOGPROB_TOLERANCE)
+            assert completion.logprobs[span.start : span.end] == pytest.approx(
+                right.tolist(), abs=LOGPROB_TOLERANCE
+            )
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -150,7 +158,9 @@ def test_a_server_sleeps_and_wakes_by_tags(engine: SGLangEngine, tags: tuple[Tag
 
     async def play() -> None:
         await engine.sleep(tags)
-        await engine.wake(("weights",))  # where it did not sleep, the server is not asked: it would die of it
+        await engine.wake(
+            ("weights",)
+        )  # where it did not sleep, the server is not asked: it would die of it
         if "weights" in tags:
             await engine.load_weights(weights(2), 9)
         await engine.wake(("kv_cache",))
@@ -180,12 +190,16 @@ def test_every_tensor_of_the_server_is_compared(engine: SGLangEngine) -> None:
     assert {name: server[name] for name in server.keys() - made_there} == trainer
 
 
-def test_a_push_that_fails_is_told_and_the_next_is_whole(engine: SGLangEngine, shared_by_name: None) -> None:
+def test_a_push_that_fails_is_told_and_the_next_is_whole(
+    engine: SGLangEngine, shared_by_name: None
+) -> None:
     prompt = prompts(1, seed=14)[0]
     engine._transport = "tensor"
     try:
         with pytest.raises(EngineError, match=r"tensor 'model\.extra\.weight' is unknown"):
-            asyncio.run(engine.load_weights([*weights(4), ("model.extra.weight", torch.zeros(2))], 5))
+            asyncio.run(
+                engine.load_weights([*weights(4), ("model.extra.weight", torch.zeros(2))], 5)
+            )
         asyncio.run(engine.load_weights(weights(5), 6))
     finally:
         engine._transport = "disk"

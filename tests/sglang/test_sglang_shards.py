@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.records.trajectory import Sampling
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
-from mcore_mas.rollout.sync.push import TensorSender
-from mcore_mas.rollout.sync.sglang_layout import SGLangLayout
+from rollout.base.errors import EngineError
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.records.trajectory import Sampling
+from rollout.sync import SyncRoute, WeightUpdate
+from rollout.sync.push import TensorSender
+from rollout.sync.sglang_layout import SGLangLayout
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, weights, worst
 from tests.support.meeting import meeting
 from tests.support.sglang_server import make_engine
@@ -48,7 +48,9 @@ def send(route: SyncRoute, version: int, *, cut: bool) -> tuple[list[WeightUpdat
             for name, tensor in full:
                 yield name, layout.shares(name, tensor)[0] if cut and name in alone else tensor
 
-        return TensorSender(route, rank=rank, exchange=exchange).send(stream(), version, route.state)
+        return TensorSender(route, rank=rank, exchange=exchange).send(
+            stream(), version, route.state
+        )
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(play, range(2), meeting(2))), alone
@@ -62,7 +64,10 @@ def test_each_rank_of_a_server_takes_its_shards(
     ask(engine, [(prompt, sampling)])
     route = asyncio.run(engine.begin_update())
     (first, second), alone = send(route, version, cut=cut)
-    assert "model.layers.0.self_attn.o_proj.weight" in alone and "model.embed_tokens.weight" not in alone
+    assert (
+        "model.layers.0.self_attn.o_proj.weight" in alone
+        and "model.embed_tokens.weight" not in alone
+    )
     # without a GPU the server makes the layers wider than a share of theirs: those it is given whole
     assert torch.cuda.is_available() or "model.layers.0.mlp.down_proj.weight" not in alone
     assert first.checksums == second.checksums
@@ -70,14 +75,25 @@ def test_each_rank_of_a_server_takes_its_shards(
     asyncio.run(engine.commit_update(first))  # compares what both ranks of the server hold
     (completion,) = ask(engine, [(prompt, sampling)])
     assert completion.cached_tokens == 0
-    assert [(span.version, span.start, span.end) for span in completion.versions] == [(version, 0, 5)]
+    assert [(span.version, span.start, span.end) for span in completion.versions] == [
+        (version, 0, 5)
+    ]
     assert worst(make_model(version), prompt, completion) < LOGPROB_TOLERANCE
 
 
-def test_a_rank_that_holds_another_shard_is_named(engine: SGLangEngine, shared_by_name: None) -> None:
+def test_a_rank_that_holds_another_shard_is_named(
+    engine: SGLangEngine, shared_by_name: None
+) -> None:
     route = asyncio.run(engine.begin_update())
     (update, _), _ = send(route, 13, cut=True)
     name = "model.layers.1.self_attn.qkv_proj.weight of rank {}"
-    swapped = {name.format(0): update.checksums[name.format(1)], name.format(1): update.checksums[name.format(0)]}
-    with pytest.raises(EngineError, match=r"tensor 'model.layers.1.self_attn.qkv_proj.weight of rank 0' and 1 more"):
-        asyncio.run(engine.commit_update(replace(update, checksums={**update.checksums, **swapped})))
+    swapped = {
+        name.format(0): update.checksums[name.format(1)],
+        name.format(1): update.checksums[name.format(0)],
+    }
+    with pytest.raises(
+        EngineError, match=r"tensor 'model.layers.1.self_attn.qkv_proj.weight of rank 0' and 1 more"
+    ):
+        asyncio.run(
+            engine.commit_update(replace(update, checksums={**update.checksums, **swapped}))
+        )

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.rollout.engines.adapters import adapter_engines
-from mcore_mas.rollout.models.fused_weights import AdapterShape
-from mcore_mas.rollout.models.layout import Projection
-from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.records.trajectory import Sampling
 from mcore_mas.training.train import train
+from rollout.engines.adapters import adapter_engines
+from rollout.models.fused_weights import AdapterShape
+from rollout.models.layout import Projection
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Sampling
 from tests.contract.test_engines import LOGPROB_TOLERANCE, worst
 from tests.sglang.test_sglang_training import SETTINGS, as_override
 from tests.support.lora import ALPHA, RANK, adapt, tensors_of
@@ -35,7 +35,11 @@ def test_logprobs_are_those_of_each_adapter(sglang: str, tmp_path: Path) -> None
     settings["options"] = settings["options"] | {"lora-backend": "torch_native"}
     kinds: tuple[tuple[Projection, ...], ...] = (ALL, ("q", "v", "gate"))
     shapes = [AdapterShape(rank=RANK, scale=ALPHA / RANK, targets=targets) for targets in kinds]
-    where = {"weights_folder": tmp_path / "weights", "log": tmp_path / "server.log", "start_s": 1500.0}
+    where = {
+        "weights_folder": tmp_path / "weights",
+        "log": tmp_path / "server.log",
+        "start_s": 1500.0,
+    }
     engines = adapter_engines(
         "sglang", folder, shapes, max_length=MAX_LENGTH, rows=48, python=sglang, **where, **settings
     )
@@ -52,10 +56,16 @@ def test_logprobs_are_those_of_each_adapter(sglang: str, tmp_path: Path) -> None
         return worst(right, prompt, said)
 
     async def both() -> list[float]:
-        return await asyncio.gather(*(ask(number, prompt) for prompt in prompts for number in (0, 1)))
+        return await asyncio.gather(
+            *(ask(number, prompt) for prompt in prompts for number in (0, 1))
+        )
 
     def weights(number: int) -> list[tuple[str, torch.Tensor]]:
-        return [(name, tensor) for name, tensor in tensors_of(models[number]).items() if ".lora_" in name]
+        return [
+            (name, tensor)
+            for name, tensor in tensors_of(models[number]).items()
+            if ".lora_" in name
+        ]
 
     async def play() -> None:
         assert max(await both()) < LOGPROB_TOLERANCE
@@ -102,12 +112,16 @@ def test_two_policies_train_on_one_server(sglang: str, tmp_path: Path) -> None:
     train(run / "config.yaml")
     steps = [row for row in metrics_of(run) if row["step"] >= 0]
     assert [row["step"] for row in steps] == [0, 1]
-    gaps = [value for row in steps for name, value in row.items() if name.endswith("/logprob_gap_max")]
+    gaps = [
+        value for row in steps for name, value in row.items() if name.endswith("/logprob_gap_max")
+    ]
     assert 0 < max(gaps) <= 1e-4  # two implementations, the same adapters
     for step, row in enumerate(steps):
         assert row["policy/solver/hand_over_mb"] > 0
         assert row["policy/solver/engine_pause_s"] == 0
-        trajectories = read_trajectories(run / "train" / "trajectories" / f"step_{step:06d}.parquet")
+        trajectories = read_trajectories(
+            run / "train" / "trajectories" / f"step_{step:06d}.parquet"
+        )
         turns = [turn for trajectory in trajectories for turn in trajectory.turns]
         assert {(turn.policy, turn.policy_version) for turn in turns} >= {("solver", step)}
     assert len(list((run / "train").rglob("solver.*.log"))) == 1

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from mcore_mas.rollout.engines.sglang import fleet as checks
-from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.tensors import compare
-from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.sync.digests import SGLangDigest
 from mcore_mas.training.train import train
+from rollout.engines.sglang import fleet as checks
+from rollout.models.architecture import read_architecture
+from rollout.models.tensors import compare
+from rollout.records.files import read_trajectories
+from rollout.sync.digests import SGLangDigest
 from tests.support.run_folder import make_run, metrics_of
 from tests.support.sglang_server import server_settings
 
@@ -72,7 +72,9 @@ def test_trainer_and_engine_agree_and_every_step_is_handed_over(
         gaps = [value for name, value in row.items() if name.endswith("/logprob_gap_max")]
         assert 0 < max(gaps) <= 1e-4  # two implementations, the same weights
     for step in (0, 1):
-        trajectories = read_trajectories(run / "train" / "trajectories" / f"step_{step:06d}.parquet")
+        trajectories = read_trajectories(
+            run / "train" / "trajectories" / f"step_{step:06d}.parquet"
+        )
         turns = [turn for trajectory in trajectories for turn in trajectory.turns]
         assert {turn.policy_version for turn in turns} == {step}
     if on_a_cpu:

@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.records.trajectory import Sampling
-from mcore_mas.rollout.sync import make_sender, push
-from mcore_mas.rollout.sync.sglang_layout import kind_of
+from rollout.base.errors import EngineError
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.records.trajectory import Sampling
+from rollout.sync import make_sender, push
+from rollout.sync.sglang_layout import kind_of
 from tests.contract.test_engines import (
     LOGPROB_TOLERANCE,
     ask,
@@ -51,7 +51,9 @@ def test_a_transport_brings_new_weights_to_a_cached_prompt(
         asyncio.run(engine.load_weights(iter(weights(version)), version))
         (completion,) = ask(engine, [(prompt, sampling)])
         assert completion.cached_tokens == 0
-        assert [(span.version, span.start, span.end) for span in completion.versions] == [(version, 0, 5)]
+        assert [(span.version, span.start, span.end) for span in completion.versions] == [
+            (version, 0, 5)
+        ]
         assert worst(make_model(version), prompt, completion) < LOGPROB_TOLERANCE
     engine._transport = "disk"
 
@@ -64,7 +66,9 @@ def test_everything_in_the_servers_memory_is_compared(engine: SGLangEngine) -> N
         return {kind_of(name) for name in await engine._checks._said(replica)}
 
     kinds = asyncio.run(play())
-    assert len(kinds) == 9  # seven in a layer, whose stacks are one tensor each, and two outside: the head is tied
+    assert (
+        len(kinds) == 9
+    )  # seven in a layer, whose stacks are one tensor each, and two outside: the head is tied
     assert engine._checks._kinds is not None
     assert kinds <= engine._checks._kinds
 
@@ -77,7 +81,9 @@ def test_a_difference_in_the_servers_memory_is_named(engine: SGLangEngine) -> No
         sums["model.layers.1.mlp.gate_up_proj.weight"] = "0" * 16
         await engine.commit_update(replace(handover, checksums=sums))
 
-    with pytest.raises(EngineError, match=r"tensor 'model.layers.1.mlp.gate_up_proj.weight': .* at version 21"):
+    with pytest.raises(
+        EngineError, match=r"tensor 'model.layers.1.mlp.gate_up_proj.weight': .* at version 21"
+    ):
         asyncio.run(play())
 
 
@@ -145,5 +151,7 @@ def test_a_server_that_dies_comes_back_with_its_weights(engine: SGLangEngine) ->
     assert completion.versions[-1].version == 32
     assert worst(make_model(5), prompt, completion) < LOGPROB_TOLERANCE
     assert len(told) == 1
-    assert re.search(r"started again, [01] restarts left$", told[0])  # one, where no other test ended the server
+    assert re.search(
+        r"started again, [01] restarts left$", told[0]
+    )  # one, where no other test ended the server
     assert "\n" not in told[0]

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from mcore_mas.rollout.base.processes import free_port, start_group, stop_group
+from rollout.base.processes import free_port, start_group, stop_group
 from tests.support.debian import unpacked
 
 PACKAGES = [
@@ -73,7 +73,10 @@ class Slurm(AbstractContextManager["Slurm"]):
         lib = root / "usr/lib/x86_64-linux-gnu"
         if not lib.is_dir():
             lib = next((root / "usr/lib").glob("*-linux-gnu"))
-        own = {"LD_LIBRARY_PATH": f"{lib}:{lib}/slurm-wlm", "SLURM_CONF": str(self.folder / "slurm.conf")}
+        own = {
+            "LD_LIBRARY_PATH": f"{lib}:{lib}/slurm-wlm",
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+        }
         self._wrap(root, own)
         self.env = os.environ | {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
         with ExitStack() as stack:
@@ -85,7 +88,12 @@ class Slurm(AbstractContextManager["Slurm"]):
             for node in range(self.nodes):
                 command = ["slurmd", "-D", "-N", f"n{node}"]
                 self._daemon(stack, f"n{node}", [*command, "-d", f"{root}/usr/sbin/slurmstepd"])
-            wait_until(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split().count("idle") >= self.nodes, 30)
+            wait_until(
+                lambda: (
+                    self.run("sinfo", "-h", "-N", "-o", "%T").split().count("idle") >= self.nodes
+                ),
+                30,
+            )
             stack.callback(self._end_jobs)
             self._stack = stack.pop_all()
         return self
@@ -123,19 +131,38 @@ class Slurm(AbstractContextManager["Slurm"]):
         command = [sys.executable, "-m", "tests.slurm.training_job", str(run / "config.yaml")]
         command += [str(run / "logs" / "train.log"), str(nodes), "4"]
         step = ["srun", "-n1", "--cpus-per-task=4", f"--nodes={nodes}", *command]
-        size = ["--requeue", f"--nodes={nodes}", f"--ntasks={nodes}", "--cpus-per-task=4", "--mem=4000"]
+        size = [
+            "--requeue",
+            f"--nodes={nodes}",
+            f"--ntasks={nodes}",
+            "--cpus-per-task=4",
+            "--mem=4000",
+        ]
         size += [f"--output={run}/slurm.out", f"--chdir={Path(__file__).parents[2]}"]
-        return self.run("sbatch", "--parsable", *size, *options, f"--wrap={shlex.join(step)}").strip()
+        return self.run(
+            "sbatch", "--parsable", *size, *options, f"--wrap={shlex.join(step)}"
+        ).strip()
 
     def ended(self, number: str, seconds: float = 600) -> str:
         """How a job has ended."""
-        ends = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED")
+        ends = (
+            "COMPLETED",
+            "FAILED",
+            "TIMEOUT",
+            "CANCELLED",
+            "OUT_OF_MEMORY",
+            "NODE_FAIL",
+            "PREEMPTED",
+        )
         wait_until(lambda: self.job(number)["JobState"] in ends, seconds)
         return self.job(number)["JobState"]
 
     def logs(self, lines: int = 15) -> str:
         """The ends of the daemons' logs, for messages of failed tests."""
-        tails = {log.name: log.read_text(errors="replace").splitlines()[-lines:] for log in self.folder.glob("*.log")}
+        tails = {
+            log.name: log.read_text(errors="replace").splitlines()[-lines:]
+            for log in self.folder.glob("*.log")
+        }
         return "\n".join(f"\n--- {name}\n" + "\n".join(tail) for name, tail in tails.items())
 
     def _wrap(self, root: Path, env: Mapping[str, str]) -> None:
@@ -147,7 +174,9 @@ class Slurm(AbstractContextManager["Slurm"]):
             wrapper.write_text(f'#!/bin/sh\n{settings} exec {command} "$@"\n')
             wrapper.chmod(0o755)
 
-    def _daemon(self, stack: ExitStack, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _daemon(
+        self, stack: ExitStack, name: str, command: Sequence[str]
+    ) -> subprocess.Popen[bytes]:
         child = start_group(command, log=self.folder / f"{name}.log", env=self.env, cwd=self.folder)
         stack.callback(stop_group, child)
         return child
@@ -156,9 +185,16 @@ class Slurm(AbstractContextManager["Slurm"]):
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        own = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munge.pid", "seed-file": "munge.seed"}
+        own = {
+            "socket": "munge.sock",
+            "key-file": "munge.key",
+            "pid-file": "munge.pid",
+            "seed-file": "munge.seed",
+        }
         options = [f"--{name}={self.folder / file}" for name, file in own.items()]
-        self._daemon(stack, "munged", ["munged", "--foreground", "--force", *options, "--num-threads=2"])
+        self._daemon(
+            stack, "munged", ["munged", "--foreground", "--force", *options, "--num-threads=2"]
+        )
         wait_until((self.folder / "munge.sock").exists, 10)
 
     def _accounts(self, stack: ExitStack, root: Path) -> None:
@@ -179,11 +215,15 @@ class Slurm(AbstractContextManager["Slurm"]):
             capture_output=True,
         )
         server = ["mariadbd", "--no-defaults", *base, f"--socket={sql}", "--skip-networking"]
-        self._daemon(stack, "mariadb", [*server, "--innodb-buffer-pool-size=64M", "--skip-grant-tables"])
+        self._daemon(
+            stack, "mariadb", [*server, "--innodb-buffer-pool-size=64M", "--skip-grant-tables"]
+        )
         wait_until(sql.exists, 60)
         self.env["MYSQL_UNIX_PORT"] = str(sql)
         self._daemon(stack, "slurmdbd", ["slurmdbd", "-D"])
-        wait_until(lambda: "error" not in self.run("sacctmgr", "-n", "show", "cluster", check=False), 60)
+        wait_until(
+            lambda: "error" not in self.run("sacctmgr", "-n", "show", "cluster", check=False), 60
+        )
         for words in (
             "add cluster c",
             "add account lab",
@@ -225,7 +265,9 @@ class Slurm(AbstractContextManager["Slurm"]):
             "KillWait": self.kill_wait,
             "PreemptType": "preempt/qos" if self.accounting else "preempt/partition_prio",
             "PreemptMode": "REQUEUE",
-            "AccountingStorageType": "accounting_storage/slurmdbd" if self.accounting else "accounting_storage/none",
+            "AccountingStorageType": "accounting_storage/slurmdbd"
+            if self.accounting
+            else "accounting_storage/none",
         }
         conf = [f"{key}={value}" for key, value in lines.items()]
         gpus = folder / "gpus"
@@ -235,13 +277,19 @@ class Slurm(AbstractContextManager["Slurm"]):
             for gpu in range(GPUS):
                 (gpus / f"n{node}").mkdir(exist_ok=True)
                 (gpus / f"n{node}/gpu{gpu}").touch()
-            gres.append(f"NodeName=n{node} Name=gpu Type=fake File={gpus}/n{node}/gpu[0-{GPUS - 1}]")
+            gres.append(
+                f"NodeName=n{node} Name=gpu Type=fake File={gpus}/n{node}/gpu[0-{GPUS - 1}]"
+            )
             conf.append(
                 f"NodeName=n{node} NodeHostname={here} NodeAddr=127.0.0.1 Port={free_port()} CPUs={CPUS} "
                 f"RealMemory={MEMORY} Gres=gpu:fake:{GPUS} State=UNKNOWN"
             )
-        conf += ["PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP"]
-        conf += ["PartitionName=urgent Nodes=ALL PriorityTier=9 PreemptMode=OFF MaxTime=INFINITE State=UP"]
+        conf += [
+            "PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP"
+        ]
+        conf += [
+            "PartitionName=urgent Nodes=ALL PriorityTier=9 PreemptMode=OFF MaxTime=INFINITE State=UP"
+        ]
         if self.accounting:
             port = free_port()
             conf += ["AccountingStorageHost=127.0.0.1", f"AccountingStoragePort={port}"]
@@ -282,7 +330,9 @@ def main() -> None:
     parser.add_argument("--accounting", action="store_true")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with Slurm(folder=given.folder.resolve(), nodes=given.nodes, accounting=given.accounting) as slurm:
+    with Slurm(
+        folder=given.folder.resolve(), nodes=given.nodes, accounting=given.accounting
+    ) as slurm:
         print(f"export PATH={slurm.env['PATH']}", flush=True)
         with suppress(KeyboardInterrupt):
             time.sleep(1e9)

@@ -6,8 +6,8 @@
 import sys
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged
-from mcore_mas.training.slurm import queued_again, ray_over
+from mcore_mas.runtime.joblog import logged
+from mcore_mas.runtime.slurm import queued_again, ray_over
 
 config, log, nodes, cpus = sys.argv[1:]
 folder = Path(config).parent / "train"

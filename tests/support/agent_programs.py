@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from mcore_mas.rollout.orchestras.program import Job
+from rollout.orchestras.program import Job
 
 
 async def two_numbers(job: Job) -> str:
@@ -19,7 +19,9 @@ async def two_numbers(job: Job) -> str:
     async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=0) as api:
         said = await asyncio.gather(
             *(
-                api.chat.completions.create(model=model, messages=[{"role": "user", "content": job.problem}])
+                api.chat.completions.create(
+                    model=model, messages=[{"role": "user", "content": job.problem}]
+                )
                 for model in ("gpt-4o", "b")
             )
         )
@@ -31,7 +33,9 @@ async def in_turn(job: Job) -> str:
     said = job.problem
     async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=0) as api:
         for model in ("a", "b"):
-            asked = await api.chat.completions.create(model=model, messages=[{"role": "user", "content": said}])
+            asked = await api.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": said}]
+            )
             said = asked.choices[0].message.content or ""
     return said
 
@@ -41,8 +45,13 @@ async def patient(job: Job) -> str:
     messages: list[Any] = [{"role": "user", "content": job.problem}]
     async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=6) as api:
         for _ in range(5):
-            said = (await api.chat.completions.create(model="a", messages=messages)).choices[0].message.content or ""
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "again"}]
+            said = (await api.chat.completions.create(model="a", messages=messages)).choices[
+                0
+            ].message.content or ""
+            messages += [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": "again"},
+            ]
     return said
 
 
@@ -108,5 +117,7 @@ def script(then: str = "") -> list[str]:
 
 def alive(marker: str) -> bool:
     """Whether a process with `marker` in its command line lives."""
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
     return any(marker in line and "ps -eo" not in line for line in listed.splitlines())

@@ -17,10 +17,14 @@ from typing import Any, Self
 
 import pytest
 
-_OWN = Path(__file__).resolve().parents[2] / ".venv/chromium/bin/chromium"  # which `make test` fetches
+_OWN = (
+    Path(__file__).resolve().parents[2] / ".venv/chromium/bin/chromium"
+)  # which `make test` fetches
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", str(_OWN))
 BINARY = next(filter(None, map(shutil.which, _NAMES)), None)
-needs_chromium = pytest.mark.skipif(BINARY is None, reason="needs Chromium, which `make test` fetches by apt-get")
+needs_chromium = pytest.mark.skipif(
+    BINARY is None, reason="needs Chromium, which `make test` fetches by apt-get"
+)
 _ALONE = "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"  # whatever a page asks of another host fails
 
 
@@ -28,8 +32,14 @@ def browse(url: str, profile: Path, *options: str, seconds: float = 8) -> str:
     """The document of a page after `seconds` of its own time, which goes faster than ours while nothing happens."""
     assert BINARY is not None
     command = [BINARY, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    command += [f"--host-resolver-rules={_ALONE}", f"--virtual-time-budget={1000 * seconds:.0f}", *options]
-    done = subprocess.run([*command, "--dump-dom", url], capture_output=True, text=True, check=False, timeout=120)
+    command += [
+        f"--host-resolver-rules={_ALONE}",
+        f"--virtual-time-budget={1000 * seconds:.0f}",
+        *options,
+    ]
+    done = subprocess.run(
+        [*command, "--dump-dom", url], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -43,14 +53,30 @@ class Browser:
     def __init__(self, url: str, profile: Path) -> None:
         assert BINARY is not None
         (theirs_in, self._out), (own_in, theirs_out) = os.pipe(), os.pipe()
-        pipes = [fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in (theirs_in, theirs_out)]  # Chromium's are 3 and 4
+        pipes = [
+            fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in (theirs_in, theirs_out)
+        ]  # Chromium's are 3 and 4
         os.close(theirs_in)
         os.close(theirs_out)
-        command = [BINARY, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
-        command += [f"--user-data-dir={profile}", f"--host-resolver-rules={_ALONE}", "--window-size=1400,1800"]
+        command = [
+            BINARY,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            "--no-first-run",
+        ]
+        command += [
+            f"--user-data-dir={profile}",
+            f"--host-resolver-rules={_ALONE}",
+            "--window-size=1400,1800",
+        ]
         shell = ["bash", "-c", f'exec "$@" 3<&{pipes[0]} 4>&{pipes[1]}', "chromium"]
         self._process = subprocess.Popen(
-            [*shell, *command, "about:blank"], pass_fds=pipes, stderr=subprocess.DEVNULL, process_group=0
+            [*shell, *command, "about:blank"],
+            pass_fds=pipes,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
         )
         for one in pipes:
             os.close(one)
@@ -58,7 +84,9 @@ class Browser:
         self._rest = b""
         self.asked: list[str] = []  # the URLs of all requests of the page and its frames
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Network", "Page", "Runtime"):
             self.send(f"{domain}.enable")
         self.send("Page.navigate", url=url)
@@ -100,7 +128,9 @@ class Browser:
 
     def picture(self, file: Path) -> None:
         """A picture of the page as it is."""
-        file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
+        file.write_bytes(
+            base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
+        )
 
     def __enter__(self) -> Self:
         return self

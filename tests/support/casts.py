@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.environments import ENVS
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.orchestras import ORCHESTRAS
-from mcore_mas.rollout.records.trajectory import Sampling, Task, Trajectory
-from mcore_mas.rollout.teams.roles import ROLES, Agent
-from mcore_mas.rollout.teams.team import Team
-from mcore_mas.rollout.teams.tree import Branching
+from rollout.engines import EngineClient
+from rollout.environments import ENVS
+from rollout.environments.protocol import Env
+from rollout.orchestras import ORCHESTRAS
+from rollout.records.trajectory import Sampling, Task, Trajectory
+from rollout.teams.roles import ROLES, Agent
+from rollout.teams.team import Team
+from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, Bytes, collect, seeded
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -25,7 +25,12 @@ SUM = Task(id="t", prompt="What is 3+4?", answers=("7",), env="math", source="su
 def make_team(engine: object, roles: Mapping[str, str]) -> Team:
     """Agents of `roles`, a role by agent, on one policy; they have no system prompt."""
     agents = {
-        name: Agent(name=name, role=replace(ROLES[role], system=""), policy="p", sampling=Sampling(max_tokens=999))
+        name: Agent(
+            name=name,
+            role=replace(ROLES[role], system=""),
+            policy="p",
+            sampling=Sampling(max_tokens=999),
+        )
         for name, role in roles.items()
     }
     return Team(agents, {"p": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
@@ -58,7 +63,9 @@ def grow(
 ) -> Trajectory:
     """One tree of that width; who says what is given by (agent, turn, node), see `seeded`."""
     engine, _ = seeded(replies)
-    return _collect(make_team(engine, roles), orchestra, task, make_env, Branching(width=width), options)
+    return _collect(
+        make_team(engine, roles), orchestra, task, make_env, Branching(width=width), options
+    )
 
 
 def _collect(
@@ -71,7 +78,9 @@ def _collect(
 ) -> Trajectory:
     played = partial(ORCHESTRAS[orchestra], **options)
     make = make_env or ENVS[task.env]
-    [group] = asyncio.run(collect([task], team, make, played, group_size=1, seed=SEED, step=STEP, tree=tree))
+    [group] = asyncio.run(
+        collect([task], team, make, played, group_size=1, seed=SEED, step=STEP, tree=tree)
+    )
     return group.trajectories[0]
 
 

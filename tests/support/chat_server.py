@@ -23,10 +23,14 @@ class Response:
     hangs_up: bool = False  # closes the connection without an answer
 
 
-def says(text: str | None, *, prompt: int = 10, reply: int = 5, delay_s: float = 0.0, **extra: Any) -> Response:
+def says(
+    text: str | None, *, prompt: int = 10, reply: int = 5, delay_s: float = 0.0, **extra: Any
+) -> Response:
     """A completion with `text` and the given counts of tokens."""
     body = {
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
+        "choices": [
+            {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        ],
         "usage": {"prompt_tokens": prompt, "completion_tokens": reply},
     }
     return Response(json.dumps({**body, **extra}).encode(), delay_s=delay_s)
@@ -95,7 +99,9 @@ def chat_server(script: Script | Response) -> Iterator[ChatServer]:
 
     server = Server(("127.0.0.1", 0), Handler)
     seen = ChatServer(f"http://127.0.0.1:{server.server_port}/v1")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield seen

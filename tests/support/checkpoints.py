@@ -3,14 +3,16 @@
 import asyncio
 from pathlib import Path
 
-from mcore_mas.rollout.base.files import Digest, sealed, write_chunks, write_json
-from mcore_mas.training.checkpoint import Checkpoints, Written, _read_manifest
-from mcore_mas.training.recipe import Identity
+from mcore_mas.runtime.checkpoint import Checkpoints, Written, _read_manifest
+from mcore_mas.runtime.recipe import Identity
+from rollout.base.files import Digest, sealed, write_chunks, write_json
 
 MODELS = {"policy": {"vocab": 512, "layers": 2, "rope_factor": None}}
 
 
-def open_(folder: Path, *, run: str = "r", models: dict = MODELS, keep: int = 2, best: int = 0) -> Checkpoints:
+def open_(
+    folder: Path, *, run: str = "r", models: dict = MODELS, keep: int = 2, best: int = 0
+) -> Checkpoints:
     return Checkpoints(folder, Identity(run=run, models=models), keep=keep, best=best)
 
 

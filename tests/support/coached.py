@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_mas.rollout.records.trajectory import Group, Message, Status, Task, ToolEvent, Trajectory, Turn
-from mcore_mas.rollout.rewards.coach import CoachConfig
+from rollout.records.trajectory import Group, Message, Status, Task, ToolEvent, Trajectory, Turn
+from rollout.rewards.coach import CoachConfig
 
 TASK = Task(id="t", prompt="What is 6 x 7?", answers=("42",), env="math", source="s", split="train")
 
 
-def turn(index: int, agent: str, text: str, *, node: str = "", asked: str = "Solve it.", **fields: Any) -> Turn:
+def turn(
+    index: int, agent: str, text: str, *, node: str = "", asked: str = "Solve it.", **fields: Any
+) -> Turn:
     values = {
         "index": index,
         "agent": agent,
@@ -31,9 +33,19 @@ def turn(index: int, agent: str, text: str, *, node: str = "", asked: str = "Sol
     return Turn(**{**values, **fields})
 
 
-def trajectory(*turns: Turn, tools: tuple[ToolEvent, ...] = (), status: Status = Status.COMPLETED) -> Trajectory:
+def trajectory(
+    *turns: Turn, tools: tuple[ToolEvent, ...] = (), status: Status = Status.COMPLETED
+) -> Trajectory:
     return Trajectory(
-        id="0/t/0", task_id="t", source="s", sample=0, step=0, turns=turns, tools=tools, outcome=1.0, status=status
+        id="0/t/0",
+        task_id="t",
+        source="s",
+        sample=0,
+        step=0,
+        turns=turns,
+        tools=tools,
+        outcome=1.0,
+        status=status,
     )
 
 
@@ -42,4 +54,13 @@ def group(*trajectories: Trajectory) -> Group:
 
 
 def config(url: str, **fields: Any) -> CoachConfig:
-    return CoachConfig(**{"model": "judge", "url": url, "retries": 2, "timeout_s": 5.0, "deadline_s": 10.0, **fields})
+    return CoachConfig(
+        **{
+            "model": "judge",
+            "url": url,
+            "retries": 2,
+            "timeout_s": 5.0,
+            "deadline_s": 10.0,
+            **fields,
+        }
+    )

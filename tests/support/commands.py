@@ -9,7 +9,9 @@ from pathlib import Path
 _BEGINS = "\N{SYMBOL FOR START OF TEXT}"
 
 
-def called(lines: Sequence[str], folder: Path, env: Mapping[str, str], typed: str = "") -> list[str]:
+def called(
+    lines: Sequence[str], folder: Path, env: Mapping[str, str], typed: str = ""
+) -> list[str]:
     """What each line prints, called in `folder`; `typed` is what the first who reads reads.
 
     Raises:
@@ -17,7 +19,13 @@ def called(lines: Sequence[str], folder: Path, env: Mapping[str, str], typed: st
     """
     command = [sys.executable, "-P", "-m", __name__, *lines]
     done = subprocess.run(
-        command, cwd=folder, env=env, input=typed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=folder,
+        env=env,
+        input=typed,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     said = done.stdout.split(_BEGINS)[1:]
     assert done.returncode == 0, f"{lines[len(said) - 1]}\n{said[-1:] or done.stdout}"

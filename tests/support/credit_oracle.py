@@ -20,7 +20,11 @@ PEERS: dict[str, Key] = {
     "agent": lambda s: (s.task, s.agent),
     "state": lambda s: (s.task, s.state, s.agent, s.turn),
 }
-WHITENED: dict[str, Key] = {"batch": lambda s: 0, "policy": lambda s: s.policy, "agent": lambda s: s.agent}
+WHITENED: dict[str, Key] = {
+    "batch": lambda s: 0,
+    "policy": lambda s: s.policy,
+    "agent": lambda s: s.agent,
+}
 ROWS = {  # the options that make a row, written down a second time
     "grpo": ("task", "trajectory", "mean", "peers"),
     "dr_grpo": ("task", "trajectory", "mean", "none"),
@@ -39,7 +43,9 @@ def ragged(rng: random.Random, *, tree: bool = False) -> list[Sample]:
     """
     scales = [(10.0 ** rng.randint(-2, 2), rng.gauss(0, 10)) for _ in range(3)]
     samples = []
-    for task, trajectory in ((t, k) for t in range(rng.randint(1, 3)) for k in range(rng.choice([1, 2, 6]))):
+    for task, trajectory in (
+        (t, k) for t in range(rng.randint(1, 3)) for k in range(rng.choice([1, 2, 6]))
+    ):
         nodes = _tree(rng) if tree else [""] * rng.randint(1, 5)
         for turn, node in enumerate(nodes):
             agent, tokens = rng.randrange(3), rng.randint(1, 6)
@@ -96,12 +102,15 @@ def _sigma(votes: Sequence[float], ddof: int) -> float:
     return float(sigma) if sigma > 1e-9 * max(1.0, abs(mean)) else 1.0
 
 
-def _votes(samples: Sequence[Sample], scores: Sequence[float], peers: Key, vote: str) -> dict[Any, dict[Any, float]]:
+def _votes(
+    samples: Sequence[Sample], scores: Sequence[float], peers: Key, vote: str
+) -> dict[Any, dict[Any, float]]:
     """By peer group, the score of each vote."""
     by = _vote(peers, vote)
     return {
         group: {
-            v: float(np.mean([scores[i] for i in own if by(samples[i]) == v])) for v in {by(samples[i]) for i in own}
+            v: float(np.mean([scores[i] for i in own if by(samples[i]) == v]))
+            for v in {by(samples[i]) for i in own}
         }
         for group, own in _groups(samples, peers).items()
     }
@@ -117,7 +126,11 @@ def relative(
 ) -> list[float]:  # fmt: skip
     """A by turn, each by itself."""
     votes, by = _votes(samples, scores, peers, vote), _vote(peers, vote)
-    of = {"peers": (peers, vote), "team": (PEERS["task"], "trajectory"), "agent": (PEERS["agent"], "turn")}
+    of = {
+        "peers": (peers, vote),
+        "team": (PEERS["task"], "trajectory"),
+        "agent": (PEERS["agent"], "turn"),
+    }
     spread = _votes(samples, scores, *of[std]) if std != "none" else {}
     out = []
     for sample in samples:
@@ -128,16 +141,31 @@ def relative(
             continue
         others = [v for name, v in own.items() if name != mine]
         lead = r - max(others) if baseline == "second" else 0.0
-        advantage = {"mean": r - np.mean(list(own.values())), "others": r - np.mean(others), "second": max(lead, 0.0)}
-        sigma = _sigma(list(spread[of[std][0](sample)].values()), ddof) + eps if std != "none" else 1.0
+        advantage = {
+            "mean": r - np.mean(list(own.values())),
+            "others": r - np.mean(others),
+            "second": max(lead, 0.0),
+        }
+        sigma = (
+            _sigma(list(spread[of[std][0](sample)].values()), ddof) + eps if std != "none" else 1.0
+        )
         out.append(float(advantage[baseline]) / sigma)
     return out
 
 
 def gigpo(
-    samples: Sequence[Sample], peers: str, vote: str, std: str, weight: float, gamma: float, **kw: Any
+    samples: Sequence[Sample],
+    peers: str,
+    vote: str,
+    std: str,
+    weight: float,
+    gamma: float,
+    **kw: Any,
 ) -> list[float]:
-    returns = [sum(gamma ** (k - s.round) * r for k, r in enumerate(s.steps) if k >= s.round) for s in samples]
+    returns = [
+        sum(gamma ** (k - s.round) * r for k, r in enumerate(s.steps) if k >= s.round)
+        for s in samples
+    ]
     episode = relative(samples, _rewards(samples), PEERS[peers], vote, "mean", std, **kw)
     anchored: Key = lambda s: (PEERS[peers](s), s.state)  # noqa: E731
     step = relative(samples, returns, anchored, "turn", "mean", std, **kw | {"lone": "zero"})
@@ -169,7 +197,9 @@ def tree_baselines(samples: Sequence[Sample], lam: float) -> tuple[list[float], 
     return own, baselines
 
 
-def mars2(samples: Sequence[Sample], gamma: float, lam: float, *, eps: float, ddof: int, lone: str) -> list[float]:
+def mars2(
+    samples: Sequence[Sample], gamma: float, lam: float, *, eps: float, ddof: int, lone: str
+) -> list[float]:
     own, baselines = tree_baselines(samples, lam)
     shaped = [r + gamma * (r - b) for r, b in zip(own, baselines, strict=True)]
     out = [0.0] * len(samples)
@@ -178,7 +208,9 @@ def mars2(samples: Sequence[Sample], gamma: float, lam: float, *, eps: float, dd
         for i in turns:
             centred = shaped[i] - float(np.mean(list(votes.values())))
             alone = shaped[i] if lone == "raw" else 0.0
-            out[i] = centred / (_sigma(list(votes.values()), ddof) + eps) if len(votes) > 1 else alone
+            out[i] = (
+                centred / (_sigma(list(votes.values()), ddof) + eps) if len(votes) > 1 else alone
+            )
     return out
 
 
@@ -198,9 +230,14 @@ def reinforce_pp(samples: Sequence[Sample], gamma: float, over: str) -> list[flo
     return whitened(samples, rows, over)
 
 
-def reinforce_pp_baseline(samples: Sequence[Sample], peers: str, vote: str, over: str) -> list[float]:
+def reinforce_pp_baseline(
+    samples: Sequence[Sample], peers: str, vote: str, over: str
+) -> list[float]:
     votes = _votes(samples, _rewards(samples), PEERS[peers], vote)
-    rows = [[s.reward - float(np.mean(list(votes[PEERS[peers](s)].values())))] * s.tokens for s in samples]
+    rows = [
+        [s.reward - float(np.mean(list(votes[PEERS[peers](s)].values())))] * s.tokens
+        for s in samples
+    ]
     return whitened(samples, rows, over)
 
 
@@ -216,11 +253,15 @@ def gae(
         values = [v for i in own for v in samples[i].values or ()]
         after = [*values[1:], 0.0]
         deltas = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
-        flat = [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
+        flat = [
+            sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas)))
+            for t in range(len(deltas))
+        ]
         for i in own:
             advantages[i], flat = flat[: samples[i].tokens], flat[samples[i].tokens :]
     targets = [
-        [a + v for a, v in zip(row, s.values or (), strict=True)] for row, s in zip(advantages, samples, strict=True)
+        [a + v for a, v in zip(row, s.values or (), strict=True)]
+        for row, s in zip(advantages, samples, strict=True)
     ]
     return advantages, targets
 
@@ -241,9 +282,16 @@ def cases(
     }
     rewards = _rewards(samples)
     for name, (peers, vote, baseline, std) in ROWS.items():
-        yield name, kw, _spread(samples, relative(samples, rewards, PEERS[peers], vote, baseline, std, **kw))
+        yield (
+            name,
+            kw,
+            _spread(samples, relative(samples, rewards, PEERS[peers], vote, baseline, std, **kw)),
+        )
     for peers, vote, baseline, std in product(
-        PEERS, ("trajectory", "turn"), ("mean", "others", "second"), ("peers", "team", "agent", "none")
+        PEERS,
+        ("trajectory", "turn"),
+        ("mean", "others", "second"),
+        ("peers", "team", "agent", "none"),
     ):
         chosen = {"peers": peers, "vote": vote, "baseline": baseline, "std": std}
         made = relative(samples, rewards, PEERS[peers], vote, baseline, std, **kw)
@@ -261,12 +309,22 @@ def cases(
     if tree:
         own, baselines = tree_baselines(samples, lam)
         yield "mcts", {"lam": lam}, _spread(samples, np.subtract(own, baselines).tolist())
-        yield "mars2", {"gamma": gamma, "lam": lam, **kw}, _spread(samples, mars2(samples, gamma, lam, **kw))
+        yield (
+            "mars2",
+            {"gamma": gamma, "lam": lam, **kw},
+            _spread(samples, mars2(samples, gamma, lam, **kw)),
+        )
     else:
-        for peers, vote, std in product(("task", "agent"), ("trajectory", "turn"), ("peers", "none")):
+        for peers, vote, std in product(
+            ("task", "agent"), ("trajectory", "turn"), ("peers", "none")
+        ):
             chosen = {"peers": peers, "vote": vote, "std": std}
             step = {"weight": rng.choice([0.0, 1.0, 2.0]), "gamma": gamma}
-            yield "gigpo", {**chosen, "step": step, **kw}, _spread(samples, gigpo(samples, **chosen, **step, **kw))
+            yield (
+                "gigpo",
+                {**chosen, "step": step, **kw},
+                _spread(samples, gigpo(samples, **chosen, **step, **kw)),
+            )
 
 
 def largest_differences(batches: int = 25) -> dict[str, float]:
@@ -285,7 +343,9 @@ def largest_differences(batches: int = 25) -> dict[str, float]:
             if name == "gae":
                 targets = gae(samples, options["gamma"], options["lam"], options["across"])[1]
                 pairs = zip(
-                    (r for s in made for r in s.returns or ()), (v for row in targets for v in row), strict=True
+                    (r for s in made for r in s.returns or ()),
+                    (v for row in targets for v in row),
+                    strict=True,
                 )
                 worst["gae's targets"] = max(
                     worst.get("gae's targets", 0.0), *(abs(a - b) / (1 + abs(b)) for a, b in pairs)

@@ -33,13 +33,28 @@ def program(folder: Path, package: str, *paths: str) -> Path:
     Raises:
         NoPackages: there is no apt-get, or it cannot fetch them.
     """
-    root = _fetched(folder, "install", "--download-only", "--reinstall", "--no-install-recommends", "--yes", package)
-    libraries = ":".join(sorted({f"$root/{file.parent.relative_to(root)}" for file in root.rglob("*.so*")}))
+    root = _fetched(
+        folder,
+        "install",
+        "--download-only",
+        "--reinstall",
+        "--no-install-recommends",
+        "--yes",
+        package,
+    )
+    libraries = ":".join(
+        sorted({f"$root/{file.parent.relative_to(root)}" for file in root.rglob("*.so*")})
+    )
     path = next(path for path in paths if (root / path).is_file())
     made = folder / "bin" / Path(path).name
     made.parent.mkdir()
-    lines = ["#!/bin/sh", 'root=$(cd "$(dirname "$0")/../root" && pwd)']  # wherever the folder is by then
-    made.write_text("\n".join([*lines, f'LD_LIBRARY_PATH={libraries} exec "$root/{path}" "$@"', ""]))
+    lines = [
+        "#!/bin/sh",
+        'root=$(cd "$(dirname "$0")/../root" && pwd)',
+    ]  # wherever the folder is by then
+    made.write_text(
+        "\n".join([*lines, f'LD_LIBRARY_PATH={libraries} exec "$root/{path}" "$@"', ""])
+    )
     made.chmod(0o755)
     return made
 
@@ -56,7 +71,9 @@ def _fetched(folder: Path, *words: str) -> Path:
         _apt(cache, *own, "update")
         done = _apt(cache, *own, *words)
     if done.returncode:
-        raise NoPackages(f"apt-get cannot fetch {words[-1]}: {(done.stderr.splitlines() or ['?'])[-1]}")
+        raise NoPackages(
+            f"apt-get cannot fetch {words[-1]}: {(done.stderr.splitlines() or ['?'])[-1]}"
+        )
     for deb in cache.rglob("*.deb"):
         subprocess.run(["dpkg-deb", "-x", deb, folder / "root"], check=True)
     shutil.rmtree(cache)

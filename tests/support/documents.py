@@ -33,7 +33,9 @@ class Block:
     def lines(self) -> list[str]:
         """The commands of a shell block, a line each, without comments behind them."""
         whole = self.body.replace("\\\n", "").splitlines()
-        return [line for line in (re.sub(r"(^|\s+)# .*$", "", line).strip() for line in whole) if line]
+        return [
+            line for line in (re.sub(r"(^|\s+)# .*$", "", line).strip() for line in whole) if line
+        ]
 
 
 BLOCKS = [
@@ -53,8 +55,14 @@ RUN_BY: dict[str, tuple[str, str]] = {
     r"make (setup|lint|test|demo)|\.ci/run": (".ci/run", f"{SUITE}; the demo takes twelve minutes"),
     r"make test-\w+": ("itself", SUITE),
     r"\.venv/bin/snakemake results/demo_math/tasks/.*": (LONG, "a cold start of minutes"),
-    r"\.venv/bin/snakemake --configfile workflow/suites/tiny\.yaml": ("workflow/test_pipeline.py", "a minute"),
-    r"conda .*|bash environment\.post-deploy\.sh": ("nothing", "conda, and kernels that are compiled for a GPU"),
+    r"\.venv/bin/snakemake --configfile workflow/suites/tiny\.yaml": (
+        "workflow/test_pipeline.py",
+        "a minute",
+    ),
+    r"conda .*|bash environment\.post-deploy\.sh": (
+        "nothing",
+        "conda, and kernels that are compiled for a GPU",
+    ),
     r"snakemake --workflow-profile slurm .*|squeue .*|scancel .*|tail -f .*": (
         SLURM,
         "Slurm; jobs of other numbers",
@@ -70,14 +78,23 @@ RUN_BY: dict[str, tuple[str, str]] = {
         "GPUs, or an hour; there at the scale tiny, and a bundle in workflow/test_paper_targets.py",
     ),
     r"snakemake table_drmas_1 --config scale=tiny": (LONG, "minutes"),
-    r"mcore-mas verify drmas_1\.bundle\.zip": ("workflow/test_paper_targets.py", "another table's bundle"),
-    r"snakemake acquire.*": ("workflow/test_paper_targets.py", "a hub and gigabytes; there a hub of its own"),
+    r"mcore-mas verify drmas_1\.bundle\.zip": (
+        "workflow/test_paper_targets.py",
+        "another table's bundle",
+    ),
+    r"snakemake acquire.*": (
+        "workflow/test_paper_targets.py",
+        "a hub and gigabytes; there a hub of its own",
+    ),
     r"mcore-mas replay .*": ("unit/training/test_experience.py", "a trajectory that failed"),
     r"mcore-mas run my_suite\.yaml tracking\.uri=http://host:5000": (
         "unit/training/test_tracking_server.py",
         "a server",
     ),
-    r"mcore-mas (serve|studio|ui)( results/demo_math| --store .*)?|make ui|curl .*": (LONG, "a port that may be taken"),
+    r"mcore-mas (serve|studio|ui)( results/demo_math| --store .*)?|make ui|curl .*": (
+        LONG,
+        "a port that may be taken",
+    ),
     r"mcore-mas serve .*|make retriever .*": (LONG, "seconds"),
     r"mcore-mas (export|new|track|leaks) .*": (LONG, "seconds; each has tests of its own"),
 }

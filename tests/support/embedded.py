@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.records.trajectory import Completion
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.trajectory import Completion
 
-LOGPROB_TOLERANCE = 5e-5  # nats; float32 sums in another order move a log-probability by up to about 1.5e-5
+LOGPROB_TOLERANCE = (
+    5e-5  # nats; float32 sums in another order move a log-probability by up to about 1.5e-5
+)
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -41,6 +43,8 @@ def steps(engine: EmbeddedEngine, count: int) -> None:
 
 @torch.no_grad()
 def worst(model: Any, prompt: list[int], completion: Completion) -> float:
-    logits = model(torch.tensor([prompt + list(completion.token_ids)])).logits[0, len(prompt) - 1 : -1]
+    logits = model(torch.tensor([prompt + list(completion.token_ids)])).logits[
+        0, len(prompt) - 1 : -1
+    ]
     right = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     return float((right - torch.tensor(completion.logprobs)).abs().max())

@@ -191,9 +191,15 @@ class Meter(TorchDispatchMode):
         self.bytes = 0  # on the device now
         self._sizes: dict[int, int] = {}  # of each storage there
         self._pinned: set[int] = set()  # storages of page-locked memory
-        self._sent: dict[int, torch.Tensor] = {}  # what a storage on the device was sent, while it is there
-        self._written: dict[int, tuple[Stream, int]] = {}  # which stream wrote a storage last, and when
-        self._users: defaultdict[int, set[Stream]] = defaultdict(set)  # of a storage there, of which the memory waits
+        self._sent: dict[
+            int, torch.Tensor
+        ] = {}  # what a storage on the device was sent, while it is there
+        self._written: dict[
+            int, tuple[Stream, int]
+        ] = {}  # which stream wrote a storage last, and when
+        self._users: defaultdict[int, set[Stream]] = defaultdict(
+            set
+        )  # of a storage there, of which the memory waits
         self._reused: defaultdict[int, set[Stream]] = defaultdict(set)  # only for these
         self.clear()
 
@@ -202,16 +208,26 @@ class Meter(TorchDispatchMode):
         self.peak = self.bytes  # most of them at a time
         self.launches: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
-        self.model_operations = 0.0  # those of products and attention, of the latter for pairs that see each other
+        self.model_operations = (
+            0.0  # those of products and attention, of the latter for pairs that see each other
+        )
         self.waits: Counter[str] = Counter()  # the host waits for the device: where
-        self.copies: Counter[str] = Counter()  # from memory that is not page-locked, or for which the host waits: where
-        self.inline: Counter[str] = Counter()  # others to the device, on the stream that computes: where
+        self.copies: Counter[str] = (
+            Counter()
+        )  # from memory that is not page-locked, or for which the host waits: where
+        self.inline: Counter[str] = (
+            Counter()
+        )  # others to the device, on the stream that computes: where
         self.uploads = 0  # to it, from page-locked memory and beside what it computes
         self.crossed = Counter({"up": 0, "down": 0})  # bytes to the device and from it
         self.order: list[str] = []  # uploads, and micro-batches that begin to be computed
-        self.races: Counter[str] = Counter()  # what another stream writes is read, or its memory freed: where
+        self.races: Counter[str] = (
+            Counter()
+        )  # what another stream writes is read, or its memory freed: where
         self.mixed: Counter[str] = Counter()  # operations on tensors of two devices: where
-        self._marks: list[tuple[int, str]] = [(0, OTHER)]  # from which autograd node on they are of which region
+        self._marks: list[tuple[int, str]] = [
+            (0, OTHER)
+        ]  # from which autograd node on they are of which region
 
     def held(self, tensor: Any) -> None:
         """Count the storage of a tensor on the device until nobody holds it."""
@@ -296,11 +312,17 @@ class Meter(TorchDispatchMode):
         if there and (found := self._waited(name, given, args, kwargs)) is not None:
             return found[0]
         if name == "copy_" and given[0].device != given[1].device:
-            self._crossed(given[1], given[0], waits=not (args[2] if len(args) > 2 else kwargs.get("non_blocking")))
+            self._crossed(
+                given[1],
+                given[0],
+                waits=not (args[2] if len(args) > 2 else kwargs.get("non_blocking")),
+            )
             return args[0]
         if there and name != "_to_copy" and any(x.device.type == "cpu" and x.dim() for x in given):
             self.mixed[f"{name} {place()}"] += 1
-        made = None if there and name.startswith("_fused_adam") else func(*args, **kwargs)  # `meta` has no such kernel
+        made = (
+            None if there and name.startswith("_fused_adam") else func(*args, **kwargs)
+        )  # `meta` has no such kernel
         results = tensors((made,))
         for x in results:
             self.held(x)
@@ -308,7 +330,11 @@ class Meter(TorchDispatchMode):
             self._ordered(given, results)
         if name == "_to_copy" and not there and any(x.device.type == "meta" for x in results):
             self._crossed(given[0], results[0], waits=not kwargs.get("non_blocking"))
-        elif (there or any(x.device.type == "meta" for x in results)) and name not in self.FREE and space != "c10d":
+        elif (
+            (there or any(x.device.type == "meta" for x in results))
+            and name not in self.FREE
+            and space != "c10d"
+        ):
             self._count(func, name, args, kwargs, given, results, made)
         return made
 
@@ -323,8 +349,19 @@ class Meter(TorchDispatchMode):
             return (True,)
         if name in ("nonzero", "masked_select"):
             self.waits[place()] += 1
-            return (torch.empty(x.numel(), *([x.dim()] if name == "nonzero" else []), dtype=torch.int64, device=META),)
-        if name == "_to_copy" and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu":
+            return (
+                torch.empty(
+                    x.numel(),
+                    *([x.dim()] if name == "nonzero" else []),
+                    dtype=torch.int64,
+                    device=META,
+                ),
+            )
+        if (
+            name == "_to_copy"
+            and kwargs.get("device") is not None
+            and torch.device(kwargs["device"]).type == "cpu"
+        ):
             copied = torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype)
             if kwargs.get("non_blocking"):
                 self.pin(copied)  # as torch makes it then
@@ -332,7 +369,9 @@ class Meter(TorchDispatchMode):
             return (copied,)
         places = args[1] if name.startswith("index") and isinstance(args[1], list) else []
         masks = [i for i in places if i is not None and i.dtype == torch.bool]
-        if masks and name != "index" and args[2].numel() == 1:  # torch fills by mask, for which nobody waits
+        if (
+            masks and name != "index" and args[2].numel() == 1
+        ):  # torch fills by mask, for which nobody waits
             self.launches[self._here()] += 1
             return (args[0],)
         if name in ("index", "index_put_", "_index_put_impl_") and masks:
@@ -380,10 +419,14 @@ class Meter(TorchDispatchMode):
 
     def _pairs(self, ends: torch.Tensor) -> int:
         """Pairs of a query and a key that it sees, of tree attention's plan as the device was sent it."""
-        sent = self._sent[ends.untyped_storage()._cdata].view(torch.int32)[ends.storage_offset() :][: len(ends)]
+        sent = self._sent[ends.untyped_storage()._cdata].view(torch.int32)[ends.storage_offset() :][
+            : len(ends)
+        ]
         return int((sent - torch.arange(len(sent))).sum())
 
-    def _count(self, func: Any, name: str, args: Any, kwargs: Any, given: Any, results: Any, made: Any) -> None:
+    def _count(
+        self, func: Any, name: str, args: Any, kwargs: Any, given: Any, results: Any, made: Any
+    ) -> None:
         operations, launches = 0.0, 1
         moved = sum(x.nbytes for x in (*given, *results))
         if name in ("embedding", "index", "index_select", "gather"):
@@ -397,19 +440,25 @@ class Meter(TorchDispatchMode):
             forward = name == "tree_attention"
             queries, ends = (args[0], args[3][0]) if forward else (args[1][0], args[2][0])
             # two products over what is seen, and twice as much for their gradients
-            useful = (4.0 if forward else 8.0) * self._pairs(ends) * queries.shape[1] * queries.shape[2]
+            useful = (
+                (4.0 if forward else 8.0) * self._pairs(ends) * queries.shape[1] * queries.shape[2]
+            )
         elif name == "_grouped_mm":
             operations, peak = 2.0 * given[0].numel() * results[0].shape[1], GROUPED_PEAK[0]
         elif name == "add_grouped":
             operations, peak = 2.0 * given[1].numel() * given[2].shape[1], GROUPED_PEAK[1]
             moved += given[0].nbytes  # which is read and written
         elif func._overloadpacket in flop_registry:
-            plain = args if "attention" in name else [x for x in args if isinstance(x, torch.Tensor)]
+            plain = (
+                args if "attention" in name else [x for x in args if isinstance(x, torch.Tensor)]
+            )
             operations = flop_registry[func._overloadpacket](*plain, out_val=made)
             if "attention" in name:
                 causal = any(x is True for x in args[4:8]) or kwargs.get("is_causal")
                 operations /= 2 if causal else 1
-                peak = (0.9 * 545e12 if peak == PEAK else 0.9 * 30e12) * (0.75 if "backward" in name else 1)
+                peak = (0.9 * 545e12 if peak == PEAK else 0.9 * 30e12) * (
+                    0.75 if "backward" in name else 1
+                )
         region = self._here()
         if name == "embedding" and region == "embedding":
             self.order.append("compute")
@@ -435,7 +484,9 @@ def tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 def tree_attention(name: str, args: Any) -> tuple[float, int, float]:
     """Operations of the tiles that the kernels go through, launches, and the rate to expect."""
     forward = name == "tree_attention"
-    (_, k, *_), plan, sizes = (args[:3], args[3], args[4]) if forward else (args[1], args[2], args[3])
+    (_, k, *_), plan, sizes = (
+        (args[:3], args[3], args[4]) if forward else (args[1], args[2], args[3])
+    )
     multiplied = plan[1].numel() * sizes[1] * sizes[2] * k.shape[1] * k.shape[2]
     # two products forward; three for the gradient of queries, four for those of keys and values
     return (4.0 * multiplied, 1, TREE_PEAK[0]) if forward else (14.0 * multiplied, 2, TREE_PEAK[1])
@@ -468,7 +519,11 @@ class OnMeta(TorchFunctionMode):
             return args[0].device.type == "meta"
         if name == "is_pinned":
             return METER.pinned(args[0])
-        if name in ("tensor", "as_tensor") and kwargs.get("device") == META and not isinstance(args[0], torch.Tensor):
+        if (
+            name in ("tensor", "as_tensor")
+            and kwargs.get("device") == META
+            and not isinstance(args[0], torch.Tensor)
+        ):
             METER.copies[f"{place()}, pageable"] += 1  # numbers of Python's
         pinned = kwargs.pop("pin_memory", False) or name == "pin_memory"
         made = args[0].clone() if name == "pin_memory" else func(*args, **kwargs)
@@ -479,7 +534,11 @@ class OnMeta(TorchFunctionMode):
 
 def elsewhere(device: Any) -> Any:
     """`meta` for CUDA, and anything else as it is."""
-    return META if str(device).startswith("cuda") and isinstance(device, str | torch.device) else device
+    return (
+        META
+        if str(device).startswith("cuda") and isinstance(device, str | torch.device)
+        else device
+    )
 
 
 class FusedNorm(torch.autograd.Function):
@@ -499,10 +558,21 @@ class FusedNorm(torch.autograd.Function):
 def pretend() -> None:
     """Make torch say that there is a GPU, and nothing but shapes be computed on it."""
     cuda = torch.cuda
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200", total_memory=141 << 30)
+    properties = SimpleNamespace(
+        major=9, minor=0, multi_processor_count=132, name="H200", total_memory=141 << 30
+    )
     properties.shared_memory_per_block_optin = 227 << 10
-    answers = {"is_available": True, "device_count": 1, "current_device": META, "get_device_capability": (9, 0)}
-    answers |= {"get_device_properties": properties, "is_initialized": False, "get_device_name": "H200"}
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": META,
+        "get_device_capability": (9, 0),
+    }
+    answers |= {
+        "get_device_properties": properties,
+        "is_initialized": False,
+        "get_device_name": "H200",
+    }
     answers |= {"mem_get_info": (140 << 30, 141 << 30), "max_memory_allocated": 0}
     answers |= dict.fromkeys(("set_device", "empty_cache", "ipc_collect", "manual_seed_all"))
     answers |= dict.fromkeys(("reset_peak_memory_stats", "set_sync_debug_mode"))
@@ -515,15 +585,26 @@ def pretend() -> None:
     kind = torch.Tensor.type
     names = {torch.float32: "FloatTensor", torch.bfloat16: "BFloat16Tensor"}
     torch.Tensor.type = lambda x, dtype=None, *a, **k: (
-        kind(x, dtype, *a, **k) if dtype is not None else f"torch.cuda.{names.get(x.dtype, 'Tensor')}"
+        kind(x, dtype, *a, **k)
+        if dtype is not None
+        else f"torch.cuda.{names.get(x.dtype, 'Tensor')}"
     )
     # Megatron takes some of these as it is imported
     init, group = dist.init_process_group, dist.new_group
     dist.init_process_group = lambda backend=None, rank=0, world_size=1, **_: init(
         "fake", rank=rank, world_size=world_size, store=FakeStore()
     )
-    dist.new_group = lambda ranks=None, timeout=None, backend=None, **_: group(ranks, backend="fake")
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_gather", "barrier"):
+    dist.new_group = lambda ranks=None, timeout=None, backend=None, **_: group(
+        ranks, backend="fake"
+    )
+    for name in (
+        "all_reduce",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "broadcast",
+        "all_gather",
+        "barrier",
+    ):
         setattr(dist, name, lambda *_, **__: Still())
     for name in ("all_to_all_single", "_reduce_scatter_base", "_all_gather_base", "reduce_scatter"):
         setattr(dist, name, lambda *_, **__: Still())
@@ -531,19 +612,27 @@ def pretend() -> None:
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
+    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *_, **__: torch.empty(
+        0, dtype=torch.uint8
+    )
     torch.nn.Module._apply = move
     norm = torch.nn.functional.rms_norm
-    torch.nn.functional.rms_norm = lambda x, shape, weight, eps: (  # `meta` has no kernel for it, as CUDA has
-        FusedNorm.apply(x, weight) if x.device.type == "meta" else norm(x, shape, weight, eps)
+    torch.nn.functional.rms_norm = (
+        lambda x, shape, weight, eps: (  # `meta` has no kernel for it, as CUDA has
+            FusedNorm.apply(x, weight) if x.device.type == "meta" else norm(x, shape, weight, eps)
+        )
     )
     grouped = torch.nn.functional.grouped_mm
     torch.nn.functional.grouped_mm = lambda x, stack, offs: (  # `meta` knows that of bfloat16 alone
-        x.new_empty(len(x), stack.shape[2]) if x.dtype == torch.float32 else grouped(x, stack, offs=offs)
+        x.new_empty(len(x), stack.shape[2])
+        if x.dtype == torch.float32
+        else grouped(x, stack, offs=offs)
     )
     # a torch that is built for CUDA would ask it for its stream
     torch.accelerator.current_accelerator = lambda check_available=False: None
-    importlib.import_module("torch.optim.adam")._device_dtype_check_for_fused = lambda *_, **__: None
+    importlib.import_module("torch.optim.adam")._device_dtype_check_for_fused = lambda *_, **__: (
+        None
+    )
 
 
 def move(module: Any, change: Any, recurse: bool = True) -> Any:
@@ -601,11 +690,18 @@ def measure(
     with OnMeta(), meter, CHANGES[change]():
         init_process_groups(trainer_spec, rank=0, threads=1)
         trainer = MegatronTrainer(trainer_spec)
-        batches = [make_batch(LAYOUTS[layout], vocab=vocab, seed=i) for i in range(microbatches * trainer_spec.dp)]
+        batches = [
+            make_batch(LAYOUTS[layout], vocab=vocab, seed=i)
+            for i in range(microbatches * trainer_spec.dp)
+        ]
         batches = [replace(batch, agent=f"agent {i}") for i in range(agents) for batch in batches]
         if critic:
-            batches = [replace(batch, values=batch.weights, returns=batch.advantages) for batch in batches]
-        for run in [trainer.update] * updates + [partial(trainer.score, reference=True)] * 2 * reference:
+            batches = [
+                replace(batch, values=batch.weights, returns=batch.advantages) for batch in batches
+            ]
+        for run in [trainer.update] * updates + [
+            partial(trainer.score, reference=True)
+        ] * 2 * reference:
             meter.clear()
             kept = meter.bytes - others
             run(batches)
@@ -623,8 +719,12 @@ def measure(
         "bytes": {"kept": kept, "peak": meter.peak - others},
         "launches": launches,
         "launches_by_region": dict(meter.launches.most_common()),
-        "launches_per_layer": {name: meter.launches[name] / layers / microbatches for name in IN_LAYERS},
-        "milliseconds": {name: round(1e3 * value, 1) for name, value in meter.seconds.most_common()},
+        "launches_per_layer": {
+            name: meter.launches[name] / layers / microbatches for name in IN_LAYERS
+        },
+        "milliseconds": {
+            name: round(1e3 * value, 1) for name, value in meter.seconds.most_common()
+        },
         "mfu": round(flops / max(seconds, launches * HOST_LAUNCH) / ADVERTISED, 3),
         "operations": {"counted": meter.model_operations, "model": flops},
         "waits": dict(+meter.waits),
@@ -648,7 +748,12 @@ def regions() -> None:
     transformer, trainer = "megatron.core.transformer", "mcore_mas.megatron.step.trainer"
     for module, owner, method, region in (
         ("mcore_mas.megatron.model.attention", "TreeAttention", "forward", "attention"),
-        (f"{transformer}.attention", "SelfAttention", "forward", "projections"),  # norms and rotations among them
+        (
+            f"{transformer}.attention",
+            "SelfAttention",
+            "forward",
+            "projections",
+        ),  # norms and rotations among them
         (decoder.__name__, "GatedMLP", "forward", "mlp"),
         (f"{transformer}.moe.moe_layer", "MoELayer", "forward", "mlp"),
         (f"{transformer}.transformer_layer", "TransformerLayer", "forward", "layer"),
@@ -697,12 +802,20 @@ PIPELINE, DECODER = "mcore_mas.megatron.step.pipeline", "mcore_mas.megatron.mode
 # what would make an update slow or wrong on a GPU, and nobody would see on a CPU
 CHANGES: dict[str, Callable[[], Any]] = {
     "": contextlib.nullcontext,
-    "rotation not fused": worse("mcore_mas.megatron.model.build", "_fuse_rotation", lambda _: lambda: False),
+    "rotation not fused": worse(
+        "mcore_mas.megatron.model.build", "_fuse_rotation", lambda _: lambda: False
+    ),
     "SwiGLU and head not fused": worse(DECODER, "kernels_run", lambda _: lambda _: False),
-    "pageable": worse("torch", "empty", lambda empty: lambda *a, pin_memory=False, **k: empty(*a, **k)),
-    "waiting in each step": worse(f"{PIPELINE}:Pipeline", "_step", lambda f: before(f, torch.cuda.synchronize)),
+    "pageable": worse(
+        "torch", "empty", lambda empty: lambda *a, pin_memory=False, **k: empty(*a, **k)
+    ),
+    "waiting in each step": worse(
+        f"{PIPELINE}:Pipeline", "_step", lambda f: before(f, torch.cuda.synchronize)
+    ),
     "a stream's wait in each step": worse(
-        f"{PIPELINE}:Pipeline", "_step", lambda f: before(f, lambda: torch.cuda.current_stream().synchronize())
+        f"{PIPELINE}:Pipeline",
+        "_step",
+        lambda f: before(f, lambda: torch.cuda.current_stream().synchronize()),
     ),
     "not ahead": worse(PIPELINE, "uploads", one_by_one),
     "read too early": worse(__name__ + ":Stream", "wait_event", lambda _: lambda *_: None),
@@ -712,7 +825,9 @@ CHANGES: dict[str, Callable[[], Any]] = {
 
 def even_exchange() -> None:
     """Ranks send each other equally many rows to experts, each of which gets as many: the device knows no numbers."""
-    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher
+    dispatcher = importlib.import_module(
+        "megatron.core.transformer.moe.token_dispatcher"
+    ).MoEAlltoAllTokenDispatcher
     known = dispatcher._maybe_dtoh_and_synchronize
 
     def even(self: Any, point: str, *arguments: Any) -> Any:
@@ -722,7 +837,9 @@ def even_exchange() -> None:
             self.input_splits[:] = self.output_splits[:] = rows
             self.output_splits_tp[:] = rows * self.ep_size
             each = rows // self.num_local_experts
-            self.num_global_tokens_per_local_expert.fill_(each)[:, 0] += rows - each * self.num_local_experts
+            self.num_global_tokens_per_local_expert.fill_(each)[:, 0] += (
+                rows - each * self.num_local_experts
+            )
         return there
 
     dispatcher._maybe_dtoh_and_synchronize = even

@@ -24,7 +24,14 @@ from typing import Any
 
 OPTIONS = dict(zip(sys.argv[3::1], sys.argv[4::1], strict=False))
 KEY = Path(OPTIONS["--config"]).read_text().split('"')[1] if "--config" in OPTIONS else ""
-STATE: dict[str, Any] = {"version": "default", "paused": 0, "calls": [], "aborted": [], "adapters": {}, "asked": []}
+STATE: dict[str, Any] = {
+    "version": "default",
+    "paused": 0,
+    "calls": [],
+    "aborted": [],
+    "adapters": {},
+    "asked": [],
+}
 FREE, UNDER_WAY = threading.Event(), Counter[str]()
 
 
@@ -44,12 +51,21 @@ def load_adapter(name: str, folder: Path) -> dict[str, Any]:
     told = json.loads((folder / "adapter_config.json").read_text())
     first = sys.argv.index("--lora-target-modules") + 1 if "--enable-lora" in sys.argv else 0
     if not first:
-        return {"success": False, "error_message": "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."}
+        return {
+            "success": False,
+            "error_message": "LoRA is not enabled. Please set `--enable-lora` to enable LoRA.",
+        }
     known = set(" ".join(sys.argv[first:]).partition(" --")[0].split())
     if told.get("use_dora"):
-        return {"success": False, "error_message": "LoRA serving currently doesn't support DoRA adapters"}
+        return {
+            "success": False,
+            "error_message": "LoRA serving currently doesn't support DoRA adapters",
+        }
     if name in STATE["adapters"]:
-        return {"success": False, "error_message": f"Failed to load LoRA adapter {name} because it is already loaded"}
+        return {
+            "success": False,
+            "error_message": f"Failed to load LoRA adapter {name} because it is already loaded",
+        }
     if told["r"] > int(OPTIONS["--max-lora-rank"]) or not set(told["target_modules"]) <= known:
         return {
             "success": False,
@@ -92,7 +108,11 @@ def routed(body: dict[str, Any], count: int) -> dict[str, str]:
     told = json.loads((Path(OPTIONS["--model-path"]) / "config.json").read_text())
     each = list(range(told["num_experts_per_tok"])) * told["num_hidden_layers"]
     tokens = len(body["input_ids"]) + count - 1
-    return {"routed_experts": base64.b64encode(struct.pack(f"<{tokens * len(each)}i", *each * tokens)).decode()}
+    return {
+        "routed_experts": base64.b64encode(
+            struct.pack(f"<{tokens * len(each)}i", *each * tokens)
+        ).decode()
+    }
 
 
 def events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -142,7 +162,9 @@ def answer(path: str, body: dict[str, Any]) -> dict[str, Any]:
         return update(body)
     if path in ("/pause_generation", "/continue_generation"):
         STATE["paused"] = path == "/pause_generation"
-    return {"arguments": sys.argv[3:]} | {name: STATE[name] for name in ("calls", "adapters", "asked")}
+    return {"arguments": sys.argv[3:]} | {
+        name: STATE[name] for name in ("calls", "adapters", "asked")
+    }
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.engines.embedded.batching import LocalEngine
-from mcore_mas.rollout.gateway.app import shared_gateway
-from mcore_mas.rollout.gateway.sessions import GatewaySession
-from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.records.trajectory import Sampling
-from mcore_mas.rollout.teams.roles import Agent, Role
-from mcore_mas.rollout.teams.team import Team, TeamSession
+from rollout.engines import EngineClient
+from rollout.engines.embedded.batching import LocalEngine
+from rollout.gateway.app import shared_gateway
+from rollout.gateway.sessions import GatewaySession
+from rollout.models.chat_template import Renderer
+from rollout.records.trajectory import Sampling
+from rollout.teams.roles import Agent, Role
+from rollout.teams.team import Team, TeamSession
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import renderer_of
 
@@ -27,14 +27,19 @@ def team_of(engine: Any, renderer: Renderer, *, max_tokens: int = 24, **client: 
     role = Role(name="r", system="", user="{said}", parse=lambda text: text or None)
     agents = {
         name: Agent(
-            name=name, role=role, policy="p", sampling=Sampling(max_tokens=max_tokens, temperature=0.8, top_p=0.95)
+            name=name,
+            role=role,
+            policy="p",
+            sampling=Sampling(max_tokens=max_tokens, temperature=0.8, top_p=0.95),
         )
         for name in ("a", "b")
     }
     return Team(agents, {"p": EngineClient(engine=engine, renderer=renderer, **client)})
 
 
-def scripted(folder: Path, reply: Callable[[str, int], str], kind: str = "qwen2.5") -> tuple[Team, ScriptedEngine]:
+def scripted(
+    folder: Path, reply: Callable[[str, int], str], kind: str = "qwen2.5"
+) -> tuple[Team, ScriptedEngine]:
     """A team whose replies are made from (prompt, number of the call)."""
     renderer = renderer_of(kind, folder)
 
@@ -65,7 +70,9 @@ def tiny_model(folder: Path, positions: int = 4096) -> Qwen2ForCausalLM:
     return model
 
 
-def sampling_team(folder: Path, *, max_length: int = 4096, **settings: Any) -> tuple[Team, LocalEngine, Any]:
+def sampling_team(
+    folder: Path, *, max_length: int = 4096, **settings: Any
+) -> tuple[Team, LocalEngine, Any]:
     """A team on the embedded engine, the engine, and Hugging Face's model of the same weights."""
     renderer = renderer_of("qwen2.5", folder)
     model = tiny_model(folder, max_length)
@@ -74,7 +81,9 @@ def sampling_team(folder: Path, *, max_length: int = 4096, **settings: Any) -> t
 
 
 @asynccontextmanager
-async def opened(team: Team, **settings: Any) -> AsyncIterator[tuple[str, str, TeamSession, GatewaySession]]:
+async def opened(
+    team: Team, **settings: Any
+) -> AsyncIterator[tuple[str, str, TeamSession, GatewaySession]]:
     """A session of a trajectory behind the gateway: its address and key, and what the trajectory has of it."""
     seat = team.seat(1, 2, "t", 0)
     session = GatewaySession(seat, **settings)

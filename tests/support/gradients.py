@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_mas.megatron.state.sharded_model import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
-from mcore_mas.rollout.models.tensors import whole
+from rollout.models.tensors import whole
 
 
 def gradients_of(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
@@ -20,7 +20,10 @@ def gradients_of(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
     model = trainer._model
     local = {name: _whole_shard(trainer, parameter) for name, parameter in model.parameters.items()}
     plan = plan_export(local, model.architecture)
-    return ((name, whole(blocks)) for name, blocks in export_weights(local.__getitem__, model.architecture, plan))
+    return (
+        (name, whole(blocks))
+        for name, blocks in export_weights(local.__getitem__, model.architecture, plan)
+    )
 
 
 def _whole_shard(trainer: MegatronTrainer, parameter: Any) -> Tensor:

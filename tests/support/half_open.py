@@ -27,7 +27,14 @@ async def hold_open(port: int, path: str, headers: str = "", *, status: int) -> 
     Raises:
         TimeoutError: one was still open after 20 s.
     """
-    lacking = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}Content-Length: 99\r\n\r\n{{".encode()
+    lacking = (
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}Content-Length: 99\r\n\r\n{{".encode()
+    )
     whole = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n".encode()
-    kinds = ((b"", b""), (b"POST /retr", b""), (lacking, b""), (whole + lacking, f"HTTP/1.1 {status}".encode()))
+    kinds = (
+        (b"", b""),
+        (b"POST /retr", b""),
+        (lacking, b""),
+        (whole + lacking, f"HTTP/1.1 {status}".encode()),
+    )
     return await asyncio.gather(*(_seconds_open(port, *kind) for kind in kinds * 75))

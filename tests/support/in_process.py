@@ -19,10 +19,11 @@ from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.planning.jobs import tenants_of
-from mcore_mas.rollout.base.failpoints import failpoint
-from mcore_mas.rollout.engines.embedded.batching import Ask, LocalEngine, Report
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
-from mcore_mas.training import crew, logbook, train
+from mcore_mas.tracking import logbook
+from mcore_mas.training import crew, train
+from rollout.base.failpoints import failpoint
+from rollout.engines.embedded.batching import Ask, LocalEngine, Report
+from rollout.sync import SyncRoute, WeightUpdate
 from tests.support.simulated import handed_over
 
 
@@ -43,7 +44,9 @@ def make_model(folder: Path) -> Path:
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=True)).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=True)).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -55,11 +58,15 @@ class Group:
         self.cost_model = CostModel.of(spec, cpu=True)
         self.updates: list[list[Microbatch]] = []
 
-    async def update(self, microbatches: Sequence[Microbatch], at: int | None = None) -> dict[str, float]:
+    async def update(
+        self, microbatches: Sequence[Microbatch], at: int | None = None
+    ) -> dict[str, float]:
         self.updates.append(list(microbatches))
         return self.trainer.update(microbatches, at)
 
-    async def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
+    async def score(
+        self, microbatches: Sequence[Microbatch], *, reference: bool = False
+    ) -> list[Tensor]:
         return self.trainer.score(microbatches, reference=reference)
 
     async def export(self, route: SyncRoute, version: int) -> WeightUpdate:
@@ -108,7 +115,9 @@ class HereGroup(Group):
     async def ready(self) -> None:
         pass
 
-    async def update(self, microbatches: Sequence[Microbatch], at: int | None = None) -> dict[str, float]:
+    async def update(
+        self, microbatches: Sequence[Microbatch], at: int | None = None
+    ) -> dict[str, float]:
         return self.trainer.update(microbatches, at)  # and nothing is kept
 
     async def save(self, folder: Path) -> None:
@@ -124,18 +133,26 @@ class HereGroup(Group):
         self.trainer.model.write(folder)
 
 
-def engines_here(config: RunConfig, models: dict[str, str], *_: object, **__: object) -> dict[str, Engine]:
+def engines_here(
+    config: RunConfig, models: dict[str, str], *_: object, **__: object
+) -> dict[str, Engine]:
     HereGroup.engines = {}
     for policy, model in models.items():
         engine = for_policy(config, policy).engine
-        settings = {"rows": engine.slots, "max_length": engine.max_length, "deterministic": engine.deterministic}
+        settings = {
+            "rows": engine.slots,
+            "max_length": engine.max_length,
+            "deterministic": engine.deterministic,
+        }
         HereGroup.engines[policy] = Engine(model, **settings)
     return dict(HereGroup.engines)
 
 
 def room_here(config: RunConfig) -> SimpleNamespace:
     tenants = tenants_of(config, "CPU")
-    return SimpleNamespace(kind="CPU", cpus=1, told={}, tenants=tenants, threads_of=lambda *_, **__: 1, gpus=0)
+    return SimpleNamespace(
+        kind="CPU", cpus=1, told={}, tenants=tenants, threads_of=lambda *_, **__: 1, gpus=0
+    )
 
 
 def placed_here(room: SimpleNamespace, **_: object) -> SimpleNamespace:
@@ -150,7 +167,11 @@ def nothing(*_: object) -> None:
 @contextmanager
 def training_here(monkeypatch: pytest.MonkeyPatch, *, tracked: bool = False) -> Iterator[None]:
     """Inside the block `train` trains in this process: Ray is replaced, and MLflow unless `tracked`."""
-    replaced = {"TrainerGroup": HereGroup, "make_engines": engines_here, "DevicePlacement": placed_here}
+    replaced = {
+        "TrainerGroup": HereGroup,
+        "make_engines": engines_here,
+        "DevicePlacement": placed_here,
+    }
     for name, value in replaced.items():
         monkeypatch.setattr(crew, name, value)
     monkeypatch.setattr(train, "room_for", room_here)

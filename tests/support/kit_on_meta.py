@@ -28,7 +28,9 @@ def others(wanted: list[str], modules: Mapping[str, list[str]]) -> set[str]:
     while queue:
         if (one := queue.pop()) not in there and one in installed:
             there.add(one)
-            queue += [plain(line) for line in installed[one].requires or () if "extra ==" not in line]
+            queue += [
+                plain(line) for line in installed[one].requires or () if "extra ==" not in line
+            ]
     return {name for name, given in modules.items() if not there & set(map(plain, given))}
 
 
@@ -42,13 +44,17 @@ class Hides:
         return getattr(self._finder, name)
 
     def find_spec(self, name: str, *given: Any) -> Any:
-        return None if name.partition(".")[0] in self._hidden else self._finder.find_spec(name, *given)
+        return (
+            None if name.partition(".")[0] in self._hidden else self._finder.find_spec(name, *given)
+        )
 
 
 def main(needed: str, names: list[str]) -> None:
     """Run each section, then print how many bytes it has left on the GPU; at last what was needed and not imported."""
     modules = metadata.packages_distributions()
-    wanted = [plain(line) for line in Path(needed).read_text().splitlines() if not line.startswith("#")]
+    wanted = [
+        plain(line) for line in Path(needed).read_text().splitlines() if not line.startswith("#")
+    ]
     hidden = others([*wanted, "torch", "triton"], modules)
     sys.meta_path[:] = [Hides(finder, hidden) for finder in sys.meta_path]  # type: ignore[list-item]
     import torch
@@ -72,9 +78,15 @@ def main(needed: str, names: list[str]) -> None:
             sections.SECTIONS[name](
                 tiny=name in ("hand_over", "engine")
             )  # a file as large as the model, and its tokens
-            print(json.dumps({"left_by": name, "bytes": METER.bytes, "peak": METER.peak}), flush=True)
+            print(
+                json.dumps({"left_by": name, "bytes": METER.bytes, "peak": METER.peak}), flush=True
+            )
             METER.clear()
-    taken = {plain(one) for name in {name.partition(".")[0] for name in sys.modules} for one in modules.get(name, ())}
+    taken = {
+        plain(one)
+        for name in {name.partition(".")[0] for name in sys.modules}
+        for one in modules.get(name, ())
+    }
     print(json.dumps({"not_imported": sorted(set(wanted) - taken)}))
 
 

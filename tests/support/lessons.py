@@ -26,20 +26,20 @@ from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
-from mcore_mas.retrieval.client import Passage, RetrievalClient
-from mcore_mas.rollout.config.sections import EnvConfig, build_allocator, build_env, build_team
-from mcore_mas.rollout.engines import ChatState, EngineClient, PolicyReply
-from mcore_mas.rollout.engines.embedded.batching import LocalEngine
-from mcore_mas.rollout.environments.code import pack_solution, pack_test
-from mcore_mas.rollout.environments.data_science import pack_file, pack_target
-from mcore_mas.rollout.environments.predictions import Target
-from mcore_mas.rollout.environments.repository import CheckCall, pack_check, pack_source
-from mcore_mas.rollout.environments.search import Retriever
-from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.models.tensors import whole
-from mcore_mas.rollout.records.trajectory import Message, Sampling, Status, Task
-from mcore_mas.rollout.sandbox.judge import StdinTest
-from mcore_mas.rollout.teams.roles import Agent
+from retrieval.client import Passage, RetrievalClient
+from rollout.config.sections import EnvConfig, build_allocator, build_env, build_team
+from rollout.engines import ChatState, EngineClient, PolicyReply
+from rollout.engines.embedded.batching import LocalEngine
+from rollout.environments.code import pack_solution, pack_test
+from rollout.environments.data_science import pack_file, pack_target
+from rollout.environments.predictions import Target
+from rollout.environments.repository import CheckCall, pack_check, pack_source
+from rollout.environments.search import Retriever
+from rollout.models.chat_template import Renderer
+from rollout.models.tensors import whole
+from rollout.records.trajectory import Message, Sampling, Status, Task
+from rollout.sandbox.judge import StdinTest
+from rollout.teams.roles import Agent
 from tests.support import worlds
 from tests.support.play import collect
 from tests.support.shipped import TEAMS, Library
@@ -51,28 +51,42 @@ _TESTS = [StdinTest(stdin=f"{n} {n}\n", expected=f"{2 * n}\n") for n in (1, 2, 3
 _TARGET = Target(metric="mae", id_column="id", column="y", truth={"1": "3"})
 _CHECK = CheckCall(name="t", module="m", function="one", arguments=(), expected=1, passes=False)
 _HERE = Path(__file__).resolve().parent
-ANSWERS: dict[str, tuple[str, tuple[str, ...]]] = {  # by environment: a problem, and what its tasks keep
+ANSWERS: dict[
+    str, tuple[str, tuple[str, ...]]
+] = {  # by environment: a problem, and what its tasks keep
     "math": ("What is 3+4?", ("7",)),
     "search": ("Who wrote it?", ("Alice",)),
     "code": (
         "Read two integers and print their sum.",
-        (*(pack_test(test, visible=i == 0) for i, test in enumerate(_TESTS)), pack_solution(_PROGRAM)),
+        (
+            *(pack_test(test, visible=i == 0) for i, test in enumerate(_TESTS)),
+            pack_solution(_PROGRAM),
+        ),
     ),
     "plan_path": ("S 1 1 G 1 3\nS . G\n. . .", ()),
     "data_science": ("Predict y.", (pack_file("test.csv", "id\n1\n"), pack_target(_TARGET))),
-    "repository": ("one() should be 1.", (pack_source("m.py", "def one():\n    return 2\n"), pack_check(_CHECK))),
+    "repository": (
+        "one() should be 1.",
+        (pack_source("m.py", "def one():\n    return 2\n"), pack_check(_CHECK)),
+    ),
     "gymnasium": ("Reach G.", ("1",)),
     "alfworld": ("Do what the task says.", (str(_HERE / "near.tw-pddl"),)),
     "webshop": ("Buy it.", ("2",)),
     "mcp": ("How much is 40 + 2?", ("42",)),
 }
 _PATIENT = ("gymnasium", "alfworld", "webshop", "mcp")  # whose teams have many turns
-_SHORT = ("tool_coder",)  # which solves the lesson in more turns, so that nobody has anything to learn
+_SHORT = (
+    "tool_coder",
+)  # which solves the lesson in more turns, so that nobody has anything to learn
 WORLDS: dict[
     str, dict[str, Any]
 ] = {  # by environment: options in place of the shipped ones, for what is small and here
     "gymnasium": {"make": {"render_mode": "ansi", "is_slippery": False, "desc": ["SG", "FF"]}},
-    "mcp": {"servers": {"plain": {"command": sys.executable, "args": [str(_HERE / "plain_mcp_server.py")]}}},
+    "mcp": {
+        "servers": {
+            "plain": {"command": sys.executable, "args": [str(_HERE / "plain_mcp_server.py")]}
+        }
+    },
     "alfworld": {"config": str(_HERE / "alfworld.yaml")},
 }
 
@@ -108,14 +122,21 @@ def _replaced(line: str) -> str:
 SAYS: dict[
     str, tuple[str, ...]
 ] = {  # by role, and its environment where that matters: what is right, and what is well-formed and wrong
-    **dict.fromkeys(("chain_generator", "chain_refiner", "reasoner", "debater", "judge", "refine_solver"), _BOXED),
-    **dict.fromkeys(("refiner", "finalizer", "chat_solver", "chat_verifier", "proposer", "aggregator"), _BOXED),
+    **dict.fromkeys(
+        ("chain_generator", "chain_refiner", "reasoner", "debater", "judge", "refine_solver"),
+        _BOXED,
+    ),
+    **dict.fromkeys(
+        ("refiner", "finalizer", "chat_solver", "chat_verifier", "proposer", "aggregator"), _BOXED
+    ),
     **dict.fromkeys(("self_verifier", "solver"), _BOXED),
     **dict.fromkeys(("tool_user", "chat_coder"), _COMPUTED),
     **dict.fromkeys(("coder", "code_writer", "tree_coder"), _WRITTEN),
     **dict.fromkeys(("answerer", "ask_answerer"), _ANSWERED),
     **dict.fromkeys(("searcher", "ask_searcher", "rewriter"), _SEARCHED),
-    **dict.fromkeys(("extractor", "ask_summariser"), _tagged("evidence", "Alice wrote it.", "Bob wrote it.")),
+    **dict.fromkeys(
+        ("extractor", "ask_summariser"), _tagged("evidence", "Alice wrote it.", "Bob wrote it.")
+    ),
     "chain_verifier": ("\\boxed{1}", "\\boxed{0}"),
     "tester": (
         "<input>\n1 2\n</input>\n<output>\n3\n</output>",
@@ -124,12 +145,18 @@ SAYS: dict[
     "code_planner": _tagged("pseudocode", "add them", "print zero"),
     "reflector": _tagged("reflection", "read both numbers", "all is well"),
     "game_tool": ("**Actions List**: R R", "**Actions List**: D"),
-    "game_coder": (_fenced("print('**Actions List**: R R')"), _fenced("print('**Actions List**: D')")),
+    "game_coder": (
+        _fenced("print('**Actions List**: R R')"),
+        _fenced("print('**Actions List**: D')"),
+    ),
     "data_engineer": _leaves("X_train.pkl", "y_train.pkl", "X_test.pkl"),
     "modeler": _leaves("model.pkl"),
     "analyst": _leaves("submission.csv", text="id,y\\n1,3\\n"),
     "repairer": (_replaced("return 1"), _replaced("return 3")),
-    "tool_caller": (_tagged("answer", "42", "")[0], '<call>{"tool": "add", "arguments": {"a": 40, "b": 2}}</call>'),
+    "tool_caller": (
+        _tagged("answer", "42", "")[0],
+        '<call>{"tool": "add", "arguments": {"a": 40, "b": 2}}</call>',
+    ),
     "world_player@gymnasium": _tagged("action", "right", "down"),
     "world_player@alfworld": _tagged("action", "take apple 1 from fridge 1", "look"),
     "world_player@webshop": _tagged("action", "click[buy now]", "search[more]"),
@@ -180,7 +207,11 @@ def team_config(team: str, sharing: str, model: str, results: Path) -> RunConfig
         "+trainer={steps: 2, tasks_per_step: 2, group_size: 4}",
         "+evaluation={}",
         "retriever={}",  # of teams that search
-        *(["orchestra.options.max_turns=2"] if values.get("env", {}).get("name") in _PATIENT or team in _SHORT else []),
+        *(
+            ["orchestra.options.max_turns=2"]
+            if values.get("env", {}).get("name") in _PATIENT or team in _SHORT
+            else []
+        ),
         *(["orchestra.options.max_nodes=4"] if team == "ab_mcts" else []),
     ]
     return RunConfig.check(resolve(settings), team)
@@ -192,7 +223,9 @@ class Interpreter:
 
     player: EngineClient
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
+    async def say(
+        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
+    ) -> PolicyReply:
         said = await self.player.say(messages, sampling, chat)
         phrases = SAYS[messages[0].content.splitlines()[-1]]
         text = phrases[said.completion.token_ids[0] % len(phrases)]
@@ -227,7 +260,14 @@ class Bereaved:
 
 
 def teach(
-    rank: int, out: Path, team: str, sharing: str, model: str, urls: Sequence[str] = (), dying: int = 0, at: int = 0
+    rank: int,
+    out: Path,
+    team: str,
+    sharing: str,
+    model: str,
+    urls: Sequence[str] = (),
+    dying: int = 0,
+    at: int = 0,
 ) -> None:
     """Play and train `team` for two steps; writes what came of it to `out`/{team}_{sharing}.json.
 
@@ -235,7 +275,9 @@ def teach(
     """
     worlds.install()
     config = team_config(team, sharing, model, out)
-    retriever = Bereaved(RetrievalClient(*urls, balance="round_robin"), dying, at) if urls else Library()
+    retriever = (
+        Bereaved(RetrievalClient(*urls, balance="round_robin"), dying, at) if urls else Library()
+    )
     lessons = asyncio.run(_teach(config, model, retriever))
     (out / f"{team}_{sharing}.json").write_text(json.dumps(lessons))
 
@@ -243,16 +285,32 @@ def teach(
 async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[dict[str, Any]]:
     spec = TrainerSpec(model=model, lr=1e-2, objective=Objective(loss="ppo_clip"))
     trainers = {policy: MegatronTrainer(spec) for policy in config.policies}
-    engines = {policy: LocalEngine(model, max_length=_MAX_LENGTH, rows=16) for policy in config.policies}
+    engines = {
+        policy: LocalEngine(model, max_length=_MAX_LENGTH, rows=16) for policy in config.policies
+    }
     renderer = Renderer(model)
-    voices = {p: Interpreter(player=EngineClient(engine=e, renderer=renderer)) for p, e in engines.items()}
+    voices = {
+        p: Interpreter(player=EngineClient(engine=e, renderer=renderer)) for p, e in engines.items()
+    }
     team = build_team(config.agents, voices)  # type: ignore[arg-type]
-    team = replace(team, agents={name: introduced(agent, config.env.name) for name, agent in team.agents.items()})
+    team = replace(
+        team,
+        agents={name: introduced(agent, config.env.name) for name, agent in team.agents.items()},
+    )
     tools = {"retriever": retriever} if config.env.name == "search" else {}
-    env = EnvConfig(name=config.env.name, options={**config.env.options, **WORLDS.get(config.env.name, {})})
+    env = EnvConfig(
+        name=config.env.name, options={**config.env.options, **WORLDS.get(config.env.name, {})}
+    )
     prompt, answers = ANSWERS[config.env.name]
     tasks = [
-        Task(id=name, prompt=prompt, answers=answers, env=config.env.name, source="lesson", split="train")
+        Task(
+            id=name,
+            prompt=prompt,
+            answers=answers,
+            env=config.env.name,
+            source="lesson",
+            split="train",
+        )
         for name in ("one", "two")
     ]
     allocate = build_allocator(config.reward, config.agents)
@@ -267,9 +325,12 @@ async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[di
             seed=config.seed,
             step=step,
         )
-        failed = [t.error for group in groups for t in group.trajectories if t.status is Status.FAILED]
+        failed = [
+            t.error for group in groups for t in group.trajectories if t.status is Status.FAILED
+        ]
         samples = estimate(
-            to_samples([allocate(group) for group in groups]), dict.fromkeys(config.agents, config.advantage)
+            to_samples([allocate(group) for group in groups]),
+            dict.fromkeys(config.agents, config.advantage),
         )
         updates = {}
         for policy, trainer in trainers.items():
@@ -280,7 +341,9 @@ async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[di
         lessons.append(
             {
                 "failed": failed,
-                "lines": [[turn.agent for turn in t.turns] for group in groups for t in group.trajectories],
+                "lines": [
+                    [turn.agent for turn in t.turns] for group in groups for t in group.trajectories
+                ],
                 "rewards_finite": all(math.isfinite(sample.reward) for sample in samples),
                 "updates": updates,
             }
@@ -288,7 +351,9 @@ async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[di
     return lessons
 
 
-def _update(config: RunConfig, trainer: MegatronTrainer, samples: Sequence[Sample]) -> dict[str, float]:
+def _update(
+    config: RunConfig, trainer: MegatronTrainer, samples: Sequence[Sample]
+) -> dict[str, float]:
     """Train on the samples; how far engine and trainer were apart, and how much the weights changed."""
     weights = dict.fromkeys(config.agents, 1.0)
     samples = weigh(samples, weights, config.loss.aggregation, config.loss.norm)
@@ -302,7 +367,10 @@ def _update(config: RunConfig, trainer: MegatronTrainer, samples: Sequence[Sampl
             for sample, row in zip(samples, seen, strict=True)
             for a, b in zip(sample.behaviour, row, strict=True)
         ),
-        "change": max(float((whole(rows) - before[name]).abs().max()) for name, rows in trainer.model.weights()),
+        "change": max(
+            float((whole(rows) - before[name]).abs().max())
+            for name, rows in trainer.model.weights()
+        ),
         "grad_norm": metrics["grad_norm"],
         "signal": max(abs(a) for sample in samples for a in sample.advantages or (0.0,)),
     }

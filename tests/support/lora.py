@@ -21,7 +21,10 @@ class Lora(torch.nn.Module):
         self.lora_A = torch.nn.Linear(base.in_features, RANK, bias=False)
         self.lora_B = torch.nn.Linear(RANK, base.out_features, bias=False)
         with torch.no_grad():
-            for half in (self.lora_A, self.lora_B):  # a B that is not zero: A has a gradient from the first step
+            for half in (
+                self.lora_A,
+                self.lora_B,
+            ):  # a B that is not zero: A has a gradient from the first step
                 half.weight.copy_(torch.randn(half.weight.shape, generator=generator) * 0.05)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,10 +50,18 @@ def adapt(model: transformers.PreTrainedModel, targets: tuple[str, ...]) -> None
 def save(model: transformers.PreTrainedModel, targets: tuple[str, ...], folder: Path) -> None:
     """Write the adapters as PEFT does."""
     folder.mkdir(exist_ok=True)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "bias": "none",
+    }
     config["target_modules"] = [f"{target}_proj" for target in targets]
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    tensors = {name: tensor for name, tensor in tensors_of(model).items() if name.startswith(_PREFIX)}
+    tensors = {
+        name: tensor for name, tensor in tensors_of(model).items() if name.startswith(_PREFIX)
+    }
     save_file(tensors, str(folder / "adapter_model.safetensors"))
 
 

@@ -16,8 +16,8 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
-from mcore_mas.rollout.base.processes import free_port
-from mcore_mas.training.tracking import CLOCK, Tracker
+from mcore_mas.tracking.feed import CLOCK, Tracker
+from rollout.base.processes import free_port
 from tests.support.trackable import opened_tracker
 
 STEPS = range(-1, 6)
@@ -36,7 +36,9 @@ class Server:
         self._server: BaseWSGIServer | None = None
 
     def start(self) -> None:
-        self._server = make_server("127.0.0.1", self._port, self, threaded=True, request_handler=_Quiet)
+        self._server = make_server(
+            "127.0.0.1", self._port, self, threaded=True, request_handler=_Quiet
+        )
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
@@ -45,7 +47,9 @@ class Server:
             self._server.server_close()
         self._server = None
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(
+        self, environ: dict[str, Any], start_response: Callable[..., Any]
+    ) -> Iterable[bytes]:
         fail = self.fail if environ["REQUEST_METHOD"] == "POST" else ""
         self.asked += 1
         if fail == "slow":
@@ -92,7 +96,10 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def write(path: Path, steps: Iterable[int]) -> None:
-    lines = [f'{{"step": {step}, "x": {step}.0, "never": 0.0, "{CLOCK}": {1e9 + step}}}\n' for step in steps]
+    lines = [
+        f'{{"step": {step}, "x": {step}.0, "never": 0.0, "{CLOCK}": {1e9 + step}}}\n'
+        for step in steps
+    ]
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.write("".join(lines))
@@ -113,7 +120,9 @@ def idle(tracker: Tracker) -> None:
 def everything(uri: str, run_id: str | None) -> list[tuple[int, float]]:
     client = MlflowClient(tracking_uri=uri)
     everywhere = [e.experiment_id for e in client.search_experiments()]
-    (run,) = client.search_runs(everywhere, "tags.stage = 'train'")  # made once, as is what it is of
+    (run,) = client.search_runs(
+        everywhere, "tags.stage = 'train'"
+    )  # made once, as is what it is of
     (_,) = client.search_runs(everywhere, "tags.stage = 'experiment'")
     assert (run.info.run_id, run.info.status, run.data.params, run.data.tags["t"]) == (
         run_id,

@@ -14,10 +14,25 @@ FILES = Path(__file__).resolve().parents[2] / "requirements"
 
 def needed(pinned: str, name: str) -> str:
     """What of `name` a pinned package asks for: a pin too."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps"]
-    said = subprocess.run([*command, "--report", "-", pinned], capture_output=True, text=True, check=True).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--dry-run",
+        "--ignore-installed",
+        "--no-deps",
+    ]
+    said = subprocess.run(
+        [*command, "--report", "-", pinned], capture_output=True, text=True, check=True
+    ).stdout
     (found,) = json.loads(said)["install"]
-    (pin,) = {r.partition(";")[0].strip() for r in found["metadata"]["requires_dist"] if re.match(rf"{name}==", r)}
+    (pin,) = {
+        r.partition(";")[0].strip()
+        for r in found["metadata"]["requires_dist"]
+        if re.match(rf"{name}==", r)
+    }
     return pin
 
 

@@ -34,7 +34,9 @@ def _have_ip() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="iproute2-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["PATH"] += f":{program(folder, 'iproute2', 'bin/ip', 'usr/bin/ip', 'sbin/ip').parent}"
+    os.environ["PATH"] += (
+        f":{program(folder, 'iproute2', 'bin/ip', 'usr/bin/ip', 'sbin/ip').parent}"
+    )
 
 
 @cache
@@ -51,7 +53,9 @@ def missing() -> str:
             return f"needs {tool} (util-linux)"
     probe = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "true"]
     done = subprocess.run(probe, capture_output=True, text=True, check=False)
-    return "" if done.returncode == 0 else f"namespaces are not allowed here ({done.stderr.strip()})"
+    return (
+        "" if done.returncode == 0 else f"namespaces are not allowed here ({done.stderr.strip()})"
+    )
 
 
 class Nodes:
@@ -83,7 +87,18 @@ class Nodes:
             _run("ip", "-n", space, "link", "set", "net", "up")
         _RAY.mkdir(exist_ok=True)
         script = _INSIDE.format(name=f"node{number}", ray=_RAY, seconds=_SECONDS)
-        own = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script]
+        own = [
+            "unshare",
+            "--mount",
+            "--uts",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            script,
+        ]
         self._shells.append(subprocess.Popen(["ip", "netns", "exec", space, *own]))
         while not self._inside(number):
             time.sleep(0.02)
@@ -91,14 +106,28 @@ class Nodes:
 
     def start_ray(self, number: int, cpus: int, pool: str | None = None) -> None:
         """Have a node start the Ray, or join that of the first, with a label `pool` where it has one."""
-        head = ["--head", "--port", "6379", "--include-dashboard=false"] if number == 1 else ["--address", self.ray]
-        size = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--disable-usage-stats"]
+        head = (
+            ["--head", "--port", "6379", "--include-dashboard=false"]
+            if number == 1
+            else ["--address", self.ray]
+        )
+        size = [
+            "--num-cpus",
+            str(cpus),
+            "--object-store-memory",
+            str(100 << 20),
+            "--disable-usage-stats",
+        ]
         label = ["--labels", f"pool={pool}"] if pool else []
         words = ["start", *head, "--node-ip-address", self.address(number), *size, *label]
         with (self._folder / f"node{number}.log").open("wb") as log:
             command = [sys.executable, "-m", "ray.scripts.scripts", *words]
             subprocess.run(
-                self.on(number, command, Path("/")), stdout=log, stderr=log, check=True, env=self._environment()
+                self.on(number, command, Path("/")),
+                stdout=log,
+                stderr=log,
+                check=True,
+                env=self._environment(),
             )
 
     @property
@@ -110,11 +139,16 @@ class Nodes:
         """A node's address."""
         return f"10.77.0.{number}"
 
-    def start(self, number: int, command: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    def start(
+        self, number: int, command: Sequence[str], folder: Path, log: Path
+    ) -> subprocess.Popen[bytes]:
         """Start a command on a node, in `folder`; it writes to `log`."""
         with log.open("wb") as out:
             return subprocess.Popen(
-                self.on(number, command, folder), stdout=out, stderr=subprocess.STDOUT, env=self._environment()
+                self.on(number, command, folder),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
             )
 
     def on(self, number: int, command: Sequence[str], folder: Path) -> list[str]:
@@ -151,14 +185,18 @@ class Nodes:
         """Remove all nodes."""
         for number in range(len(self._shells), 0, -1):
             self.kill(number)
-            subprocess.run(["ip", "netns", "del", self._space(number)], check=False, capture_output=True)
+            subprocess.run(
+                ["ip", "netns", "del", self._space(number)], check=False, capture_output=True
+            )
 
     def _space(self, number: int) -> str:
         return f"{self._name}n{number}"
 
     def _inside(self, number: int) -> int:
         """The first process of a node, 0 before there is one."""
-        children = Path(f"/proc/{self._shells[number - 1].pid}/task/{self._shells[number - 1].pid}/children")
+        children = Path(
+            f"/proc/{self._shells[number - 1].pid}/task/{self._shells[number - 1].pid}/children"
+        )
         with suppress(OSError):
             for child in children.read_text().split():
                 if Path(f"/proc/{child}/comm").read_text().strip() == "sleep":
@@ -166,12 +204,22 @@ class Nodes:
         return 0
 
     def _environment(self) -> dict[str, str]:
-        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._token), "RAY_USAGE_STATS_ENABLED": "0"}
+        own = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self._token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
         # a node that is cut off is given up after 20 s, and one whose machine is busy is not
         health = {"RAY_health_check_timeout_ms": "6000", "RAY_health_check_failure_threshold": "3"}
         # of Ray's clients and workers, which by default give up a machine that is busy
-        patient = {"RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120", "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "20"}
-        patient |= {"RAY_worker_register_timeout_seconds": "300", "RAY_raylet_client_num_connect_attempts": "60"}
+        patient = {
+            "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120",
+            "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "20",
+        }
+        patient |= {
+            "RAY_worker_register_timeout_seconds": "300",
+            "RAY_raylet_client_num_connect_attempts": "60",
+        }
         return {**os.environ, **own, **health, **patient}
 
 

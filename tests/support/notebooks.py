@@ -32,7 +32,12 @@ def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
     }
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(folder)}}
-    options = {"timeout": 900, "startup_timeout": 300, "coalesce_streams": True, "record_timing": False}
+    options = {
+        "timeout": 900,
+        "startup_timeout": 300,
+        "coalesce_streams": True,
+        "record_timing": False,
+    }
     NotebookClient(notebook, resources=place, **options).execute()
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):

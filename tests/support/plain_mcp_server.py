@@ -29,9 +29,15 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
     """The result of a request; None for what this server does not know."""
     if method == "initialize":
         info = {"name": "plain", "version": "1"}
-        return {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": info}
+        return {
+            "protocolVersion": params["protocolVersion"],
+            "capabilities": {"tools": {}},
+            "serverInfo": info,
+        }
     if method == "tools/list":
-        return {"tools": [{"name": name, "inputSchema": schema} for name, schema in _SCHEMAS.items()]}
+        return {
+            "tools": [{"name": name, "inputSchema": schema} for name, schema in _SCHEMAS.items()]
+        }
     if method == "tools/call":
         return {"content": [{"type": "text", "text": call(params["name"], params["arguments"])}]}
     return None

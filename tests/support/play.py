@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.environments.protocol import Step, ToolCall
-from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
-from mcore_mas.rollout.records.trajectory import Group, Message, Sampling, Task, Turn, derive_seed
-from mcore_mas.rollout.teams.collect import CollectOptions, Collector
-from mcore_mas.rollout.teams.roles import Agent, Role
-from mcore_mas.rollout.teams.team import Team
+from rollout.base.errors import EnvError
+from rollout.engines import EngineClient
+from rollout.environments.protocol import Step, ToolCall
+from rollout.models.tool_calls import ToolFormat, ToolSchema
+from rollout.records.trajectory import Group, Message, Sampling, Task, Turn, derive_seed
+from rollout.teams.collect import CollectOptions, Collector
+from rollout.teams.roles import Agent, Role
+from rollout.teams.team import Team
 from tests.support.scripted_engine import ScriptedEngine
 
 SEED, STEP = 7, 3
@@ -33,7 +33,9 @@ async def collect(
 ) -> list[Group]:
     """Groups of trajectories of the tasks; `how` are fields of `CollectOptions`."""
     options = CollectOptions(**how)
-    own = Collector(team=team, make_env=make_env, orchestra=orchestra, seed=seed, step=step, options=options)
+    own = Collector(
+        team=team, make_env=make_env, orchestra=orchestra, seed=seed, step=step, options=options
+    )
     return await own.collect(tasks, group_size)
 
 
@@ -43,16 +45,26 @@ class Bytes:
     stop = (0,)
     tool_format: ToolFormat = "fenced"
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
         return tuple("\n".join(message.raw or message.content for message in messages).encode())
 
-    def extend(self, before: Turn, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        return before.prompt_ids + before.completion_ids + self.render(messages[len(before.messages) + 1 :])
+    def extend(
+        self, before: Turn, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[int, ...]:
+        return (
+            before.prompt_ids
+            + before.completion_ids
+            + self.render(messages[len(before.messages) + 1 :])
+        )
 
     def go_on(
         self, before: Turn | None, messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> tuple[tuple[int, ...], bool]:
-        return self.extend(before, messages, tools) if before else self.render(messages, tools), False
+        return self.extend(before, messages, tools) if before else self.render(
+            messages, tools
+        ), False
 
     def decode_raw(self, token_ids: tuple[int, ...]) -> str:
         return self.decode(token_ids)
@@ -74,9 +86,14 @@ class Adder:
         if action == "boom":
             raise EnvError("the adder broke")
         if action.startswith("look"):
-            return Step(observation=f"{self.total:g}", tools=(ToolCall(tool="eye", query=action, result="seen"),))
+            return Step(
+                observation=f"{self.total:g}",
+                tools=(ToolCall(tool="eye", query=action, result="seen"),),
+            )
         self.total += float(action)
-        return Step(observation=f"{self.total:g}", reward=float(action), metrics={"total": self.total})
+        return Step(
+            observation=f"{self.total:g}", reward=float(action), metrics={"total": self.total}
+        )
 
 
 def number(text: str) -> str | None:
@@ -106,7 +123,11 @@ def seeded(
     It knows where it is by the seed of the call alone, so a wrong or repeated seed is a wrong reply.
     """
     places = {
-        derive_seed(SEED, STEP, task, sample, agent, turn, *((node,) if node else ())): (agent, turn, node)
+        derive_seed(SEED, STEP, task, sample, agent, turn, *((node,) if node else ())): (
+            agent,
+            turn,
+            node,
+        )
         for agent, turn, node in replies
     }
 

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
+from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
 
 TASK = Task(id="t", prompt="?", answers=("1",), env="math", source="s", split="train")
 
 
-def turn(index: int, agent: str = "solver", scores: Mapping[str, float] | None = None, **fields: Any) -> Turn:
+def turn(
+    index: int, agent: str = "solver", scores: Mapping[str, float] | None = None, **fields: Any
+) -> Turn:
     """A well-formed turn of one token, at the root."""
     plain: dict[str, Any] = {
         "policy": "p",
@@ -28,7 +30,9 @@ def turn(index: int, agent: str = "solver", scores: Mapping[str, float] | None =
     return Turn(**plain | {"index": index, "agent": agent, "scores": scores or {}} | fields)
 
 
-def trajectory(*turns: Turn, sample: int = 0, outcome: float | None = 1.0, **fields: Any) -> Trajectory:
+def trajectory(
+    *turns: Turn, sample: int = 0, outcome: float | None = 1.0, **fields: Any
+) -> Trajectory:
     """A completed trajectory of TASK."""
     plain: dict[str, Any] = {"id": f"0/t/{sample}", "task_id": "t", "source": "s", "step": 0}
     return Trajectory(**plain | {"sample": sample, "turns": turns, "outcome": outcome} | fields)
@@ -36,7 +40,9 @@ def trajectory(*turns: Turn, sample: int = 0, outcome: float | None = 1.0, **fie
 
 def failed(*turns: Turn, sample: int = 0) -> Trajectory:
     """A trajectory that an error ended."""
-    return trajectory(*turns, sample=sample, outcome=None, status=Status.FAILED, error="EngineError")
+    return trajectory(
+        *turns, sample=sample, outcome=None, status=Status.FAILED, error="EngineError"
+    )
 
 
 def group(*trajectories: Trajectory) -> Group:

@@ -52,7 +52,11 @@ class Errors:
     def beyond(self, own: "Errors") -> dict[str, str]:
         """What is further off than plain float32, itself off by `own`, allows: the error and the bound by name."""
         pairs = ((name, error, bound(asdict(own)[name])) for name, error in asdict(self).items())
-        return {name: f"{error:.1e} > {allowed:.1e}" for name, error, allowed in pairs if not error <= allowed}
+        return {
+            name: f"{error:.1e} > {allowed:.1e}"
+            for name, error, allowed in pairs
+            if not error <= allowed
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +72,14 @@ def _in_parts(parts: int) -> AbstractContextManager[object]:
     plain = torch.nn.functional.linear
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        products = [plain(*pair) for pair in zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)]
-        return sum(products[1:], products[0]) if bias is None else sum(products[1:], products[0]) + bias
+        products = [
+            plain(*pair) for pair in zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True)
+        ]
+        return (
+            sum(products[1:], products[0])
+            if bias is None
+            else sum(products[1:], products[0]) + bias
+        )
 
     return mock.patch.object(torch.nn.functional, "linear", linear if parts > 1 else plain)
 
@@ -111,7 +121,10 @@ def largest(found: Iterable[Errors]) -> Errors:
 def gap(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
     """The largest |p − p̂|∞ / |p̂|∞ of tensors of the same names."""
     assert set(got) == set(want), set(got) ^ set(want)
-    return max(float((got[name] - tensor).abs().max() / tensor.abs().max()) for name, tensor in want.items())
+    return max(
+        float((got[name] - tensor).abs().max() / tensor.abs().max())
+        for name, tensor in want.items()
+    )
 
 
 def compare(out: Path, expected: Expected) -> None:
@@ -126,7 +139,9 @@ def compare(out: Path, expected: Expected) -> None:
         for step, metrics in enumerate(json.loads((out / "history.json").read_text()))
     ]
     found = errors(history, expected.steps)
-    assert not found.beyond(expected.own), f"{found.beyond(expected.own)}; plain float32: {expected.own}"
+    assert not found.beyond(expected.own), (
+        f"{found.beyond(expected.own)}; plain float32: {expected.own}"
+    )
 
 
 @torch.no_grad()
@@ -154,7 +169,10 @@ def assert_scores(
     scale = max(float(want.abs().max()) for want in wants)
 
     def worst(found: Sequence[Tensor]) -> float:
-        return max(float((row - want).abs().max()) for row, want in zip(found, wants, strict=True)) / scale
+        return (
+            max(float((row - want).abs().max()) for row, want in zip(found, wants, strict=True))
+            / scale
+        )
 
     error, allowed = worst(got), bound(worst(own))
     assert error <= allowed, f"{error:.1e} of the largest score; plain float32 allows {allowed:.1e}"
@@ -167,10 +185,13 @@ def _step(got: Mapping[str, Any], want: Mapping[str, Any]) -> Errors:
     return Errors(
         loss=_relative(got["loss"], want["loss"]),
         norm=_relative(got["norm"], want["norm"]),
-        agent_norms=max(_relative(got["agent_norm"][agent], norm) for agent, norm in want["agent_norm"].items()),
+        agent_norms=max(
+            _relative(got["agent_norm"][agent], norm) for agent, norm in want["agent_norm"].items()
+        ),
         gradients=max(
             (
-                float((got["gradients"][name] - gradient).norm()) / max(float(gradient.norm()), 0.01 * whole)
+                float((got["gradients"][name] - gradient).norm())
+                / max(float(gradient.norm()), 0.01 * whole)
                 for name, gradient in gradients.items()
             ),
             default=0.0,
@@ -180,4 +201,6 @@ def _step(got: Mapping[str, Any], want: Mapping[str, Any]) -> Errors:
 
 
 def _relative(got: float, want: float) -> float:
-    return abs(got - want) / abs(want) if want else float(got != want)  # a mask may leave an agent nothing
+    return (
+        abs(got - want) / abs(want) if want else float(got != want)
+    )  # a mask may leave an agent nothing

@@ -27,11 +27,11 @@ from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_pr
 from mcore_mas.megatron.state.sharded_model import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
-from mcore_mas.rollout.models.layout import ParallelLayout
-from mcore_mas.rollout.models.tensors import WeightStream
-from mcore_mas.rollout.models.tensors import whole as whole_of
-from mcore_mas.rollout.sync import SyncRoute, make_sender
-from mcore_mas.rollout.sync.sglang_layout import VOCABULARY, SGLangLayout
+from rollout.models.layout import ParallelLayout
+from rollout.models.tensors import WeightStream
+from rollout.models.tensors import whole as whole_of
+from rollout.sync import SyncRoute, make_sender
+from rollout.sync.sglang_layout import VOCABULARY, SGLangLayout
 from tests.support.gradients import gradients_of
 from tests.support.starts import preload
 
@@ -55,7 +55,9 @@ class Job:
 
     @property
     def layout(self) -> ParallelLayout:
-        return ParallelLayout(tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, dp=self.dp, ep=self.ep)
+        return ParallelLayout(
+            tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, dp=self.dp, ep=self.ep
+        )
 
     @property
     def ranks(self) -> int:
@@ -73,12 +75,16 @@ def play(jobs: Sequence[Job]) -> list[list[int]]:
     preload()
     with tempfile.TemporaryDirectory() as folder:
         processes = max(job.ranks for job in jobs)
-        start_processes(_play, args=(jobs, Path(folder)), nprocs=processes, start_method="forkserver")
+        start_processes(
+            _play, args=(jobs, Path(folder)), nprocs=processes, start_method="forkserver"
+        )
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(processes)]
 
 
 def _play(rank: int, jobs: Sequence[Job], folder: Path) -> None:
-    P2PCommunicator._communicate_shapes = _refuse  # pipeline stages know what comes, and do not wait to be told
+    P2PCommunicator._communicate_shapes = (
+        _refuse  # pipeline stages know what comes, and do not wait to be told
+    )
     gc.freeze()  # the modules: what jobs leave behind is then found at once
     threads = []
     for layout, same in itertools.groupby(jobs, key=lambda job: job.layout):
@@ -134,7 +140,9 @@ def save(trainer: MegatronTrainer, folder: Path) -> None:
     dist.barrier()
 
 
-def train(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], steps: int, max_tokens: int) -> None:
+def train(
+    rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], steps: int, max_tokens: int
+) -> None:
     """`steps` updates; rank 0 writes metrics, the weights after every step, and a checkpoint after the first."""
     trainer = MegatronTrainer(spec)
     history = []
@@ -162,10 +170,16 @@ def export(rank: int, spec: TrainerSpec, routes: dict[int, SyncRoute]) -> None:
     for bucket_bytes in (1, 20_000):
         plan = plan_export(local, trainer.model.architecture, bucket_bytes)
         again = {
-            name: whole_of(rows) for name, rows in export_weights(local.__getitem__, trainer.model.architecture, plan)
+            name: whole_of(rows)
+            for name, rows in export_weights(local.__getitem__, trainer.model.architecture, plan)
         }
-        assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
-        assert len({entry.parameter for bucket in plan for entry, _ in bucket.shards}) > len(plan) or bucket_bytes == 1
+        assert again.keys() == whole.keys() and all(
+            torch.equal(again[name], whole[name]) for name in whole
+        )
+        assert (
+            len({entry.parameter for bucket in plan for entry, _ in bucket.shards}) > len(plan)
+            or bucket_bytes == 1
+        )
     _check_shares(trainer, whole)
 
 
@@ -173,22 +187,30 @@ def _check_shares(trainer: MegatronTrainer, whole: dict[str, torch.Tensor]) -> N
     """What is not gathered is what the SGLang rank beside this one holds."""
     tp, rank = trainer.model.tp, parallel_state.get_tensor_model_parallel_rank()
     a = trainer.model.architecture
-    layout = SGLangLayout(dtype="float32", tp=tp, kv_heads=a.kv_heads, gpu=True, vocab=a.vocab, ranks=[rank])
-    shares = frozenset(name for name in whole if "experts" not in name and "k_proj" not in name)  # all of qkv is whole
+    layout = SGLangLayout(
+        dtype="float32", tp=tp, kv_heads=a.kv_heads, gpu=True, vocab=a.vocab, ranks=[rank]
+    )
+    shares = frozenset(
+        name for name in whole if "experts" not in name and "k_proj" not in name
+    )  # all of qkv is whole
     if layout.vocab_rows * tp != a.vocab:
         shares -= {*VOCABULARY}
     stream = {name: whole_of(rows) for name, rows in trainer.model.weights(shares)}
     assert stream.keys() == whole.keys()
     for name, tensor in stream.items():
         alone = name in shares and not any(x in name for x in ("q_proj", "v_proj"))
-        assert torch.equal(tensor, layout.shares(name, whole[name])[0] if alone else whole[name]), name
+        assert torch.equal(tensor, layout.shares(name, whole[name])[0] if alone else whole[name]), (
+            name
+        )
     alone = frozenset(name for name in whole if "_proj." in name and "experts" not in name)
     for name, rows in trainer.model.weights(alone):
         if name in alone:
             assert torch.equal(whole_of(rows), layout.shares(name, whole[name])[0]), name
 
 
-def resume(rank: int, spec: TrainerSpec, out: Path, checkpoint: Path, samples: list[Sample], steps: int) -> None:
+def resume(
+    rank: int, spec: TrainerSpec, out: Path, checkpoint: Path, samples: list[Sample], steps: int
+) -> None:
     """Continue from `checkpoint` for `steps` updates; rank 0 writes the weights at the end."""
     trainer = MegatronTrainer(spec)
     trainer.restore(checkpoint)
@@ -208,11 +230,17 @@ def score(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> Non
     trainer.update(batches)
     save(trainer, out / "checkpoint")
     before = copy_weights(trainer)
-    scores |= {"trained": trainer.score(batches), "reference": trainer.score(batches, reference=True)}
+    scores |= {
+        "trained": trainer.score(batches),
+        "reference": trainer.score(batches, reference=True),
+    }
     after = copy_weights(trainer)
     again = MegatronTrainer(spec)
     again.restore(out / "checkpoint")
-    scores |= {"restored": again.score(batches), "restored_reference": again.score(batches, reference=True)}
+    scores |= {
+        "restored": again.score(batches),
+        "restored_reference": again.score(batches, reference=True),
+    }
     torch.save({"scores": scores, "before": before, "after": after}, out / f"rank{rank}.pt")
 
 
@@ -223,11 +251,17 @@ def gather_late(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) 
         trainer.update(pack(samples, 12))
         for stage in trainer._stages:
             groups = stage.param_to_bucket_group
-            late += [name for name, p in stage.named_parameters() if groups[p].param_gather_handle is not None]
+            late += [
+                name
+                for name, p in stage.named_parameters()
+                if groups[p].param_gather_handle is not None
+            ]
     (out / f"rank{rank}.json").write_text(json.dumps(late))
 
 
-def criticise(rank: int, spec: TrainerSpec, policy: str, out: Path, samples: list[Sample], steps: int) -> None:
+def criticise(
+    rank: int, spec: TrainerSpec, policy: str, out: Path, samples: list[Sample], steps: int
+) -> None:
     """Train a critic from a folder with a head, then score; and start one from a policy's folder."""
     critic = replace(spec, head="value", objective=ValueObjective())
     train(rank, critic, out, samples, steps, 12)
@@ -240,22 +274,33 @@ def criticise(rank: int, spec: TrainerSpec, policy: str, out: Path, samples: lis
 
 def skip(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
     """Six updates, one with a NaN advantage in one micro-batch, one with a million times the loss, one more."""
-    trainer = MegatronTrainer(replace(spec, skip_spikes=True, spike_factor=10.0, objective=Objective(loss="ppo_clip")))
+    trainer = MegatronTrainer(
+        replace(spec, skip_spikes=True, spike_factor=10.0, objective=Objective(loss="ppo_clip"))
+    )
     rows: dict[str, list] = {"metrics": [], "weights": [], "moments": []}
 
-    def signal(sample: Sample, advantage: float, scale: float, behaviour: tuple[float, ...]) -> Sample:
+    def signal(
+        sample: Sample, advantage: float, scale: float, behaviour: tuple[float, ...]
+    ) -> Sample:
         advantages = (advantage,) * len(sample.completion_ids)
-        return replace(sample, advantages=advantages, weight=sample.weight * scale, behaviour=behaviour)
+        return replace(
+            sample, advantages=advantages, weight=sample.weight * scale, behaviour=behaviour
+        )
 
     for advantage, scale in [(1.0, 1.0)] * 6 + [(float("nan"), 1.0), (1.0, 1e6), (1.0, 1.0)]:
         batches = pack(samples, 12)
         behaviour = unpack(batches, trainer.score(batches), samples)
-        batch = [signal(s, 1.0, scale if s.agent == "a" else 1.0, b) for s, b in zip(samples, behaviour, strict=True)]
+        batch = [
+            signal(s, 1.0, scale if s.agent == "a" else 1.0, b)
+            for s, b in zip(samples, behaviour, strict=True)
+        ]
         batch[0] = signal(samples[0], advantage, scale, behaviour[0])
         rows["metrics"].append(trainer.update(pack(batch, 12)))
         rows["weights"].append(copy_weights(trainer))
         states = trainer._optimizer.chained_optimizers[0].optimizer.state
-        rows["moments"].append({i: {k: v.clone() for k, v in state.items()} for i, state in enumerate(states.values())})
+        rows["moments"].append(
+            {i: {k: v.clone() for k, v in state.items()} for i, state in enumerate(states.values())}
+        )
     torch.save(rows, out / f"rank{rank}.pt")
 
 
@@ -282,7 +327,11 @@ def sequence_level(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample
     batches = pack(samples, 1000)
     behaviour = unpack(batches, trainer.score(batches), samples)
     drawn = [
-        replace(sample, behaviour=tuple(x - 0.1 * i for i, x in enumerate(row)), advantages=(1.0,) * len(row))
+        replace(
+            sample,
+            behaviour=tuple(x - 0.1 * i for i, x in enumerate(row)),
+            advantages=(1.0,) * len(row),
+        )
         for sample, row in zip(samples, behaviour, strict=True)
     ]
     metrics = [trainer.update(pack(drawn, 1000)) for _ in range(2)]
@@ -335,10 +384,18 @@ def held(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None
     (batch,) = pack([sample for sample in samples if sample.agent == "a"], 4096)
     trainer.update([batch])
     shared = {tensor.untyped_storage().data_ptr() for tensor in trainer.model.tensors.values()}
-    own = [t for t in trainer._state.tensors() if t.dim() and t.untyped_storage().data_ptr() not in shared]
+    own = [
+        t
+        for t in trainer._state.tensors()
+        if t.dim() and t.untyped_storage().data_ptr() not in shared
+    ]
     found = {
         "weights": sum(t.numel() * t.element_size() for t in trainer.model.tensors.values()),
-        "gradients": sum(b.grad_data.nbytes for s in trainer._stages for b in (*s.buffers, *s.expert_parallel_buffers)),
+        "gradients": sum(
+            b.grad_data.nbytes
+            for s in trainer._stages
+            for b in (*s.buffers, *s.expert_parallel_buffers)
+        ),
         "optimizer": sum(t.numel() * t.element_size() for t in own),
         "tokens": len(batch.token_ids),
     }
@@ -357,12 +414,21 @@ def resident(rank: int, spec: TrainerSpec, out: Path, batches: list[Microbatch])
     kept = process.memory_info().rss - before
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     trainer.update(batches)
-    peak = next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    peak = next(
+        int(line.split()[1]) << 10
+        for line in status.read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     (out / f"{rank}.json").write_text(json.dumps({"kept": kept, "peak": peak - before}))
 
 
 def entropy(
-    rank: int, out: Path, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor
+    rank: int,
+    out: Path,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperatures: torch.Tensor,
 ) -> None:
     """Gradients of Σ (n + 1) (log p_n + 2 H_n) in the hidden states and this rank's weights, and both values.
 
@@ -371,7 +437,10 @@ def entropy(
     vocab = len(weight)
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -vocab % 4))
     default = decoder._CHUNK_BYTES["cpu"]
-    for name, size in (("chunks", 2 * 4 * len(padded) // dist.get_world_size()), ("whole", default)):
+    for name, size in (
+        ("chunks", 2 * 4 * len(padded) // dist.get_world_size()),
+        ("whole", default),
+    ):
         decoder._CHUNK_BYTES["cpu"] = size
         mine, shard = (
             hidden.clone().requires_grad_(),
@@ -382,17 +451,26 @@ def entropy(
         )
         factor = torch.arange(1.0, len(labels) + 1)
         (factor * (found + 2 * entropies)).sum().backward()
-        numbers = {"hidden": mine.grad, "weight": shard.grad, "logprobs": found.detach(), "entropy": entropies.detach()}
+        numbers = {
+            "hidden": mine.grad,
+            "weight": shard.grad,
+            "logprobs": found.detach(),
+            "entropy": entropies.detach(),
+        }
         torch.save(numbers, out / f"{name}_{rank}.pt")
 
 
-def both_ways(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], max_tokens: int) -> None:
+def both_ways(
+    rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], max_tokens: int
+) -> None:
     """How far apart the gradients of an update are on trees and on whole sequences, relative to the latter."""
     found = []
     for share in (True, False):
         trainer = MegatronTrainer(spec)
         trainer.update(pack(samples, max_tokens, share=share))
-        found.append(torch.cat([gradient.double().flatten() for _, gradient in gradients_of(trainer)]))
+        found.append(
+            torch.cat([gradient.double().flatten() for _, gradient in gradients_of(trainer)])
+        )
     tree, whole = found
     apart = {"relative": float((tree - whole).norm() / whole.norm()), "norm": float(whole.norm())}
     out.write_text(json.dumps(apart))

@@ -48,7 +48,10 @@ FAMILIES = {
         **BASE | sizes, head_dim=32, tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE
     ),
     "qwen3_moe": lambda **sizes: transformers.Qwen3MoeConfig(
-        **BASE | MIXTURE | sizes, head_dim=32, tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE
+        **BASE | MIXTURE | sizes,
+        head_dim=32,
+        tie_word_embeddings=False,
+        rope_parameters=DEFAULT_ROPE,
     ),
     "llama": lambda **sizes: transformers.LlamaConfig(
         **BASE | sizes, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE
@@ -65,9 +68,15 @@ def make_model(
     """
     torch.manual_seed(0)
     config = FAMILIES[family](num_hidden_layers=layers, **sizes)
-    config._experts_implementation = "eager"  # the plain definition, not the fastest kernel there is
+    config._experts_implementation = (
+        "eager"  # the plain definition, not the fastest kernel there is
+    )
     config.num_labels = 1 if critic else 2
-    kind = transformers.AutoModelForSequenceClassification if critic else transformers.AutoModelForCausalLM
+    kind = (
+        transformers.AutoModelForSequenceClassification
+        if critic
+        else transformers.AutoModelForCausalLM
+    )
     model = kind.from_config(config).float()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -75,7 +84,9 @@ def make_model(
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
             else:
-                parameter.mul_(2.0 if family in MIXTURES else 3.0)  # experts chosen more sharply lose digits to it
+                parameter.mul_(
+                    2.0 if family in MIXTURES else 3.0
+                )  # experts chosen more sharply lose digits to it
     model.save_pretrained(folder)
     return model
 
@@ -87,13 +98,23 @@ def on_disk(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
         return
     stack = name[: name.rindex(".")]
     for expert, matrix in enumerate(tensor):
-        parts = {"down": matrix} if "down" in name else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
-        yield from ((f"{stack}.{expert}.{which}_proj.weight", part) for which, part in parts.items())
+        parts = (
+            {"down": matrix}
+            if "down" in name
+            else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
+        )
+        yield from (
+            (f"{stack}.{expert}.{which}_proj.weight", part) for which, part in parts.items()
+        )
 
 
 def tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
     """The model's weights as they are on disk, adapters merged, and the adapters by PEFT name."""
-    return {n: part.clone() for name, whole in lora.tensors_of(model).items() for n, part in on_disk(name, whole)}
+    return {
+        n: part.clone()
+        for name, whole in lora.tensors_of(model).items()
+        for n, part in on_disk(name, whole)
+    }
 
 
 def make_samples() -> list[Sample]:
@@ -104,7 +125,12 @@ def make_samples() -> list[Sample]:
         return tuple(torch.randint(0, 101, (n,), generator=generator).tolist())
 
     prompt = ids(7)
-    rows = [("a", prompt, ids(3)), ("a", prompt, ids(6)), ("a", prompt, ids(1)), ("a", ids(4), ids(5))]
+    rows = [
+        ("a", prompt, ids(3)),
+        ("a", prompt, ids(6)),
+        ("a", prompt, ids(1)),
+        ("a", ids(4), ids(5)),
+    ]
     rows += [("b", ids(9), ids(4)), ("b", (), ids(8))]
     samples = []
     for i, (agent, head, reply) in enumerate(rows):
@@ -138,8 +164,16 @@ def make_deep_samples() -> list[Sample]:
     for agent in ("a", "b"):
         stem = ids(20)
         first, second = ids(9), ids(12)
-        limbs = [stem + first + ids(4), stem + second + ids(2)]  # what was said and observed after the stem
-        rows += [(agent, stem, first), (agent, stem, second), (agent, stem, ids(1)), (agent, stem, first)]
+        limbs = [
+            stem + first + ids(4),
+            stem + second + ids(2),
+        ]  # what was said and observed after the stem
+        rows += [
+            (agent, stem, first),
+            (agent, stem, second),
+            (agent, stem, ids(1)),
+            (agent, stem, first),
+        ]
         rows += [(agent, limb, ids(n)) for limb in limbs for n in (3, 7, 2)]
         rows += [(agent, limbs[0] + rows[-4][2], ids(5)), (agent, ids(6), ids(3))]
     return [
@@ -177,7 +211,11 @@ def make_critic_samples() -> list[Sample]:
         return tuple((torch.randn(n, generator=generator) * 0.5).tolist())
 
     return [
-        replace(sample, values=column(len(sample.completion_ids)), returns=column(len(sample.completion_ids)))
+        replace(
+            sample,
+            values=column(len(sample.completion_ids)),
+            returns=column(len(sample.completion_ids)),
+        )
         for sample in make_samples()
     ]
 
@@ -215,7 +253,9 @@ def train(
     loss_of: Callable[[transformers.PreTrainedModel, Sample], torch.Tensor] = loss_of,
 ) -> list[dict]:
     """Plain AdamW with clipping at 1; per step the loss, the gradient norm (also per agent) and the parameters."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0
+    )
     history = []
     for _ in range(steps):
         row: dict = {"agent_norm": {}, "loss": 0.0}
@@ -225,7 +265,9 @@ def train(
             loss = sum(loss_of(model, s) for s in samples if s.agent == agent)
             loss.backward()
             own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            row["agent_norm"][agent] = float(torch.stack([gradient.norm() for gradient in own.values()]).norm())
+            row["agent_norm"][agent] = float(
+                torch.stack([gradient.norm() for gradient in own.values()]).norm()
+            )
             row["loss"] += float(loss.detach())
             total = {name: gradient + total.get(name, 0.0) for name, gradient in own.items()}
         for name, gradient in total.items():
@@ -247,14 +289,20 @@ class _Wide(TorchFunctionMode):
     """What asks for float32 gets float64."""
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         def widened(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value
 
         if func is torch.Tensor.float:
             return args[0].double()
-        return func(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})
+        return func(
+            *map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()}
+        )
 
 
 def to_double(model: transformers.PreTrainedModel) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.records.trajectory import Sampling, Turn
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.trajectory import Sampling, Turn
 
 
 def sample_again(
@@ -19,7 +19,9 @@ def sample_again(
     first, *later = turn.versions
     changes = {span.start: span.version for span in later}
     engine.load_weights(weights(first.version), first.version)
-    sampling = Sampling(temperature=turn.temperature, max_tokens=len(turn.completion_ids), seed=turn.seed)
+    sampling = Sampling(
+        temperature=turn.temperature, max_tokens=len(turn.completion_ids), seed=turn.seed
+    )
     engine.submit(0, turn.prompt_ids, sampling)
     began, done = engine.stats.decode_tokens, []
     while not done:

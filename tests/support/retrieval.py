@@ -12,9 +12,9 @@ from typing import Any
 import faiss
 import numpy as np
 
-from mcore_mas.retrieval.client import RetrievalClient
-from mcore_mas.retrieval.corpus import Corpus, Passage, write_corpus
-from mcore_mas.retrieval.index import Index, read_manifest
+from retrieval.client import RetrievalClient
+from retrieval.corpus import Corpus, Passage, write_corpus
+from retrieval.index import Index, read_manifest
 
 ONE_HIT = b'{"result": [[{"document": {"id": "0", "contents": "x"}, "score": 0.5}]]}'
 
@@ -49,7 +49,11 @@ def scripted(*replies: tuple[int, bytes], headers: dict[str, str] | None = None)
 
 
 def search(
-    url: str, query: str = "q", k: int = 1, where: dict[str, str | list[str]] | None = None, **options: Any
+    url: str,
+    query: str = "q",
+    k: int = 1,
+    where: dict[str, str | list[str]] | None = None,
+    **options: Any,
 ) -> tuple[list[Passage], RetrievalClient]:
     async def body() -> tuple[list[Passage], RetrievalClient]:
         async with RetrievalClient(url, **options) as client:
@@ -60,7 +64,9 @@ def search(
 
 def by_hand(tmp_path: Path, index_dir: Path, rows: list[list[float]]) -> Index:
     """An index over the given vectors."""
-    write_corpus(tmp_path / "c.jsonl", [Passage(str(row), f"row {row}") for row in range(len(rows))])
+    write_corpus(
+        tmp_path / "c.jsonl", [Passage(str(row), f"row {row}") for row in range(len(rows))]
+    )
     vectors = faiss.IndexFlatIP(len(rows[0]))
     vectors.add(np.array(rows, dtype=np.float32))
     manifest = replace(read_manifest(index_dir), dim=len(rows[0]), ntotal=len(rows))

@@ -3,13 +3,18 @@
 import time
 from dataclasses import replace
 
-from mcore_mas.rollout.records.trajectory import Group, Status
+from rollout.records.trajectory import Group, Status
 
 
 def by_first_token(group: Group) -> Group:
     """Every turn of a completed trajectory gets the remainder of its first token by 5."""
     trajectories = (
-        replace(t, turns=tuple(replace(turn, reward=float(turn.completion_ids[0] % 5)) for turn in t.turns))
+        replace(
+            t,
+            turns=tuple(
+                replace(turn, reward=float(turn.completion_ids[0] % 5)) for turn in t.turns
+            ),
+        )
         if t.status is Status.COMPLETED
         else t
         for t in group.trajectories

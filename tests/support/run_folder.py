@@ -35,7 +35,9 @@ def make_run(results: Path, *overrides: str, experiment: str = "demo_math") -> P
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     prepare_tasks(folder / "config.yaml", folder / "tasks")
-    decides = json.dumps([values[name] for name in ("seed", "data", "agents", "cold_start")], sort_keys=True)
+    decides = json.dumps(
+        [values[name] for name in ("seed", "data", "agents", "cold_start")], sort_keys=True
+    )
     if decides not in _bases:
         _bases[decides] = Path(_made.name, str(len(_bases)))
         make_base_model(folder / "config.yaml", folder / "tasks", _bases[decides])
@@ -50,7 +52,12 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 def describe_model(folder: Path) -> Path:
     """A folder with as much of a model as a plan looks at: sizes, a chat template, and that weights are there."""
-    sizes = {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "vocab_size": 512}
+    sizes = {
+        "hidden_size": 192,
+        "intermediate_size": 576,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+    }
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))

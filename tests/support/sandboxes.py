@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mcore_mas.rollout.sandbox import RunLimits, RunResult, Sandbox, SandboxUnavailable, Verdict
+from rollout.sandbox import RunLimits, RunResult, Sandbox, SandboxUnavailable, Verdict
 
 REFUSED = """
 import os, socket, ctypes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
+from rollout.base.errors import EngineError
+from rollout.records.trajectory import Completion, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,9 @@ class ScriptedEngine:
     def __init__(self, script: Script, *, version: int = 0) -> None:
         self.version = version
         self.calls: list[tuple[tuple[int, ...], Sampling]] = []
-        self.loaded: list[tuple[int, tuple[str, ...]]] = []  # (version, tensor names) of each update
+        self.loaded: list[
+            tuple[int, tuple[str, ...]]
+        ] = []  # (version, tensor names) of each update
         self._script = script
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:

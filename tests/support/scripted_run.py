@@ -5,9 +5,9 @@ from pathlib import Path
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.training.async_rollout import Schedule
 from mcore_mas.training.step import TrainingSession
+from rollout.records.trajectory import Task
 from tests.support.scripted_engine import Script, ScriptedEngine
 from tests.support.simulated import Log, make_session, with_engines
 
@@ -26,14 +26,24 @@ class Bytes:
 
 def make_run(tmp_path: Path, script: Script, *overrides: str) -> TrainingSession:
     """A run of the math team whose agents say what `script` says; the answer of task n is n."""
-    settings = ["trainer.tasks_per_step=2", "trainer.group_size=2", "orchestra.options.max_loops=1", *overrides]
+    settings = [
+        "trainer.tasks_per_step=2",
+        "trainer.group_size=2",
+        "orchestra.options.max_loops=1",
+        *overrides,
+    ]
     values = resolve(["experiment=demo_math", f"results={tmp_path}", *settings])
     config = RunConfig.check(values, "test")
     tasks = [
-        Task(id=str(n), prompt=f"task {n}", answers=(str(n),), env="math", source="s", split="train") for n in range(8)
+        Task(
+            id=str(n), prompt=f"task {n}", answers=(str(n),), env="math", source="s", split="train"
+        )
+        for n in range(8)
     ]
     engines = dict.fromkeys(config.policies, ScriptedEngine(script))
-    session = with_engines(make_session(config, tmp_path, tasks, engines, {}, Log()), engines, Bytes())
+    session = with_engines(
+        make_session(config, tmp_path, tasks, engines, {}, Log()), engines, Bytes()
+    )
     return replace(session, rollouts=replace(session.rollouts, schedule=Schedule(tasks, 2, seed=1)))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.engines.sglang.server import Replica
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.server import Replica
 from tests.support.tiny import MAX_LENGTH
 
 IN_FLOAT32 = {  # kernels of its own compute in half precision only
@@ -32,7 +32,9 @@ def server_settings(tp: int = 1) -> dict[str, Any]:
     environment = {"SGLANG_USE_CPU_ENGINE": "1"}
     if tp > 1:  # else each rank wants a NUMA node of its own
         cores = sorted(os.sched_getaffinity(0))
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(cores[rank % len(cores)]) for rank in range(tp)
+        )
     return {"options": IN_FLOAT32 | ON_A_CPU, "environment": environment}
 
 
@@ -40,7 +42,9 @@ async def pid_of(replica: Replica) -> int | None:
     """A server's process, None where it is not ours."""
     if replica.host is None:
         return None
-    pid: int | None = replica.host.pid() if replica.actors is None else await replica.host.pid.remote()
+    pid: int | None = (
+        replica.host.pid() if replica.actors is None else await replica.host.pid.remote()
+    )
     return pid
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from mcore_mas.config.compose import CHOICES, CONFIGS
-from mcore_mas.retrieval.client import Passage
-from mcore_mas.rollout.config.sections import (
+from retrieval.client import Passage
+from rollout.config.sections import (
     AgentConfig,
     EnvConfig,
     OrchestraConfig,
@@ -20,13 +20,16 @@ from mcore_mas.rollout.config.sections import (
     build_env,
     build_team,
 )
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from rollout.engines import EngineClient
+from rollout.records.trajectory import Task, Trajectory
 from tests.support.play import Bytes, collect
 from tests.support.scripted_engine import ScriptedEngine
 
 TEAMS = {
-    **{path.stem: yaml.safe_load(path.read_text()) for path in sorted((CONFIGS / "team").glob("*.yaml"))},
+    **{
+        path.stem: yaml.safe_load(path.read_text())
+        for path in sorted((CONFIGS / "team").glob("*.yaml"))
+    },
     **yaml.safe_load((CONFIGS / CHOICES).read_text())["team"],
 }
 
@@ -50,7 +53,12 @@ class Library:
 
 
 def play_shipped(
-    name: str, task: Task, replies: Sequence[str], *, sections: dict[str, Any] | None = None, **tools: Any
+    name: str,
+    task: Task,
+    replies: Sequence[str],
+    *,
+    sections: dict[str, Any] | None = None,
+    **tools: Any,
 ) -> Trajectory:
     """The rewarded trajectory of the shipped team `name` on `task`, whose calls are answered by `replies` in order.
 
@@ -59,7 +67,9 @@ def play_shipped(
     values = copy.deepcopy(TEAMS[name])
     for section, options in (sections or {}).items():
         values[section].setdefault("options", {}).update(options)
-    agents = {agent: AgentConfig(**config, policy="shared") for agent, config in values["agents"].items()}
+    agents = {
+        agent: AgentConfig(**config, policy="shared") for agent, config in values["agents"].items()
+    }
     reward = RewardConfig(**values["reward"])
     orchestra = OrchestraConfig(**values["orchestra"])
     reward.check_agents(agents)

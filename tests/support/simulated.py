@@ -14,18 +14,18 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel
-from mcore_mas.rollout.base.files import Digest
-from mcore_mas.rollout.config.sections import build_env, build_player, build_team
-from mcore_mas.rollout.engines import Hear
-from mcore_mas.rollout.engines.growing import KEPT
-from mcore_mas.rollout.records.trajectory import Completion, Group, Sampling, Task, VersionSpan, derive_seed
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
+from mcore_mas.runtime.checkpoint import Checkpoints
+from mcore_mas.runtime.recipe import Identity
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
-from mcore_mas.training.checkpoint import Checkpoints
 from mcore_mas.training.policy_trainer import PolicyTrainer
-from mcore_mas.training.recipe import Identity
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync
+from rollout.base.files import Digest
+from rollout.config.sections import build_env, build_player, build_team
+from rollout.engines import Hear
+from rollout.engines.growing import KEPT
+from rollout.records.trajectory import Completion, Group, Sampling, Task, VersionSpan, derive_seed
+from rollout.sync import SyncRoute, WeightUpdate
 
 TOKEN_S = 0.1  # of decoding one token
 
@@ -37,7 +37,9 @@ def share(*place: int | str) -> float:
 
 def long_tailed(seed: int, *, median: int = 24, sigma: float = 0.8, longest: int = 240) -> int:
     """Tokens of a reply: log-normal, so that the mean of a few dozen is far from the longest."""
-    return min(longest, math.ceil(median * math.exp(sigma * NormalDist().inv_cdf(share(seed, "tokens")))))
+    return min(
+        longest, math.ceil(median * math.exp(sigma * NormalDist().inv_cdf(share(seed, "tokens"))))
+    )
 
 
 class Text:
@@ -71,7 +73,9 @@ class SimulatedEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         return await self.stream(prompt_ids, sampling, None)
 
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None
+    ) -> Completion:
         reply = b"\\boxed{%d}\0" % (sampling.seed % 2)
         size = max(len(reply), self._tokens(sampling.seed))
         tokens = ((1,) * (size - len(reply)) + tuple(reply))[sampling.first :]
@@ -87,8 +91,12 @@ class SimulatedEngine:
                 logprobs=(-0.5,) * (end - start),
                 finish_reason=reason,
                 versions=tuple(
-                    VersionSpan(version=version, start=max(own, start) - start, end=min(until, end) - start)
-                    for (own, version), until in zip(starts.items(), [*list(starts)[1:], end], strict=True)
+                    VersionSpan(
+                        version=version, start=max(own, start) - start, end=min(until, end) - start
+                    )
+                    for (own, version), until in zip(
+                        starts.items(), [*list(starts)[1:], end], strict=True
+                    )
                     if until > start
                 ),
             )
@@ -96,7 +104,9 @@ class SimulatedEngine:
         self.running += 1
         try:
             while hear is not None and told + KEPT < len(tokens):
-                await asyncio.sleep(began + (told + KEPT) * TOKEN_S - asyncio.get_running_loop().time())
+                await asyncio.sleep(
+                    began + (told + KEPT) * TOKEN_S - asyncio.get_running_loop().time()
+                )
                 hear(told, said(told, told + KEPT, ""))
                 told += KEPT
             await asyncio.sleep(began + len(tokens) * TOKEN_S - asyncio.get_running_loop().time())
@@ -155,7 +165,9 @@ class Log:
 
     tracking_run = ""
 
-    def __init__(self, report: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None) -> None:
+    def __init__(
+        self, report: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None
+    ) -> None:
         self.report = report
         self.notes: list[str] = []
 
@@ -175,14 +187,33 @@ def simulated_run(
     report: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
 ) -> TrainingSession:
     """A run of the math team in which `solver` and `verifier` have an engine and a trainer each."""
-    settings = [f"results={folder}", "trainer.checkpoint_every=1000", "orchestra.options.max_loops=2", *overrides]
+    settings = [
+        f"results={folder}",
+        "trainer.checkpoint_every=1000",
+        "orchestra.options.max_loops=2",
+        *overrides,
+    ]
     config = RunConfig.check(resolve(["experiment=demo_math", *settings]), "simulated")
     tasks = [
-        Task(id=str(n), prompt=f"task {n}", answers=(str(n % 2),), env="math", source="s", split="train")
+        Task(
+            id=str(n),
+            prompt=f"task {n}",
+            answers=(str(n % 2),),
+            env="math",
+            source="s",
+            split="train",
+        )
         for n in range(4 * config.trainer.tasks_per_step)
     ]
     engines = {name: SimulatedEngine(tokens, hand_over_s=hand_over_s) for name in config.policies}
-    return make_session(config, folder, tasks, engines, {name: SimulatedGang(seconds) for name in engines}, Log(report))
+    return make_session(
+        config,
+        folder,
+        tasks,
+        engines,
+        {name: SimulatedGang(seconds) for name in engines},
+        Log(report),
+    )
 
 
 def make_session(
@@ -208,7 +239,9 @@ def make_session(
         trainers={name: PolicyTrainer(name, config, group) for name, group in groups.items()},
         weight_sync={name: WeightSync(group, engines[name]) for name, group in groups.items()},
         memory=Memory(engines, []),
-        checkpoints=Checkpoints(folder / "checkpoints", Identity(run=config.run, models={}), keep=2),
+        checkpoints=Checkpoints(
+            folder / "checkpoints", Identity(run=config.run, models={}), keep=2
+        ),
         logbook=log,  # type: ignore[arg-type]
     )
 
@@ -230,12 +263,16 @@ def engines_of(session: TrainingSession) -> dict[str, Any]:
     return {name: player.engine for name, player in session.rollouts.team.players.items()}  # type: ignore[attr-defined]
 
 
-def with_engines(session: TrainingSession, engines: Mapping[str, Any], renderer: Any) -> TrainingSession:
+def with_engines(
+    session: TrainingSession, engines: Mapping[str, Any], renderer: Any
+) -> TrainingSession:
     """The same run with other engines, before it begins."""
     team = build_team(session.config.agents, players_of(session.config, engines, renderer))
     return replace(
         session,
         rollouts=replace(session.rollouts, team=team),
-        weight_sync={name: WeightSync(group, engines[name]) for name, group in session.groups.items()},
+        weight_sync={
+            name: WeightSync(group, engines[name]) for name, group in session.groups.items()
+        },
         memory=Memory(engines, []),
     )

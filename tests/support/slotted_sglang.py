@@ -30,7 +30,12 @@ async def serve(slots: int, seconds: float, tokens: Sequence[int]) -> None:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = next(
-                    (line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b":0"
+                    (
+                        line
+                        for line in head.lower().split(b"\r\n")
+                        if line.startswith(b"content-length:")
+                    ),
+                    b":0",
                 )
                 await reader.readexactly(int(length.partition(b":")[2]))
                 if head.startswith(b"POST /generate "):

@@ -25,7 +25,7 @@ from mcore_mas.megatron.model.experts import add_grouped
 from mcore_mas.megatron.model.layer_ops import KernelNorm, rotated, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
-from mcore_mas.rollout.models.hash_kernel import sum_of_tiles
+from rollout.models.hash_kernel import sum_of_tiles
 
 
 class Absent:
@@ -58,7 +58,9 @@ def compiled(work: Callable[[], object], capability: int = 90) -> list[dict[str,
         work()
     finally:
         JITFunction.run = run
-    return [_figures(kernel, "sm_90a" if capability == 90 else f"sm_{capability}") for kernel in found]
+    return [
+        _figures(kernel, "sm_90a" if capability == 90 else f"sm_{capability}") for kernel in found
+    ]
 
 
 def _figures(kernel: Any, gpu: str) -> dict[str, int]:
@@ -67,8 +69,18 @@ def _figures(kernel: Any, gpu: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx, encoding="utf-8")
-        command = [str(ptxas), "-v", "--gpu-name", gpu, str(path), "-o", str(path.with_suffix(".cubin"))]
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
+        command = [
+            str(ptxas),
+            "-v",
+            "--gpu-name",
+            gpu,
+            str(path),
+            "-o",
+            str(path.with_suffix(".cubin")),
+        ]
+        said = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=300
+        ).stderr
     return {
         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
         "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said)),
@@ -77,7 +89,9 @@ def _figures(kernel: Any, gpu: str) -> dict[str, int]:
     }
 
 
-def tree_kernels(group: int, head_dim: int, capability: int = 90, room: int = 227) -> list[dict[str, int]]:
+def tree_kernels(
+    group: int, head_dim: int, capability: int = 90, room: int = 227
+) -> list[dict[str, int]]:
     """The three kernels of tree attention in bfloat16: forward, gradient of queries, gradients of keys and values."""
     sizes = TileSizes.of(group, head_dim, bf16=True, room=room)
     plan = PackedTrees.of([Segment(tokens=300), Segment(tokens=77, parent=0)], sizes=sizes).plan
@@ -95,7 +109,11 @@ def head_kernels() -> list[dict[str, int]]:
     """The two kernels of the head, of bfloat16 weights."""
 
     def rows() -> None:
-        logits, labels, numbers = torch.zeros(8, 151_936), torch.zeros(8, dtype=torch.int64), torch.zeros(5, 8)
+        logits, labels, numbers = (
+            torch.zeros(8, 151_936),
+            torch.zeros(8, dtype=torch.int64),
+            torch.zeros(5, 8),
+        )
         layer_ops._rows(logits, labels, numbers[0], 151_669)
         layer_ops._gradient(logits, labels, numbers, 151_669, torch.bfloat16)
 
@@ -135,8 +153,16 @@ def expert_kernels() -> list[dict[str, int]]:
 
     def compute() -> None:
         ends, given = torch.tensor([3, 8], dtype=torch.int32), {"dtype": torch.bfloat16}
-        add_grouped(torch.zeros(2, 1536, 2048), torch.zeros(8, 1536, **given), torch.zeros(8, 2048, **given), ends)
-        wide, scale = torch.zeros(8, 1536, **given, requires_grad=True), torch.zeros(8, requires_grad=True)
+        add_grouped(
+            torch.zeros(2, 1536, 2048),
+            torch.zeros(8, 1536, **given),
+            torch.zeros(8, 2048, **given),
+            ends,
+        )
+        wide, scale = (
+            torch.zeros(8, 1536, **given, requires_grad=True),
+            torch.zeros(8, requires_grad=True),
+        )
         out: Tensor = swiglu(wide, scale)
         out.backward(torch.zeros_like(out))
         add_grouped(torch.zeros(2, 1536, 2048), torch.zeros(8, 1536), torch.zeros(8, 2048), ends)

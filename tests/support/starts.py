@@ -29,11 +29,15 @@ from typing import Any
 
 _DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_JOB = re.compile(r"\s*(?:set -euo pipefail;)?\s*(\S+) (\S+\.py)\s*")  # a script of a workflow, as Snakemake starts it
+_JOB = re.compile(
+    r"\s*(?:set -euo pipefail;)?\s*(\S+) (\S+\.py)\s*"
+)  # a script of a workflow, as Snakemake starts it
 _libc = ctypes.CDLL(None, use_errno=True)
 _NAMES = re.compile("HF_|TRITON_|TRANSFORMERS_")  # of what libraries read when they are imported
 _READ = {name: value for name, value in os.environ.items() if _NAMES.match(name)}
-_one_by_one = threading.Lock()  # threads start processes; whose parent is this process while it says so
+_one_by_one = (
+    threading.Lock()
+)  # threads start processes; whose parent is this process while it says so
 _forks_of: Connection | None = None  # in a fork: the child of which all are forks that it starts
 
 
@@ -60,7 +64,9 @@ def _taken(given: Any) -> int:
 class _Start:
     """What a process is started with."""
 
-    words: list[str]  # an interpreter, its options, and a script, `-m` a module or `-c` a program with its arguments
+    words: list[
+        str
+    ]  # an interpreter, its options, and a script, `-m` a module or `-c` a program with its arguments
     cwd: str
     env: dict[str, str]
     streams: list[Any]  # stdin, stdout and stderr; each a `_Given`, and a descriptor in the process
@@ -141,7 +147,9 @@ def _status(words: Sequence[str]) -> int:
     if "ignore" in words[:at]:
         warnings.simplefilter("ignore")
     script = words[at].endswith(".py")
-    name, sys.argv = (words[at], words[at:]) if script else (words[at + 1], [words[at], *words[at + 2 :]])
+    name, sys.argv = (
+        (words[at], words[at:]) if script else (words[at + 1], [words[at], *words[at + 2 :]])
+    )
     if "-P" not in words[:at]:
         sys.path.insert(0, str(Path(name).resolve().parent if script else Path.cwd()))
     try:
@@ -183,10 +191,25 @@ class Forked(subprocess.Popen[Any]):
     ) -> None:
         """As `subprocess.Popen._execute_child`, whose other arguments `rest` has in their order."""
         words = _words(args, line=bool(rest[2]))
-        start: dict[str, Any] = {"words": words, "session": bool(rest[14]), "group": rest[15], "before": preexec_fn}
-        start |= {"cwd": os.fspath(cwd or Path.cwd()), "env": dict(os.environ if env is None else env)}
-        if _program(words) is None or pass_fds or not _can_be_told(preexec_fn) or _imports_apart(start["env"]):
-            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
+        start: dict[str, Any] = {
+            "words": words,
+            "session": bool(rest[14]),
+            "group": rest[15],
+            "before": preexec_fn,
+        }
+        start |= {
+            "cwd": os.fspath(cwd or Path.cwd()),
+            "env": dict(os.environ if env is None else env),
+        }
+        if (
+            _program(words) is None
+            or pass_fds
+            or not _can_be_told(preexec_fn)
+            or _imports_apart(start["env"])
+        ):
+            super()._execute_child(
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+            )  # type: ignore[misc]
             return
         pipes = rest[3:9]
         own = (pipes[0], pipes[3], pipes[5])  # its ends of stdin, stdout and stderr
@@ -219,7 +242,10 @@ def _words(args: object, *, line: bool) -> list[str]:
 
 def _program(words: Sequence[str]) -> int | None:
     """Where a command names its program; None where it is not this interpreter's, or has options unknown here."""
-    at = next((n for n, word in enumerate(words[1:], 1) if word in ("-m", "-c") or word.endswith(".py")), None)
+    at = next(
+        (n for n, word in enumerate(words[1:], 1) if word in ("-m", "-c") or word.endswith(".py")),
+        None,
+    )
     if at is None or words[0] != sys.executable:
         return None
     known = {"-W", "ignore", "-u"} | (set() if words[at].endswith(".py") else {"-P"})
@@ -242,7 +268,9 @@ def _started_alone(start: Mapping[str, Any], streams: Sequence[int]) -> int:
                 reduction.send_handle(_forks_of, number, None)
         else:
             preload()
-            target = _Start(**start, streams=[_Given(stream) for stream in streams], told=_Given(told))
+            target = _Start(
+                **start, streams=[_Given(stream) for stream in streams], told=_Given(told)
+            )
             multiprocessing.get_context("forkserver").Process(target=target).start()
         os.close(told)
         return int(os.read(heard, 20))

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mcore_mas.rollout.models.chat_template import Renderer
+from rollout.models.chat_template import Renderer
 
 _HERMES_TOOLS = (
     "{{ '\\n\\n# Tools\\n\\n<tools>' }}{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}"
@@ -38,7 +38,8 @@ QWEN25 = (
 )
 # thoughts before the last question are left out; those since then, which lead from tool to tool, stay
 QWEN3 = (
-    _SYSTEM + "{%- set ns = namespace(last=-1) %}{%- for message in messages %}{%- if message.role == 'user' %}"
+    _SYSTEM
+    + "{%- set ns = namespace(last=-1) %}{%- for message in messages %}{%- if message.role == 'user' %}"
     "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
     "{%- for message in messages %}{%- if message.role == 'user' %}"
     "{{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{%- elif message.role == 'assistant' %}"
@@ -48,7 +49,9 @@ QWEN3 = (
     "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
     "{%- if loop.index0 > ns.last and (loop.last or thought) %}"
     "{{ '<|im_start|>assistant\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}"
-    "{%- else %}{{ '<|im_start|>assistant\\n' + content }}{%- endif %}" + _HERMES_CALLS + "{{ '<|im_end|>\\n' }}"
+    "{%- else %}{{ '<|im_start|>assistant\\n' + content }}{%- endif %}"
+    + _HERMES_CALLS
+    + "{{ '<|im_end|>\\n' }}"
     "{%- elif message.role == 'tool' %}" + _HERMES_RESULTS + "{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
     "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
@@ -66,25 +69,46 @@ LLAMA3 = (
     % "assistant"
     + '{{ \'{"name": "\' + message.tool_calls[0].function.name + \'", "parameters": \' }}'
     "{{ message.tool_calls[0].function.arguments | tojson }}{{ '}<|eot_id|>' }}"
-    "{%- elif message.role == 'tool' %}" + _HEADER % "ipython" + "{{ message.content | tojson }}{{ '<|eot_id|>' }}"
+    "{%- elif message.role == 'tool' %}"
+    + _HEADER
+    % "ipython"
+    + "{{ message.content | tojson }}{{ '<|eot_id|>' }}"
     "{%- elif message.role != 'system' %}"
     "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}"
-    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}" + _HEADER % "assistant" + "{%- endif %}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}"
+    + _HEADER % "assistant"
+    + "{%- endif %}"
 )
 _QWEN_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 256, 257, 258
-_LLAMA_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
+_LLAMA_TOKENS = [
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+]
 _KINDS = {
     "qwen2.5": (QWEN25, _QWEN_TOKENS, "<|im_end|>", None, []),
     "qwen3": (QWEN3, _QWEN_TOKENS, "<|im_end|>", None, []),
-    "llama3": (LLAMA3, [*_LLAMA_TOKENS, "<|python_tag|>"], "<|eot_id|>", "<|begin_of_text|>", ["<|eom_id|>"]),
+    "llama3": (
+        LLAMA3,
+        [*_LLAMA_TOKENS, "<|python_tag|>"],
+        "<|eot_id|>",
+        "<|begin_of_text|>",
+        ["<|eom_id|>"],
+    ),
     "no_tools": ("chatml", _QWEN_TOKENS, "<|im_end|>", None, []),
 }
 
 
-def byte_tokenizer(folder: Path, special: list[str], merges: Sequence[tuple[str, str]] = (), **named: str) -> Path:
+def byte_tokenizer(
+    folder: Path, special: list[str], merges: Sequence[tuple[str, str]] = (), **named: str
+) -> Path:
     """A folder with a tokenizer of bytes, ids 0 to 255, and behind them what is merged, and special tokens."""
     signs = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
-    tokenizer = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(signs)}, merges=list(merges)))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={sign: i for i, sign in enumerate(signs)}, merges=list(merges))
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_mas.training.tracking import Tracker
+from mcore_mas.tracking.feed import Tracker
 
 
 def opened_tracker(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from mcore_mas.rollout.records.trajectory import Trajectory
+from rollout.records.trajectory import Trajectory
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 
 
@@ -13,7 +13,15 @@ def grow(orchestra, engine, tree, *, make_env=Adder, **options) -> Trajectory:
 
     async def run():
         [group] = await collect(
-            [TASK], make_team(engine), make_env, orchestra, group_size=1, seed=SEED, step=STEP, tree=tree, **options
+            [TASK],
+            make_team(engine),
+            make_env,
+            orchestra,
+            group_size=1,
+            seed=SEED,
+            step=STEP,
+            tree=tree,
+            **options,
         )
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return group.trajectories[0]

@@ -40,7 +40,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now
 
-    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[..., T], *arguments: Any
+    ) -> asyncio.Future[T]:
         """As the base class does, with the clock stopped until the thread is done."""
         self._jumping.threads += 1
         done = super().run_in_executor(executor, func, *arguments)

@@ -21,9 +21,13 @@ class FakeHouse:
         return {"won": [won], "admissible_commands": [commands], "extra.gamefile": [self.game]}
 
     def reset(self) -> tuple[Sequence[str], Mapping[str, Any]]:
-        return ["-= Welcome to TextWorld, ALFRED! =-\n\nYour task is to: take the apple.\n"], self._infos(False)
+        return [
+            "-= Welcome to TextWorld, ALFRED! =-\n\nYour task is to: take the apple.\n"
+        ], self._infos(False)
 
-    def step(self, actions: Sequence[str]) -> tuple[Sequence[str], Sequence[float], Sequence[bool], Mapping[str, Any]]:
+    def step(
+        self, actions: Sequence[str]
+    ) -> tuple[Sequence[str], Sequence[float], Sequence[bool], Mapping[str, Any]]:
         [action] = actions
         won = action.startswith("take") and self.at == "fridge"
         known = action == "go to fridge 1" or won
@@ -56,10 +60,14 @@ class FakeShop:
 
     loaded = 0
 
-    def __init__(self, observation_mode: str = "html", file_path: str = "", server: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, observation_mode: str = "html", file_path: str = "", server: Any = None, **kwargs: Any
+    ) -> None:
         assert observation_mode == "text"
         type(self).loaded += server is None
-        self.server = server or SimpleNamespace(goals=["red shoes", "blue hat", "a gift"], sessions={})
+        self.server = server or SimpleNamespace(
+            goals=["red shoes", "blue hat", "a gift"], sessions={}
+        )
         self.prefix = kwargs.get("session_prefix")
         self.reset()
 
@@ -73,7 +81,11 @@ class FakeShop:
         return f"WebShop [SEP] Instruction: [SEP] i need {self.goal} [SEP] Search", None
 
     def get_available_actions(self) -> dict[str, Any]:
-        clickables = {"search": ["search"], "results": ["back to search", *self.server.goals], "item": ["buy now"]}
+        clickables = {
+            "search": ["search"],
+            "results": ["back to search", *self.server.goals],
+            "item": ["buy now"],
+        }
         return {"has_search_bar": self.page == "search", "clickables": clickables[self.page]}
 
     def step(self, action: str) -> tuple[str, float, bool, None]:

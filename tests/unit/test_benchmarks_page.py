@@ -11,7 +11,10 @@ from mcore_mas.equations.turns import Advantages, Turns
 
 def test_a_row_is_replaced_and_the_others_stay():
     first = page(
-        [Result(name=name, ratio=2.0, goal=1.0, at_most=False, reference="plain", n=3) for name in ("load_a", "sort")],
+        [
+            Result(name=name, ratio=2.0, goal=1.0, at_most=False, reference="plain", n=3)
+            for name in ("load_a", "sort")
+        ],
         "a machine",
     )
     (again, other) = parse(
@@ -19,11 +22,14 @@ def test_a_row_is_replaced_and_the_others_stay():
     )
     assert other.name == "b"
     assert page([again], "another", first) == first.replace(
-        "| load_a | 2.00 | ≥ 1.00 | plain | 3 | a machine |", "| load_a | 2.50 | ≤ 3.00 | one two | 5 | another |"
+        "| load_a | 2.00 | ≥ 1.00 | plain | 3 | a machine |",
+        "| load_a | 2.50 | ≤ 3.00 | one two | 5 | another |",
     )
     assert parse("name=load_a ratio=2.50 goal=1.00\n") == []
 
 
 @pytest.mark.parametrize("estimator", credit.ESTIMATORS.values(), ids=credit.ESTIMATORS)
-def test_the_turns_of_the_benchmark_have_what_an_estimator_needs(estimator: Callable[[Turns], Advantages]) -> None:
+def test_the_turns_of_the_benchmark_have_what_an_estimator_needs(
+    estimator: Callable[[Turns], Advantages],
+) -> None:
     assert estimator(credit.make(1000)).values.isfinite().all()

@@ -29,7 +29,7 @@ from mcore_mas.cli.main import app
 from mcore_mas.config.compose import CONFIGS, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.rollout.base.ownership import FolderError
+from rollout.base.ownership import FolderError
 from tests.support.documents import BLOCKS, ROOT, STORIES
 
 LINES = [  # of shells: a command each
@@ -52,7 +52,11 @@ def test_no_block_is_left_out() -> None:
     """What has no language is what somebody sees: files, messages, pictures of letters."""
     assert {block.language for block in BLOCKS} == {"", "sh", "python", "yaml", "toml", "mermaid"}
     for page, test in STORIES.items():
-        words = (page.removesuffix(".md"), f"{page.removesuffix('.md')}.md", f"{page.removesuffix('.md').upper()}")
+        words = (
+            page.removesuffix(".md"),
+            f"{page.removesuffix('.md')}.md",
+            f"{page.removesuffix('.md').upper()}",
+        )
         assert any(word in (ROOT / "tests" / test).read_text() for word in words), page
 
 
@@ -69,7 +73,10 @@ def of_ours(words: list[str]) -> None:
 
 def of_snakemake(words: list[str]) -> None:
     given = get_argument_parser().parse_args(words)
-    rules = "".join(file.read_text() for file in [*(ROOT / "workflow").rglob("*.smk"), ROOT / "workflow/Snakefile"])
+    rules = "".join(
+        file.read_text()
+        for file in [*(ROOT / "workflow").rglob("*.smk"), ROOT / "workflow/Snakefile"]
+    )
     for target in given.targets:
         named = re.sub(r"^(table|bundle|acquire)_\w+$", r'f"\1_{name}"', target)
         assert target.startswith("results/") or named in rules or f"rule {target}:" in rules, target
@@ -77,7 +84,9 @@ def of_snakemake(words: list[str]) -> None:
 
 def of_make(words: list[str]) -> None:
     targets = [word for word in words if "=" not in word]
-    assert targets and all(f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets), targets
+    assert targets and all(
+        f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets
+    ), targets
 
 
 def of_python(words: list[str]) -> None:
@@ -111,7 +120,14 @@ def test_a_command_is_one_that_its_program_takes(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["mcore-mas shwo x", "mcore-mas show x --indx 3", "snakemake tabel_x", "make demos", "python -m nothing"]
+    "line",
+    [
+        "mcore-mas shwo x",
+        "mcore-mas show x --indx 3",
+        "snakemake tabel_x",
+        "make demos",
+        "python -m nothing",
+    ],
 )
 def test_a_command_that_no_program_takes_is_seen(line: str) -> None:
     with pytest.raises((KeyError, AssertionError, TyperException)):
@@ -125,8 +141,22 @@ BARE += ["+trainer={steps: 1, tasks_per_step: 2, group_size: 2}"]
 MODEL = "policy_defaults={model: models/m, lr: 1e-6}"
 GIVEN = {  # what a block's page takes for granted, as overrides
     "configuration-3": BARE,
-    "configuration-4": ["~experiment", *BARE, MODEL, "team=m_ask", "sharing=separate", "+retriever={}"],
-    "configuration-5": ["~experiment", *BARE, MODEL, "team=search_team", "sharing=separate", "+retriever={}"],
+    "configuration-4": [
+        "~experiment",
+        *BARE,
+        MODEL,
+        "team=m_ask",
+        "sharing=separate",
+        "+retriever={}",
+    ],
+    "configuration-5": [
+        "~experiment",
+        *BARE,
+        MODEL,
+        "team=search_team",
+        "sharing=separate",
+        "+retriever={}",
+    ],
     "engines-0": ["cluster.device=auto"],
     "engines-3": ["~experiment", *BARE, "team=solver_verifier"],
     "gateway-0": ["~experiment", *BARE, MODEL, "sharing=shared", "+run=x"],
@@ -143,7 +173,7 @@ def test_what_blocks_take_for_granted_is_of_blocks_that_are_there() -> None:
     assert set(GIVEN) <= {block.name for block in BLOCKS if block.language == "yaml"}
 
 
-OWN_ENGINE = "mcore_mas.rollout.engines.embedded.engine:HostedEngine"
+OWN_ENGINE = "rollout.engines.embedded.engine:HostedEngine"
 
 
 def composed(values: dict[str, Any], *given: str) -> None:
@@ -158,7 +188,9 @@ def composed(values: dict[str, Any], *given: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "body"), blocks("yaml"))
-def test_a_config_composes(name: str, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_composes(
+    name: str, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     place = re.search(r"^# configs/(\w+)/(\w+)\.yaml", body, re.MULTILINE)
     if body.startswith("suite:"):
@@ -167,16 +199,25 @@ def test_a_config_composes(name: str, body: str, tmp_path: Path, monkeypatch: py
         file = tmp_path / "configs" / place[1] / f"{place[2]}.yaml"
         file.parent.mkdir(parents=True)
         file.write_text(body)
-        names = [place[2]] if "grid:" not in body else ["ours_small_shared", "ours_large_separate", "ours_rloo"]
+        names = (
+            [place[2]]
+            if "grid:" not in body
+            else ["ours_small_shared", "ours_large_separate", "ours_rloo"]
+        )
         for row in names:
             resolve([*GIVEN[name], f"{place[1]}={row}"], tmp_path / "configs")
     elif body.startswith("- {"):  # edges of a graph that ships
         shipped = "".join(file.read_text() for file in (CONFIGS / "team").glob("*.yaml"))
         assert all(line in shipped for line in body.splitlines()), body
     else:
-        wholes = body.splitlines() if body.count("\nengine:") else [body]  # each line another engine
+        wholes = (
+            body.splitlines() if body.count("\nengine:") else [body]
+        )  # each line another engine
         for whole in wholes:
-            composed(yaml.safe_load(whole.replace("my_pkg.engines:Mine", OWN_ENGINE)), *GIVEN.get(name, []))
+            composed(
+                yaml.safe_load(whole.replace("my_pkg.engines:Mine", OWN_ENGINE)),
+                *GIVEN.get(name, []),
+            )
 
 
 @pytest.mark.parametrize(("name", "body"), blocks("toml"))
@@ -198,7 +239,10 @@ def test_python_runs(
     monkeypatch.setenv("OPENAI_API_KEY", "nobody-is-asked")
     (body,) = [b.values[1] for b in blocks("python") if b.values[0] == name]
     there: dict[str, Any] = dict.fromkeys(("Task", "TeamSession", "Env"), object)
-    there |= {"config": RunConfig.check(resolve(["experiment=demo_math", "coach=openai"]), "here"), "folder": tmp_path}
+    there |= {
+        "config": RunConfig.check(resolve(["experiment=demo_math", "coach=openai"]), "here"),
+        "folder": tmp_path,
+    }
     script = tmp_path / "block.py"
     script.write_text(f"async def block(groups=()):\n{textwrap.indent(body, '    ')}")
     asyncio.run(runpy.run_path(str(script), there)["block"]())
@@ -210,8 +254,13 @@ def test_code_for_users_has_public_names_alone() -> None:
     notebooks = (ROOT / "docs/notebooks").glob("*.ipynb")
     texts = {file.name: file.read_text() for file in (*scaffold, *notebooks)}
     texts |= {block.name: block.body for block in BLOCKS if block.language == "python"}
-    assert {"team.py.txt", "quickstart-1", "first_team.ipynb"} <= set(texts) and "own_team" in str(set(texts))
-    deep = {name: re.findall(r"\b(?:from|import) mcore_mas\.[\w.]+", text) for name, text in texts.items()}
+    assert {"team.py.txt", "quickstart-1", "first_team.ipynb"} <= set(texts) and "own_team" in str(
+        set(texts)
+    )
+    deep = {
+        name: re.findall(r"\b(?:from|import) mcore_mas\.[\w.]+", text)
+        for name, text in texts.items()
+    }
     assert {name: found for name, found in deep.items() if found} == {}
 
 
@@ -219,10 +268,14 @@ def test_all_python_is_run() -> None:
     assert {b.values[0] for b in blocks("python")} == {*PRINTS, "README-2"}
 
 
-def test_the_readmes_team_is_short_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readmes_team_is_short_and_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ((_, body),) = [b.values for b in blocks("python") if b.values[0].startswith("README")]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "readme.py").write_text(body.partition("run.train()")[0])
     assert list(runpy.run_path("readme.py")["run"].config.agents) == ["solver", "verifier"]
     assert len(ast.parse(body).body) <= 8  # as short as the field's
-    assert "run.train()\nprint(run.evaluate(k=4), run.chat(" in body  # which the quickstart's test does
+    assert (
+        "run.train()\nprint(run.evaluate(k=4), run.chat(" in body
+    )  # which the quickstart's test does

@@ -16,7 +16,7 @@ from torch.multiprocessing import reductions
 
 from benchmarks.gpu import hand_over
 from benchmarks.gpu.__main__ import SECTIONS, read
-from mcore_mas.rollout.sync.push import serialize
+from rollout.sync.push import serialize
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,24 +36,48 @@ class Pickled:
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
     names = [name for name in SECTIONS if name != "meter"]  # which is a process of its own
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.kit_on_meta", str(NEEDED), *names]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.support.kit_on_meta",
+        str(NEEDED),
+        *names,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def test_every_section_runs_to_its_end(lines: list[dict[str, Any]]) -> None:
-    assert [line["left_by"] for line in lines if "left_by" in line] == [name for name in SECTIONS if name != "meter"]
+    assert [line["left_by"] for line in lines if "left_by" in line] == [
+        name for name in SECTIONS if name != "meter"
+    ]
     (gap,) = [line for line in lines if line.get("what") == "bfloat16"]
     assert gap["tokens"] == 7 * 144  # seven micro-batches of the small layout
-    assert {line["layout"] for line in lines if "triton_ms" in line} == {"groups", "turns", "branches", "long", "whole"}
+    assert {line["layout"] for line in lines if "triton_ms" in line} == {
+        "groups",
+        "turns",
+        "branches",
+        "long",
+        "whole",
+    }
 
 
 def test_an_update_that_a_gpu_has_no_room_for_is_left_out(lines: list[dict[str, Any]]) -> None:
-    large, small = [line for line in lines if "recompute" in line or ("tokens_per_s" in line and "model" in line)]
+    large, small = [
+        line
+        for line in lines
+        if "recompute" in line or ("tokens_per_s" in line and "model" in line)
+    ]
     assert large["skipped"] == "needs 117.7 GiB of 74.9"  # 0.96 of 78
-    assert (small["model"], small["layout"]) == ("0.5b", "groups") and small["seconds_per_update"] > 0
+    assert (small["model"], small["layout"]) == ("0.5b", "groups") and small[
+        "seconds_per_update"
+    ] > 0
 
 
 def test_a_trainer_gives_its_memory_back(lines: list[dict[str, Any]]) -> None:
@@ -63,7 +87,9 @@ def test_a_trainer_gives_its_memory_back(lines: list[dict[str, Any]]) -> None:
     assert of["updates"]["peak"] > 8e9 and of["updates"]["bytes"] == 4
 
 
-def test_the_kit_takes_what_its_requirements_name_and_nothing_else(lines: list[dict[str, Any]]) -> None:
+def test_the_kit_takes_what_its_requirements_name_and_nothing_else(
+    lines: list[dict[str, Any]],
+) -> None:
     assert lines[-1] == {"not_imported": []}
 
 
@@ -73,11 +99,19 @@ def test_on_a_cpu_every_check_of_small_shapes_is_right(tmp_path: Path) -> None:
         pytest.skip("this is about machines without a GPU")
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(tmp_path)]
     names = ["correctness", "hand_over", "engine", "updates"]
-    done = subprocess.run([*command, "--only", ",".join(names)], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [*command, "--only", ",".join(names)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     found = read(tmp_path / "results.jsonl")
     assert (done.returncode, found[-1]["wrong"]) == (0, [])
-    assert [line["model"] for line in found if "tokens_per_s" in line and "model" in line] == ["tiny", "tiny-moe"]
-    assert {line["model"] for line in found if line.get("what", "").endswith("of the CPU")} == {"tiny", "tiny-moe"}
+    assert [line["model"] for line in found if "tokens_per_s" in line and "model" in line] == [
+        "tiny",
+        "tiny-moe",
+    ]
+    assert {line["model"] for line in found if line.get("what", "").endswith("of the CPU")} == {
+        "tiny",
+        "tiny-moe",
+    }
     judged = [(line["section"], line["what"]) for line in found if "ok" in line]
     assert set(judged) == {
         *((names[0], f"attention{how}") for how in ("", ", dense")),
@@ -90,13 +124,21 @@ def test_on_a_cpu_every_check_of_small_shapes_is_right(tmp_path: Path) -> None:
     }
 
 
-def test_a_receiver_finds_the_gpu_by_the_name_that_its_sender_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_finds_the_gpu_by_the_name_that_its_sender_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # what a tensor on a GPU is pickled as: class, size, stride, offset, storage, type, device, handle
-    payload = serialize(Pickled(reductions.rebuild_cuda_tensor, 0, 1, 2, 3, 4, 5, "gpu-1", b"handle"))
+    payload = serialize(
+        Pickled(reductions.rebuild_cuda_tensor, 0, 1, 2, 3, 4, 5, "gpu-1", b"handle")
+    )
     opened: list[object] = []
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: opened.extend(arguments))
+    monkeypatch.setattr(
+        reductions, "rebuild_cuda_tensor", lambda *arguments: opened.extend(arguments)
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"gpu-{number}"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"gpu-{number}")
+    )
     hand_over.Unpickler(io.BytesIO(base64.b64decode(payload))).load()
     assert opened == [0, 1, 2, 3, 4, 5, 1, b"handle"]
     with pytest.raises(Exception, match=r"posix.getpid is no part of a tensor"):

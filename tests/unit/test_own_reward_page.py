@@ -25,7 +25,7 @@ from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.credit.assign import by_place, estimate
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.base_model import make_tiny_model
-from mcore_mas.rollout.records.files import write_trajectories
+from rollout.records.files import write_trajectories
 from tests.support.hub import FakeHub, running
 from tests.support.played import failed, group, rewards, trajectory, turn
 
@@ -46,7 +46,9 @@ def gsm8k(first: int, rows: int) -> bytes:
     solution = "They eat {0}*2=<<{0}*2={1}>>{1} pies.\n#### {1:,}"
     questions = [f"{n} bears eat 2 pies each. How many pies?" for n in range(first, first + rows)]
     answers = [solution.format(n, 2 * n) for n in range(first, first + rows)]
-    pq.write_table(pa.table({"question": questions, "answer": answers}), sink := pa.BufferOutputStream())
+    pq.write_table(
+        pa.table({"question": questions, "answer": answers}), sink := pa.BufferOutputStream()
+    )
     return bytes(sink.getvalue())
 
 
@@ -55,7 +57,11 @@ def _given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The page's model is that of the quickstart, and its data set one that its own command downloads; then no hub."""
     folder = tmp_path_factory.mktemp("work")
     make_tiny_model(folder / "models" / "tiny")
-    files = {"main/train-0.parquet": gsm8k(500, 70), "main/test-0.parquet": gsm8k(900, 9), "README.md": CARD.encode()}
+    files = {
+        "main/train-0.parquet": gsm8k(500, 70),
+        "main/test-0.parquet": gsm8k(900, 9),
+        "README.md": CARD.encode(),
+    }
     (line,) = re.findall(r"```sh\nhf (.*)\n```", PAGE.read_text())
     with running(FakeHub(repositories={"datasets/openai/gsm8k": files})) as hub, chdir(folder):
         asked = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hf"), "NO_PROXY": "*"}
@@ -81,12 +87,20 @@ def test_long_replies_cost(page: dict[str, Any]) -> None:
 
 def test_a_reviewer_is_paid_for_being_right(page: dict[str, Any]) -> None:
     said = [("APPROVE", 1.0), ("REJECT", 1.0), ("REJECT", 0.0)]
-    played = [trajectory(turn(0, "writer"), turn(1, "reviewer", text=t), outcome=o) for t, o in said]
-    assert rewards(allocator_of(page["roles"])(group(*played))) == [[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
+    played = [
+        trajectory(turn(0, "writer"), turn(1, "reviewer", text=t), outcome=o) for t, o in said
+    ]
+    assert rewards(allocator_of(page["roles"])(group(*played))) == [
+        [1.0, 1.0],
+        [1.0, 0.0],
+        [0.0, 1.0],
+    ]
 
 
 def test_what_few_siblings_found_is_worth_more(page: dict[str, Any]) -> None:
-    played = group(*(trajectory(turn(0), outcome=outcome) for outcome in (1.0, 0.0, 0.0, 0.0)), failed(turn(0)))
+    played = group(
+        *(trajectory(turn(0), outcome=outcome) for outcome in (1.0, 0.0, 0.0, 0.0)), failed(turn(0))
+    )
     assert rewards(allocator_of(page["rare"])(played)) == [[1.8], [0.0], [0.0], [0.0], [None]]
 
 
@@ -96,7 +110,11 @@ def test_the_run_has_the_reward(page: dict[str, Any]) -> None:
 
 def test_the_tasks_are_those_of_the_data_set(page: dict[str, Any]) -> None:
     tasks = page["graded"]._tasks
-    assert {split: len(own) for split, own in tasks.items()} == {"train": 20, "validation": 50, "test": 9}
+    assert {split: len(own) for split, own in tasks.items()} == {
+        "train": 20,
+        "validation": 50,
+        "test": 9,
+    }
     assert (tasks["train"][0].prompt, tasks["train"][0].answers) == (
         "550 bears eat 2 pies each. How many pies?",
         ("1,100",),
@@ -104,7 +122,9 @@ def test_the_tasks_are_those_of_the_data_set(page: dict[str, Any]) -> None:
     assert tasks["test"][8].answers == ("1,816",)
 
 
-def test_a_turn_is_compared_with_the_median_of_its_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_is_compared_with_the_median_of_its_agents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one agent 0, 0 and 1, median 0; of the other 10, 20 and 60, median 20; twice the difference."""
     (tmp_path / "own_credit.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -115,10 +135,19 @@ def test_a_turn_is_compared_with_the_median_of_its_agents(tmp_path: Path, monkey
     ]
     rule = AdvantageConfig(name="own_credit:median", options={"scale": 2.0})
     found = by_place(estimate(to_samples([group(*played)]), {"a": rule, "b": rule}))
-    assert [found[(t.id, "", n)] for n in (0, 1) for t in played] == [0.0, 0.0, 2.0, -20.0, 0.0, 80.0]
+    assert [found[(t.id, "", n)] for n in (0, 1) for t in played] == [
+        0.0,
+        0.0,
+        2.0,
+        -20.0,
+        0.0,
+        80.0,
+    ]
     with pytest.raises(ValidationError, match="scal"):
         AdvantageConfig(name="own_credit:median", options={"scal": 2.0})
     file = tmp_path / "step_000000.parquet"
     write_trajectories(file, played)
-    said = CliRunner().invoke(app, ["explain", str(file), "--advantage", "own_credit:median", "--option", "scale=2"])
+    said = CliRunner().invoke(
+        app, ["explain", str(file), "--advantage", "own_credit:median", "--option", "scale=2"]
+    )
     assert said.exit_code == 0 and "+80.0000" in said.stdout, said.output

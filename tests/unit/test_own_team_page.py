@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.rollout.config.sections import RewardConfig, build_allocator
-from mcore_mas.rollout.teams.roles import ROLES
+from rollout.config.sections import RewardConfig, build_allocator
+from rollout.teams.roles import ROLES
 from tests.support.played import group, trajectory, turn
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_team.md"
@@ -37,7 +37,10 @@ def test_the_model_of_the_page_composes_with_its_suite(written: Path) -> None:
     values = resolve(["experiment=my_math", "advantage=grpo"], written / "configs")
     assert values["cold_start"] is None
     assert values["policies"]["solver"]["model"] == "/models/Qwen2.5-0.5B-Instruct"
-    assert "my_math_grpo: [experiment=my_math, advantage=grpo]" in (written / "my_suite.yaml").read_text()
+    assert (
+        "my_math_grpo: [experiment=my_math, advantage=grpo]"
+        in (written / "my_suite.yaml").read_text()
+    )
 
 
 def test_the_team_and_the_reward_of_the_page_are_taken_up(written: Path) -> None:

@@ -59,7 +59,10 @@ def page(folder: Path, text: str) -> Path:
 
 def test_one_row_per_experiment_from_the_rows_over_all_data(tmp_path: Path) -> None:
     lines = lines_of(results_block([table(tmp_path, "demo", TWO_SOURCES + ONE_SOURCE)]))
-    assert lines[0] == "| experiment | metric | base | trained | gain | 95 % interval | tasks | seeds |"
+    assert (
+        lines[0]
+        == "| experiment | metric | base | trained | gain | 95 % interval | tasks | seeds |"
+    )
     assert lines[1] == "|---|---|---:|---:|---:|---:|---:|---:|"
     assert lines[2] == "| team | avg@4 | 31.2 | 78.1 | +46.9 | [+40.1, +53.0] | 199 | 1 |"
     assert lines[3] == "| solo | avg@2 | 50.0 | 25.0 | -25.0 | [-30.0, +0.4] | 50 | 3 |"
@@ -100,7 +103,9 @@ def test_only_the_block_changes_and_twice_is_once(tmp_path: Path) -> None:
 
 def test_it_reads_what_the_table_writer_writes(tmp_path: Path) -> None:
     files = [
-        evaluation(tmp_path / "b.json", "e", "base", {"math-1": [0.0, 0.5]}),  # one task: the interval is the value
+        evaluation(
+            tmp_path / "b.json", "e", "base", {"math-1": [0.0, 0.5]}
+        ),  # one task: the interval is the value
         evaluation(tmp_path / "t.json", "e", "trained", {"math-1": [1.0, 0.5]}),
     ]
     make_table(files, {"e": "e"}, [tmp_path / "t.csv"])
@@ -110,7 +115,14 @@ def test_it_reads_what_the_table_writer_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["no markers", f"{BEGIN} only", f"{END}\n{BEGIN}", f"{BEGIN}\n{END}\n{BEGIN}\n{END}", f"{BEGIN}{END}{END}"]
+    "text",
+    [
+        "no markers",
+        f"{BEGIN} only",
+        f"{END}\n{BEGIN}",
+        f"{BEGIN}\n{END}\n{BEGIN}\n{END}",
+        f"{BEGIN}{END}{END}",
+    ],
 )
 def test_a_page_without_one_block_stays_as_it_is(tmp_path: Path, text: str) -> None:
     readme = page(tmp_path, text)
@@ -128,15 +140,21 @@ def test_a_page_without_one_block_stays_as_it_is(tmp_path: Path, text: str) -> N
         (ONE_SOURCE.replace("0.250000", "soon"), HEAD, "experiment solo: not a number .*'soon'"),
     ],
 )
-def test_a_table_that_cannot_be_used_is_one_line(tmp_path: Path, rows: str, head: str, message: str) -> None:
+def test_a_table_that_cannot_be_used_is_one_line(
+    tmp_path: Path, rows: str, head: str, message: str
+) -> None:
     with pytest.raises(TableError, match=rf"bad\.csv.*{message}") as refused:
-        write_results(page(tmp_path, f"{BEGIN}\nas before\n{END}\n"), table(tmp_path, "bad", rows, head))
+        write_results(
+            page(tmp_path, f"{BEGIN}\nas before\n{END}\n"), table(tmp_path, "bad", rows, head)
+        )
     assert "\n" not in str(refused.value)
 
 
 def test_a_command_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["docs.writers", "results", "nowhere.csv"])
-    with pytest.raises(SystemExit, match=r"error: nowhere\.csv: no such file; expected a table of scores"):
+    with pytest.raises(
+        SystemExit, match=r"error: nowhere\.csv: no such file; expected a table of scores"
+    ):
         main()
     assert all(callable(import_module(f"docs.writers.{name}").pages) for name in WRITERS)
 

@@ -21,18 +21,32 @@ def test_the_page_is_made_of_its_table() -> None:
 def test_every_fault_has_a_test_or_says_why_not() -> None:
     sections = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
     rows = [row for faults in sections.values() for row in faults]
-    assert [int(row["fault"].split(".")[0]) for row in next(iter(sections.values()))] == list(range(1, 37))
+    assert [int(row["fault"].split(".")[0]) for row in next(iter(sections.values()))] == list(
+        range(1, 37)
+    )
     chaos = (ROOT / "tests" / "faults" / "chaos.py").read_text(encoding="utf-8")
     for row in rows:
-        assert {"fault", "expected"} < row.keys() and row.keys() & {"tests", "chaos", "untested"}, row
+        assert {"fault", "expected"} < row.keys() and row.keys() & {"tests", "chaos", "untested"}, (
+            row
+        )
         for test in row.get("tests", ()):
             path, name = test.split("::")
-            functions = {node.name for node in ast.parse((ROOT / path).read_text()).body if hasattr(node, "name")}
+            functions = {
+                node.name
+                for node in ast.parse((ROOT / path).read_text()).body
+                if hasattr(node, "name")
+            }
             assert name in functions, f"{path} has no {name}"
         for fault in row.get("chaos", ()):
             said = fault.removeprefix("disk full at ")
-            known = said in chaos or re.sub("rank|engine|driver", "{part}", said) in chaos  # in an f-string
-            assert known or fault in ("all", "clock -1 h", "clock +1 h") or said.split(": ")[-1] in proxy.NAMES, fault
+            known = (
+                said in chaos or re.sub("rank|engine|driver", "{part}", said) in chaos
+            )  # in an f-string
+            assert (
+                known
+                or fault in ("all", "clock -1 h", "clock +1 h")
+                or said.split(": ")[-1] in proxy.NAMES
+            ), fault
     assert len([row for row in rows if "untested" in row]) <= 4
 
 
@@ -48,7 +62,8 @@ def test_of_a_tests_cases_the_worst_counts_and_a_skipped_one_does_not(tmp_path: 
     }
     for cases, result in table.items():
         rows = [
-            f'<testcase classname="tests.x" name="test_a[{kind}]" time="1">{kinds[kind]}</testcase>' for kind in cases
+            f'<testcase classname="tests.x" name="test_a[{kind}]" time="1">{kinds[kind]}</testcase>'
+            for kind in cases
         ]
         (path := tmp_path / "junit.xml").write_text(f"<testsuite>{''.join(rows)}</testsuite>")
         assert read([str(path)])["tests"]["tests/x.py::test_a"]["result"] == result, cases

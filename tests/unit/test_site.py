@@ -11,15 +11,29 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--config-file", str(config), "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--config-file",
+        str(config),
+        "--site-dir",
+        str(folder),
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     done = build(tmp_path)
     assert done.returncode == 0, done.stderr
-    pages = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
-    docs = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    pages = {
+        path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")
+    }
+    docs = {
+        path.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        for path in (ROOT / "docs").rglob("*.md")
+    }
     docs |= {f"notebooks/{path.stem}" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
     assert pages == docs | {"index", "contributing", "changelog", "404"}
     start = (tmp_path / "index.html").read_text()
@@ -27,7 +41,9 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     step = "mcore_mas/training/step.py"
     assert (tmp_path / "source" / step).read_bytes() == (ROOT / step).read_bytes()
     assert "fonts.googleapis" not in start
-    assert 'src="data:image/svg+xml;base64,' in start and 'class="mermaid"' not in start  # which would load a script
+    assert (
+        'src="data:image/svg+xml;base64,' in start and 'class="mermaid"' not in start
+    )  # which would load a script
     notebook = (tmp_path / "notebooks" / "first_team.html").read_text()
     assert "<svg" in notebook and "<iframe sandbox srcdoc=" in notebook and "shown-" not in notebook
     assert 'href="../chats.html"' in (tmp_path / "notebooks" / "own_environment.html").read_text()
@@ -35,10 +51,18 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 
 def test_the_first_page_leads_to_all_that_one_begins_with() -> None:
     nav = {
-        name: pages for part in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] for name, pages in part.items()
+        name: pages
+        for part in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+        for name, pages in part.items()
     }
-    readme = (ROOT / "README.md").read_text().partition("## One training step")[0]  # its first screen
-    begin = [page.removesuffix(".md") for page in [*nav["Start"], *nav["Tutorials"]] if page != "index.md"]
+    readme = (
+        (ROOT / "README.md").read_text().partition("## One training step")[0]
+    )  # its first screen
+    begin = [
+        page.removesuffix(".md")
+        for page in [*nav["Start"], *nav["Tutorials"]]
+        if page != "index.md"
+    ]
     assert len(begin) > 10 and not [page for page in begin if f"](docs/{page}." not in readme]
 
 
@@ -47,7 +71,9 @@ def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path, link: str) -> 
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n[there]({link})\n")
     (tmp_path / "docs" / "quickstart.md").write_text("# Quick\n")
-    settings = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0].replace("docs/site/links.py", "")
+    settings = (
+        (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0].replace("docs/site/links.py", "")
+    )
     config = tmp_path / "mkdocs.yml"
     config.write_text(settings)
     done = build(tmp_path / "site", config)

@@ -13,7 +13,9 @@ FILLED = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # what an f-string fills in
 
 def said() -> str:
     """All code of the product; texts that are cut over lines are one, what is filled in is `…`."""
-    files = [path for top in ("mcore_mas", "rollout", "retrieval") for path in (ROOT / top).rglob("*.py")]
+    files = [
+        path for top in ("mcore_mas", "rollout", "retrieval") for path in (ROOT / top).rglob("*.py")
+    ]
     code = "\n".join(path.read_text(encoding="utf-8") for path in files)
     return re.sub(r"…+", "…", re.sub(FILLED, "…", re.sub(r'"\s*f?"', "", code)))
 

@@ -28,7 +28,9 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     resolve = suites.resolve
 
     def counted(overrides: Sequence[str], *rest: Any, **own: Any) -> dict[str, Any]:
-        found.append(next(word.removeprefix("run=") for word in overrides if word.startswith("run=")))
+        found.append(
+            next(word.removeprefix("run=") for word in overrides if word.startswith("run="))
+        )
         return resolve(overrides, *rest, **own)
 
     monkeypatch.setattr(suites, "resolve", counted)
@@ -39,7 +41,9 @@ def load(folder: Path, **runs: list[str]) -> Suite:
     return Suite.load({"suite": "s", "experiments": runs}, folder, cache=folder / "cache")
 
 
-def test_a_job_that_reads_its_suite_again_composes_nothing(tmp_path: Path, composed: list[str]) -> None:
+def test_a_job_that_reads_its_suite_again_composes_nothing(
+    tmp_path: Path, composed: list[str]
+) -> None:
     first = load(tmp_path, **RUNS)
     assert composed == ["one", "two"]
     again = load(tmp_path, **RUNS)
@@ -105,6 +109,11 @@ print(len(made), sorted({"torch", "megatron", "transformers", "ray", "pandas"} &
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "92 []\n"), done.stderr

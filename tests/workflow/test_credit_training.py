@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.base.files import sha256
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.records.trajectory import Turn
-from mcore_mas.training.evaluate import seated
-from mcore_mas.training.export import export
-from mcore_mas.training.measure import Scoreboard
+from mcore_mas.evaluation.evaluate import seated
+from mcore_mas.evaluation.export import export
+from mcore_mas.evaluation.measure import Scoreboard
 from mcore_mas.training.train import train
+from rollout.base.files import sha256
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Turn
 from tests.support import precision
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.in_process import training_here
@@ -110,11 +110,17 @@ HERE = ("ppo", "gspo", "agents", "trees", "ahead", "own")
 
 
 @pytest.fixture(params=sorted(CREDIT))
-def trained(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
-    if request.param == "ahead":  # a random model gets nothing right: say that it was best after its first step
+def trained(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, Path]:
+    if (
+        request.param == "ahead"
+    ):  # a random model gets nothing right: say that it was best after its first step
         measured = iter([0.0, 1.0, 0.5])
         metrics = Scoreboard.metrics
-        monkeypatch.setattr(Scoreboard, "metrics", lambda board: metrics(board) | {"accuracy": next(measured)})
+        monkeypatch.setattr(
+            Scoreboard, "metrics", lambda board: metrics(board) | {"accuracy": next(measured)}
+        )
 
     def judge(body: dict, number: int) -> Response:
         return says("I cannot say." if number % 3 == 2 else f"PROCESS_SCORE: {number % 10}")
@@ -160,7 +166,9 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
     if kind == "gspo":
         assert first["agent/solver/correction_weight"] == pytest.approx(1.0, abs=1e-3)
         assert first["agent/solver/reference_kl"] == pytest.approx(0.0, abs=1e-3)
-        saved = json.loads((folder / "checkpoints" / "step_000002" / "solver" / "trainer.json").read_text())
+        saved = json.loads(
+            (folder / "checkpoints" / "step_000002" / "solver" / "trainer.json").read_text()
+        )
         assert 2 < saved["updates"] <= 4
     if kind == "agents":
         assert {"agent/solver/grad_norm", "agent/verifier/grad_norm"} <= first.keys()
@@ -170,7 +178,11 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
         check_export(folder)
     if kind == "ahead":
         turns = [
-            [turn for t in read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet") for turn in t.turns]
+            [
+                turn
+                for t in read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet")
+                for turn in t.turns
+            ]
             for step in (0, 1)
         ]
         assert {turn.oldest_version for turn in turns[0]} == {0}
@@ -178,7 +190,9 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
         assert first["staleness/max"] == 0.0
         assert first["agent/solver/logprob_gap_max"] < 1e-4
         behind = last.get("staleness/turns_1", 0.0)
-        assert last["staleness/mean"] * (behind + last.get("staleness/turns_0", 0.0)) == pytest.approx(behind)
+        assert last["staleness/mean"] * (
+            behind + last.get("staleness/turns_0", 0.0)
+        ) == pytest.approx(behind)
         assert behind and "agent/solver/correction_weight" in last
         assert first["rollout/aborted"] == 2.0
         assert first["policy/solver/grad_norm"] > 0
@@ -189,38 +203,61 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
     if kind == "trees":
         trajectories = read_trajectories(folder / "trajectories" / "step_000000.parquet")
         assert len(trajectories) == 4  # two trees of each task
-        assert {turn.node for turn in trajectories[0].turns if turn.index == 0} == {str(n) for n in range(8)}
+        assert {turn.node for turn in trajectories[0].turns if turn.index == 0} == {
+            str(n) for n in range(8)
+        }
         assert first["policy/solver/grad_norm"] > 0
         assert "policy/verifier/grad_norm" not in first
         done = json.loads((folder / "done.json").read_text())
         assert done["policies"]["verifier"].endswith("base")
     agents = ("solver",) if kind == "lora" else ("solver", "verifier")
-    assert all(row[f"agent/{agent}/advantage_second_moment"] >= 0 for row in steps for agent in agents)
+    assert all(
+        row[f"agent/{agent}/advantage_second_moment"] >= 0 for row in steps for agent in agents
+    )
 
 
 def check_own(folder: Path, steps: list[dict]) -> None:
     """The solver takes one update a step; the verifier two passes of two turns each, near its first model."""
-    played = [read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet") for step in (0, 1)]
-    calls = [sum(turn.agent == "verifier" for t in trajectories for turn in t.turns) for trajectories in played]
+    played = [
+        read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet") for step in (0, 1)
+    ]
+    calls = [
+        sum(turn.agent == "verifier" for t in trajectories for turn in t.turns)
+        for trajectories in played
+    ]
     updates = [2 * math.ceil(n / 2) for n in calls]
     assert min(calls) >= 4
     assert [row["policy/solver/updates"] for row in steps] == [1, 1]
     assert [row["policy/verifier/updates"] for row in steps] == updates
     saved = folder / "checkpoints" / "step_000002"
-    counted = {p: json.loads((saved / p / "trainer.json").read_text())["updates"] for p in ("solver", "verifier")}
+    counted = {
+        p: json.loads((saved / p / "trainer.json").read_text())["updates"]
+        for p in ("solver", "verifier")
+    }
     assert counted == {"solver": 2, "verifier": sum(updates)}
     # all of a step's mini-batches have one rate, half way down in the second of two steps
-    assert [row["policy/verifier/lr"] for row in steps] == [pytest.approx(1e-4), pytest.approx(5e-5)]
+    assert [row["policy/verifier/lr"] for row in steps] == [
+        pytest.approx(1e-4),
+        pytest.approx(5e-5),
+    ]
     assert [row["policy/solver/lr"] for row in steps] == [pytest.approx(1e-4)] * 2
-    assert all("agent/verifier/reference_kl" in row and "agent/solver/reference_kl" not in row for row in steps)
-    assert steps[1]["agent/verifier/reference_kl"] > 0  # in step 1 the verifier has left its first model
+    assert all(
+        "agent/verifier/reference_kl" in row and "agent/solver/reference_kl" not in row
+        for row in steps
+    )
+    assert (
+        steps[1]["agent/verifier/reference_kl"] > 0
+    )  # in step 1 the verifier has left its first model
 
 
 def check_lora(folder: Path, steps: list[dict]) -> None:
     """Who was updated when and with what rate, and what was written."""
     assert [row["policy/solver/updates"] for row in steps] == [1, 0, 1]
     assert [row["policy/verifier/updates"] for row in steps] == [0, 1, 0]
-    for name in ("policy/verifier/lr", "agent/verifier/critic/value_error_squared"):  # the critic has turns too
+    for name in (
+        "policy/verifier/lr",
+        "agent/verifier/critic/value_error_squared",
+    ):  # the critic has turns too
         assert [name in row for row in steps] == [False, True, False]
     # half a cosine over the two updates that are the solver's
     assert [row.get("policy/solver/lr") for row in steps] == [1e-3, None, pytest.approx(5e-4)]
@@ -229,7 +266,9 @@ def check_lora(folder: Path, steps: list[dict]) -> None:
     assert steps[0]["agent/solver/reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert steps[2]["agent/solver/reference_kl"] > 1e-6
     played = read_trajectories(folder / "trajectories" / "step_000002.parquet")
-    versions = {(turn.policy, turn.policy_version) for trajectory in played for turn in trajectory.turns}
+    versions = {
+        (turn.policy, turn.policy_version) for trajectory in played for turn in trajectory.turns
+    }
     assert versions == {("solver", 1), ("verifier", 2)}
     base = load_file(folder.parent / "base" / "model.safetensors")
     for policy, scale, targets in (("solver", 2.0, "qkvo"), ("verifier", 1.0, "qv")):
@@ -281,7 +320,10 @@ def check_best(folder: Path, accuracy: list[float]) -> None:
 def check_repeated(folder: Path, turns: list[Turn]) -> None:
     """Each turn is sampled again to the bit: by the first model, by what training exported, or begun by the one."""
     base = folder.parent / "base"
-    models = {0: lambda _: base / "model.safetensors", 1: lambda policy: folder.parent.parent / policy / EXPORTED}
+    models = {
+        0: lambda _: base / "model.safetensors",
+        1: lambda policy: folder.parent.parent / policy / EXPORTED,
+    }
     engine = EmbeddedEngine.from_folder(base, max_length=512, rows=1, deterministic=True)
     for turn in turns:
 
@@ -299,7 +341,9 @@ def check_export(folder: Path) -> None:
     (folder / "done.json").unlink()
     export(folder.parent, "solver", to / "solver", notes.append)
     export(folder.parent, "verifier", to / "verifier", notes.append, adapter=True)
-    assert notes[1:] == [f"{policy} from {folder / 'checkpoints/step_000003'}" for policy in ("solver", "verifier")]
+    assert notes[1:] == [
+        f"{policy} from {folder / 'checkpoints/step_000003'}" for policy in ("solver", "verifier")
+    ]
     for name in (EXPORTED, "adapter/adapter_model.safetensors", "tokenizer.json", "config.json"):
         assert (to / "solver" / name).read_bytes() == (to / "finished" / name).read_bytes(), name
     for name in ("adapter_config.json", "adapter_model.safetensors"):

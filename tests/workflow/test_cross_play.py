@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.records.files import read_trajectories
+from rollout.records.files import read_trajectories
 from tests.support.run_folder import describe_model, make_run
 from tests.workflow.test_dag import planned, snakemake
 
@@ -22,7 +22,9 @@ CELLS = {
 
 
 def suite_of(*overrides: str) -> dict[str, Any]:
-    runs = {name: ["experiment=demo_math", "cold_start=null", *overrides] for name in ("mas", "alone")}
+    runs = {
+        name: ["experiment=demo_math", "cold_start=null", *overrides] for name in ("mas", "alone")
+    }
     return {"suite": "s", "results": "results", "experiments": runs, "evaluate": {"mas": CELLS}}
 
 
@@ -46,17 +48,28 @@ def test_each_agent_plays_the_model_of_its_seat(tmp_path: Path) -> None:
     done = snakemake(tmp_path, suite, "--", *made)
     assert done.returncode == 0, done.stderr
     shared, own = (tmp_path / path for path in made)
-    assert shared.samefile(own) and shared.lstat().st_mtime_ns > own.lstat().st_mtime_ns  # the owner's time stays
+    assert (
+        shared.samefile(own) and shared.lstat().st_mtime_ns > own.lstat().st_mtime_ns
+    )  # the owner's time stays
     for run in ("mas", "alone"):  # what training would leave
         trained = {policy: tmp_path / "trained" / run / policy for policy in ("solver", "verifier")}
         for folder in trained.values():
             copytree(base, folder)
         manifest = tmp_path / "results" / run / "train" / "done.json"
         manifest.parent.mkdir()
-        manifest.write_text(json.dumps({"policies": {policy: str(folder) for policy, folder in trained.items()}}))
+        manifest.write_text(
+            json.dumps({"policies": {policy: str(folder) for policy, folder in trained.items()}})
+        )
     done = snakemake(tmp_path, suite, "--", "results/mas/evaluation/mixed.json")
     assert done.returncode == 0, done.stderr
     scores = json.loads((tmp_path / "results/mas/evaluation/mixed.json").read_text())
     assert (scores["run"], scores["state"], len(scores["tasks"])) == ("mas", "mixed", 2)
-    turns = [turn for t in read_trajectories(tmp_path / "results/mas/evaluation/mixed") for turn in t.turns]
-    assert {turn.agent: turn.policy for turn in turns} == {"solver": "alone.verifier", "verifier": "base.verifier"}
+    turns = [
+        turn
+        for t in read_trajectories(tmp_path / "results/mas/evaluation/mixed")
+        for turn in t.turns
+    ]
+    assert {turn.agent: turn.policy for turn in turns} == {
+        "solver": "alone.verifier",
+        "verifier": "base.verifier",
+    }

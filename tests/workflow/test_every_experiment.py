@@ -18,17 +18,18 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.config.run import RunConfig
+from mcore_mas.evaluation import evaluate
 from mcore_mas.pipeline import prepare
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.paper_suite import paper_suite
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.reports.paper_tables import table_names
-from mcore_mas.retrieval.client import RetrievalClient
-from mcore_mas.retrieval.sidecar import RetrieverSidecar
-from mcore_mas.rollout.config.sections import build_env
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.training import evaluate, train
+from mcore_mas.training import train
+from retrieval.client import RetrievalClient
+from retrieval.sidecar import RetrieverSidecar
+from rollout.config.sections import build_env
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Task
 from tests.support.in_process import training_here
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -53,8 +54,12 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
         owner = loaded.tasks[config.run]  # whose retriever all use that share its index
         if owner not in urls:
             index = config.results / owner / "index"
-            prepare.index_passages(config.folder / "config.yaml", index.parent / "tasks/passages.jsonl", index)
-            urls[owner] = servers.enter_context(RetrieverSidecar(index, log_path=tmp_path / "retriever.log"))
+            prepare.index_passages(
+                config.folder / "config.yaml", index.parent / "tasks/passages.jsonl", index
+            )
+            urls[owner] = servers.enter_context(
+                RetrieverSidecar(index, log_path=tmp_path / "retriever.log")
+            )
         yield build_env(config.env, retriever=RetrievalClient(urls[owner], token_file=None))
 
     with ExitStack() as servers, training_here(monkeypatch):
@@ -76,12 +81,17 @@ def test_every_published_experiment_trains(suite: Suite) -> None:
         folder = Path("results/tiny") / run
         prepare.prepare_tasks(folder / "config.yaml", folder / "tasks")
         train.train(folder / "config.yaml")
-        steps = [json.loads(line) for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line)
+            for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()
+        ]
         assert [step["step"] for step in steps] == [-1, 0, 1], run
         assert [step.get("rollout/failed", 0.0) for step in steps] == [0.0, 0.0, 0.0], run
         updates = Counter[str]()
         for step in steps:
-            updates.update({key: int(step[key]) for key in step if re.fullmatch(r"policy/.+/updates", key)})
+            updates.update(
+                {key: int(step[key]) for key in step if re.fullmatch(r"policy/.+/updates", key)}
+            )
         untrained += [run] if not updates.total() else []
         if run in EVALUATED:
             scores = folder / "evaluation" / "trained.json"

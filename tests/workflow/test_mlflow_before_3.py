@@ -11,23 +11,41 @@ import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
-from mcore_mas.rollout.base.files import write_text
-from mcore_mas.rollout.base.processes import free_port, start_group, stop_group
-from mcore_mas.training.publish import publish
-from mcore_mas.training.traces import Traces
+from mcore_mas.tracking.publish import publish
+from mcore_mas.tracking.traces import Traces
+from rollout.base.files import write_text
+from rollout.base.processes import free_port, start_group, stop_group
 from tests.support.finished import STEPS, finished
 from tests.support.played import trajectory, turn
 from tests.support.trackable import opened_tracker
 
 SERVER = Path(__file__).resolve().parents[2] / ".venv-mlflow2/bin/mlflow"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not SERVER.exists(), reason="`make test-mlflow` makes MLflow 2")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not SERVER.exists(), reason="`make test-mlflow` makes MLflow 2"),
+]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder, port = tmp_path_factory.mktemp("server"), free_port()
-    stores = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
-    command = [str(SERVER), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1", *stores]
+    stores = [
+        "--backend-store-uri",
+        f"sqlite:///{folder}/mlflow.db",
+        "--artifacts-destination",
+        str(folder),
+    ]
+    command = [
+        str(SERVER),
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+        *stores,
+    ]
     uri, child = f"http://127.0.0.1:{port}", start_group(command, log=folder / "log")
     deadline = time.monotonic() + 120
     try:
@@ -36,7 +54,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 said = urllib.request.urlopen(f"{uri}/version", timeout=5).read().decode()
                 break
             except OSError:
-                assert child.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+                assert child.poll() is None and time.monotonic() < deadline, (
+                    folder / "log"
+                ).read_text()
                 time.sleep(0.5)
         assert said.startswith("2.")
         yield uri
@@ -68,7 +88,9 @@ def test_finished_runs_are_there_once(server: str, tmp_path: Path) -> None:
         "duo_s2 train",
         "pages",
     ]
-    assert there["duo"].data.metrics == pytest.approx({"trained/avg_at_4/all": 0.65})  # of 0.6 and 0.7
+    assert there["duo"].data.metrics == pytest.approx(
+        {"trained/avg_at_4/all": 0.65}
+    )  # of 0.6 and 0.7
     train = there["duo_s2 train"]
     assert train.data.metrics["cost/tokens"] == 20000
     points = client.get_metric_history(train.info.run_id, "reward/mean")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.rollout.base.processes import free_port
-from mcore_mas.training.tracking import CLOCK
+from mcore_mas.tracking.feed import CLOCK
+from rollout.base.processes import free_port
 from tests.support.run_folder import make_run, metrics_of
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -31,15 +31,24 @@ for config in map(Path, sys.argv[1:]):
 
 
 @pytest.mark.slow
-def test_a_training_whose_server_hangs_or_is_down_ends_well_with_all_its_steps(tmp_path: Path) -> None:
+def test_a_training_whose_server_hangs_or_is_down_ends_well_with_all_its_steps(
+    tmp_path: Path,
+) -> None:
     """One after the other, in a process that ends, too."""
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections and says nothing
         runs = {}
         for name, port in (("hangs", silent.getsockname()[1]), ("down", free_port("127.0.0.1"))):
             (tmp_path / name).mkdir()
             settings = ("policies.solver.tp=1", "data.validation=1", "trainer.steps=2")
-            runs[port] = make_run(tmp_path / name, *settings, f"tracking.uri=http://127.0.0.1:{port}")
-        command = [sys.executable, "-c", TRAIN, *(str(run / "config.yaml") for run in runs.values())]
+            runs[port] = make_run(
+                tmp_path / name, *settings, f"tracking.uri=http://127.0.0.1:{port}"
+            )
+        command = [
+            sys.executable,
+            "-c",
+            TRAIN,
+            *(str(run / "config.yaml") for run in runs.values()),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         gone = time.time()
     assert done.returncode == 0, done.stderr[-3000:]
@@ -49,5 +58,7 @@ def test_a_training_whose_server_hangs_or_is_down_ends_well_with_all_its_steps(t
         ended = float((run / "ended").read_text())
         assert ended - rows[-1][CLOCK] < 120  # models are written, and MLflow has 30 s
         assert json.loads((run / "train" / "done.json").read_text())["mlflow_run"] is None
-        assert re.search(rf"MLflow does not take metrics \(.*port={port}\)", done.stdout + done.stderr)
+        assert re.search(
+            rf"MLflow does not take metrics \(.*port={port}\)", done.stdout + done.stderr
+        )
     assert gone - ended < 60

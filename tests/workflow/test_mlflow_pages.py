@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mcore_mas.rollout.base.processes import free_port
-from mcore_mas.training.publish import LOCAL_PAGES, publish
+from mcore_mas.tracking.publish import LOCAL_PAGES, publish
+from rollout.base.processes import free_port
 from tests.support.browser import browse, needs_chromium
 from tests.support.finished import finished
 
@@ -26,7 +26,9 @@ WIDTH, SEEN, HEIGHT = 1700, 1255, 900  # pixels: on the right MLflow offers an a
 
 
 @pytest.fixture(scope="module")
-def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+def pages(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str]]:
     """What `mcore-mas ui` says to open, and the address of the comparison."""
     if not request.config.getoption("--mlflow"):
         pytest.skip("takes a minute and a half; `make test-mlflow` runs it")
@@ -48,7 +50,9 @@ def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "--port",
         str(port),
     ]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
     try:
         assert server.stdout
         opens = server.stdout.readline().split()[1]
@@ -71,7 +75,11 @@ def seen(url: str, folder: Path, name: str, request: pytest.FixtureRequest) -> s
     picture = folder / f"{name}.png"
     options = ["--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={picture}"]
     document = browse(url, folder / "profile", *options, seconds=45)
-    image = Image.open(picture).crop((0, 0, SEEN, HEIGHT)).convert("P", palette=Image.Palette.ADAPTIVE, colors=64)
+    image = (
+        Image.open(picture)
+        .crop((0, 0, SEEN, HEIGHT))
+        .convert("P", palette=Image.Palette.ADAPTIVE, colors=64)
+    )
     image.save(Path(request.config.getoption("--mlflow")) / f"mlflow_{name}.png", optimize=True)
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", document)))
 
@@ -86,7 +94,9 @@ def test_it_opens_on_the_charts_of_trainings_key_metrics_first(
     assert "rollout/failed" not in text  # never leaves zero
 
 
-def test_a_table_lists_trainings(pages: tuple[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_table_lists_trainings(
+    pages: tuple[str, str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     text = seen(pages[0].partition("&compareRunsMode")[0], tmp_path, "runs", request)
     assert "duo train" in text and "duo_s2 train" in text and "Sort: validation/accuracy" in text
 

@@ -54,7 +54,9 @@ def rows(run: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines() if path.exists() else []
     kept = [json.loads(line) for line in lines]
     clocks = ("time/", "engine_pause_s", "hand_over_s", "device_s", "tflops", "queue", "epoch")
-    return [{key: row[key] for key in row if not any(word in key for word in clocks)} for row in kept]
+    return [
+        {key: row[key] for key in row if not any(word in key for word in clocks)} for row in kept
+    ]
 
 
 def digests(run: Path) -> dict[str, str]:
@@ -69,13 +71,21 @@ def trained_here(run: Path, results: Path) -> tuple[dict[str, str], list[dict[st
     values = yaml.safe_load((run / "config.yaml").read_text()) | {"results": str(results / "alone")}
     values["cluster"] |= {"address": "local", "nodes": {}}
     (copy / "config.yaml").write_text(yaml.safe_dump(values))
-    subprocess.run([sys.executable, "-c", TRAIN.format(""), str(copy / "config.yaml")], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-c", TRAIN.format(""), str(copy / "config.yaml")], check=True, cwd=ROOT
+    )
     return digests(copy), rows(copy)
 
 
 def train_on(nodes: Nodes, run: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start the run from the first node."""
-    command = [sys.executable, "-c", TRAIN.format(", sys.argv[2]"), str(run / "config.yaml"), nodes.ray]
+    command = [
+        sys.executable,
+        "-c",
+        TRAIN.format(", sys.argv[2]"),
+        str(run / "config.yaml"),
+        nodes.ray,
+    ]
     return nodes.start(1, command, ROOT, log)
 
 
@@ -120,11 +130,11 @@ import asyncio, json, sys
 from pathlib import Path
 import psutil, ray
 from mcore_mas.packing.pack import pack
-from mcore_mas.training.trainer_group import TrainerGroup
+from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.planning.jobs import Tenant
-from mcore_mas.training.cluster import ClusterError, joined_ray
-from mcore_mas.training.placement import DevicePlacement, Room
-from mcore_mas.rollout.base.ownership import owned
+from mcore_mas.runtime.cluster import ClusterError, joined_ray
+from mcore_mas.runtime.placement import DevicePlacement, Room
+from rollout.base.ownership import owned
 from tests.support import ranks, reference
 
 folder, address = Path(sys.argv[1]), sys.argv[2]
@@ -176,24 +186,38 @@ def test_a_gang_across_two_nodes_updates_as_one_process_would(tmp_path: Path) ->
         first, second = nodes.address(1), nodes.address(2)
     assert said["nodes"] == [first, second]
     assert said["ranks"] == [first, second]
-    assert said["refused"].startswith(f"cluster.address: node {second} does not see /dev/shm/lock.json; all nodes need")
+    assert said["refused"].startswith(
+        f"cluster.address: node {second} does not see /dev/shm/lock.json; all nodes need"
+    )
     assert said["heard"] == [first]  # gloo and the store: nothing listens everywhere
     expected = precision.expect(model, reference.make_samples(), 1, ranks.LR)
-    assert said["norm"] == pytest.approx(expected.steps[0]["norm"], rel=precision.bound(expected.own.norm))
+    assert said["norm"] == pytest.approx(
+        expected.steps[0]["norm"], rel=precision.bound(expected.own.norm)
+    )
 
 
 @pytest.mark.usefixtures("long")
 def test_a_gang_across_two_nodes_loses_one_and_ends_as_it_would_have(tmp_path: Path) -> None:
-    across = ["policies.solver.tp=1", "+policies.solver.dp=2", "+cluster.pool=shared", "trainer.steps=3"]
+    across = [
+        "policies.solver.tp=1",
+        "+policies.solver.dp=2",
+        "+cluster.pool=shared",
+        "trainer.steps=3",
+    ]
     run = make_run(tmp_path, *SETTINGS, *across)
     log = tmp_path / "log"
     with nodes_of(tmp_path, [1, 1]) as nodes, training(nodes, run, log) as ended:
-        until(lambda: len(rows(run)) == 2, 200, "the first step")  # after the validation at the start
+        until(
+            lambda: len(rows(run)) == 2, 200, "the first step"
+        )  # after the validation at the start
         nodes.cut(2)  # in the middle of the second
         until(lambda: "waiting for nodes" in log.read_text(), 120, "the loss is noticed")
         nodes.start_ray(nodes.add(), 1)
         said = ended()
-    assert f"lost node {nodes.address(2)}; trainers start again from the newest state, 2 restarts left" in said
+    assert (
+        f"lost node {nodes.address(2)}; trainers start again from the newest state, 2 restarts left"
+        in said
+    )
     assert "cluster.pool: shared needs 2 CPUs and there are 1" in said
     assert (digests(run), rows(run)) == trained_here(run, tmp_path)
 
@@ -204,13 +228,19 @@ def test_engines_elsewhere_go_on_when_trainers_lose_their_node(tmp_path: Path) -
     with nodes_of(tmp_path, [1, 2, 2]) as nodes, training(nodes, run, tmp_path / "log") as ended:
         until(lambda: len(rows(run)) == 2, 250, "the first step")
         ranks_at = {number: len(nodes.running(number, "_Rank")) for number in (1, 2, 3)}
-        lost = next(number for number in (2, 3) if ranks_at[number] == 2)  # the solver's: they share tensors
+        lost = next(
+            number for number in (2, 3) if ranks_at[number] == 2
+        )  # the solver's: they share tensors
         others = [number for number in (1, 2, 3) if number != lost]
         assert sum(ranks_at[number] for number in others) == 1  # the verifier's
         engines = [nodes.running(number, "Host") for number in others]
         assert sum(map(len, engines)) == 2
         nodes.kill(lost)
-        until(lambda: "waiting for nodes" in (tmp_path / "log").read_text(), 120, "the loss is noticed")
+        until(
+            lambda: "waiting for nodes" in (tmp_path / "log").read_text(),
+            120,
+            "the loss is noticed",
+        )
         nodes.start_ray(nodes.add(), 2)
         until(lambda: len(rows(run)) == 3, 250, "the second step")
         assert [nodes.running(number, "Host") for number in others] == engines
@@ -221,9 +251,19 @@ def test_engines_elsewhere_go_on_when_trainers_lose_their_node(tmp_path: Path) -
 
 @pytest.mark.usefixtures("long")
 def test_engines_join_and_are_lost_with_their_nodes_and_training_goes_on(tmp_path: Path) -> None:
-    apart = [f"+cluster.nodes.{policy}={{train: big, rollout: small}}" for policy in ("solver", "verifier")]
-    apart += ["+cluster.address=auto", "+policies.solver.own.engine.joining=1", "+engine.deterministic=true"]
-    run, log = make_run(tmp_path, *SETTINGS, *apart, "policies.solver.tp=1", "trainer.steps=4"), tmp_path / "log"
+    apart = [
+        f"+cluster.nodes.{policy}={{train: big, rollout: small}}"
+        for policy in ("solver", "verifier")
+    ]
+    apart += [
+        "+cluster.address=auto",
+        "+policies.solver.own.engine.joining=1",
+        "+engine.deterministic=true",
+    ]
+    run, log = (
+        make_run(tmp_path, *SETTINGS, *apart, "policies.solver.tp=1", "trainer.steps=4"),
+        tmp_path / "log",
+    )
     with ExitStack() as stack:
         nodes = Nodes(tmp_path)
         stack.callback(nodes.close)
@@ -255,7 +295,11 @@ def test_engines_join_and_are_lost_with_their_nodes_and_training_goes_on(tmp_pat
 def served(nodes: Nodes, number: int) -> list[str]:
     """Where the stand-ins for SGLang's servers on a node listen, as their command lines say."""
     lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    own = [f"{line[line.index('--host') + 1]}:{line[-1]}" for line in lines if "sglang.launch_server" in line]
+    own = [
+        f"{line[line.index('--host') + 1]}:{line[-1]}"
+        for line in lines
+        if "sglang.launch_server" in line
+    ]
     return sorted(place for place in own if place.startswith(f"{nodes.address(number)}:"))
 
 
@@ -263,10 +307,23 @@ ASKED = "import sys, httpx; print(httpx.post(sys.argv[1], json={}, headers=dict(
 
 
 @pytest.mark.usefixtures("long")
-def test_servers_on_other_nodes_take_weights_and_one_that_is_cut_off_is_started_elsewhere(tmp_path: Path) -> None:
-    own = ["engine=sglang", f"engine.python={ROOT}/tests/support/fake_sglang.py", "engine.max_length=512"]
-    own += [f"+cluster.nodes.{policy}={{train: big, rollout: small}}" for policy in ("solver", "verifier")]
-    own += ["+cluster.address=auto", "policies.solver.tp=1", "+policies.solver.own.engine.replicas=2"]
+def test_servers_on_other_nodes_take_weights_and_one_that_is_cut_off_is_started_elsewhere(
+    tmp_path: Path,
+) -> None:
+    own = [
+        "engine=sglang",
+        f"engine.python={ROOT}/tests/support/fake_sglang.py",
+        "engine.max_length=512",
+    ]
+    own += [
+        f"+cluster.nodes.{policy}={{train: big, rollout: small}}"
+        for policy in ("solver", "verifier")
+    ]
+    own += [
+        "+cluster.address=auto",
+        "policies.solver.tp=1",
+        "+policies.solver.own.engine.replicas=2",
+    ]
     own += ["reward.name=tests.support.rewards:by_number"]  # all learn, whatever the stand-in says
     own += ["trainer.agreement={mean: 99, k3: 1.0e+9, p99: 99, max: 99}"]  # they have no model
     run, log = make_run(tmp_path, *SETTINGS, *own, "trainer.steps=4"), tmp_path / "log"
@@ -279,11 +336,18 @@ def test_servers_on_other_nodes_take_weights_and_one_that_is_cut_off_is_started_
         until(lambda: len(rows(run)) == 2, 250, "the first step")
         there = {number: served(nodes, number) for number in (1, 2, 3)}
         assert [len(places) for places in there.values()] == [0, 2, 1]
-        secrets = {path: path.read_text().split('"')[1] for path in (run / "train/engines").glob("*.key.yaml")}
+        secrets = {
+            path: path.read_text().split('"')[1]
+            for path in (run / "train/engines").glob("*.key.yaml")
+        }
         assert {path.stat().st_mode & 0o777 for path in secrets} == {0o600}
         asked = [sys.executable, "-c", ASKED, f"http://{there[3][0]}/seen"]
         statuses = {
-            int(subprocess.check_output(nodes.on(1, [*asked, "Authorization", f"Bearer {key}"], ROOT), text=True))
+            int(
+                subprocess.check_output(
+                    nodes.on(1, [*asked, "Authorization", f"Bearer {key}"], ROOT), text=True
+                )
+            )
             for key in ("made up", *secrets.values())
         }
         assert statuses == {200, 401}
@@ -291,7 +355,10 @@ def test_servers_on_other_nodes_take_weights_and_one_that_is_cut_off_is_started_
         nodes.start_ray(nodes.add(), 1, "small")
         said = ended()
         assert served(nodes, 4) == []  # the run has ended it
-    assert f"the server at http://{there[3][0]} is gone with its actor; started again, 1 restarts left" in said
+    assert (
+        f"the server at http://{there[3][0]} is gone with its actor; started again, 1 restarts left"
+        in said
+    )
     assert "trainers start again" not in said
     assert len(rows(run)) == 5
     for server in ("solver.0", "solver.1", "verifier.0"):
@@ -301,7 +368,9 @@ def test_servers_on_other_nodes_take_weights_and_one_that_is_cut_off_is_started_
         assert sorted(versions) == versions
 
 
-def follow(nodes: Nodes, number: int, run: Path, log: Path, folder: Path = ROOT) -> subprocess.Popen[bytes]:
+def follow(
+    nodes: Nodes, number: int, run: Path, log: Path, folder: Path = ROOT
+) -> subprocess.Popen[bytes]:
     """The command that trains, on a node that is none of the Ray's."""
     return nodes.start(number, [sys.executable, "-m", "mcore_mas", "train", str(run)], folder, log)
 
@@ -313,12 +382,13 @@ def python_of(process: subprocess.Popen[bytes]) -> psutil.Process:
 
 @pytest.mark.usefixtures("long")
 def test_a_training_through_rays_client_that_cannot_run_says_why_here(tmp_path: Path) -> None:
-    run, log = make_run(tmp_path, *SETTINGS, "+cluster.address=ray://10.77.0.1:10001"), tmp_path / "log"
+    run, log = (
+        make_run(tmp_path, *SETTINGS, "+cluster.address=ray://10.77.0.1:10001"),
+        tmp_path / "log",
+    )
     values = yaml.safe_load((run / "config.yaml").read_text())
     elsewhere = "import os, sys; os.makedirs('/dev/shm/demo_math/train'); from mcore_mas.training.train import *; "
-    elsewhere += (
-        "from mcore_mas.training.ray_client import train_at; train_at(sys.argv[1], Path('x'), Path('/dev/shm'))"
-    )
+    elsewhere += "from mcore_mas.runtime.ray_client import train_at; train_at(sys.argv[1], Path('x'), Path('/dev/shm'))"
     with nodes_of(tmp_path, [1]) as nodes:
         outside = nodes.add()
         assert follow(nodes, outside, run, log).wait(120) == 1  # two trainers and two engines
@@ -328,13 +398,23 @@ def test_a_training_through_rays_client_that_cannot_run_says_why_here(tmp_path: 
     said = log.read_text()
     assert "error: cluster.pool: split needs 5 CPUs and there are 1 (solver: " in said, said
     assert "Traceback" not in said
-    assert "cluster.address: node 10.77.0.1 does not see /dev/shm/seen_by_all;" in (tmp_path / "unseen").read_text()
+    assert (
+        "cluster.address: node 10.77.0.1 does not see /dev/shm/seen_by_all;"
+        in (tmp_path / "unseen").read_text()
+    )
     assert not (run / "train/seen_by_all").exists()
 
 
 @pytest.mark.usefixtures("long")
-def test_a_training_through_rays_client_hears_signals_and_outlives_who_follows_it(tmp_path: Path) -> None:
-    here = ["policies.solver.tp=1", "+cluster.pool=shared", "trainer.steps=6", "+engine.deterministic=true"]
+def test_a_training_through_rays_client_hears_signals_and_outlives_who_follows_it(
+    tmp_path: Path,
+) -> None:
+    here = [
+        "policies.solver.tp=1",
+        "+cluster.pool=shared",
+        "trainer.steps=6",
+        "+engine.deterministic=true",
+    ]
     run = make_run(tmp_path, *SETTINGS, *here, "+cluster.address=ray://10.77.0.1:10001")
     first, second, cut, third = (tmp_path / name for name in ("first", "second", "cut", "third"))
     with nodes_of(tmp_path, [1]) as nodes:
@@ -376,19 +456,34 @@ print(json.dumps([{*groups} <= {"REMOVED"}, free["CPU"], there["CPU"], sum(node[
 
 
 @pytest.mark.usefixtures("long")
-def test_two_runs_share_a_cluster_and_one_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+def test_two_runs_share_a_cluster_and_one_that_is_interrupted_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     runs = []
     for name in ("first", "second", "third"):
         (tmp_path / name).mkdir()
-        own = ["policies.solver.tp=1", "+cluster.pool=shared", "trainer.steps=6", "+engine.deterministic=true"]
+        own = [
+            "policies.solver.tp=1",
+            "+cluster.pool=shared",
+            "trainer.steps=6",
+            "+engine.deterministic=true",
+        ]
         if name == "third":
             server = tmp_path / "python"
             server.write_text("#!/bin/sh\nexec sleep 599\n")
             server.chmod(0o755)
-            own += ["engine=sglang", "engine.max_length=512", f"engine.python={server}", "engine.deterministic=false"]
+            own += [
+                "engine=sglang",
+                "engine.max_length=512",
+                f"engine.python={server}",
+                "engine.deterministic=false",
+            ]
         runs.append(make_run(tmp_path / name, *SETTINGS, *own))
     first, second, third = runs
-    with nodes_of(tmp_path, [1, 1]) as nodes, training(nodes, second, tmp_path / "second.log") as ended:
+    with (
+        nodes_of(tmp_path, [1, 1]) as nodes,
+        training(nodes, second, tmp_path / "second.log") as ended,
+    ):
         process = train_on(nodes, first, tmp_path / "first.log")
         saved = first / "train" / "checkpoints"
         until(lambda: any(saved.glob("step_*/manifest.json")), 250, "the first checkpoint")
@@ -403,7 +498,11 @@ def test_two_runs_share_a_cluster_and_one_that_is_interrupted_leaves_nothing(tmp
         command = [sys.executable, "-c", LEFT, nodes.ray]
         nodes.start(1, command, ROOT, tmp_path / "left").wait(60)
         for number in (1, 2):
-            assert [nodes.running(number, name) for name in ("_Rank", "Host", "Server")] == [[], [], []]
+            assert [nodes.running(number, name) for name in ("_Rank", "Host", "Server")] == [
+                [],
+                [],
+                [],
+            ]
             assert not subprocess.check_output(
                 nodes.on(number, ["find", "/dev/shm", "-path", "*mcore*", "-type", "f"], ROOT)
             )
@@ -417,9 +516,19 @@ def test_two_runs_share_a_cluster_and_one_that_is_interrupted_leaves_nothing(tmp
 def test_the_pages_commands_start_a_cluster_that_trains_and_end_it(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "nodes.md").read_text().replace("10.0.0.", "10.77.0.")
     token, *commands = re.findall(r"^(ray .*?)(?: +#.*)?$", page, re.MULTILINE)
-    assert (len(commands), commands[2].count("--labels")) == (3, 1)  # a head, a node, and one with a label
+    assert (len(commands), commands[2].count("--labels")) == (
+        3,
+        1,
+    )  # a head, a node, and one with a label
     small = "+cluster.nodes.verifier={rollout: small}"
-    run = make_run(tmp_path, *SETTINGS, "+cluster.address=auto", small, "policies.solver.tp=1", "trainer.steps=1")
+    run = make_run(
+        tmp_path,
+        *SETTINGS,
+        "+cluster.address=auto",
+        small,
+        "policies.solver.tp=1",
+        "trainer.steps=1",
+    )
     # one home for all nodes; Ray's settings are the page's, not those of the other tests
     settings = re.findall(r"^export (\S+)", page, re.MULTILINE)
     own = ["env", "-u", "RAY_AUTH_MODE", "-u", "RAY_AUTH_TOKEN_PATH", *settings, f"HOME={tmp_path}"]
@@ -441,8 +550,12 @@ def test_the_pages_commands_start_a_cluster_that_trains_and_end_it(tmp_path: Pat
         said(1, "mcore-mas", "train", str(run))
         for number in (1, 2, 3):
             said(number, "ray", "stop")
-            listed = subprocess.check_output(nodes.on(number, ["ps", "-eo", "stat=,comm="], ROOT), text=True)
-            assert not re.findall(r"^[^Z]\S* +(raylet|gcs_server)$", listed, re.MULTILINE)  # nobody reaps them there
+            listed = subprocess.check_output(
+                nodes.on(number, ["ps", "-eo", "stat=,comm="], ROOT), text=True
+            )
+            assert not re.findall(
+                r"^[^Z]\S* +(raylet|gcs_server)$", listed, re.MULTILINE
+            )  # nobody reaps them there
     assert len(rows(run)) == 2  # the validation at the start and a step
 
 

@@ -16,7 +16,7 @@ from mcore_mas.pipeline.bundle import verify_bundle
 from mcore_mas.pipeline.paper_suite import asked_tables, asks_inputs, paper_suite
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError, check_command
-from mcore_mas.rollout.tasks.tiny_files import write_tiny_file
+from rollout.tasks.tiny_files import write_tiny_file
 from tests.support.hub import COMMIT, FakeHub, running
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -25,11 +25,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def snakemake(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "workflow" / "Snakefile"), *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(ROOT / "workflow" / "Snakefile"),
+        *arguments,
+    ]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=300
+    )
 
 
-def test_a_tiny_table_makes_its_own_data_and_models_and_shares_untrained_teams(tmp_path: Path) -> None:
+def test_a_tiny_table_makes_its_own_data_and_models_and_shares_untrained_teams(
+    tmp_path: Path,
+) -> None:
     done = snakemake(tmp_path, "table_unitymas_4", "-n", "--config", "scale=tiny")
     assert done.returncode == 0, done.stderr
     jobs = dict(re.findall(r"^(\w+) +(\d+)$", done.stdout + done.stderr, re.MULTILINE))
@@ -49,7 +60,11 @@ def test_a_tiny_table_makes_its_own_data_and_models_and_shares_untrained_teams(t
 
 def test_what_is_missing_is_said_in_lines(tmp_path: Path) -> None:
     done = snakemake(tmp_path, "table_marti_ttrl", "-n")
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
+    lines = [
+        line
+        for line in done.stderr.splitlines()
+        if not line.startswith("Using workflow specific profile")
+    ]
     assert done.returncode != 0
     assert lines == [
         "error: 2 of 2 inputs are not on this machine:",
@@ -63,7 +78,9 @@ def test_what_is_missing_is_said_in_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_a_target_behind_configfile_and_a_suite_that_is_not_there_are_a_line(tmp_path: Path) -> None:
+def test_a_target_behind_configfile_and_a_suite_that_is_not_there_are_a_line(
+    tmp_path: Path,
+) -> None:
     done = snakemake(tmp_path, "-n", "--configfile", "nowhere.yaml")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "error: --configfile nowhere.yaml: no such suite file"
@@ -77,15 +94,24 @@ def test_a_target_behind_configfile_and_a_suite_that_is_not_there_are_a_line(tmp
 
 
 def test_a_target_behind_config_is_a_line() -> None:
-    with pytest.raises(SystemExit, match=r"^error: --config took table_drmas_1 for a setting; name targets before it"):
+    with pytest.raises(
+        SystemExit,
+        match=r"^error: --config took table_drmas_1 for a setting; name targets before it",
+    ):
         check_command(["-n", "--config", "scale=tiny", "table_drmas_1"])
     check_command(["table_drmas_1", "--config", "scale=tiny", "-n", "table_drmas_2"])
 
 
 def test_a_table_that_searches_needs_its_index_and_encoder(tmp_path: Path) -> None:
     done = snakemake(tmp_path, "table_unitymas_3", "-n")
-    assert "  data/wiki-18/index.json: made of data/wiki-18/e5_Flat.index, 70.1 GB (for unitymas_" in done.stderr
-    assert "  models/e5-base-v2: intfloat/e5-base-v2 of the hub, 0.4 GB, licence mit (for unitymas_" in done.stderr
+    assert (
+        "  data/wiki-18/index.json: made of data/wiki-18/e5_Flat.index, 70.1 GB (for unitymas_"
+        in done.stderr
+    )
+    assert (
+        "  models/e5-base-v2: intfloat/e5-base-v2 of the hub, 0.4 GB, licence mit (for unitymas_"
+        in done.stderr
+    )
     done = snakemake(tmp_path, "acquire_unitymas_3", "-n", "--quiet", "rules")
     assert done.returncode == 0, done.stderr
 
@@ -95,17 +121,24 @@ def test_a_folder_of_tasks_that_is_not_there_is_said(tmp_path: Path) -> None:
     assert "error: 2 of 2 inputs are not on this machine:" in done.stderr
     place = "data_modeling of github.com/LiqiangJing/DSBench, with data.zip unpacked in it"
     assert f"  data/dsbench/data_modeling: {place} (for mappa_dsbench)" in done.stderr
-    assert "`snakemake acquire_mappa_2` fetches them, but for what is to be put there by hand (8.1 GB" in done.stderr
+    assert (
+        "`snakemake acquire_mappa_2` fetches them, but for what is to be put there by hand (8.1 GB"
+        in done.stderr
+    )
 
 
 def test_acquire_makes_a_table_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_mas.rollout.tasks.tiny_files._ROWS", 30)  # as many as AIME 2024 has
+    monkeypatch.setattr("rollout.tasks.tiny_files._ROWS", 30)  # as many as AIME 2024 has
     make_tiny_model(tmp_path / "made" / "DeepScaleR")
     config = tmp_path / "made" / "DeepScaleR" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 131072}))  # as published
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 131072})
+    )  # as published
     files = {path.name: path.read_bytes() for path in (tmp_path / "made" / "DeepScaleR").iterdir()}
     folder = tmp_path / "work"
-    write_tiny_file(folder / "data" / "math" / "aime_2024.parquet", "aime_2024")  # a user's own: checked and kept
+    write_tiny_file(
+        folder / "data" / "math" / "aime_2024.parquet", "aime_2024"
+    )  # a user's own: checked and kept
     with running(FakeHub({"agentica-org/DeepScaleR-1.5B-Preview": files})) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         done = snakemake(folder, "acquire_marti_ttrl", "-n")
@@ -114,7 +147,10 @@ def test_acquire_makes_a_table_ready(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert done.returncode == 0, done.stderr
     page = (folder / "data" / "acquired" / "table_marti_ttrl.md").read_text()
     assert "| data/math/aime_2024.parquet | was there |  | " in page
-    assert f"| agentica-org/DeepScaleR-1.5B-Preview of the hub, 7.1 GB, licence mit | {COMMIT[:12]} | " in page
+    assert (
+        f"| agentica-org/DeepScaleR-1.5B-Preview of the hub, 7.1 GB, licence mit | {COMMIT[:12]} | "
+        in page
+    )
     assert "marti_single_ttrl and 1 more: 30 of 30 test tasks are in train, by id" in page
     interpreter = folder / ".venv-sglang" / "bin" / "python"
     interpreter.parent.mkdir(parents=True)
@@ -126,7 +162,10 @@ def test_acquire_makes_a_table_ready(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_targets_and_settings_are_checked() -> None:
     assert asked_tables(["table_drmas_1", "-n", "table_drmas_1"], None) == ["drmas_1"]
     assert len(asked_tables(["tables"], None)) == 17
-    assert asked_tables(["--target-jobs", "train:run=x"], "drmas_1+drmas_2") == ["drmas_1", "drmas_2"]
+    assert asked_tables(["--target-jobs", "train:run=x"], "drmas_1+drmas_2") == [
+        "drmas_1",
+        "drmas_2",
+    ]
     assert asked_tables(["acquire_drmas_1"], None) == ["drmas_1"]
     assert asked_tables(["acquire"], None) == asked_tables(["tables"], None)
     assert asked_tables(["acquire"], None, own_suite=True) == []
@@ -164,16 +203,35 @@ def test_a_table_is_made_and_its_bundle_is_verified(tmp_path: Path) -> None:
     """MAPPA's table of one experiment. `test_every_experiment.py` trains all in one process, and evaluates others."""
     bundle = tmp_path / "results/tiny/tables/mappa_2.bundle.zip"
     settings = ["tables=mappa_2", f"results={tmp_path}/results/tiny", "scale=tiny"]
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "workflow" / "Snakefile"), str(bundle)]
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(ROOT / "workflow" / "Snakefile"),
+        str(bundle),
+    ]
     command += ["--config", *settings]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3600, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=3600, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     folder = tmp_path / "results/tiny/mappa_dsbench"
-    steps = [json.loads(line) for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
-    updates = [step[key] for step in steps for key in step if re.fullmatch(r"policy/.+/updates", key)]
-    assert [step["step"] for step in steps] == [-1, 0, 1] and steps[-1]["rollout/failed"] == 0 and sum(updates) >= 2
+    steps = [
+        json.loads(line) for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()
+    ]
+    updates = [
+        step[key] for step in steps for key in step if re.fullmatch(r"policy/.+/updates", key)
+    ]
+    assert (
+        [step["step"] for step in steps] == [-1, 0, 1]
+        and steps[-1]["rollout/failed"] == 0
+        and sum(updates) >= 2
+    )
     scores = json.loads((folder / "evaluation" / "trained.json").read_text())
     assert scores["tasks"] and scores["failed"] == {}
     elsewhere = bundle.rename(tmp_path / "b.zip")
     shutil.rmtree(tmp_path / "results")
-    assert "the table of 2 evaluations is what their per-task scores give" in verify_bundle(elsewhere)
+    assert "the table of 2 evaluations is what their per-task scores give" in verify_bundle(
+        elsewhere
+    )

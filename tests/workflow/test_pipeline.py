@@ -39,18 +39,31 @@ def test_the_tiny_suite_runs_to_its_report_and_then_has_nothing_to_do(tmp_path: 
     page = (results / "reports/tiny.html").read_text()
     assert "@media (max-width: 640px)" in page  # a stylesheet of ours
     store = MlflowClient(f"sqlite:///{results}/mlflow.db")
-    runs = store.search_runs([experiment.experiment_id for experiment in store.search_experiments()])
+    runs = store.search_runs(
+        [experiment.experiment_id for experiment in store.search_experiments()]
+    )
     stages = [run.data.tags["stage"] for run in runs]
     # the rule `report` has sent the table, and links to the two trainings side by side
     assert {stage: stages.count(stage) for stage in sorted(stages)} == {
         "evaluate": 4, "experiment": 2, "report": 1, "train": 2,
         "bootstrap": 2, "build_index": 1, "make_base_model": 2, "prepare_tasks": 2, "probe_retriever": 1,
     }  # fmt: skip
-    assert all(run.info.end_time > run.info.start_time for run in runs if run.data.tags["stage"] == "bootstrap")
+    assert all(
+        run.info.end_time > run.info.start_time
+        for run in runs
+        if run.data.tags["stage"] == "bootstrap"
+    )
     assert "Compare the trainings in MLflow" in page and "compare-runs?runs=" in page
     assert all(run.info.run_id in page for run in runs if run.data.tags["stage"] == "train")
-    assert "experiment=demo_math data.train=40" in page and "evaluation.samples=2 data.train=40" not in page  # once
-    assert "</html>" in page and "tiny_math: cold start</text>" in page and "tiny_search: index</text>" in page
+    assert (
+        "experiment=demo_math data.train=40" in page
+        and "evaluation.samples=2 data.train=40" not in page
+    )  # once
+    assert (
+        "</html>" in page
+        and "tiny_math: cold start</text>" in page
+        and "tiny_search: index</text>" in page
+    )
 
     for run, agents in {"tiny_math": {"solver", "verifier"}, "tiny_search": {"verifier"}}.items():
         lines = (results / run / "train" / "metrics.jsonl").read_text().splitlines()
@@ -60,7 +73,9 @@ def test_the_tiny_suite_runs_to_its_report_and_then_has_nothing_to_do(tmp_path: 
         for agent in agents:
             assert last[f"agent/{agent}/calls"] >= 4
             assert last.get(f"agent/{agent}/logprob_gap_max", 0.0) < 1e-4
-        columns = pq.read_schema(results / run / "train" / "trajectories" / "step_000001.parquet").names
+        columns = pq.read_schema(
+            results / run / "train" / "trajectories" / "step_000001.parquet"
+        ).names
         assert {"id", "task_id", "step", "turns", "outcome", "status"} <= set(columns)
     search = json.loads((results / "tiny_search" / "retriever.json").read_text())
     assert search["recall_at_1"] > 0.9

@@ -42,7 +42,11 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_a_tensor_parallel_and_a_pipelined_policy_train_on_the_same_devices(tmp_path: Path) -> None:
-    one_by_one = ["+cluster.one_by_one=true", "+policies.verifier.offload=true", "+policies.verifier.host_moments=true"]
+    one_by_one = [
+        "+cluster.one_by_one=true",
+        "+policies.verifier.offload=true",
+        "+policies.verifier.host_moments=true",
+    ]
     run = make_run(tmp_path, *SETTINGS, "+cluster.pool=shared", *one_by_one)
     train(run / "config.yaml")
     steps = [row for row in metrics_of(run) if row["step"] >= 0]
@@ -53,5 +57,9 @@ def test_a_tensor_parallel_and_a_pipelined_policy_train_on_the_same_devices(tmp_
             assert row[f"policy/{policy}/grad_norm"] > 0
             # the engine samples with the very weights that the ranks hold, also after a step
             assert row[f"agent/{policy}/logprob_gap_max"] < 1e-4
-    manifest = json.loads((run / "train" / "checkpoints" / "step_000002" / "manifest.json").read_text())
-    assert {"solver/rank_00000.safetensors", "verifier/rank_00000.safetensors"} <= set(manifest["files"])
+    manifest = json.loads(
+        (run / "train" / "checkpoints" / "step_000002" / "manifest.json").read_text()
+    )
+    assert {"solver/rank_00000.safetensors", "verifier/rank_00000.safetensors"} <= set(
+        manifest["files"]
+    )

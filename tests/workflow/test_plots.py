@@ -30,10 +30,15 @@ def test_a_curve_counts_updates_and_skips_steps_without_the_metric() -> None:
     assert norms == {"solver": {1: 1.0}, "verifier": {2: 2.0}}
 
 
-def test_the_thick_line_is_a_mean_that_looks_back_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_thick_line_is_a_mean_that_looks_back_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     drawn: list[list[float]] = []
     monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda _, x, y, **how: drawn.append(list(y)))
-    rows = [{"step": step, "reward/mean": value} for step, value in enumerate([1.0, 2.0, 3.0, 6.0, 8.0, 11.0])]
+    rows = [
+        {"step": step, "reward/mean": value}
+        for step, value in enumerate([1.0, 2.0, 3.0, 6.0, 8.0, 11.0])
+    ]
     rows += [{"step": step, "validation/accuracy": value} for step, value in ((10, 1.0), (20, 0.0))]
     write_charts({"demo": write(tmp_path / "metrics.jsonl", rows)}, tmp_path / "charts.html")
     assert drawn == [
@@ -42,41 +47,75 @@ def test_the_thick_line_is_a_mean_that_looks_back_only(monkeypatch: pytest.Monke
 
 
 def test_agents_of_runs_are_side_by_side_and_what_is_always_zero_is_left_out() -> None:
-    other = [{"step": 0, "agent/solver/grad_norm": 3.0, "agent/solver/masked": 0.0, "validation/gsm8k/accuracy": 0.5}]
+    other = [
+        {
+            "step": 0,
+            "agent/solver/grad_norm": 3.0,
+            "agent/solver/masked": 0.0,
+            "validation/gsm8k/accuracy": 0.5,
+        }
+    ]
     found = {
-        name: {panel: {run: list(values) for run, values in curves.items()} for panel, curves in panels.items()}
+        name: {
+            panel: {run: list(values) for run, values in curves.items()}
+            for panel, curves in panels.items()
+        }
         for name, panels in sections({"demo": ROWS, "other": other}).items()
     }
-    assert list(found) == ["reward and accuracy", "validation accuracy by source", "gradient norm by agent"]
+    assert list(found) == [
+        "reward and accuracy",
+        "validation accuracy by source",
+        "gradient norm by agent",
+    ]
     assert found["reward and accuracy"]["validation accuracy"] == {"demo": [0.2, 0.4]}
     assert found["validation accuracy by source"] == {"gsm8k": {"other": [0.5]}}
-    assert found["gradient norm by agent"] == {"solver": {"demo": [1.0], "other": [3.0]}, "verifier": {"demo": [2.0]}}
+    assert found["gradient norm by agent"] == {
+        "solver": {"demo": [1.0], "other": [3.0]},
+        "verifier": {"demo": [2.0]},
+    }
 
 
-def test_a_page_is_equal_for_equal_numbers_and_runs_nothing_that_a_name_says(tmp_path: Path) -> None:
+def test_a_page_is_equal_for_equal_numbers_and_runs_nothing_that_a_name_says(
+    tmp_path: Path,
+) -> None:
     rows = [*ROWS, {"step": 2, "agent/<script>alert(1)</script>$x/grad_norm": 1.0}]
-    runs = {"demo": write(tmp_path / "metrics.jsonl", rows), "bare": write(tmp_path / "bare.jsonl", [{"step": 0}])}
+    runs = {
+        "demo": write(tmp_path / "metrics.jsonl", rows),
+        "bare": write(tmp_path / "bare.jsonl", [{"step": 0}]),
+    }
     for name in ("one.html", "two.html"):
         write_charts(runs, tmp_path / name)
     page = (tmp_path / "one.html").read_text()
     assert page == (tmp_path / "two.html").read_text()
     assert "&lt;script&gt;alert(1)" in page and "<script" not in page
-    assert page.count("<svg") == 2 and 'http-equiv="Content-Security-Policy" content="default-src \'none\'' in page
+    assert (
+        page.count("<svg") == 2
+        and 'http-equiv="Content-Security-Policy" content="default-src \'none\'' in page
+    )
 
 
 def test_a_run_of_two_steps_has_whole_steps_and_full_numbers_at_its_axes(tmp_path: Path) -> None:
-    rows = [{"step": step, "agent/solver/sampled_entropy": 6.8523 - 0.0003 * step} for step in range(2)]
+    rows = [
+        {"step": step, "agent/solver/sampled_entropy": 6.8523 - 0.0003 * step} for step in range(2)
+    ]
     write_charts({"demo": write(tmp_path / "metrics.jsonl", rows)}, tmp_path / "charts.html")
     _, _, solver = re.split(r"no such metric was logged", (tmp_path / "charts.html").read_text())
     labels = re.findall(r">([^<]*)</text>", solver.partition("validation accuracy")[2])
-    assert labels[:4] == ["1", "2", "training step", "6.85200"]  # and not 1.2, nor 0.0000 and an offset
+    assert labels[:4] == [
+        "1",
+        "2",
+        "training step",
+        "6.85200",
+    ]  # and not 1.2, nor 0.0000 and an offset
     assert labels[-3:] == ["6.85230", "solver", "demo"]
 
 
 def test_the_names_of_many_runs_are_not_wider_than_their_panels(tmp_path: Path) -> None:
     rows = [{"step": step, "reward/mean": 0.1 * step} for step in range(3)]
     path = write(tmp_path / "metrics.jsonl", rows)
-    write_charts({f"drmas_t1_4b_nonshared_drmas_{run}": path for run in range(6)}, tmp_path / "charts.html")
+    write_charts(
+        {f"drmas_t1_4b_nonshared_drmas_{run}": path for run in range(6)}, tmp_path / "charts.html"
+    )
     page = (tmp_path / "charts.html").read_text()
     columns = re.findall(r'x="([\d.]+)" y="[\d.]+" transform="[^"]*">drmas', page)
     assert (len(columns), len(set(columns))) == (6, 2)  # in as many columns as there are panels

@@ -32,7 +32,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -43,18 +48,31 @@ def test_its_own_test_passes_and_its_suite_plans(project: Path) -> None:
     assert tested.returncode == 0 and "4 passed" in tested.stdout, tested.stdout
     checked = said(project, "mcore_mas", "check", "poets.yaml")
     assert (checked.returncode, checked.stdout) == (0, "ok: poets\n")
-    planned = said(project, "mcore_mas", "run", "poets.yaml", "trainer.steps=2", "--dry-run", "--quiet", "rules")
+    planned = said(
+        project,
+        "mcore_mas",
+        "run",
+        "poets.yaml",
+        "trainer.steps=2",
+        "--dry-run",
+        "--quiet",
+        "rules",
+    )
     assert planned.returncode == 0, planned.stderr
     assert not (project / "results").exists()
 
 
 @pytest.mark.slow
 def test_the_clusters_page_moves_it_to_gpus_with_three_lines(tmp_path: Path) -> None:
-    (lines,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "to_slurm.md").read_text(), flags=re.DOTALL)
+    (lines,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs" / "to_slurm.md").read_text(), flags=re.DOTALL
+    )
     project = new_project("my_team", tmp_path)
     file = project / "configs" / "experiment" / "my_team.yaml"
     kept = [
-        line for line in file.read_text().splitlines() if line.partition(":")[0] not in ("policy_defaults", "engine")
+        line
+        for line in file.read_text().splitlines()
+        if line.partition(":")[0] not in ("policy_defaults", "engine")
     ]
     file.write_text("\n".join([*kept, lines]))
     checked = said(project, "mcore_mas", "check", "my_team.yaml")
@@ -62,7 +80,9 @@ def test_the_clusters_page_moves_it_to_gpus_with_three_lines(tmp_path: Path) -> 
         "no: run 'my_team': policies.shared: /shared/models/Qwen"
     )
     planned = said(project, "mcore_mas", "plan", "my_team.yaml", "--gpus", "4xH100")
-    assert planned.returncode == 0 and planned.stdout.startswith("my_team on 4xH100: shared, "), planned.stderr
+    assert planned.returncode == 0 and planned.stdout.startswith("my_team on 4xH100: shared, "), (
+        planned.stderr
+    )
 
 
 EDITS = {  # ten lines of a project: other tasks, another answer that counts, other prompts, prices and room
@@ -74,7 +94,10 @@ EDITS = {  # ten lines of a project: other tasks, another answer that counts, ot
         ("action.split()", "action.lower().split()"),
         ("word in words)", "word in words if len(word) < 12)"),
     ),
-    "poets/team.py": (('user="{problem}")', 'user="{problem} Go.")'), ('"{problem} {draft}")', '"{draft} {problem}")')),
+    "poets/team.py": (
+        ('user="{problem}")', 'user="{problem} Go.")'),
+        ('"{problem} {draft}")', '"{draft} {problem}")'),
+    ),
     "poets/reward.py": (("price: float = 0.001", "price: float = 0.002"),),
     "configs/team/poets.yaml": (
         ("writer: {max_tokens: 8}", "writer: {max_tokens: 6}"),
@@ -89,7 +112,9 @@ MEASURED = ("accuracy", "valid_ratio")
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_ten_edited_lines_are_another_team_that_learns(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_ten_edited_lines_are_another_team_that_learns(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     if not request.config.getoption("--documents"):
         pytest.skip("takes a minute; `make test-documents` runs it")
     project, edited = new_project("poets", tmp_path), 0
@@ -102,10 +127,18 @@ def test_ten_edited_lines_are_another_team_that_learns(tmp_path: Path, request: 
         edited += sum(a != b for a, b in zip(before, file.read_text().splitlines(), strict=True))
     assert edited == 10
     assert said(project, "mcore_mas", "check", "poets.yaml").stdout == "ok: poets\n"
-    done = said(project, "mcore_mas", "run", "poets.yaml", "results/poets/train/done.json", "--quiet", "all")
+    done = said(
+        project, "mcore_mas", "run", "poets.yaml", "results/poets/train/done.json", "--quiet", "all"
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in (project / "results/poets/train/metrics.jsonl").read_text().splitlines()]
-    curve, valid = ([row[f"validation/{name}"] for row in rows if f"validation/{name}" in row] for name in MEASURED)
+    rows = [
+        json.loads(line)
+        for line in (project / "results/poets/train/metrics.jsonl").read_text().splitlines()
+    ]
+    curve, valid = (
+        [row[f"validation/{name}"] for row in rows if f"validation/{name}" in row]
+        for name in MEASURED
+    )
     print(f"validation every ten steps: {', '.join(f'{value:.2f}' for value in curve)}")
     print(f"valid replies: {', '.join(f'{value:.2f}' for value in valid)}")
     assert len(curve) == 5 and curve[0] < 0.3 and curve[-1] > 0.45  # 0.58 to 0.75 in three runs
@@ -115,7 +148,11 @@ def test_ten_edited_lines_are_another_team_that_learns(tmp_path: Path, request: 
 def test_a_malformed_reply_pays_for_its_tokens_and_earns_nothing(project: Path) -> None:
     brief = runpy.run_path(str(project / "poets" / "reward.py"))["brief"]
     long = {"completion_ids": (1,) * 8, "logprobs": (0.0,) * 8}
-    played = group(trajectory(turn(0), turn(1, valid=False, **long)), trajectory(turn(0), outcome=0.0), failed(turn(0)))
+    played = group(
+        trajectory(turn(0), turn(1, valid=False, **long)),
+        trajectory(turn(0), outcome=0.0),
+        failed(turn(0)),
+    )
     # by hand: outcome 1 less 1 token, none of it less 8 tokens, outcome 0 less 1 token; a failed one does not train
     assert rewards(brief(played, price=0.01)) == [[0.99, -0.08], [-0.01], [None]]
 
@@ -123,7 +160,9 @@ def test_a_malformed_reply_pays_for_its_tokens_and_earns_nothing(project: Path) 
 def test_its_model_is_what_makes_models_from_nothing(project: Path, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "tiny")
     ours, made = project / "models" / "tiny", tmp_path / "tiny"
-    assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in made.iterdir())
+    assert sorted(file.name for file in ours.iterdir()) == sorted(
+        file.name for file in made.iterdir()
+    )
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (ours / name).read_text() == (made / name).read_text()
     for name in ("config.json", "generation_config.json"):
@@ -132,16 +171,22 @@ def test_its_model_is_what_makes_models_from_nothing(project: Path, tmp_path: Pa
     weights, others = (load_file(folder / "model.safetensors") for folder in (ours, made))
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-6)  # kinds of processors round differently
+        torch.testing.assert_close(
+            weight, others[name], rtol=0, atol=1e-6
+        )  # kinds of processors round differently
 
 
 def test_an_editor_checks_its_files_by_the_schemas_that_are_installed(project: Path) -> None:
     files = sorted(project.rglob("*.yaml"))
     assert len(files) == 3
     for file in files:
-        (named,) = re.findall(r"^# yaml-language-server: \$schema=(/.*)$", file.read_text(), re.MULTILINE)
+        (named,) = re.findall(
+            r"^# yaml-language-server: \$schema=(/.*)$", file.read_text(), re.MULTILINE
+        )
         schema = json.loads(Path(named).read_text())
-        unknown = yaml.safe_load(file.read_text()).keys() - schema["properties"].keys() - {"defaults"}
+        unknown = (
+            yaml.safe_load(file.read_text()).keys() - schema["properties"].keys() - {"defaults"}
+        )
         assert file.read_text().startswith("# yaml-language-server") and not unknown
 
 
@@ -151,15 +196,22 @@ def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None
         with pytest.raises(ScaffoldError, match="cannot be a Python package"):
             new_project(name, project.parent)
     for name in ("random", "torch", "yaml", "json", "test", "mcore_mas"):
-        with pytest.raises(ScaffoldError, match=f"'{name}' is a Python module that is installed here; .* my_{name}$"):
+        with pytest.raises(
+            ScaffoldError,
+            match=f"'{name}' is a Python module that is installed here; .* my_{name}$",
+        ):
             new_project(name, project.parent)
     for name in ("models", "configs", "tests", "results"):
-        with pytest.raises(ScaffoldError, match=f"'{name}' is one of a project's own folders; .* my_{name}$"):
+        with pytest.raises(
+            ScaffoldError, match=f"'{name}' is one of a project's own folders; .* my_{name}$"
+        ):
             new_project(name, project.parent)
     assert sorted(project.parent.iterdir()) == before
     with pytest.raises(ScaffoldError, match="something is there already"):
         new_project("poets", project.parent)
-    with pytest.raises(ScaffoldError, match=r"/proc/painters: cannot be written \(No such file.*\); go to a folder"):
+    with pytest.raises(
+        ScaffoldError, match=r"/proc/painters: cannot be written \(No such file.*\); go to a folder"
+    ):
         new_project("painters", Path("/proc"))
 
 

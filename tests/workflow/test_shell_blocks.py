@@ -26,11 +26,11 @@ import pexpect
 import pytest
 import yaml
 
-from mcore_mas.retrieval.build import build_index
-from mcore_mas.retrieval.corpus import Passage, write_corpus
-from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.rollout.records.files import write_tasks, write_trajectories
-from mcore_mas.rollout.tasks.games import draw_tasks
+from retrieval.build import build_index
+from retrieval.corpus import Passage, write_corpus
+from retrieval.encoder import Encoder
+from rollout.records.files import write_tasks, write_trajectories
+from rollout.tasks.games import draw_tasks
 from tests.support.browser import BINARY, Browser, needs_chromium
 from tests.support.commands import called
 from tests.support.documents import BLOCKS, HERE, LONG, README_COMMANDS, RUN_BY, STORIES, runner
@@ -40,9 +40,25 @@ from tests.unit.reports.test_pictures import PUZZLES, played
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.multirank, pytest.mark.usefixtures("forked_programs")]
-SMALL = ["data.train=12", "data.validation=2", "data.test=2", "trainer.tasks_per_step=2", "trainer.group_size=2"]
-SMALL += ["trainer.steps=2", "trainer.validate_every=100", "evaluation.samples=1", "cold_start=null"]
-LINES = [line for block in BLOCKS if block.language == "sh" and block.page not in STORIES for line in block.lines]
+SMALL = [
+    "data.train=12",
+    "data.validation=2",
+    "data.test=2",
+    "trainer.tasks_per_step=2",
+    "trainer.group_size=2",
+]
+SMALL += [
+    "trainer.steps=2",
+    "trainer.validate_every=100",
+    "evaluation.samples=1",
+    "cold_start=null",
+]
+LINES = [
+    line
+    for block in BLOCKS
+    if block.language == "sh" and block.page not in STORIES
+    for line in block.lines
+]
 COMMANDS = list(dict.fromkeys([*README_COMMANDS, *LINES]))
 READING = r"mcore-mas (check|compare|doctor|explain|list|ls|show)\b"  # their lines are called by one process
 SERVERS = r"mcore-mas (studio|serve|ui)|make (ui|retriever)"  # they run until Ctrl-C
@@ -74,7 +90,15 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        for name in ("Makefile", "Snakefile", "workflow", "profiles", "configs", "pyproject.toml", "requirements"):
+        for name in (
+            "Makefile",
+            "Snakefile",
+            "workflow",
+            "profiles",
+            "configs",
+            "pyproject.toml",
+            "requirements",
+        ):
             (path / name).symlink_to(ROOT / name)
         (path / ".venv").symlink_to(sys.prefix)
         (path / "bin").mkdir()
@@ -89,8 +113,14 @@ class Folder:
         alone = ("agents.verifier.policy=solver", "~policies.verifier", "policies.solver.tp=1")
         few = ("trainer.steps=2", "evaluation.samples=1", "trainer.checkpoint_every=1")
         model = make_run(path / "results", *alone, *few) / "base"
-        own = ["experiment=demo_math", *SMALL, *(f"policies.{name}.model={model}" for name in ("solver", "verifier"))]
-        (path / "my_suite.yaml").write_text(yaml.safe_dump({"suite": "mine", "experiments": {"demo": own}}))
+        own = [
+            "experiment=demo_math",
+            *SMALL,
+            *(f"policies.{name}.model={model}" for name in ("solver", "verifier")),
+        ]
+        (path / "my_suite.yaml").write_text(
+            yaml.safe_dump({"suite": "mine", "experiments": {"demo": own}})
+        )
         tasks = draw_tasks(PUZZLES["plan_path"](size=4), 3, {"test": 1})
         write_tasks(path / "results/demo_path/tasks/test.parquet", tasks)
         game = [played(tasks[0], f"#### {tasks[0].answers[0]}")]
@@ -99,7 +129,9 @@ class Folder:
     def run(self, line: str) -> str:
         """What a command prints that ends well."""
         command = ["bash", "-euo", "pipefail", "-c", line]
-        done = subprocess.run(command, cwd=self.path, env=self.env, capture_output=True, text=True, timeout=900)
+        done = subprocess.run(
+            command, cwd=self.path, env=self.env, capture_output=True, text=True, timeout=900
+        )
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-5000:]}"
         return done.stdout + done.stderr
 
@@ -114,7 +146,12 @@ class Folder:
             )
         try:
             members = self.path / "results" / "servers"  # where a retriever says it
-            said = lambda: log.read_text() + "".join(file.read_text() for file in members.glob("*.json"))  # noqa: E731
+
+            def said():
+                return log.read_text() + "".join(
+                    file.read_text() for file in members.glob("*.json")
+                )
+
             until(lambda: process.poll() is not None or re.search(r"http://[\w.:]+\d", said()), 200)
             found = re.search(r"http://[\w.:]+\d", said())
             assert found and process.poll() is None, f"{line}\n{log.read_text()}"
@@ -126,7 +163,9 @@ class Folder:
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
-        assert process.returncode in (0, 2, 130, -signal.SIGINT), log.read_text()  # 2 and the signal are what make does
+        assert process.returncode in (0, 2, 130, -signal.SIGINT), (
+            log.read_text()
+        )  # 2 and the signal are what make does
 
 
 def until(condition: Callable[[], object], seconds: float) -> None:
@@ -155,7 +194,8 @@ class Watched:
 WATCH = """window.seen = []; const facts = document.getElementById('facts');
 new MutationObserver(() => seen.push([Date.now() / 1000, facts.textContent])).observe(facts, {childList: true}); 0"""
 POLLS = (
-    """performance.getEntriesByType('resource').filter(e => e.name.includes('/api/metrics')).map(e => e.startTime)"""
+    "performance.getEntriesByType('resource')"
+    ".filter(e => e.name.includes('/api/metrics')).map(e => e.startTime)"
 )
 
 
@@ -175,7 +215,9 @@ def trained(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Watched
     folder.run("mcore-mas evaluate results/demo_math --state trained")
     for run, seed in (("a", "seed: 1"), ("b", "seed: 2")):  # of another seed, with the same scores
         copy = shutil.copytree(folder.path / "results/demo_math", folder.path / "results" / run)
-        (copy / "config.yaml").write_text(re.sub("^seed: .*", seed, (copy / "config.yaml").read_text(), flags=re.M))
+        (copy / "config.yaml").write_text(
+            re.sub("^seed: .*", seed, (copy / "config.yaml").read_text(), flags=re.M)
+        )
     return watched
 
 
@@ -188,7 +230,9 @@ def watch(folder: Folder, page: Browser) -> Watched:
     def read() -> None:
         while not ended.wait(0.005):
             lines = journal.read_text().splitlines() if journal.is_file() else []
-            written.update({json.loads(line)["step"]: time.time() for line in lines[len(written) :]})
+            written.update(
+                {json.loads(line)["step"]: time.time() for line in lines[len(written) :]}
+            )
 
     page.until("document.getElementById('title').textContent === 'demo_math'")
     page.value(WATCH)
@@ -210,7 +254,10 @@ def test_a_finished_step_is_in_the_page_within_two_seconds(trained: Watched) -> 
     """By the clock, while the team trains; where the machine is so busy that the page polls late, within two polls."""
     late = {step: at - trained.written[step] for step, at in trained.shown.items()}
     print(f"seconds from the file to the page: {late}, between polls at most {trained.between:.2f}")
-    assert all(-0.1 < seconds < max(2.0, 2 * trained.between) for seconds in late.values()), (late, trained.between)
+    assert all(-0.1 < seconds < max(2.0, 2 * trained.between) for seconds in late.values()), (
+        late,
+        trained.between,
+    )
 
 
 def answered(url: str) -> int:
@@ -234,7 +281,9 @@ def run_and_check(line: str, folder: Folder) -> None:
     if re.match(SERVERS, line):
         path = next((path for word, path in ASKED.items() if word in line), "/")
         with folder.serving(line) as url:
-            until(lambda: answered(url + path) == 200, 120)  # MLflow's address is told before it listens
+            until(
+                lambda: answered(url + path) == 200, 120
+            )  # MLflow's address is told before it listens
         return
     check(line, folder, folder.run(line))
 
@@ -260,7 +309,12 @@ def talk(line: str, folder: Folder) -> None:
     """Several lines at a terminal of 80 columns, and Ctrl-D; then Ctrl-C in the middle of a line."""
     for end, status in ((pexpect.spawn.sendeof, 0), (pexpect.spawn.sendintr, 130)):
         chat = pexpect.spawn(
-            "bash", ["-c", f"exec {line}"], cwd=folder.path, env=folder.env, timeout=120, encoding="utf-8"
+            "bash",
+            ["-c", f"exec {line}"],
+            cwd=folder.path,
+            env=folder.env,
+            timeout=120,
+            encoding="utf-8",
         )
         chat.setwinsize(24, 80)
         for prompt in ("What is 3+4?", "Wörter \u202e"):
@@ -277,7 +331,9 @@ def talk(line: str, folder: Folder) -> None:
         assert chat.exitstatus == status, chat.before
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if runner(line) == LONG and "curl" not in line])
+@pytest.mark.parametrize(
+    "line", [line for line in COMMANDS if runner(line) == LONG and "curl" not in line]
+)
 def test_a_command_that_takes_longer_runs(
     line: str, folder: Folder, trained: Watched | None, request: pytest.FixtureRequest
 ) -> None:
@@ -286,7 +342,10 @@ def test_a_command_that_takes_longer_runs(
     if line.startswith("mcore-mas serve results/demo_math --port"):
         with folder.serving(line):
             listed, answered = (folder.run(one) for one in COMMANDS if one.startswith("curl"))
-        assert '"demo_math"' in listed and json.loads(answered)["choices"][0]["message"]["role"] == "assistant"
+        assert (
+            '"demo_math"' in listed
+            and json.loads(answered)["choices"][0]["message"]["role"] == "assistant"
+        )
         return
     if "retriever" in line:
         facts = [Passage.compose(str(n), f"Town {n}", f"It has {n} mills.") for n in range(10, 19)]

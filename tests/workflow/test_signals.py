@@ -14,7 +14,7 @@ import pexpect
 import psutil
 import pytest
 
-from mcore_mas.training.joblog import failure_message
+from mcore_mas.runtime.joblog import failure_message
 from tests.support.run_folder import make_run
 
 STOPS = [signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT]
@@ -44,7 +44,9 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_a_signal_to_stop_is_heard_while_the_process_imports(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_to_stop_is_heard_while_the_process_imports(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     process = train(tmp_path)  # there is no such run, which it has not found out yet
     wait_until(lambda: listens(process, signal.SIGUSR1), process)
     assert not any("torch" in file.path for file in psutil.Process(process.pid).memory_maps())
@@ -58,7 +60,7 @@ def test_a_signal_to_stop_is_heard_while_the_process_imports(number: signal.Sign
 
 STARTED = """
 import sys
-from mcore_mas.training import joblog
+from mcore_mas.runtime import joblog
 def heard(*numbers):
     print(sorted({"typer", "rich", "yaml", "numpy"} & set(sys.modules)))
     raise joblog.Stopped("stopped")
@@ -68,10 +70,14 @@ joblog.stop_at_start = heard
 
 def test_the_installed_script_hears_signals_before_it_imports_the_commands() -> None:
     """As `python -m mcore_mas` does: what pip makes of pyproject.toml, up to where it listens."""
-    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "scripts"
+    ]
     module, function = scripts["mcore-mas"].split(":")
     script = f"{STARTED}from {module} import {function}\n{function}()"
-    done = subprocess.run([sys.executable, "-c", script, "train"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (143, "[]\n", "stopped\n")
 
 
@@ -86,14 +92,16 @@ def test_a_signal_while_models_are_loaded_ends_the_run_at_once(tmp_path: Path) -
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 143, said
-    assert said.splitlines()[-1] == "stopped by SIGINT while it was loading; the same command goes on"
+    assert (
+        said.splitlines()[-1] == "stopped by SIGINT while it was loading; the same command goes on"
+    )
     _, alive = psutil.wait_procs(children, timeout=30)
     assert [one.cmdline() for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
 JOB = """
 import sys, time
-from mcore_mas.training.joblog import logged
+from mcore_mas.runtime.joblog import logged
 with logged(sys.argv[1]):
     print("at work")
     time.sleep(600)
@@ -112,7 +120,7 @@ def test_a_job_of_any_stage_says_by_what_it_was_stopped(tmp_path: Path) -> None:
 
 PIPELINE = """
 import time
-from mcore_mas.rollout.base.processes import end_at_second_interrupt
+from rollout.base.processes import end_at_second_interrupt
 end_at_second_interrupt("error: ended by a second Ctrl-C")
 try:
     print("at work", flush=True)
@@ -136,7 +144,7 @@ def test_a_second_ctrl_c_ends_a_pipeline_that_waits_with_one_line() -> None:
 
 PATIENT = """
 import asyncio, sys
-from mcore_mas.training.joblog import StopSignal, logged
+from mcore_mas.runtime.joblog import StopSignal, logged
 async def at_work():
     StopSignal().listen()
     print("at work")
@@ -154,7 +162,9 @@ def test_ctrl_c_is_answered_at_once_and_the_second_is_the_cause(tmp_path: Path) 
         assert job.isalive()
         time.sleep(0.02)
     job.sendintr()
-    job.expect_exact("SIGINT: stopping, once what was learned is saved; another Ctrl-C does not wait for that")
+    job.expect_exact(
+        "SIGINT: stopping, once what was learned is saved; another Ctrl-C does not wait for that"
+    )
     job.sendintr()
     job.expect(pexpect.EOF)
     job.close()

@@ -17,13 +17,13 @@ from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.reports.study import MetricsError, lemma_factors, norms, skills, study_stability
-from mcore_mas.rollout.config.sections import AgentConfig, build_team
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.records.trajectory import Group, Task, Trajectory
-from mcore_mas.rollout.rewards import ALLOCATORS
-from mcore_mas.rollout.teams.collect import Collector
-from mcore_mas.rollout.teams.roles import ROLES
 from mcore_mas.training.metrics import credit_metrics
+from rollout.config.sections import AgentConfig, build_team
+from rollout.engines import EngineClient
+from rollout.records.trajectory import Group, Task, Trajectory
+from rollout.rewards import ALLOCATORS
+from rollout.teams.collect import Collector
+from rollout.teams.roles import ROLES
 from tests.support.play import Bytes
 from tests.support.played import TASK, failed, group, trajectory, turn
 from tests.support.scripted_engine import ScriptedEngine
@@ -42,14 +42,23 @@ def rows(norms: list[float], moments: list[float]) -> list[dict[str, float]]:
 def test_norms_are_absolute_and_by_agent() -> None:
     table = rows([1.0, 3.0, 2.0, math.nan, 0.0], [1.0, 1.0, 3.0, 3.0, 2.0])
     del table[4]["agent/a/grad_norm"]  # a step without a gradient counts its moment only
-    assert norms(table) == {"norm a": 2.0, "largest norm a": 3.0, "norms not finite a": 1.0, "A² a": 2.0}
+    assert norms(table) == {
+        "norm a": 2.0,
+        "largest norm a": 3.0,
+        "norms not finite a": 1.0,
+        "A² a": 2.0,
+    }
 
 
 def rescued() -> Group:
     """Three tries are right at once; in the fourth a rescuer is called twice, in vain."""
     right = [trajectory(turn(0, reward=1.0), sample=i) for i in range(3)]
     calls = [turn(1 + i, "rescuer", reward=0.0) for i in range(2)]
-    return group(*right, trajectory(turn(0, reward=0.0), *calls, sample=3, outcome=0.0), failed(turn(0), sample=4))
+    return group(
+        *right,
+        trajectory(turn(0, reward=0.0), *calls, sample=3, outcome=0.0),
+        failed(turn(0), sample=4),
+    )
 
 
 def test_lemma_factors_by_hand_are_the_second_moments_of_grpo() -> None:
@@ -57,10 +66,16 @@ def test_lemma_factors_by_hand_are_the_second_moments_of_grpo() -> None:
     factors = lemma_factors([rescued().trajectories])
     assert factors == pytest.approx({"solver": (3 * 0.25 + 2.25) / 4, "rescuer": 2.25})
     flat = group(*(trajectory(turn(0, reward=1.0), sample=i) for i in range(2)))
-    assert lemma_factors([rescued().trajectories, flat.trajectories])["solver"] == pytest.approx(3.0 / 6)
-    credited = estimate(to_samples([rescued()]), dict.fromkeys(("solver", "rescuer"), AdvantageConfig(name="grpo")))
+    assert lemma_factors([rescued().trajectories, flat.trajectories])["solver"] == pytest.approx(
+        3.0 / 6
+    )
+    credited = estimate(
+        to_samples([rescued()]), dict.fromkeys(("solver", "rescuer"), AdvantageConfig(name="grpo"))
+    )
     measured = credit_metrics(credited)
-    assert {agent: measured[f"agent/{agent}/advantage_second_moment"] for agent in factors} == pytest.approx(
+    assert {
+        agent: measured[f"agent/{agent}/advantage_second_moment"] for agent in factors
+    } == pytest.approx(
         factors,
         rel=1e-5,  # of ε beside σ
     )
@@ -68,7 +83,10 @@ def test_lemma_factors_by_hand_are_the_second_moments_of_grpo() -> None:
 
 def test_skill_and_entropy_are_of_completed_turns() -> None:
     played = [
-        trajectory(turn(0, scores={"right": 1.0}, logprobs=(-0.5, -1.5)), turn(1, "rescuer", logprobs=(-3.0,))),
+        trajectory(
+            turn(0, scores={"right": 1.0}, logprobs=(-0.5, -1.5)),
+            turn(1, "rescuer", logprobs=(-3.0,)),
+        ),
         trajectory(turn(0, scores={"right": 0.0}, logprobs=(-1.0,))),
         failed(turn(0, scores={"right": 1.0}, logprobs=(-9.0,))),
     ]
@@ -81,9 +99,13 @@ def make(results: Path, advantage: str, seed: int, accuracy: float) -> tuple[str
     (folder / "train").mkdir(parents=True)
     (folder / "evaluation").mkdir()
     lines = rows([1.0] * 6 + [9.0 if advantage == "grpo" else 1.0], [2.0] * 7)
-    (folder / "train" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in [{"step": -1}, *lines]))
+    (folder / "train" / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in [{"step": -1}, *lines])
+    )
     for state, value in (("base", 0.25), ("trained", accuracy)):
-        tasks = {"tasks": [{"metrics": {"avg@2": value, "pass@2": 1.0}}, {"metrics": {"avg@2": value}}]}
+        tasks = {
+            "tasks": [{"metrics": {"avg@2": value, "pass@2": 1.0}}, {"metrics": {"avg@2": value}}]
+        }
         (folder / "evaluation" / f"{state}.json").write_text(json.dumps(tasks))
     config = {
         "run": name,
@@ -97,7 +119,9 @@ def make(results: Path, advantage: str, seed: int, accuracy: float) -> tuple[str
 
 def test_estimators_are_compared_by_seed(tmp_path: Path) -> None:
     accuracies = {("grpo", 1): 0.5, ("grpo", 2): 0.7, ("drmas", 2): 0.8, ("drmas", 1): 0.7}
-    runs = dict(make(tmp_path, advantage, seed, value) for (advantage, seed), value in accuracies.items())
+    runs = dict(
+        make(tmp_path, advantage, seed, value) for (advantage, seed), value in accuracies.items()
+    )
     outputs = [tmp_path / "study.csv", tmp_path / "study.md"]
     study_stability(runs, outputs)
     table = {(row["measure"], row["advantage"]): row for row in csv.DictReader(outputs[0].open())}
@@ -106,7 +130,10 @@ def test_estimators_are_compared_by_seed(tmp_path: Path) -> None:
     assert float(gain["value"]) == pytest.approx(0.15)  # 0.2 and 0.1
     # Student's t of two seeds: 12.706 standard errors of 0.05
     half = 12.7062 * 0.05
-    assert (float(gain["ci_low"]), float(gain["ci_high"])) == (pytest.approx(0.15 - half), pytest.approx(0.15 + half))
+    assert (float(gain["ci_low"]), float(gain["ci_high"])) == (
+        pytest.approx(0.15 - half),
+        pytest.approx(0.15 + half),
+    )
     assert float(table["largest norm a", "drmas - grpo"]["value"]) == -8.0  # 9 and 1 in both seeds
     assert float(table["norm a", "grpo"]["value"]) == pytest.approx((6 * 1 + 9) / 7)
     assert float(table["accuracy before", "grpo"]["value"]) == 0.25
@@ -135,7 +162,9 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
     with pytest.raises(MetricsError, match="team 'duo' was trained with 'grpo' only"):
         study_stability(runs, [])
     runs |= dict([make(tmp_path, "drmas", 1, 0.5)])
-    with pytest.raises(MetricsError, match=r"'grpo' has seeds \[1, 2\], 'drmas' \[1\]; expected the same"):
+    with pytest.raises(
+        MetricsError, match=r"'grpo' has seeds \[1, 2\], 'drmas' \[1\]; expected the same"
+    ):
         study_stability(runs, [])
     (tmp_path / "drmas_1" / "evaluation" / "base.json").unlink()
     with pytest.raises(MetricsError, match=r"base.json: no such file; evaluate the run first"):
@@ -146,7 +175,9 @@ def test_the_study_is_a_target_and_shares_cold_starts(tmp_path: Path) -> None:
     suite = {
         "suite": "small",
         "share_cold_starts": True,
-        "grid": {"axes": {"experiment": ["demo_math"], "advantage": ["grpo", "drmas"], "seed": [1, 2]}},
+        "grid": {
+            "axes": {"experiment": ["demo_math"], "advantage": ["grpo", "drmas"], "seed": [1, 2]}
+        },
     }
     jobs = planned(tmp_path, suite, target="study_stability")
     assert jobs["study_stability"] == 1
@@ -200,20 +231,28 @@ def test_rewards_of_two_scales_are_each_agents_own(codebook: Any) -> None:
     assert costly.turns[0].scores["local"] == 1.0 and -50.0 < costly.turns[1].scores["local"] < 0.0
     paid = ALLOCATORS["local_team"](group(costly), alpha=0.0) if costly.task_id == TASK.id else None
     assert paid is not None
-    assert [t.reward for t in paid.trajectories[0].turns] == [t.scores["local"] for t in costly.turns]
+    assert [t.reward for t in paid.trajectories[0].turns] == [
+        t.scores["local"] for t in costly.turns
+    ]
 
 
 def test_the_claims_suite_composes_and_its_demonstrations_slip_as_asked(codebook: Any) -> None:
     suite = Suite.load(yaml.safe_load((STUDIES / "claim.yaml").read_text()), STUDIES)
-    assert len(suite.runs) == 32 and len(set(suite.starts.values())) == 16  # a cold start for each team and seed
+    assert (
+        len(suite.runs) == 32 and len(set(suite.starts.values())) == 16
+    )  # a cold start for each team and seed
     roles = {agent: ROLES[f"code_{agent}"] for agent in ("solver", "rescuer")}
-    told = list(codebook.demonstrations(1, 4000, roles=roles, slips={"solver": 0.0, "rescuer": 1.0}))
+    told = list(
+        codebook.demonstrations(1, 4000, roles=roles, slips={"solver": 0.0, "rescuer": 1.0})
+    )
     right = {agent: [] for agent in roles}
     for demonstration in told:
         problem = demonstration.messages[0].content.partition(" ")[2]
         said = demonstration.messages[-1].content
         right[demonstration.agent].append(said == codebook.letter(problem, demonstration.agent))
     assert all(right["solver"])
-    assert abs(sum(right["rescuer"]) / len(right["rescuer"]) - 1 / 8) < 0.03  # 5 standard errors of 2000 guesses
+    assert (
+        abs(sum(right["rescuer"]) / len(right["rescuer"]) - 1 / 8) < 0.03
+    )  # 5 standard errors of 2000 guesses
     by_split = codebook.tasks(1, {"train": 100, "test": 50})
     assert len({task.prompt for task in by_split}) == 150

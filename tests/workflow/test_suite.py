@@ -20,7 +20,9 @@ def suite(**experiments: list[str]) -> dict[str, object]:
     return {"suite": "x", "experiments": experiments}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "workflow/suites").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "workflow/suites").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_every_shipped_suite_resolves_and_is_named_after_its_file(path: Path) -> None:
     loaded = Suite.load(yaml.safe_load(path.read_text()))
     assert loaded.name == path.stem
@@ -35,7 +37,9 @@ def test_a_run_knows_its_name_and_folder() -> None:
 
 def test_what_a_run_needs_follows_from_its_config() -> None:
     external = [*SEARCH, "++retriever.urls=[http://127.0.0.1:9]"]
-    loaded = Suite.load(suite(plain=MATH, search=SEARCH, external=external, real=[*MATH, "cold_start=null"]))
+    loaded = Suite.load(
+        suite(plain=MATH, search=SEARCH, external=external, real=[*MATH, "cold_start=null"])
+    )
     assert {run: loaded.indexes(run) for run in loaded.runs} == {
         "plain": False,
         "search": True,
@@ -44,7 +48,12 @@ def test_what_a_run_needs_follows_from_its_config() -> None:
     }
     assert loaded.starts == {"plain": "plain", "search": "search", "external": "external"}
     assert loaded.pattern(indexes=True) == "search"
-    assert loaded.tasks == {"plain": "plain", "search": "search", "external": "external", "real": "plain"}
+    assert loaded.tasks == {
+        "plain": "plain",
+        "search": "search",
+        "external": "external",
+        "real": "plain",
+    }
     assert loaded.pattern(indexes=False) == "plain|external"
     assert loaded.pattern(indexes=False, shared=True) == "real"
     assert Suite.load(suite(plain=MATH)).pattern(indexes=True) == "(?!)"
@@ -64,20 +73,44 @@ def test_runs_that_differ_only_in_their_seed_are_one_experiment() -> None:
     ("content", "words"),
     [
         ({"experiments": {"a": MATH}}, "suite: 'suite' is missing"),
-        ({**suite(a=MATH), "result": "x"}, "unknown key 'result'; known here: suite, results, config_dir, experiments"),
+        (
+            {**suite(a=MATH), "result": "x"},
+            "unknown key 'result'; known here: suite, results, config_dir, experiments",
+        ),
         ({**suite(a=MATH), "published": []}, "unknown key 'published'; known here"),
         ({"suite": "x"}, "suite: expected runs: experiments, or a grid of them"),
-        ({**suite(a=MATH), "suite": "x/y"}, "suite.suite: expected text of letters, .* or digit \\(got 'x/y'\\)"),
-        (suite(tables=MATH), "suite.experiments: expected letters, .*; and not tables, .* \\(got 'tables'\\)"),
-        (suite(a=["experiment demo_math"]), "suite.experiments.a.0: expected KEY=VALUE, or ~KEY to take a key out"),
+        (
+            {**suite(a=MATH), "suite": "x/y"},
+            "suite.suite: expected text of letters, .* or digit \\(got 'x/y'\\)",
+        ),
+        (
+            suite(tables=MATH),
+            "suite.experiments: expected letters, .*; and not tables, .* \\(got 'tables'\\)",
+        ),
+        (
+            suite(a=["experiment demo_math"]),
+            "suite.experiments.a.0: expected KEY=VALUE, or ~KEY to take a key out",
+        ),
         (suite(a="seed=1"), "suite.experiments.a: expected a list of overrides, each KEY=VALUE"),
-        ({"suite": "x", "grid": {"axes": {"seed": 5}}}, "suite.grid.axes.seed: expected a list of values, not empty"),
-        ({**suite(a=MATH), "scale": "big"}, "suite.scale: expected one of paper, tiny \\(got 'big'\\)"),
-        ({**suite(a=MATH), "results": "a b; rm"}, "suite.results: expected a folder's path of letters, "),
+        (
+            {"suite": "x", "grid": {"axes": {"seed": 5}}},
+            "suite.grid.axes.seed: expected a list of values, not empty",
+        ),
+        (
+            {**suite(a=MATH), "scale": "big"},
+            "suite.scale: expected one of paper, tiny \\(got 'big'\\)",
+        ),
+        (
+            {**suite(a=MATH), "results": "a b; rm"},
+            "suite.results: expected a folder's path of letters, ",
+        ),
         (suite(a=["sede=1"]), "run 'a': .*sede"),
         (suite(a=["experiment=demo_maths"]), "run 'a': .*demo_maths"),
         (suite(a=MATH, b=["seed=abc"]), "run 'b': .*seed"),
-        ({**suite(a=MATH), "results": "/dev/null/x"}, "results folder '/dev/null/x': /dev/null is not a folder"),
+        (
+            {**suite(a=MATH), "results": "/dev/null/x"},
+            "results folder '/dev/null/x': /dev/null is not a folder",
+        ),
     ],
 )
 def test_a_bad_suite_is_one_line(content: dict[str, object], words: str) -> None:
@@ -93,13 +126,20 @@ def grid(**more: object) -> dict[str, object]:
 
 def test_every_mistake_of_every_run_is_a_line() -> None:
     """What several runs have wrong is said once."""
-    runs = {"a": ["experiment=demo_mth"], "b": [*MATH, "trainer.stepz=1"], "c": [*MATH, "trainer.stepz=1"], "d": MATH}
+    runs = {
+        "a": ["experiment=demo_mth"],
+        "b": [*MATH, "trainer.stepz=1"],
+        "c": [*MATH, "trainer.stepz=1"],
+        "d": MATH,
+    }
     with pytest.raises(SuiteError) as refused:
         Suite.load(suite(**runs, e=[*MATH, "engine.max_length=1o"]))
     first, second, third = str(refused.value).split("\n  ")
     assert first.startswith("run 'a': no experiment 'demo_mth'") and "nearest: demo_math" in first
     assert second.startswith("run 'b': unknown key 'trainer.stepz'; known here: steps, ")
-    assert third.startswith("run 'e': engine.max_length: expected an integer") and "got '1o'" in third
+    assert (
+        third.startswith("run 'e': engine.max_length: expected an integer") and "got '1o'" in third
+    )
 
 
 def test_the_score_of_an_untrained_team_depends_on_what_answers() -> None:
@@ -107,15 +147,28 @@ def test_the_score_of_an_untrained_team_depends_on_what_answers() -> None:
 
     def score(**own: Any) -> str:
         solver = {**config["policies"]["solver"], **own}
-        return settings_digest({**config, "policies": {**config["policies"], "solver": solver}}, "score")
+        return settings_digest(
+            {**config, "policies": {**config["policies"], "solver": solver}}, "score"
+        )
 
-    trained = {"lr": 1.0, "lora": {"rank": 4, "adapter": None}, "own": {"engine": {}, "trainer": {"passes": 2}}}
+    trained = {
+        "lr": 1.0,
+        "lora": {"rank": 4, "adapter": None},
+        "own": {"engine": {}, "trainer": {"passes": 2}},
+    }
     assert score(**trained) == score()
-    answers = (score(), score(model="m"), score(lora={"adapter": "a"}), score(own={"engine": {"max_length": 64}}))
+    answers = (
+        score(),
+        score(model="m"),
+        score(lora={"adapter": "a"}),
+        score(own={"engine": {"max_length": 64}}),
+    )
     assert len(set(answers)) == 4
 
 
-def test_a_target_that_configfile_took_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_configfile_took_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.yaml", "b.yml"):
         Path(name).write_text("suite: a\n")
@@ -130,7 +183,12 @@ def test_a_target_that_configfile_took_is_named(tmp_path: Path, monkeypatch: pyt
 
 def test_a_grid_is_a_run_per_combination() -> None:
     loaded = Suite.load(grid())
-    assert list(loaded.runs) == ["demo_math_grpo_1", "demo_math_grpo_2", "demo_math_drmas_1", "demo_math_drmas_2"]
+    assert list(loaded.runs) == [
+        "demo_math_grpo_1",
+        "demo_math_grpo_2",
+        "demo_math_drmas_1",
+        "demo_math_drmas_2",
+    ]
     run = loaded.runs["demo_math_drmas_2"]
     assert (run["advantage"]["name"], run["seed"], run["trainer"]["steps"]) == ("drmas", 2, 7)
     assert loaded.starts == {run: run for run in loaded.runs}
@@ -155,21 +213,30 @@ def test_runs_that_only_train_differently_share_a_cold_start() -> None:
     }
     sharer = loaded.runs["demo_math_drmas_2"]
     assert sharer["cold_start"] is None
-    assert {policy["model"] for policy in sharer["policies"].values()} == {"results/demo_math_grpo_2/bootstrap/model"}
+    assert {policy["model"] for policy in sharer["policies"].values()} == {
+        "results/demo_math_grpo_2/bootstrap/model"
+    }
     assert loaded.runs["demo_math_grpo_2"]["cold_start"] is not None
 
 
 def test_cells_of_a_table_say_whose_models_play(tmp_path: Path) -> None:
     """Stronger-MAS's Table 3: policies swapped, agents that were trained alone in one team; and one agent left out."""
-    runs = {name: ["experiment=demo_math", "cold_start=null"] for name in ("mas", "tool_alone", "plan_alone")}
+    runs = {
+        name: ["experiment=demo_math", "cold_start=null"]
+        for name in ("mas", "tool_alone", "plan_alone")
+    }
     cells = {
         "swapped": {"solver": "mas/verifier", "verifier": "mas/solver"},
         "from_alone": {"solver": "plan_alone", "verifier": "tool_alone"},
         "without_verifier": {"verifier": "base"},
         "api": {"solver": "base", "verifier": {"remote": {"model": "big"}}},
     }
-    suite = Suite.load({"suite": "s", "results": str(tmp_path), "experiments": runs, "evaluate": {"mas": cells}})
-    assert suite.evaluations[:6] == [f"mas/evaluation/{state}" for state in ("base", "trained", *cells)]
+    suite = Suite.load(
+        {"suite": "s", "results": str(tmp_path), "experiments": runs, "evaluate": {"mas": cells}}
+    )
+    assert suite.evaluations[:6] == [
+        f"mas/evaluation/{state}" for state in ("base", "trained", *cells)
+    ]
     assert len(suite.evaluations) == 10
     assert [suite.trained_for("mas", state) for state in ("base", "trained", *cells)] == [
         [],
@@ -185,15 +252,28 @@ def test_cells_of_a_table_say_whose_models_play(tmp_path: Path) -> None:
     ("cells", "message"),
     [
         ({"other": {"x": {"solver": "base"}}}, "evaluate: no run 'other'; runs: a"),
-        ({"a": {"x": {"judge": "base"}}}, r"evaluate\.a\.x\.judge: no such agent; agents: solver, verifier"),
-        ({"a": {"x": {"solver": "b"}}}, r"evaluate\.a\.x\.solver: no run 'b'; expected base, trained, a run \(a\)"),
+        (
+            {"a": {"x": {"judge": "base"}}},
+            r"evaluate\.a\.x\.judge: no such agent; agents: solver, verifier",
+        ),
+        (
+            {"a": {"x": {"solver": "b"}}},
+            r"evaluate\.a\.x\.solver: no run 'b'; expected base, trained, a run \(a\)",
+        ),
         ({"a": {"x": {"solver": "a/judge"}}}, "run 'a' has no agent 'judge'; solver, verifier"),
         ({"a": {"base": {"solver": "base"}}}, "suite.evaluate.a: expected small letters"),
         ({"a": {"x": {"solver": {}}}}, "suite.evaluate.a.x.solver: expected base, trained, a run"),
     ],
 )
-def test_a_cell_that_cannot_be_played_is_one_line(tmp_path: Path, cells: dict[str, Any], message: str) -> None:
-    suite = {"suite": "s", "results": str(tmp_path), "experiments": {"a": ["experiment=demo_math"]}, "evaluate": cells}
+def test_a_cell_that_cannot_be_played_is_one_line(
+    tmp_path: Path, cells: dict[str, Any], message: str
+) -> None:
+    suite = {
+        "suite": "s",
+        "results": str(tmp_path),
+        "experiments": {"a": ["experiment=demo_math"]},
+        "evaluate": cells,
+    }
     with pytest.raises(SuiteError, match=message) as error:
         Suite.load(suite)
     assert "\n" not in str(error.value)

@@ -17,7 +17,9 @@ from mcore_mas.reports.tables import make_table
 COLUMNS = "experiment,policy_state,dataset,metric,k,value,ci_low,ci_high,n,seed_count"
 
 
-def evaluation(path: Path, run: str, state: str, scores: dict[str, list[float]], **counts: Any) -> Path:
+def evaluation(
+    path: Path, run: str, state: str, scores: dict[str, list[float]], **counts: Any
+) -> Path:
     """An evaluation file; a task's source is its name up to the dash."""
     k = len(next(iter(scores.values())))
     tasks = [
@@ -30,19 +32,27 @@ def evaluation(path: Path, run: str, state: str, scores: dict[str, list[float]],
         for task, own in scores.items()
     ]
     counts = {"replies": k * len(tasks), "overlong": 0, "cut": 0, "failed": {}} | counts
-    path.write_text(json.dumps({"run": run, "state": state, "k": k, **counts, "rows": [], "tasks": tasks}))
+    path.write_text(
+        json.dumps({"run": run, "state": state, "k": k, **counts, "rows": [], "tasks": tasks})
+    )
     return path
 
 
 def rows_of(path: Path) -> dict[tuple[str, str, str, str], dict[str, str]]:
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    return {(row["experiment"], row["dataset"], row["metric"], row["policy_state"]): row for row in rows}
+    return {
+        (row["experiment"], row["dataset"], row["metric"], row["policy_state"]): row for row in rows
+    }
 
 
 def test_two_tasks_by_hand(tmp_path: Path) -> None:
-    base = evaluation(tmp_path / "b.json", "demo", "base", {"easy-1": [1, 0, 0, 0], "hard-1": [0, 0, 0, 0]})
-    trained = evaluation(tmp_path / "t.json", "demo", "trained", {"easy-1": [1, 1, 0, 0], "hard-1": [1, 1, 1, 1]})
+    base = evaluation(
+        tmp_path / "b.json", "demo", "base", {"easy-1": [1, 0, 0, 0], "hard-1": [0, 0, 0, 0]}
+    )
+    trained = evaluation(
+        tmp_path / "t.json", "demo", "trained", {"easy-1": [1, 1, 0, 0], "hard-1": [1, 1, 1, 1]}
+    )
     out = tmp_path / "demo.csv"
     make_table([base, trained], {"demo": "demo"}, [out])
     assert out.read_text().splitlines()[0].startswith(COLUMNS)
@@ -59,10 +69,16 @@ def test_two_tasks_by_hand(tmp_path: Path) -> None:
     assert number("all", "pass@4", "trained-base") == 0.5
     assert number("easy", "avg@4", "trained-base") == 0.25
     # replies are counted over all data sources, so a row of one of them does not claim them
-    assert [rows["demo", dataset, "avg@4", "base"]["replies"] for dataset in ("all", "easy", "hard")] == ["8", "", ""]
+    assert [
+        rows["demo", dataset, "avg@4", "base"]["replies"] for dataset in ("all", "easy", "hard")
+    ] == ["8", "", ""]
     # two tasks gained 0.25 and 1: a standard error of 0.375, and 12.7062 of them on either side
-    assert number("all", "avg@4", "trained-base", "ci_low") == pytest.approx(0.625 - 12.7062 * 0.375)
-    assert number("all", "avg@4", "trained-base", "ci_high") == pytest.approx(0.625 + 12.7062 * 0.375)
+    assert number("all", "avg@4", "trained-base", "ci_low") == pytest.approx(
+        0.625 - 12.7062 * 0.375
+    )
+    assert number("all", "avg@4", "trained-base", "ci_high") == pytest.approx(
+        0.625 + 12.7062 * 0.375
+    )
     assert number("all", "avg@4", "base", "n") == 2
     assert number("hard", "avg@4", "base", "n") == 1
     assert rows["demo", "all", "avg@4", "base"]["k"] == "4"
@@ -79,7 +95,9 @@ def test_one_source_has_no_row_for_all_of_them(tmp_path: Path) -> None:
 
 def test_the_difference_is_paired_by_task(tmp_path: Path) -> None:
     before = {f"math-{i}": [float(i % 2), 0.0, 0.0, 0.0] for i in range(40)}
-    after = {task: [scores[0], 1.0, 0.0, 0.0] for task, scores in before.items()}  # every task gains a quarter
+    after = {
+        task: [scores[0], 1.0, 0.0, 0.0] for task, scores in before.items()
+    }  # every task gains a quarter
     files = [
         evaluation(tmp_path / "b.json", "demo", "base", before),
         evaluation(tmp_path / "t.json", "demo", "trained", after),
@@ -98,7 +116,10 @@ def test_what_became_of_the_replies_stands_beside_the_score(tmp_path: Path) -> N
     ]
     make_table(files, {"demo": "demo", "demo_s2": "demo"}, [tmp_path / "t.csv", tmp_path / "t.md"])
     row = rows_of(tmp_path / "t.csv")["demo", "math", "avg@2", "base"]
-    counted = {name: row[name] for name in ("replies", "overlong_replies", "cut_replies", "failed_replies", "failures")}
+    counted = {
+        name: row[name]
+        for name in ("replies", "overlong_replies", "cut_replies", "failed_replies", "failures")
+    }
     assert counted == {
         "replies": "4",
         "overlong_replies": "2",
@@ -111,19 +132,28 @@ def test_what_became_of_the_replies_stands_beside_the_score(tmp_path: Path) -> N
 
 
 def test_a_metric_that_only_some_tasks_have_is_over_those(tmp_path: Path) -> None:
-    base = evaluation(tmp_path / "b.json", "demo", "base", {"math-1": [1.0, 0.0], "code-1": [1.0, 1.0]})
+    base = evaluation(
+        tmp_path / "b.json", "demo", "base", {"math-1": [1.0, 0.0], "code-1": [1.0, 1.0]}
+    )
     content = json.loads(base.read_text())
     content["tasks"][0]["metrics"]["maj@2"] = 1.0  # programs have no answers to vote on
     base.write_text(json.dumps(content))
     make_table([base], {"demo": "demo"}, [tmp_path / "t.csv"])
     rows = rows_of(tmp_path / "t.csv")
-    assert (rows["demo", "all", "maj@2", "base"]["n"], rows["demo", "all", "avg@2", "base"]["n"]) == ("1", "2")
+    assert (
+        rows["demo", "all", "maj@2", "base"]["n"],
+        rows["demo", "all", "avg@2", "base"]["n"],
+    ) == ("1", "2")
     assert ("demo", "code", "maj@2", "base") not in rows
 
 
-def test_other_models_in_some_seats_are_rows_and_differ_from_the_trained_team(tmp_path: Path) -> None:
+def test_other_models_in_some_seats_are_rows_and_differ_from_the_trained_team(
+    tmp_path: Path,
+) -> None:
     files = [
-        evaluation(tmp_path / f"{state}.json", "demo", state, {"math-1": [one, one], "math-2": [two, two]})
+        evaluation(
+            tmp_path / f"{state}.json", "demo", state, {"math-1": [one, one], "math-2": [two, two]}
+        )
         for state, one, two in (("base", 0, 0), ("trained", 1, 1), ("without_verifier", 1, 0))
     ]
     make_table(files, {"demo": "demo"}, [tmp_path / "t.csv"])
@@ -143,7 +173,9 @@ def test_a_task_that_failed_in_one_state_is_not_in_the_difference(tmp_path: Path
     make_table(files, {"demo": "demo"}, [tmp_path / "t.csv"])
     gain = rows_of(tmp_path / "t.csv")["demo", "math", "avg@1", "trained-base"]
     assert (gain["value"], gain["n"]) == ("1.000000", "1")
-    files[1] = evaluation(tmp_path / "t.json", "demo", "trained", {"math-3": [1.0]})  # no task is known in both
+    files[1] = evaluation(
+        tmp_path / "t.json", "demo", "trained", {"math-3": [1.0]}
+    )  # no task is known in both
     make_table(files, {"demo": "demo"}, [tmp_path / "t.csv"])
     assert {state for *_, state in rows_of(tmp_path / "t.csv")} == {"base", "trained"}
 
@@ -151,11 +183,20 @@ def test_a_task_that_failed_in_one_state_is_not_in_the_difference(tmp_path: Path
 def test_seeds_of_an_experiment_share_a_row_and_a_task_is_one_vote(tmp_path: Path) -> None:
     files = [
         evaluation(tmp_path / "1.json", "demo", "base", {"math-1": [1.0], "math-2": [0.0]}),
-        evaluation(tmp_path / "2.json", "demo_s2", "base", {"math-1": [0.0], "math-2": [0.0], "math-3": [1.0]}),
+        evaluation(
+            tmp_path / "2.json",
+            "demo_s2",
+            "base",
+            {"math-1": [0.0], "math-2": [0.0], "math-3": [1.0]},
+        ),
     ]
     make_table(files, {"demo": "demo", "demo_s2": "demo"}, [tmp_path / "t.csv"])
     row = rows_of(tmp_path / "t.csv")["demo", "math", "avg@1", "base"]
-    assert (row["value"], row["n"], row["seed_count"]) == ("0.500000", "3", "2")  # (1/2 + 0 + 1) / 3
+    assert (row["value"], row["n"], row["seed_count"]) == (
+        "0.500000",
+        "3",
+        "2",
+    )  # (1/2 + 0 + 1) / 3
 
 
 def test_it_is_written_for_people_too(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from mcore_mas.cli.main import main
-from mcore_mas.rollout.base.failpoints import FAILPOINTS
-from mcore_mas.rollout.base.files import sha256
-from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.sync import MEMORY
 from mcore_mas.training.train import train
+from rollout.base.failpoints import FAILPOINTS
+from rollout.base.files import sha256
+from rollout.records.files import read_trajectories
+from rollout.sync import MEMORY
 from tests.slurm.cluster import Slurm, wait_until
 from tests.support.in_process import training_here
 from tests.support.run_folder import make_run, metrics_of
@@ -33,7 +33,13 @@ COMMON = [
     "reward.name=tests.support.rewards:by_first_token",  # a random model gets some of it: every step is an update
     "~reward.penalties",
 ]
-LONE = [*COMMON, "trainer.steps=8", "agents.verifier.policy=solver", "~policies.verifier", "policies.solver.tp=1"]
+LONE = [
+    *COMMON,
+    "trainer.steps=8",
+    "agents.verifier.policy=solver",
+    "~policies.verifier",
+    "policies.solver.tp=1",
+]
 PAIR = [*COMMON, "trainer.steps=6"]  # the solver on two ranks, the verifier on one
 
 
@@ -60,9 +66,13 @@ def unbroken_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, said = process.communicate(timeout=900)
     assert process.returncode == 0, said
     rows = metrics_of(run)
-    assert all(row["policy/solver/hand_over_mb"] > 0 for row in rows if "policy/solver/hand_over_s" in row)
+    assert all(
+        row["policy/solver/hand_over_mb"] > 0 for row in rows if "policy/solver/hand_over_s" in row
+    )
     assert {f"solver/rank_0000{n}.safetensors" for n in (0, 1)} <= last_files(run).keys()
-    assert not list(MEMORY.glob(f"mcore_mas-*/{process.pid}-*"))  # nothing stays of the memory that ranks shared
+    assert not list(
+        MEMORY.glob(f"mcore_mas-*/{process.pid}-*")
+    )  # nothing stays of the memory that ranks shared
     return run
 
 
@@ -77,14 +87,19 @@ def last_files(run: Path) -> dict[str, Any]:
 
 def assert_same(run: Path, unbroken: Path) -> None:
     """Weights, moments, spike monitors and metrics are those of a run that never stopped, to the bit."""
-    assert sha256(run / "base" / "model.safetensors") == sha256(unbroken / "base" / "model.safetensors")
+    assert sha256(run / "base" / "model.safetensors") == sha256(
+        unbroken / "base" / "model.safetensors"
+    )
     assert last_files(run) == last_files(unbroken)
     for model in (unbroken / "train" / "models").glob("*/model.safetensors"):
         assert sha256(run / model.relative_to(unbroken)) == sha256(model)
     # times, and what is not there in one process: nothing is handed over
     varies = ("_s", "/tokens_per_s", "/tflops", "restarts/trainers", "epoch", "/hand_over_mb")
     rows = [
-        [{name: value for name, value in row.items() if not name.endswith(varies)} for row in metrics_of(folder)]
+        [
+            {name: value for name, value in row.items() if not name.endswith(varies)}
+            for row in metrics_of(folder)
+        ]
         for folder in (run, unbroken)
     ]
     assert rows[0] == rows[1]
@@ -105,7 +120,10 @@ def last_saved(run: Path) -> tuple[Path, int]:
     """The checkpoint of the last finished step, made at once and not only every second step, and the step's number."""
     saved = max((run / "train" / "checkpoints").glob("step_*/manifest.json")).parent
     finished = int(saved.name.removeprefix("step_"))
-    assert finished - max(finished_steps(run)) in (1, 2)  # 2: its validation was still to come, and its row with it
+    assert finished - max(finished_steps(run)) in (
+        1,
+        2,
+    )  # 2: its validation was still to come, and its row with it
     return saved, finished
 
 
@@ -122,11 +140,16 @@ def kill_in_training(run: Path) -> None:
     process, kept = start(run), MEMORY / f"mcore_mas-{os.getuid()}"
     wait_for_step(2, process, run)
     wait_until((run / "train" / "checkpoints" / "step_000002" / "manifest.json").is_file, 60)
-    wait_until(lambda: bool(list(kept.glob(f"{process.pid}-*/step_*"))), 60)  # the state after its last step
+    wait_until(
+        lambda: bool(list(kept.glob(f"{process.pid}-*/step_*"))), 60
+    )  # the state after its last step
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     _, said = process.communicate(timeout=120)
-    assert said.splitlines()[-1] == "error: a signal ended the training (SIGTERM, or SIGKILL; was there memory left?)"
+    assert (
+        said.splitlines()[-1]
+        == "error: a signal ended the training (SIGTERM, or SIGKILL; was there memory left?)"
+    )
     _, alive = psutil.wait_procs(children, timeout=30)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []  # no process
     wait_until(lambda: not list(kept.glob(f"{process.pid}-*")), 60)  # and nothing in memory
@@ -139,7 +162,9 @@ def assert_ended(run: Path, unbroken: Path) -> None:
     assert done["steps"] == 8
     assert list(done["policies"]) == ["solver"]
     for folder in done["policies"].values():
-        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in Path(folder).iterdir()}
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+            p.name for p in Path(folder).iterdir()
+        }
     last = read_trajectories(run / "train" / "trajectories" / "step_000007.parquet")
     assert len(last) == 4
     assert all(t.status == "completed" for t in last)
@@ -153,13 +178,19 @@ def test_a_training_that_was_killed_and_that_slurm_preempts_is_queued_again_and_
 ) -> None:
     kill_in_training(run)
     before = max(finished_steps(run))
-    slowly = f"--export=ALL,{FAILPOINTS}=metrics.written=sleep:2"  # it is at work when it is preempted
+    slowly = (
+        f"--export=ALL,{FAILPOINTS}=metrics.written=sleep:2"  # it is at work when it is preempted
+    )
     job = slurm.train(run, slowly)
-    wait_until(lambda: max(finished_steps(run)) > before or slurm.job(job)["JobState"] == "FAILED", 300)
+    wait_until(
+        lambda: max(finished_steps(run)) > before or slurm.job(job)["JobState"] == "FAILED", 300
+    )
     assert slurm.job(job)["JobState"] == "RUNNING", (run / "logs" / "train.log").read_text()
     urgent = ["--partition=urgent", "--nodes=2", "--exclusive", f"--output={run}/urgent.out"]
     slurm.run("sbatch", *urgent, "--wrap=true")
-    wait_until(lambda: slurm.job(job)["Restarts"] == "1" and slurm.job(job)["JobState"] == "PENDING", 300)
+    wait_until(
+        lambda: slurm.job(job)["Restarts"] == "1" and slurm.job(job)["JobState"] == "PENDING", 300
+    )
     saved, finished = last_saved(run)
 
     # Two minutes by default: Slurm refuses a job that starts in the second in which it was taken from its machine.
@@ -184,7 +215,9 @@ def no_slurm(request: pytest.FixtureRequest) -> None:
 @pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.usefixtures("no_slurm")
-def test_a_training_that_is_killed_and_then_told_to_stop_comes_to_the_same_bits(run: Path, unbroken: Path) -> None:
+def test_a_training_that_is_killed_and_then_told_to_stop_comes_to_the_same_bits(
+    run: Path, unbroken: Path
+) -> None:
     kill_in_training(run)
     second = start(run)
     wait_for_step(max(finished_steps(run)) + 1, second, run)
@@ -204,7 +237,9 @@ def test_a_training_that_is_killed_and_then_told_to_stop_comes_to_the_same_bits(
     assert_ended(run, unbroken)
 
 
-def rank_of(run: Path, process: subprocess.Popen[str], name: str, before: psutil.Process | None) -> psutil.Process:
+def rank_of(
+    run: Path, process: subprocess.Popen[str], name: str, before: psutil.Process | None
+) -> psutil.Process:
     """The process that writes what this rank is at, once it is another than the one `before`."""
     path, deadline = str(run / "train" / "ranks" / f"{name}.txt"), time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
@@ -221,7 +256,9 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(
     tmp_path: Path, unbroken_pair: Path
 ) -> None:
     """One is killed in an update; short steps are lost each time, as a state is in memory, where nothing stays."""
-    run = make_run(tmp_path, *PAIR, "trainer.checkpoint_every=6", "+cluster.hang_s=15", "+cluster.restarts=2")
+    run = make_run(
+        tmp_path, *PAIR, "trainer.checkpoint_every=6", "+cluster.hang_s=15", "+cluster.restarts=2"
+    )
     process = start(run)
     wait_for_step(1, process, run)
     killed = rank_of(run, process, "verifier-0", None)
@@ -232,7 +269,9 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(
     killed.send_signal(signal.SIGKILL)
     clocks = [row["time/unix_s"] for row in metrics_of(run) if row["step"] >= 0]
     finished = len(clocks)
-    rank_of(run, process, "verifier-0", killed)  # all have started again, and what is done again is off the record
+    rank_of(
+        run, process, "verifier-0", killed
+    )  # all have started again, and what is done again is off the record
     wait_for_step(finished, process, run)
     stopped = rank_of(run, process, "solver-1", None)
     stopped.send_signal(signal.SIGSTOP)
@@ -240,7 +279,11 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(
     assert process.returncode == 0, said
     kept = int(re.findall(rf"continuing from {MEMORY}/\S+/step_(\d+)\n", said)[0])
     # of the last step the state may have been under way; of those before, what was left out is not two seconds younger
-    assert 1 <= kept <= finished and clocks[max(kept, finished - 1) - 1] - clocks[kept - 1] < 3.0, (kept, clocks, said)
+    assert 1 <= kept <= finished and clocks[max(kept, finished - 1) - 1] - clocks[kept - 1] < 3.0, (
+        kept,
+        clocks,
+        said,
+    )
     restarts = [line for line in said.splitlines() if "trainers start again" in line]
     assert len(restarts) == 2, said
     again = "trainers start again from the newest state"

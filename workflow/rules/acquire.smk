@@ -5,7 +5,9 @@ from mcore_mas.pipeline.sources import acquirable, known_sources, listed
 rule acquire_input:
     # The input itself is no declared output: Snakemake would delete a folder of yours that a job found damaged.
     input:
-        lambda wildcards: [f"data/acquired/{item}.json" for item in known_sources()[wildcards.item].needs],
+        lambda wildcards: [
+            f"data/acquired/{item}.json" for item in known_sources()[wildcards.item].needs
+        ],
     output:
         receipt="data/acquired/{item}.json",
     log:
@@ -19,7 +21,8 @@ rule acquire_input:
         mem_mb=2000,
         runtime=1440,
     params:
-        there=lambda wildcards, output: Path(wildcards.item).exists() or not Path(output.receipt).exists(),
+        there=lambda wildcards, output: Path(wildcards.item).exists()
+        or not Path(output.receipt).exists(),
     message:
         "{wildcards.item}: fetch it, or check what is there"
     script:
@@ -28,7 +31,9 @@ rule acquire_input:
 
 rule report_inputs:
     input:
-        receipts=lambda _: [f"data/acquired/{item}.json" for item in acquirable(paper_suite.inputs(SUITE))[0]],
+        receipts=lambda _: [
+            f"data/acquired/{item}.json" for item in acquirable(paper_suite.inputs(SUITE))[0]
+        ],
     output:
         page="data/acquired/{suite}.md",
     log:

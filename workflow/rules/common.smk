@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from mcore_mas.training import joblog
-from mcore_mas.rollout.base.files import writable
-from mcore_mas.rollout.base.ownership import FolderError, owned
-from mcore_mas.rollout.base.processes import end_at_second_interrupt
+from mcore_mas.runtime import joblog
+from rollout.base.files import writable
+from rollout.base.ownership import FolderError, owned
+from rollout.base.processes import end_at_second_interrupt
 from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.check import problems
 from mcore_mas.pipeline.suite import Suite
@@ -26,13 +26,19 @@ try:
     machine = workflow.resource_settings.default_resources or {}
     NODE_GPUS = machine["node_gpus"].raw if "node_gpus" in machine else 8
     if not isinstance(NODE_GPUS, int) or NODE_GPUS < 1:
-        raise SuiteError(f"default-resources, node_gpus: {NODE_GPUS}; expected the GPUs of a machine, such as 8")
-    if workflow.is_main_process and not acquires:  # not in each of its jobs, nor to fetch what they need
+        raise SuiteError(
+            f"default-resources, node_gpus: {NODE_GPUS}; expected the GPUs of a machine, such as 8"
+        )
+    if (
+        workflow.is_main_process and not acquires
+    ):  # not in each of its jobs, nor to fetch what they need
         if lines := problems(SUITE, node_gpus=NODE_GPUS):
             raise SuiteError("\n  ".join(lines))
 except (SuiteError, OSError) as error:  # one line, no traceback, before any job starts
     raise SystemExit(f"error: {error}") from None
-config["experiments"] = SUITE.overrides  # grids and the suite's overrides written out, for the report
+config["experiments"] = (
+    SUITE.overrides
+)  # grids and the suite's overrides written out, for the report
 config.pop("grid", None)
 config.pop("overrides", None)
 if SUITE.configs:
@@ -40,7 +46,9 @@ if SUITE.configs:
 
 joblog.tell_of_failed_jobs()
 STARTED = time.time()
-TASKS = {split: f"<results>/{{run}}/tasks/{split}.parquet" for split in ("train", "validation", "test")}
+TASKS = {
+    split: f"<results>/{{run}}/tasks/{split}.parquet" for split in ("train", "validation", "test")
+}
 ENVIRONMENT = "../envs/environment.yml"  # entered only with `--software-deployment-method conda`
 
 
@@ -65,7 +73,9 @@ def needs_of(stage):
     return {
         "mem_mb": lambda wildcards, attempt: needs(wildcards.run).memory_mb * attempt,
         "cpus_per_task": lambda wildcards: needs(wildcards.run).cpus,
-        "gres": lambda wildcards: f"gpu:{needs(wildcards.run).gpus}" if needs(wildcards.run).gpus else None,
+        "gres": lambda wildcards: (
+            f"gpu:{needs(wildcards.run).gpus}" if needs(wildcards.run).gpus else None
+        ),
         "nodes": lambda wildcards: needs(wildcards.run).nodes,
         "tasks": lambda wildcards: needs(wildcards.run).nodes,
         "tasks_per_gpu": 0,  # else the executor takes `tasks` for it
@@ -120,7 +130,9 @@ onstart:
             raise SystemExit(f"error: {error}") from None
         atexit.register(stack.pop_all().close)
     SUITE.write_configs(job.wildcards_dict.get("run") for job in jobs)
-    end_at_second_interrupt("error: ended by a second Ctrl-C; the same command goes on from what is saved")
+    end_at_second_interrupt(
+        "error: ended by a second Ctrl-C; the same command goes on from what is saved"
+    )
 
 
 onsuccess:

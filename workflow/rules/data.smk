@@ -15,7 +15,8 @@ rule prepare_tasks:
     conda:
         ENVIRONMENT
     resources:
-        mem_mb=lambda wildcards, attempt: tasks_mb(SUITE.checked(wildcards.run).data.paths) * attempt,
+        mem_mb=lambda wildcards, attempt: tasks_mb(SUITE.checked(wildcards.run).data.paths)
+        * attempt,
         runtime=30,
     params:
         **settings_of("tasks"),

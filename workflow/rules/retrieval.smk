@@ -84,7 +84,9 @@ rule probe_retriever:
 
 rule share_index:
     input:
-        lambda wildcards: owner_of(wildcards, "retriever.json", "index/index.json", "tasks/passages.jsonl"),
+        lambda wildcards: owner_of(
+            wildcards, "retriever.json", "index/index.json", "tasks/passages.jsonl"
+        ),
         tasks=tasks_of_owner,
     output:
         **TASKS,

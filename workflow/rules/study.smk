@@ -3,7 +3,9 @@
 
 rule study_stability:
     input:
-        scores=expand("<results>/{run}/evaluation/{state}.json", run=SUITE.runs, state=["base", "trained"]),
+        scores=expand(
+            "<results>/{run}/evaluation/{state}.json", run=SUITE.runs, state=["base", "trained"]
+        ),
         done=expand("<results>/{run}/train/done.json", run=SUITE.runs),
     output:
         csv=f"<results>/tables/{SUITE.name}_study.csv",

@@ -1,7 +1,9 @@
 # Tables of papers: their suite is made from workflow/tables, and at the scale `tiny` data and models too.
 from mcore_mas.reports.paper_tables import PaperTable
 
-TABLE_INPUTS = {name: paper_suite.table_inputs(PaperTable.load(name), SUITE, SEEDS) for name in TABLES}
+TABLE_INPUTS = {
+    name: paper_suite.table_inputs(PaperTable.load(name), SUITE, SEEDS) for name in TABLES
+}
 TINY = SUITE.tiny_files
 
 
@@ -10,7 +12,9 @@ ruleorder: make_paper_table > plot_curves
 
 rule make_paper_table:
     input:
-        lambda wildcards: [path for paths in TABLE_INPUTS[wildcards.table].values() for path in paths],
+        lambda wildcards: [
+            path for paths in TABLE_INPUTS[wildcards.table].values() for path in paths
+        ],
     output:
         csv="<results>/tables/{table}.csv",
         markdown="<results>/tables/{table}.md",

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged
-from mcore_mas.training.slurm import queued_again
+from mcore_mas.runtime.joblog import logged
+from mcore_mas.runtime.slurm import queued_again
 
 out = Path(snakemake.output.done).parent
 with logged(snakemake.log[0]), queued_again(out / "checkpoints", "*/step_*"):
     from mcore_mas.pipeline.cold_start import bootstrap
-    from mcore_mas.training.tracking import noted
+    from mcore_mas.tracking.feed import noted
 
     with noted(snakemake.log[0]):
         bootstrap(Path(snakemake.params.config), Path(snakemake.input.model).parent, out)

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged
-from mcore_mas.training.slurm import queued_again
+from mcore_mas.runtime.joblog import logged
+from mcore_mas.runtime.slurm import queued_again
 
 # a job that is preempted encodes on until Slurm kills it: one that ends before is a failed one, and not queued again
 with logged(snakemake.log[0]), queued_again(Path(snakemake.log[0]).parent):
     from mcore_mas.pipeline.prepare import index_passages
-    from mcore_mas.training.tracking import noted
+    from mcore_mas.tracking.feed import noted
 
     config, passages = Path(snakemake.params.config), Path(snakemake.input.passages)
     with noted(snakemake.log[0]):

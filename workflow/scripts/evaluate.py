@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged
-from mcore_mas.training.slurm import queued_again
+from mcore_mas.runtime.joblog import logged
+from mcore_mas.runtime.slurm import queued_again
 
 scores = Path(snakemake.output.scores)
 with logged(snakemake.log[0]), queued_again(scores.with_suffix(""), "part_*"):
-    from mcore_mas.training.evaluate import evaluate
-    from mcore_mas.training.publish import publish_evaluated
+    from mcore_mas.evaluation.evaluate import evaluate
+    from mcore_mas.tracking.publish import publish_evaluated
 
     config = Path(snakemake.params.config)
     evaluate(config, snakemake.wildcards.state, scores, snakemake.params.seats)

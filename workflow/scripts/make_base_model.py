@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged
+from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.base_model import make_base_model
-    from mcore_mas.training.tracking import noted
+    from mcore_mas.tracking.feed import noted
 
     tasks, model = Path(snakemake.input.tasks).parent, Path(snakemake.output.model).parent
     with noted(snakemake.log[0]):

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged
+from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.prepare import prepare_tasks
-    from mcore_mas.training.tracking import noted
+    from mcore_mas.tracking.feed import noted
 
     with noted(snakemake.log[0]):
         prepare_tasks(Path(snakemake.params.config), Path(snakemake.output.train).parent)

@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged
+from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.prepare import probe_index
-    from mcore_mas.training.tracking import noted
+    from mcore_mas.tracking.feed import noted
 
     with noted(snakemake.log[0]):
-        probe_index(Path(snakemake.params.config), Path(snakemake.input.manifest).parent, Path(snakemake.output.probe))
+        probe_index(
+            Path(snakemake.params.config),
+            Path(snakemake.input.manifest).parent,
+            Path(snakemake.output.probe),
+        )

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged
+from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.suite import make_report
     from mcore_mas.reports.runs import draw_jobs
     from mcore_mas.reports.tables import headline
-    from mcore_mas.training.publish import publish_in_time
+    from mcore_mas.tracking.publish import publish_in_time
 
     suite, out = dict(snakemake.params.suite), Path(snakemake.output.html)
     page = publish_in_time(out.parents[1], suite["experiments"], [suite["suite"]])

@@ -7,7 +7,7 @@ name=${SLURM_JOB_ID:-$(hostname)-$$}
 [ -z "$SLURM_JOB_ID" ] || set -- --host 0.0.0.0 "$@"
 trap 'ending=1; kill -TERM "$child" 2>/dev/null' TERM INT
 while :; do
-  "${PYTHON:-python}" -m mcore_mas.retrieval.server --die-with-parent --ready-file "$members/$name.json" "$@" &
+  "${PYTHON:-python}" -m retrieval.server --die-with-parent --ready-file "$members/$name.json" "$@" &
   child=$!
   wait "$child"
   code=$?

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged
+from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.reports.study import study_stability

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged
-from mcore_mas.training.slurm import queued_again, ray_over
+from mcore_mas.runtime.joblog import logged
+from mcore_mas.runtime.slurm import queued_again, ray_over
 
 folder, needs = Path(snakemake.output.done).parent, snakemake.resources
 with (

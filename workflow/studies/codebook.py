@@ -13,13 +13,13 @@ from random import Random
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.base.options import Share
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.records.trajectory import Demonstration, Message, Task, derive_seed
-from mcore_mas.rollout.tasks import Generator
-from mcore_mas.rollout.tasks.splits import split_of
-from mcore_mas.rollout.teams.roles import Role, register_agent
-from mcore_mas.rollout.teams.team import TeamSession
+from rollout.base.options import Share
+from rollout.environments.protocol import Step
+from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from rollout.tasks import Generator
+from rollout.tasks.splits import split_of
+from rollout.teams.roles import Role, register_agent
+from rollout.teams.team import TeamSession
 
 LETTERS = "abcdefgh"
 CODES = range(10, 34)
@@ -27,7 +27,11 @@ _BOOKS = {
     agent: {code: Random(derive_seed("code book", agent, code)).choice(LETTERS) for code in CODES}
     for agent in ("solver", "rescuer", "spender")
 }
-_PLACE = {"solver": 0, "rescuer": 1, "spender": 1}  # which of the task's numbers an agent's letter depends on
+_PLACE = {
+    "solver": 0,
+    "rescuer": 1,
+    "spender": 1,
+}  # which of the task's numbers an agent's letter depends on
 
 
 def letter(prompt: str, agent: str) -> str:
@@ -43,9 +47,18 @@ def tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
     for split, size in sizes.items():
         own = [prompt for prompt in prompts if split_of(prompt) == split]
         if size > len(own):
-            raise ValueError(f"code book: {size} {split} tasks asked for and there are {len(own)}; lower data.{split}")
+            raise ValueError(
+                f"code book: {size} {split} tasks asked for and there are {len(own)}; lower data.{split}"
+            )
         drawn += [
-            Task(id=text, prompt=text, answers=("",), env="codebook:guess", source="codes", split=split)
+            Task(
+                id=text,
+                prompt=text,
+                answers=("",),
+                env="codebook:guess",
+                source="codes",
+                split=split,
+            )
             for text in own[:size]
         ]
     return drawn
@@ -65,7 +78,9 @@ def demonstrations(
         agent = random.choice(agents)
         said = random.choice(LETTERS) if random.random() < slips[agent] else letter(prompt, agent)
         messages = roles[agent].messages(problem=prompt)
-        yield Demonstration(agent=agent, messages=(*messages, Message(role="assistant", content=said)))
+        yield Demonstration(
+            agent=agent, messages=(*messages, Message(role="assistant", content=said))
+        )
 
 
 GENERATOR = Generator(tasks=tasks, demonstrations=demonstrations)
@@ -92,7 +107,9 @@ class Guess:
     async def step(self, action: str) -> Step:
         agent, _, said = action.partition(" ")
         right = float(said == letter(self._prompt, agent))
-        return Step(reward=right if agent != "spender" else 0.0, done=bool(right), metrics={"right": right})
+        return Step(
+            reward=right if agent != "spender" else 0.0, done=bool(right), metrics={"right": right}
+        )
 
 
 def guess(task: Task) -> Guess:

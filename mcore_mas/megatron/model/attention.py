@@ -25,14 +25,21 @@ from torch.nn.functional import pad
 
 from mcore_mas.megatron.model.layout import CausalBlocks, PackedTrees
 from mcore_mas.megatron.model.tree_ops import KernelAttention
-from mcore_mas.rollout.models.exact import COLUMNS, row_attention
+from rollout.models.exact import COLUMNS, row_attention
 
 
 class TreeAttention(torch.nn.Module):
     """Megatron `core_attention` over trees of segments: what sequences share is computed once."""
 
     def __init__(  # type: ignore[no-untyped-def]
-        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, fused: bool = False, **_
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        softmax_scale=None,
+        fused: bool = False,
+        **_,
     ) -> None:
         """With `fused`, Transformer Engine's kernels attend where no sequence shares anything: they have no trees."""
         super().__init__()
@@ -40,7 +47,13 @@ class TreeAttention(torch.nn.Module):
         self.fused, self.exact = fused, config.deterministic_mode
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedTrees, **__: object
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: object,
+        packed_seq_params: PackedTrees,
+        **__: object,
     ) -> Tensor:
         """Attend within each tree.
 
@@ -53,38 +66,61 @@ class TreeAttention(torch.nn.Module):
             [T, 1, heads * head_dim]
         """
         assert packed_seq_params is not None, "TreeAttention runs on packed trees only"
-        q, k, v = (x.squeeze(1) for x in (query, key, value))  # a view, whose gradient needs no copy either
+        q, k, v = (
+            x.squeeze(1) for x in (query, key, value)
+        )  # a view, whose gradient needs no copy either
         if self.fused and packed_seq_params.starts is not None:
-            return self._whole_sequences(q, k, v, packed_seq_params.starts, packed_seq_params.longest)[:, None]
+            return self._whole_sequences(
+                q, k, v, packed_seq_params.starts, packed_seq_params.longest
+            )[:, None]
         if self.exact:
             return _attend_exactly(q, k, v, packed_seq_params.paths, self.scale)[:, None]
         if packed_seq_params.plan is not None:
             out: Tensor = KernelAttention.apply(q, k, v, packed_seq_params.plan, self.scale)
         else:
-            if q.device.type == "cpu":  # short blocks take its kernels up to six times as long in bfloat16
+            if (
+                q.device.type == "cpu"
+            ):  # short blocks take its kernels up to six times as long in bfloat16
                 q, k, v = q.float(), k.float(), v.float()
             out = _TreeAttention.apply(q, k, v, packed_seq_params, self.scale).to(value.dtype)
         return out.flatten(1)[:, None]
 
-    def _whole_sequences(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+    def _whole_sequences(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int
+    ) -> Tensor:
         """[T, heads * head_dim] by Transformer Engine, every sequence causally over itself."""
         kernel = _fused_kernel(q.shape[1], k.shape[1], q.shape[2], self.scale)
-        sizes = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+        sizes = {
+            "cu_seqlens_q": starts,
+            "cu_seqlens_kv": starts,
+            "max_seqlen_q": longest,
+            "max_seqlen_kv": longest,
+        }
         return cast(Tensor, kernel(q, k, v, **_THD, **sizes))
 
 
-_THD = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}  # sequences end to end, each causally over itself
+_THD = {
+    "qkv_format": "thd",
+    "attn_mask_type": "padding_causal",
+}  # sequences end to end, each causally over itself
 
 
 @cache
 def _fused_kernel(heads: int, kv_heads: int, head_dim: int, scale: float) -> torch.nn.Module:
-    from transformer_engine.pytorch import DotProductAttention  # only where it is installed and asked for
+    from transformer_engine.pytorch import (
+        DotProductAttention,  # only where it is installed and asked for
+    )
 
     sizes = {"num_attention_heads": heads, "kv_channels": head_dim, "num_gqa_groups": kv_heads}
-    return cast(torch.nn.Module, DotProductAttention(**sizes, **_THD, attention_dropout=0.0, softmax_scale=scale))
+    return cast(
+        torch.nn.Module,
+        DotProductAttention(**sizes, **_THD, attention_dropout=0.0, softmax_scale=scale),
+    )
 
 
-def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, paths: Sequence[Sequence[slice]], scale: float) -> Tensor:
+def _attend_exactly(
+    q: Tensor, k: Tensor, v: Tensor, paths: Sequence[Sequence[slice]], scale: float
+) -> Tensor:
     """[T, heads · d] of q [T, heads, d] and k, v [T, kv_heads, d], to the bits of the embedded engine's attention."""
     outs, groups = [], q.shape[1] // k.shape[1]
     for path in paths:
@@ -107,7 +143,9 @@ class _TreeAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedTrees, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedTrees, scale: float
+    ) -> Tensor:
         """[T, heads, d] of q [T, heads, d] and k, v [T, kv_heads, d]."""
         joint = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -116,7 +154,9 @@ class _TreeAttention(torch.autograd.Function):
             _put(joint, own, out)
             _put(lse, own, own_lse)
         for queries, keys in layout.seen:
-            seen, seen_lse = attend(_row(q, queries), _row(k, keys), _row(v, keys), causal=False, scale=scale)
+            seen, seen_lse = attend(
+                _row(q, queries), _row(k, keys), _row(v, keys), causal=False, scale=scale
+            )
             _join(joint[queries], lse[queries], seen[0].transpose(0, 1), seen_lse[0].t())
         out = joint.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -138,7 +178,9 @@ class _TreeAttention(torch.autograd.Function):
         for queries, keys in ctx.layout.seen:
             at_queries = [_row(x, queries) for x in (of_out, q, out, lse)]
             at_keys = [_row(x, keys) for x in (k, v)]
-            parts = attend_backward(*at_queries[:2], *at_keys, *at_queries[2:], causal=False, scale=ctx.scale)
+            parts = attend_backward(
+                *at_queries[:2], *at_keys, *at_queries[2:], causal=False, scale=ctx.scale
+            )
             for whole, place, part in zip(gradients, (queries, keys, keys), parts, strict=True):
                 whole[place] += part[0].transpose(0, 1)
         return *(gradient.to(q.dtype) for gradient in gradients), None, None
@@ -158,7 +200,9 @@ def _row(x: Tensor, place: slice) -> Tensor:
 
 def _blocks(x: Tensor, own: CausalBlocks) -> Tensor:
     """[B, heads, L, ...] of [T, heads, ...]: a view where the blocks lie one after the other, all of them full."""
-    blocks: Tensor = x[own.rows] if own.place is None else x[own.place].unflatten(0, (-1, own.length))
+    blocks: Tensor = (
+        x[own.rows] if own.place is None else x[own.place].unflatten(0, (-1, own.length))
+    )
     return blocks.transpose(1, 2)
 
 
@@ -177,7 +221,9 @@ class TreeRotary(RotaryEmbedding):
     position_ids: Tensor  # [T]
     positions: int  # above all of them; a number here, because asking the GPU for it would wait
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: object = None) -> Tensor:
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: object = None
+    ) -> Tensor:
         """Angles [T, 1, 1, head_dim] of the current micro-batch, twice; on a CPU what `turned` takes."""
         angles = cast(Tensor, self.get_emb(self.positions)[self.position_ids])
         if angles.device.type != "cpu":
@@ -200,18 +246,32 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp) of softmax(scale · q kᵀ) v; with `causal`, Q = K and a query sees keys up to its own."""
     if q.device.type == "cpu":  # its kernel knows of shared keys
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
         return out, lse
     k, v = _per_head(q, k), _per_head(q, v)
     if q.dtype == torch.float32:
-        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
         return out, lse[..., : q.shape[2]]
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )
     return out, lse
 
 
 def attend_backward(
-    of_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    of_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
 ) -> Gradients:
     """Gradients of q, k and v from that of the output; `out` and `lse` are those over all keys of the queries."""
     if q.device.type == "cpu":
@@ -224,10 +284,21 @@ def attend_backward(
 
 
 def _efficient_backward(
-    of_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    of_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> Gradients:
-    padded = pad(lse, (0, -lse.shape[-1] % _LSE_MULTIPLE), value=torch.inf).contiguous()  # read as neighbours, always
-    none = torch.zeros((), dtype=torch.int64, device=q.device)  # state of a dropout that there is not
+    padded = pad(
+        lse, (0, -lse.shape[-1] % _LSE_MULTIPLE), value=torch.inf
+    ).contiguous()  # read as neighbours, always
+    none = torch.zeros(
+        (), dtype=torch.int64, device=q.device
+    )  # state of a dropout that there is not
     mask = [True, True, True, False]
     of_q, of_k, of_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
         of_out, q, k, v, None, out, padded, none, none, 0.0, mask, causal, scale=scale
@@ -236,7 +307,14 @@ def _efficient_backward(
 
 
 def _flash_backward(
-    of_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    of_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> Gradients:
     none = torch.zeros(2, dtype=torch.uint64, device=q.device)
     lengths = (None, None, q.shape[2], k.shape[2])
@@ -258,9 +336,13 @@ class ContextAttention(TreeAttention):
         super().__init__(config, *args, **kwargs)
         kv_heads = config.num_query_groups // config.tensor_model_parallel_size
         # fewer key/value heads than ranks, or a number that does not divide: some go to several ranks
-        self.copies = config.context_parallel_size // math.gcd(config.context_parallel_size, kv_heads)
+        self.copies = config.context_parallel_size // math.gcd(
+            config.context_parallel_size, kv_heads
+        )
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Attend within each tree; tensors as in `TreeAttention` with T / cp in place of T."""
         if self.copies > 1:
             key, value = (x.repeat_interleave(self.copies, dim=2) for x in (key, value))
@@ -268,10 +350,16 @@ class ContextAttention(TreeAttention):
         # [T / cp, cp, heads / cp, head_dim] of queries, keys and values travel together
         parts = [x.squeeze(1).unflatten(1, (group.size(), -1)) for x in (query, key, value)]
         # the r-th of [cp, ...] goes to rank r, whose place in the result is the sender's
-        whole = all_to_all(group, torch.cat(parts, dim=2).transpose(0, 1)).flatten(0, 1)  # [T, heads / cp, head_dim]
+        whole = all_to_all(group, torch.cat(parts, dim=2).transpose(0, 1)).flatten(
+            0, 1
+        )  # [T, heads / cp, head_dim]
         heads = whole.split([part.shape[2] for part in parts], dim=1)
-        attended = super().forward(*(x[:, None] for x in heads), *args, **kwargs)  # [T, 1, heads / cp · head_dim]
+        attended = super().forward(
+            *(x[:, None] for x in heads), *args, **kwargs
+        )  # [T, 1, heads / cp · head_dim]
         # [cp, T / cp, heads / cp · head_dim]
-        own = attended.squeeze(1).unflatten(0, (group.size(), -1)).to(value.dtype)  # queries on a CPU are float32
+        own = (
+            attended.squeeze(1).unflatten(0, (group.size(), -1)).to(value.dtype)
+        )  # queries on a CPU are float32
         back: Tensor = all_to_all(group, own)
         return back.transpose(0, 1).reshape(query.shape[0], 1, -1)

@@ -15,7 +15,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
@@ -27,10 +30,12 @@ from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNo
 from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher, replay_routing
 from mcore_mas.megatron.model.layer_ops import rotated
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.rollout.models.architecture import Architecture
+from rollout.models.architecture import Architecture
 
 
-def layer_specs(config: TransformerConfig, kind: str, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def layer_specs(
+    config: TransformerConfig, kind: str, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, of which some may be sparse, of a `kind` in `LAYERS`."""
     make, norm = LAYERS[kind]
     dense = make(config, None)
@@ -57,7 +62,9 @@ def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     attention.core_attention = _core_attention(config)
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
     mlp = layer.submodules.mlp
-    mlp = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules  # megatron-core 0.18 has partials
+    mlp = (
+        mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    )  # megatron-core 0.18 has partials
     if experts is None:
         mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     else:
@@ -82,13 +89,17 @@ def _transformer_engine(config: TransformerConfig, experts: int | None) -> Modul
 
 
 def _fused_norm() -> Any:
-    from megatron.core.extensions.transformer_engine import TENorm  # only where Transformer Engine is
+    from megatron.core.extensions.transformer_engine import (
+        TENorm,  # only where Transformer Engine is
+    )
 
     return TENorm
 
 
 # how one layer is made, and the norm after the last
-LAYERS: dict[str, tuple[Callable[[TransformerConfig, int | None], ModuleSpec], Callable[[], Any]]] = {
+LAYERS: dict[
+    str, tuple[Callable[[TransformerConfig, int | None], ModuleSpec], Callable[[], Any]]
+] = {
     "local": (_local, lambda: RMSNorm),
     "te": (_transformer_engine, _fused_norm),
 }
@@ -118,14 +129,17 @@ def _expert_settings(a: Architecture, spec: TrainerSpec) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": spec.layers == "te",
-        "moe_permute_fusion": spec.layers == "te" and getattr(moe_utils, "fused_permute", None) is not None,
+        "moe_permute_fusion": spec.layers == "te"
+        and getattr(moe_utils, "fused_permute", None) is not None,
         "expert_model_parallel_size": spec.ep,
     }
 
 
 def _layout(spec: TrainerSpec) -> dict[str, Any]:
     """How it is cut, and how the parts talk."""
-    deep = fused_a2a.HAVE_DEEP_EP and spec.layers == "te" and spec.ep > 1 and spec.bf16  # it adds up bfloat16 only
+    deep = (
+        fused_a2a.HAVE_DEEP_EP and spec.layers == "te" and spec.ep > 1 and spec.bf16
+    )  # it adds up bfloat16 only
     return {
         "tensor_model_parallel_size": spec.tp,
         "pipeline_model_parallel_size": spec.pp,
@@ -137,7 +151,9 @@ def _layout(spec: TrainerSpec) -> dict[str, Any]:
         # micro-batches differ in length, unless stages are interleaved (`Pipeline`); Megatron asks for this dispatcher
         # with that, of dense models too
         "variable_seq_lengths": spec.vpp == 1,
-        "moe_token_dispatcher_type": "flex" if deep else "alltoall",  # by DeepEP, where it is installed
+        "moe_token_dispatcher_type": "flex"
+        if deep
+        else "alltoall",  # by DeepEP, where it is installed
     }
 
 
@@ -198,7 +214,9 @@ def transformer_config(a: Architecture, spec: TrainerSpec) -> TransformerConfig:
     )
 
 
-def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | None = None) -> PackedGPTModel:
+def build_model(
+    architecture: Architecture, spec: TrainerSpec, vp_stage: int | None = None
+) -> PackedGPTModel:
     """This rank's shard of one pipeline stage, its `vp_stage`-th where it has several; weights are yet to be loaded."""
     a = architecture
     config = transformer_config(a, spec)
@@ -218,7 +236,9 @@ def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | N
         vocab=a.vocab,
         rotary_base=a.rope_theta,
     )
-    model.rotary_pos_emb.inv_freq.copy_(a.inverse_frequencies())  # Megatron's own Llama 3 bands are fixed
+    model.rotary_pos_emb.inv_freq.copy_(
+        a.inverse_frequencies()
+    )  # Megatron's own Llama 3 bands are fixed
     for module in model.modules():
         if isinstance(module, MoELayer) and spec.layers == "local":
             SortedDispatcher.take_over(module.token_dispatcher)

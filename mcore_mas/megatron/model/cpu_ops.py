@@ -31,7 +31,9 @@ class Normed(torch.autograd.Function):
         along = (x * slope).flatten(0, -2)
         # with n = x / rms: d/dx = (g w − n · mean(g w n)) / rms
         mean = torch.mv(along, factor).view(scale.shape).mul_(scale.pow(3)).div_(x.shape[-1])
-        of_weight = along.mul_(scale.view(-1, 1)).sum(0)  # pairwise: a product would add token by token
+        of_weight = along.mul_(scale.view(-1, 1)).sum(
+            0
+        )  # pairwise: a product would add token by token
         of_x = (slope * factor).mul_(scale).addcmul_(x, mean, value=-1)
         return of_x.to(of_out.dtype), of_weight.to(weight.dtype), None
 

@@ -28,7 +28,7 @@ from mcore_mas.megatron.model.attention import TreeRotary
 from mcore_mas.megatron.model.cpu_ops import Gated, Normed, exponential
 from mcore_mas.megatron.model.layer_ops import KernelHead, KernelNorm, swiglu
 from mcore_mas.megatron.model.layout import PackedTrees
-from mcore_mas.rollout.models.exact import row_product
+from rollout.models.exact import row_product
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name
 # and the expert's, or those of the first and the last of a stack
@@ -37,7 +37,9 @@ EXPERT = re.compile(r"(?<=experts\.linear_fc[12]\.weight)\d+(-\d+)?")
 
 def renumbered(number: re.Pattern[str], name: str, shift: int) -> str:
     """A parameter's name with `LAYER` or `EXPERT` counted from elsewhere."""
-    return number.sub(lambda found: re.sub(r"\d+", lambda digits: str(int(digits[0]) + shift), found[0]), name)
+    return number.sub(
+        lambda found: re.sub(r"\d+", lambda digits: str(int(digits[0]) + shift), found[0]), name
+    )
 
 
 class PackedGPTModel(GPTModel):
@@ -58,7 +60,9 @@ class PackedGPTModel(GPTModel):
         """
         super().__init__(*args, **kwargs)
         self._vocab = vocab
-        self.rotary_pos_emb.__class__ = TreeRotary  # GPTModel has no slot for another rotary module; it adds no state
+        self.rotary_pos_emb.__class__ = (
+            TreeRotary  # GPTModel has no slot for another rotary module; it adds no state
+        )
         for module in self.modules():  # nor has its layer one for another MLP
             if type(module) is MLP:
                 module.__class__ = GatedMLP
@@ -67,12 +71,18 @@ class PackedGPTModel(GPTModel):
         elif self.post_process:
             self.output_layer.__class__ = OutputWeight
         last, c = self.decoder.layers[-1], self.config
-        whole = c.sequence_parallel or last.is_moe_layer  # other ranks, or a recorded routing, know all its tokens
+        whole = (
+            c.sequence_parallel or last.is_moe_layer
+        )  # other ranks, or a recorded routing, know all its tokens
         self._narrows = self.post_process and rank_device().type == "cpu" and not whole
         if self._narrows:
             add = last.self_attn_bda
-            last.self_attn_bda = lambda *how: lambda out, residual, p: add(*how)(out, self._narrow(residual), p)
-            last.self_attention.core_attention.register_forward_hook(self._attended, with_kwargs=True)
+            last.self_attn_bda = lambda *how: (
+                lambda out, residual, p: add(*how)(out, self._narrow(residual), p)
+            )
+            last.self_attention.core_attention.register_forward_hook(
+                self._attended, with_kwargs=True
+            )
 
     def ask(self, asked: Microbatch, layout: PackedTrees) -> None:
         """Say what the next forward pass is asked of this rank's tokens.
@@ -99,16 +109,24 @@ class PackedGPTModel(GPTModel):
         """A parameter's or module's name with layers and experts counted from the first of the whole model."""
         layer = int(self.decoder.layers[0].layer_number) - 1
         ranks = parallel_state.get_expert_model_parallel_world_size()
-        expert = parallel_state.get_expert_model_parallel_rank() * (self.config.num_moe_experts or 0) // ranks
+        expert = (
+            parallel_state.get_expert_model_parallel_rank()
+            * (self.config.num_moe_experts or 0)
+            // ranks
+        )
         return renumbered(EXPERT, renumbered(LAYER, name, layer), expert)
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    def _postprocess(
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, ...]:
         """Log-probabilities and entropies or values, each [N] float32; before the last stage what the next is sent."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
             # the head makes the gradient whole on every rank: each takes its part of it
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
         rows = hidden_states[self._places, 0]
         if isinstance(self.output_layer, ValueHead):
             return (self.output_layer(rows),)
@@ -116,7 +134,9 @@ class PackedGPTModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if embeds else self.output_layer()
         # of a weight that embeds here too, that use will pass on the gradient
         how = {"embeds": embeds, "exact": self.config.deterministic_mode}
-        return logprobs_and_entropy(rows, weight, self._asked.labels, self._asked.temperatures, self._vocab, **how)
+        return logprobs_and_entropy(
+            rows, weight, self._asked.labels, self._asked.temperatures, self._vocab, **how
+        )
 
 
 class OutputWeight(ColumnParallelLinear):
@@ -150,7 +170,14 @@ _CACHED_BYTES, _CACHED_ROWS = 4 << 20, 128
 
 
 def logprobs_and_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, vocab: int, *, embeds: bool, exact: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperatures: Tensor,
+    vocab: int,
+    *,
+    embeds: bool,
+    exact: bool,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `labels`, and the entropy, of softmax(hidden · weightᵀ / temperature), in float32.
 
@@ -173,9 +200,13 @@ def logprobs_and_entropy(
     columns = max(0, min(len(weight), vocab - first))
     if kernels_run(weight.device):
         parts = list(_chunks(len(labels), weight))
-        logprobs, entropy = KernelHead.apply(hidden, weight, labels - first, temperatures, columns, embeds, parts)
+        logprobs, entropy = KernelHead.apply(
+            hidden, weight, labels - first, temperatures, columns, embeds, parts
+        )
     else:
-        logprobs, entropy = _Head.apply(hidden, weight, labels - first, temperatures, columns, embeds, exact)
+        logprobs, entropy = _Head.apply(
+            hidden, weight, labels - first, temperatures, columns, embeds, exact
+        )
     return logprobs, entropy
 
 
@@ -222,11 +253,15 @@ class _Head(torch.autograd.Function):
         return label - log_z, entropy
 
     @staticmethod
-    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, temperatures, peak, z, entropy = ctx.saved_tensors
         of_hidden, total = torch.empty_like(hidden), None
         if ctx.needs_input_grad[1]:
-            total = torch.zeros(weight.shape, device=weight.device) if ctx.total is None else ctx.total
+            total = (
+                torch.zeros(weight.shape, device=weight.device) if ctx.total is None else ctx.total
+            )
         of_label: Any
         of_h: Any
         of_label, of_h = (0.0 if x is None else x / temperatures for x in (of_logprobs, of_entropy))
@@ -271,7 +306,9 @@ def _chunk_bytes(weight: Tensor) -> int:
     return _CHUNK_BYTES["cpu" if weight.device.type == "cpu" else "cuda"]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, columns: int, exact: bool) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, temperatures: Tensor, columns: int, exact: bool
+) -> Tensor:
     """[rows, columns of this rank] float32, after temperature."""
     logits = (row_product if exact else product)(hidden, weight).float()
     if logits.device.type != "cpu" or (temperatures != 1).any():
@@ -294,7 +331,11 @@ _WORTH_A_KERNEL = 1 << 26
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x weightᵀ [..., rows] of x [..., inputs] and a weight [rows, inputs]; carries no gradient."""
-    suits = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() * len(weight) >= _WORTH_A_KERNEL
+    suits = (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.numel() * len(weight) >= _WORTH_A_KERNEL
+    )
     if suits and _one_dnn is not None:
         return _one_dnn(x, weight, None, "none", [], "")
     return x @ weight.t()
@@ -304,18 +345,28 @@ class ColumnLinear(ColumnParallelLinear):
     """Megatron's linear layer whose rows are cut across ranks."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return _linear(super()._forward_impl, input, weight, exact=self.config.deterministic_mode, **kwargs)
+        return _linear(
+            super()._forward_impl, input, weight, exact=self.config.deterministic_mode, **kwargs
+        )
 
 
 class RowLinear(RowParallelLinear):
     """Megatron's linear layer whose inputs are cut across ranks."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return _linear(super()._forward_impl, input, weight, exact=self.config.deterministic_mode, **kwargs)
+        return _linear(
+            super()._forward_impl, input, weight, exact=self.config.deterministic_mode, **kwargs
+        )
 
 
 def _linear(
-    megatron: Callable[..., Tensor], x: Tensor, weight: Tensor, *, bias: Tensor | None, exact: bool, **how: Any
+    megatron: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None,
+    exact: bool,
+    **how: Any,
 ) -> Tensor:
     """The product with a weight that is trained on the CPU; `megatron`'s own where ranks exchange along with it."""
     frozen = not weight.requires_grad and not exact
@@ -349,7 +400,9 @@ class _Linear(torch.autograd.Function):
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm whose weight Megatron knows to reduce under sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

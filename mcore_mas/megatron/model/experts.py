@@ -21,12 +21,18 @@ from torch import Tensor
 
 from mcore_mas.megatron.device import add_product, added, kernels_run, rank_device
 from mcore_mas.megatron.model.decoder import multiply_gated, product
-from mcore_mas.rollout.models.architecture import Experts
-from mcore_mas.rollout.models.exact import row_product
+from rollout.models.architecture import Experts
+from rollout.models.exact import row_product
 
-Groups = Tensor | list[int]  # of sorted rows: where each expert's end [E] int32, on a GPU; how many each has
+Groups = (
+    Tensor | list[int]
+)  # of sorted rows: where each expert's end [E] int32, on a GPU; how many each has
 _ALIGNED = 8  # elements that torch's grouped product asks rows to be a multiple of
-_BLOCK, _TERMS, _WARPS = 128, 64, 8  # rows and columns of a gradient, and tokens, that a program multiplies at a time
+_BLOCK, _TERMS, _WARPS = (
+    128,
+    64,
+    8,
+)  # rows and columns of a gradient, and tokens, that a program multiplies at a time
 
 
 @torch.library.custom_op("mcore_mas::add_grouped", mutates_args={"total"})
@@ -37,7 +43,9 @@ def add_grouped(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> Non
     experts, rows, columns = total.shape
     tiles = -(-columns // _BLOCK), -(-rows // _BLOCK), experts
     terms = 2 * _TERMS // left.element_size()  # as much shared memory for float32
-    add_grouped_kernel[tiles](total, left, right, ends, (rows, columns), _BLOCK, terms, num_warps=_WARPS)
+    add_grouped_kernel[tiles](
+        total, left, right, ends, (rows, columns), _BLOCK, terms, num_warps=_WARPS
+    )
 
 
 add_grouped.register_fake(lambda *_: None)
@@ -50,11 +58,18 @@ class _Moved(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, spread: bool, tokens: Tensor, places: Tensor) -> Tensor:
         ctx.spread = spread
         ctx.save_for_backward(tokens, places)
-        return x.index_select(0, tokens) if spread else F.embedding_bag(places, x, mode="sum")  # float32, by one launch
+        return (
+            x.index_select(0, tokens) if spread else F.embedding_bag(places, x, mode="sum")
+        )  # float32, by one launch
 
     @staticmethod
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Moved.apply(of_out.contiguous(), not ctx.spread, *ctx.saved_tensors), None, None, None
+        return (
+            _Moved.apply(of_out.contiguous(), not ctx.spread, *ctx.saved_tensors),
+            None,
+            None,
+            None,
+        )
 
 
 class SortedDispatcher(MoEAlltoAllTokenDispatcher):
@@ -65,13 +80,21 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
         """Change the class of Megatron's, of which a layer's spec has no choice."""
         dispatcher.__class__ = cls
         if dispatcher.tp_size * dispatcher.ep_size == 1:
-            dispatcher.num_local_experts = 1  # all rows are this rank's, and sorted: Megatron is not to sort them again
+            dispatcher.num_local_experts = (
+                1  # all rows are this rank's, and sorted: Megatron is not to sort them again
+            )
 
-    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Rows [T k, h] and their weights [T k] sorted by expert, of tokens [..., h] with maps and weights [T, E]."""
         if not kernels_run(hidden_states.device):
-            sorted_rows: tuple[Tensor, Tensor] = super().dispatch_preprocess(hidden_states, routing_map, probs)
-            self.probs = probs.detach()  # else the graph behind it, which leads to the model, would keep both for good
+            sorted_rows: tuple[Tensor, Tensor] = super().dispatch_preprocess(
+                hidden_states, routing_map, probs
+            )
+            self.probs = (
+                probs.detach()
+            )  # else the graph behind it, which leads to the model, would keep both for good
             return sorted_rows
         self.hidden_shape, self.probs = hidden_states.shape, probs.detach()
         counts = self.preprocess(routing_map)
@@ -88,7 +111,9 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
             return super().combine_postprocess(rows)
         return _Moved.apply(rows.contiguous(), False, *self._order).view(self.hidden_shape)
 
-    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    def _maybe_dtoh_and_synchronize(
+        self, point: str, tokens_per_expert: Tensor | None = None
+    ) -> Tensor | None:
         """Tell the host how many rows go from rank to rank; how many an expert has stays on the device."""
         if self.tp_size * self.ep_size > 1:
             super()._maybe_dtoh_and_synchronize(point)
@@ -98,7 +123,9 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
 class GroupedExperts(torch.nn.Module):
     """A layer's experts on this rank, as Megatron's SequentialMLP: of each two halves of a gate, SwiGLU, a way back."""
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_: Any) -> None:
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: Any, **_: Any
+    ) -> None:
         super().__init__()
         self.config = config
         ffn, hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size(), config.hidden_size
@@ -116,20 +143,28 @@ class GroupedExperts(torch.nn.Module):
         one_launch = kernels_run(rows.device) and self._aligned and len(rows) > 0
         groups: Groups = counts.cumsum(0, dtype=torch.int32) if one_launch else counts.tolist()
         wide, _ = self.linear_fc1(rows, groups)
-        out: tuple[Tensor, None] = multiply_gated(self.config, wide, weights, lambda x: self.linear_fc2(x, groups))
+        out: tuple[Tensor, None] = multiply_gated(
+            self.config, wide, weights, lambda x: self.linear_fc2(x, groups)
+        )
         return out
 
 
 class GroupedLinear(torch.nn.Module):
     """The weights [rows, inputs] of a layer's experts, one below the other in a parameter that says which they are."""
 
-    def __init__(self, config: TransformerConfig, experts: int, rows: int, inputs: int, *, cut: int) -> None:
+    def __init__(
+        self, config: TransformerConfig, experts: int, rows: int, inputs: int, *, cut: int
+    ) -> None:
         """`rows` and `inputs` are of this rank; tensor parallelism cuts dimension `cut`."""
         super().__init__()
-        weight: Any = torch.empty(experts * rows, inputs, dtype=config.params_dtype, device=rank_device())
+        weight: Any = torch.empty(
+            experts * rows, inputs, dtype=config.params_dtype, device=rank_device()
+        )
         weight = torch.nn.Parameter(weight)
         set_tensor_model_parallel_attributes(weight, True, cut, 1)
-        weight.allreduce = config.expert_model_parallel_size == 1  # else it is summed over fewer ranks
+        weight.allreduce = (
+            config.expert_model_parallel_size == 1
+        )  # else it is summed over fewer ranks
         self._name, self._exact = f"weight0-{experts - 1}", config.deterministic_mode
         self.register_parameter(self._name, weight)
 
@@ -151,7 +186,9 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         of_out, groups = of_out.contiguous(), ctx.groups
-        of_x = _products(of_out, weight.unflatten(0, (len(groups), -1)).transpose(1, 2), groups, exact=False)
+        of_x = _products(
+            of_out, weight.unflatten(0, (len(groups), -1)).transpose(1, 2), groups, exact=False
+        )
         if x is None:
             return of_x, None, None, None
         total = torch.zeros(weight.shape, device=weight.device) if ctx.total is None else ctx.total
@@ -159,7 +196,9 @@ class _GroupedProduct(torch.autograd.Function):
         if isinstance(groups, Tensor):
             add_grouped(stack, of_out, x, groups)
         else:
-            for part, rows, inputs in zip(stack, of_out.split(groups), x.split(groups), strict=True):
+            for part, rows, inputs in zip(
+                stack, of_out.split(groups), x.split(groups), strict=True
+            ):
                 add_product(part, rows.t(), inputs)
         return of_x, total.to(weight.dtype) if ctx.total is None else added(weight), None, None
 
@@ -169,7 +208,9 @@ def _products(x: Tensor, stack: Tensor, groups: Groups, exact: bool) -> Tensor:
     if isinstance(groups, Tensor):
         return F.grouped_mm(x, stack.transpose(1, 2), offs=groups)
     multiply = row_product if exact else product
-    return torch.cat([multiply(part, weight) for part, weight in zip(x.split(groups), stack, strict=True)])
+    return torch.cat(
+        [multiply(part, weight) for part, weight in zip(x.split(groups), stack, strict=True)]
+    )
 
 
 class RoutingReplay(RouterReplay):
@@ -215,7 +256,9 @@ def replay_routing(layers: Iterable[Any], experts: Experts) -> None:
             layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _read(replay: RoutingReplay, place: int, _layer: torch.nn.Module, _: Any, given: dict[str, Any]) -> None:
+def _read(
+    replay: RoutingReplay, place: int, _layer: torch.nn.Module, _: Any, given: dict[str, Any]
+) -> None:
     """Take the layer's part, its `place` among the sparse ones, of what is on record."""
     routing = given["packed_seq_params"].routing
     replay.recorded = None if routing is None else routing[:, place]

@@ -28,13 +28,18 @@ def norm_kernel(x, weight, out, sizes, eps, rows: tl.constexpr, width: tl.conste
     row = (tl.program_id(0) * rows + tl.arange(0, rows)).to(tl.int64)[:, None]
     column = tl.arange(0, width)[None, :]
     there = (row < sizes[0]) & (column < sizes[1])
-    value, share = _load(x, row * sizes[2] + column, there), _load(weight, column, column < sizes[1])
+    value, share = (
+        _load(x, row * sizes[2] + column, there),
+        _load(weight, column, column < sizes[1]),
+    )
     normed = value * _inverse(value, sizes, eps)
     tl.store(out + row * sizes[1] + column, (normed * share).to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def norm_gradient_kernel(x, weight, of_out, made, sizes, eps, rows: tl.constexpr, width: tl.constexpr):
+def norm_gradient_kernel(
+    x, weight, of_out, made, sizes, eps, rows: tl.constexpr, width: tl.constexpr
+):
     """`made` is the gradient of x and, if wanted, each program's part of the weight's [programs, columns].
 
     A program goes through every so-and-so-many-th block of rows and adds up what the weight gets of them.
@@ -47,7 +52,10 @@ def norm_gradient_kernel(x, weight, of_out, made, sizes, eps, rows: tl.constexpr
         row = (at + tl.arange(0, rows)).to(tl.int64)[:, None]
         there = (row < sizes[0]) & (column < sizes[1])
         # both before the first of them is summed: nothing is read ahead of a barrier that comes first
-        value, slope = _load(x, row * sizes[2] + column, there), _load(of_out, row * sizes[1] + column, there)
+        value, slope = (
+            _load(x, row * sizes[2] + column, there),
+            _load(of_out, row * sizes[1] + column, there),
+        )
         # y = n w, n = x r, r = (mean x² + ε)^-1/2: dx = r (w dy − n mean(w dy n)) and dw = Σ dy n
         inverse = _inverse(value, sizes, eps)
         normed, steep = value * inverse, slope * share
@@ -56,7 +64,9 @@ def norm_gradient_kernel(x, weight, of_out, made, sizes, eps, rows: tl.constexpr
         total += slope * normed
     if parts is not None:
         place = tl.arange(0, width)
-        tl.store(parts + tl.program_id(0) * sizes[1] + place, tl.sum(total, 0), mask=place < sizes[1])
+        tl.store(
+            parts + tl.program_id(0) * sizes[1] + place, tl.sum(total, 0), mask=place < sizes[1]
+        )
 
 
 @triton.jit
@@ -91,11 +101,15 @@ def swiglu_gradient_kernel(wide, scale, of_out, of_wide, of_scale, width, block:
     of_gate = slope * up * share * (1 + gate * (1 - share))
     of_up = slope * gate * share
     tl.store(of_wide + 2 * row * width + column, of_gate.to(of_wide.dtype.element_ty), mask=there)
-    tl.store(of_wide + (2 * row + 1) * width + column, of_up.to(of_wide.dtype.element_ty), mask=there)
+    tl.store(
+        of_wide + (2 * row + 1) * width + column, of_up.to(of_wide.dtype.element_ty), mask=there
+    )
 
 
 @triton.jit
-def rotate_kernel(x, angles, out, sizes, back: tl.constexpr, heads: tl.constexpr, half: tl.constexpr):
+def rotate_kernel(
+    x, angles, out, sizes, back: tl.constexpr, heads: tl.constexpr, half: tl.constexpr
+):
     """Every head's halves (a, b) of one token as (a cos − b sin, b cos + a sin), or `back`, by the opposite angles.
 
     `sizes` is (heads, half of their elements, strides of x by token and head, of angles by token); `heads` and `half`
@@ -130,11 +144,16 @@ def add_grouped_kernel(total, left, right, ends, sizes, block: tl.constexpr, ter
     last = tl.load(ends + group)
     if first < last:  # else there is nothing to add
         sums = tl.zeros((block, block), dtype=tl.float32)
-        a_start, b_start = left + first.to(tl.int64) * sizes[0], right + first.to(tl.int64) * sizes[1]
+        a_start, b_start = (
+            left + first.to(tl.int64) * sizes[0],
+            right + first.to(tl.int64) * sizes[1],
+        )
         for at in range(first, last, terms):
             there = token < last - at
             a = tl.load(a_start + token * sizes[0] + row, mask=there & (row < sizes[0]), other=0.0)
-            b = tl.load(b_start + token * sizes[1] + column, mask=there & (column < sizes[1]), other=0.0)
+            b = tl.load(
+                b_start + token * sizes[1] + column, mask=there & (column < sizes[1]), other=0.0
+            )
             a_start += terms * sizes[0]
             b_start += terms * sizes[1]
             sums = tl.dot(tl.trans(a), b, sums, input_precision="ieee")
@@ -177,7 +196,10 @@ def gradient_kernel(logits, labels, numbers, gradient, sizes, block: tl.constexp
     inverse = 1.0 / tl.load(numbers + row)
     log_z, entropy = tl.load(numbers + rows + row), tl.load(numbers + 2 * rows + row)
     of_logprob, of_entropy = tl.load(numbers + 3 * rows + row), tl.load(numbers + 4 * rows + row)
-    z = tl.load(logits + row * sizes[2] + column, mask=column < sizes[0], other=float("-inf")) * inverse
+    z = (
+        tl.load(logits + row * sizes[2] + column, mask=column < sizes[0], other=float("-inf"))
+        * inverse
+    )
     logp = z - log_z
     p = tl.exp(logp)
     logp = tl.where(p > 0, logp, 0.0)

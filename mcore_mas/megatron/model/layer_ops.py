@@ -24,7 +24,11 @@ def _norm_blocks(rows: int, width: int) -> tuple[int, int, dict[str, int]]:
     power = 1 << (width - 1).bit_length()
     size = max(1, _NORM_BLOCK // power)
     warps, blocks = min(32, size * power // 512), -(-rows // size)
-    return blocks, min(blocks, _NORM_WARPS // warps), {"rows": size, "width": power, "num_warps": warps}
+    return (
+        blocks,
+        min(blocks, _NORM_WARPS // warps),
+        {"rows": size, "width": power, "num_warps": warps},
+    )
 
 
 @torch.library.custom_op("mcore_mas::norm", mutates_args=())
@@ -38,7 +42,9 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @torch.library.custom_op("mcore_mas::norm_gradient", mutates_args=())
-def _norm_gradient(x: Tensor, weight: Tensor, of_out: Tensor, eps: float, trains: bool) -> tuple[Tensor, Tensor]:
+def _norm_gradient(
+    x: Tensor, weight: Tensor, of_out: Tensor, eps: float, trains: bool
+) -> tuple[Tensor, Tensor]:
     """The gradient of x, and in parts [programs, width] that of the weight, or [0, width] of one that is frozen."""
     from mcore_mas.megatron.model import layer_kernels as kernels
 
@@ -55,7 +61,9 @@ def _norm_gradient_results(x: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
 
 
 _norm.register_fake(lambda x, *_: x.new_empty(x.shape))
-_norm_gradient.register_fake(lambda x, weight, of_out, eps, trains: _norm_gradient_results(x, trains))
+_norm_gradient.register_fake(
+    lambda x, weight, of_out, eps, trains: _norm_gradient_results(x, trains)
+)
 
 
 class KernelNorm(torch.autograd.Function):
@@ -75,7 +83,9 @@ class KernelNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor | None, None]:
         rows, weight = ctx.saved_tensors
-        of_x, parts = _norm_gradient(rows, weight, of_out.contiguous(), ctx.eps, ctx.needs_input_grad[1])
+        of_x, parts = _norm_gradient(
+            rows, weight, of_out.contiguous(), ctx.eps, ctx.needs_input_grad[1]
+        )
         of_x = of_x.view(of_out.shape)
         if not ctx.needs_input_grad[1]:
             return of_x, None, None
@@ -105,9 +115,13 @@ def _swiglu_gradient(wide: Tensor, scale: Tensor | None, of_out: Tensor) -> tupl
     from mcore_mas.megatron.model import layer_kernels as kernels
 
     grid, of_wide = _grid(of_out), torch.empty_like(wide)
-    of_scale = wide.new_empty((*wide.shape[:-1], grid[1]) if scale is not None else 0, dtype=torch.float32)
+    of_scale = wide.new_empty(
+        (*wide.shape[:-1], grid[1]) if scale is not None else 0, dtype=torch.float32
+    )
     sizes = of_out.shape[-1], LAYER_BLOCK
-    kernels.swiglu_gradient_kernel[grid](wide, scale, of_out, of_wide, of_scale, *sizes, num_warps=_LAYER_WARPS)
+    kernels.swiglu_gradient_kernel[grid](
+        wide, scale, of_out, of_wide, of_scale, *sizes, num_warps=_LAYER_WARPS
+    )
     return of_wide, of_scale
 
 
@@ -122,11 +136,15 @@ def _swiglu_backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 swiglu.register_fake(lambda wide, scale=None: wide.new_empty(*wide.shape[:-1], wide.shape[-1] // 2))
-swiglu.register_autograd(_swiglu_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+swiglu.register_autograd(
+    _swiglu_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 _swiglu_gradient.register_fake(
     lambda wide, scale, of_out: (
         torch.empty_like(wide),
-        wide.new_empty((*wide.shape[:-1], _grid(of_out)[1]) if scale is not None else 0, dtype=torch.float32),
+        wide.new_empty(
+            (*wide.shape[:-1], _grid(of_out)[1]) if scale is not None else 0, dtype=torch.float32
+        ),
     )
 )
 
@@ -166,7 +184,9 @@ def _rows(logits: Tensor, labels: Tensor, temperatures: Tensor, columns: int) ->
 
     found = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
     sizes = (columns, logits.shape[1], logits.stride(0))
-    kernels.rows_kernel[(len(logits),)](logits, labels, temperatures, found, sizes, _HEAD_BLOCK, num_warps=_HEAD_WARPS)
+    kernels.rows_kernel[(len(logits),)](
+        logits, labels, temperatures, found, sizes, _HEAD_BLOCK, num_warps=_HEAD_WARPS
+    )
     return found
 
 
@@ -174,7 +194,9 @@ _rows.register_fake(lambda logits, *_: logits.new_empty(4, len(logits), dtype=to
 
 
 @torch.library.custom_op("mcore_mas::head_gradient", mutates_args=())
-def _gradient(logits: Tensor, labels: Tensor, numbers: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+def _gradient(
+    logits: Tensor, labels: Tensor, numbers: Tensor, columns: int, dtype: torch.dtype
+) -> Tensor:
     from mcore_mas.megatron.model import layer_kernels as kernels
 
     gradient = torch.empty(logits.shape, dtype=dtype, device=logits.device)
@@ -186,7 +208,9 @@ def _gradient(logits: Tensor, labels: Tensor, numbers: Tensor, columns: int, dty
     return gradient
 
 
-_gradient.register_fake(lambda logits, labels, numbers, columns, dtype: logits.new_empty(logits.shape, dtype=dtype))
+_gradient.register_fake(
+    lambda logits, labels, numbers, columns, dtype: logits.new_empty(logits.shape, dtype=dtype)
+)
 
 
 class KernelHead(torch.autograd.Function):
@@ -229,16 +253,22 @@ class KernelHead(torch.autograd.Function):
         return sums[2] - log_z, entropy
 
     @staticmethod
-    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, temperatures, log_z, entropy, kept = ctx.saved_tensors
         given = [torch.zeros_like(log_z) if x is None else x for x in (of_logprobs, of_entropy)]
         numbers = torch.stack([temperatures, log_z, entropy, *given])
         of_hidden, total = torch.empty_like(hidden), None
         if ctx.needs_input_grad[1]:
-            total = torch.zeros(weight.shape, device=weight.device) if ctx.total is None else ctx.total
+            total = (
+                torch.zeros(weight.shape, device=weight.device) if ctx.total is None else ctx.total
+            )
         for part in ctx.parts:
             logits = kept if part is ctx.parts[-1] else _logits(hidden[part], weight)
-            gradient = _gradient(logits, labels[part], numbers[:, part].contiguous(), ctx.columns, weight.dtype)
+            gradient = _gradient(
+                logits, labels[part], numbers[:, part].contiguous(), ctx.columns, weight.dtype
+            )
             del logits
             of_hidden[part] = gradient @ weight
             if total is not None:

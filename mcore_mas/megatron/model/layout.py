@@ -100,8 +100,16 @@ class BlockPlan:
         block, column = np.nonzero(visible)
         order = np.lexsort((column, ~full[block, column], block))
         begin = np.concatenate([[0], np.cumsum(visible.sum(1))])
-        columns = (end, column[order], begin, begin[:-1] + full.sum(1), *_extremes(end, sizes.keys_kv))
-        return cls(sizes, *(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in columns))
+        columns = (
+            end,
+            column[order],
+            begin,
+            begin[:-1] + full.sum(1),
+            *_extremes(end, sizes.keys_kv),
+        )
+        return cls(
+            sizes, *(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)) for x in columns)
+        )
 
 
 def _extremes(end: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
@@ -118,20 +126,32 @@ class PackedTrees(PackedSeqParams):
     """
 
     qkv_format: str = "sbhd"
-    max_seqlen_q: int = 0  # Megatron takes the larger of these two for the rotary length; TreeRotary needs neither
+    max_seqlen_q: int = (
+        0  # Megatron takes the larger of these two for the rotary length; TreeRotary needs neither
+    )
     max_seqlen_kv: int = 0
     own: tuple[CausalBlocks, ...] = field(default_factory=tuple)  # every token is in one of them
-    seen: tuple[tuple[slice, slice], ...] = field(default_factory=tuple)  # queries, and keys that all of them see
-    paths: tuple[tuple[slice, ...], ...] = field(default_factory=tuple)  # on a CPU, of each segment from its root
+    seen: tuple[tuple[slice, slice], ...] = field(
+        default_factory=tuple
+    )  # queries, and keys that all of them see
+    paths: tuple[tuple[slice, ...], ...] = field(
+        default_factory=tuple
+    )  # on a CPU, of each segment from its root
     plan: BlockPlan | None = None  # in place of both, for Triton's kernel
-    starts: Tensor | None = None  # [sequences + 1] int32, where none shares anything: the first token of each, and T
+    starts: Tensor | None = (
+        None  # [sequences + 1] int32, where none shares anything: the first token of each, and T
+    )
     longest: int = 0  # tokens of the longest segment
     positions: int = 0  # tokens of the longest sequence
-    asked: Tensor | None = None  # [n] this rank's tokens that predict something, where only they leave the last layer
+    asked: Tensor | None = (
+        None  # [n] this rank's tokens that predict something, where only they leave the last layer
+    )
     routing: Tensor | None = None  # [tokens of this rank, sparse layers, k], see `RoutingReplay`
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], kind: str = "cpu", sizes: TileSizes | None = None) -> PackedTrees:
+    def of(
+        cls, segments: Sequence[Segment], kind: str = "cpu", sizes: TileSizes | None = None
+    ) -> PackedTrees:
         """The layout of `segments` end to end, depth first: what continues a segment lies right behind it.
 
         Its tensors are on the CPU.
@@ -150,13 +170,19 @@ class PackedTrees(PackedSeqParams):
             if segments[i].parent >= 0:
                 ends[segments[i].parent] = max(ends[segments[i].parent], ends[i])
         alone = all(segment.parent < 0 for segment in segments)
-        own, seen = ((), ()) if sizes else _calls(places, ends, _CPU_BLOCK if kind == "cpu" else max(lengths))
+        own, seen = (
+            ((), ())
+            if sizes
+            else _calls(places, ends, _CPU_BLOCK if kind == "cpu" else max(lengths))
+        )
         return cls(
             own=own,
             seen=seen,
             paths=tuple(paths),
             plan=BlockPlan.of(lengths, ends, sizes) if sizes else None,
-            starts=torch.tensor([0, *(place.stop for place in places)], dtype=torch.int32) if alone else None,
+            starts=torch.tensor([0, *(place.stop for place in places)], dtype=torch.int32)
+            if alone
+            else None,
             longest=max(lengths),
             positions=max(map(sum, zip(depths(segments), lengths, strict=True))),
         )
@@ -184,14 +210,20 @@ def _cut(place: slice, longest: int) -> list[slice]:
         return [place]
     length = -(-tokens // -(-tokens // longest))
     length += -length % _CPU_MULTIPLE
-    return [slice(start, min(start + length, place.stop)) for start in range(place.start, place.stop, length)]
+    return [
+        slice(start, min(start + length, place.stop))
+        for start in range(place.start, place.stop, length)
+    ]
 
 
 def _halves(blocks: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
     """What the blocks of a segment see of it besides themselves: each half the one before it."""
     if len(blocks) > 1:
         half = (len(blocks) + 1) // 2
-        yield slice(blocks[half].start, blocks[-1].stop), slice(blocks[0].start, blocks[half - 1].stop)
+        yield (
+            slice(blocks[half].start, blocks[-1].stop),
+            slice(blocks[0].start, blocks[half - 1].stop),
+        )
         yield from _halves(blocks[:half])
         yield from _halves(blocks[half:])
 
@@ -219,4 +251,6 @@ def _padded(blocks: Sequence[slice]) -> CausalBlocks:
     rows = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
     present = column < lengths[:, None]
     filled = present.flatten().nonzero()[:, 0]
-    return CausalBlocks(len(column), rows=rows, present=present, filled=filled, tokens=rows.flatten()[filled])
+    return CausalBlocks(
+        len(column), rows=rows, present=present, filled=filled, tokens=rows.flatten()[filled]
+    )

@@ -26,7 +26,11 @@ def _rows(block, kv, tokens, shape: tl.constexpr):
     """Of a tile of queries the token and the head [ROWS] of each row, and whether it exists."""
     row = tl.arange(0, shape[3])
     token = block * (shape[3] // shape[0]) + row // shape[0]
-    return token, kv * shape[0] + row % shape[0], (row < shape[3] // shape[0] * shape[0]) & (token < tokens)
+    return (
+        token,
+        kv * shape[0] + row % shape[0],
+        (row < shape[3] // shape[0] * shape[0]) & (token < tokens),
+    )
 
 
 @triton.jit
@@ -110,7 +114,9 @@ def forward_kernel(q, k, v, out, lse, plan, shape: tl.constexpr):
     peak, total, weighted = state
     total = tl.where(live, total, 1.0)  # every row that exists sees itself
     _store(out, weighted / total[:, None], query, head, live, shape)
-    tl.store(lse + query.to(tl.int64) * plan[7] + head, (peak + tl.log2(total)) / _LOG2_E, mask=live)
+    tl.store(
+        lse + query.to(tl.int64) * plan[7] + head, (peak + tl.log2(total)) / _LOG2_E, mask=live
+    )
 
 
 @triton.jit

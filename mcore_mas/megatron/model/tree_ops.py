@@ -36,7 +36,10 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     from mcore_mas.megatron.model import tree_kernels as kernels
 
-    out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2], dtype=torch.float32)
+    out, lse = (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        q.new_empty(q.shape[:2], dtype=torch.float32),
+    )
     group, rows, keys, *_ = sizes
     tensors, shape = [_pointer(x) for x in (q, k, v, out)], _shape(q.shape[2], group, rows, keys)
     kernels.forward_kernel[len(plan[3]), k.shape[1]](
@@ -45,7 +48,9 @@ def _attention(
     return out, lse
 
 
-_attention.register_fake(lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)))
+_attention.register_fake(
+    lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32))
+)
 
 
 @torch.library.custom_op("mcore_mas::tree_attention_backward", mutates_args=())
@@ -71,7 +76,9 @@ def _attention_backward(
     return of_q, of_k, of_v
 
 
-_attention_backward.register_fake(lambda of_out, forward, *_: tuple(x.new_empty(x.shape) for x in forward[:3]))
+_attention_backward.register_fake(
+    lambda of_out, forward, *_: tuple(x.new_empty(x.shape) for x in forward[:3])
+)
 
 
 class KernelAttention(torch.autograd.Function):
@@ -92,7 +99,11 @@ class KernelAttention(torch.autograd.Function):
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
         plan: BlockPlan = ctx.plan
         gradients = _attention_backward(
-            of_out.contiguous(), list(ctx.saved_tensors), _tensors(plan), list(astuple(plan.sizes)), ctx.scale
+            of_out.contiguous(),
+            list(ctx.saved_tensors),
+            _tensors(plan),
+            list(astuple(plan.sizes)),
+            ctx.scale,
         )
         return *gradients, None, None
 

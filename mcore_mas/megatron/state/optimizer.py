@@ -37,7 +37,9 @@ def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
         list(stages),
     )
     for group in optimizer.param_groups:
-        if "fused" in group:  # torch's Adam, in one loop or launch; Transformer Engine's and Apex' are that anyway
+        if (
+            "fused" in group
+        ):  # torch's Adam, in one loop or launch; Transformer Engine's and Apex' are that anyway
             group["fused"] = True
     if spec.host_moments:
         for own in optimizer.chained_optimizers:
@@ -71,10 +73,16 @@ def _step_by_weight(adam: Any, step: Callable[[], object]) -> None:
                 one = {**group, "params": [weight]}
                 adam.param_groups = [one]
                 places, state = adam.kept.get(weight, {}), adam.state.get(weight, {})
-                state |= {m: state[m].to(weight.device, non_blocking=True) for m in places if m in state}
+                state |= {
+                    m: state[m].to(weight.device, non_blocking=True) for m in places if m in state
+                }
                 step()
                 state = adam.state.get(weight, {})
-                state |= {m: place.copy_(state[m], non_blocking=True) for m, place in places.items() if m in state}
+                state |= {
+                    m: place.copy_(state[m], non_blocking=True)
+                    for m, place in places.items()
+                    if m in state
+                }
             group.update({key: value for key, value in one.items() if key != "params"})
     finally:
         adam.param_groups = groups
@@ -96,7 +104,9 @@ class OptimizerShard:
 
     first: int
     last: int
-    tensors: dict[str, Tensor]  # flat, by kind: the master weight in float32 and, after a step, Adam's moments
+    tensors: dict[
+        str, Tensor
+    ]  # flat, by kind: the master weight in float32 and, after a step, Adam's moments
 
 
 class OptimizerState:
@@ -107,7 +117,9 @@ class OptimizerState:
         # experts that ranks share out have an optimizer of their own, because they are summed over fewer ranks; one
         # without a parameter on this rank has nothing inside
         self._chained = [own for own in optimizer.chained_optimizers if own.optimizer is not None]
-        self._distributed = any(hasattr(own, "model_param_group_index_map") for own in self._chained)
+        self._distributed = any(
+            hasattr(own, "model_param_group_index_map") for own in self._chained
+        )
         self._adam = {
             id(stepped): own.optimizer
             for own in self._chained
@@ -132,14 +144,23 @@ class OptimizerState:
     def tensors(self) -> list[Tensor]:
         """All that the inner optimizers hold: what they step, which may be the weights themselves, and moments."""
         inner = [own.optimizer for own in self._chained]
-        stepped = [tensor for adam in inner for group in adam.param_groups for tensor in group["params"]]
-        held = [value for adam in inner for state in adam.state.values() for value in state.values()]
+        stepped = [
+            tensor for adam in inner for group in adam.param_groups for tensor in group["params"]
+        ]
+        held = [
+            value for adam in inner for state in adam.state.values() for value in state.values()
+        ]
         return stepped + [value for value in held if isinstance(value, Tensor)]
 
     def gradients(self) -> list[Tensor]:
         """The parts of the gradient buffers that this rank steps by, once `prepare_grads` has found them; float32."""
         groups = [group for own in self._chained for group in own.optimizer.param_groups]
-        return [stepped.grad for group in groups for stepped in group["params"] if stepped.grad is not None]
+        return [
+            stepped.grad
+            for group in groups
+            for stepped in group["params"]
+            if stepped.grad is not None
+        ]
 
     def load(self, read: Callable[[str, str, int, int], Tensor], steps: int) -> None:
         """Continue after `steps` steps from what `parts` gave on all ranks; after none, without moments.
@@ -161,11 +182,16 @@ class OptimizerState:
                 stepped.copy_(weight[first:last].view(stepped.shape))
             if steps:
                 adam = self._adam[id(stepped)]
-                held = getattr(adam, "kept", {}).get(stepped) or {m: torch.empty_like(stepped) for m in MOMENTS}
+                held = getattr(adam, "kept", {}).get(stepped) or {
+                    m: torch.empty_like(stepped) for m in MOMENTS
+                }
                 for moment, place in held.items():
                     place.copy_(read(name, moment, first, last).view(stepped.shape))
                 # one step tensor for each: Adam counts up in place
-                adam.state[stepped] = {"step": torch.tensor(float(steps), device=stepped.device), **held}
+                adam.state[stepped] = {
+                    "step": torch.tensor(float(steps), device=stepped.device),
+                    **held,
+                }
 
     def _stepped(self, parameter: Tensor) -> tuple[Tensor, int, int] | None:
         """The tensor that an inner optimizer steps for elements [first, last) of a parameter's flat shard, and these.
@@ -189,7 +215,9 @@ class Offload:
     optimizer's part) is what it was once they are filled again.
     """
 
-    def __init__(self, gradients: Iterable[Tensor], kept: Callable[[], Iterable[Tensor]], host: BlockMemory) -> None:
+    def __init__(
+        self, gradients: Iterable[Tensor], kept: Callable[[], Iterable[Tensor]], host: BlockMemory
+    ) -> None:
         """`gradients` come back as zeros; `kept` says anew at each sleep which tensors come back as they were."""
         self._gradients = stored(gradients)
         self._kept = kept

@@ -20,10 +20,15 @@ from torch import Tensor
 
 from mcore_mas.megatron.device import BlockMemory, beat, exchange
 from mcore_mas.megatron.state.optimizer import OptimizerState
-from mcore_mas.megatron.state.weight_import import LazyTensor, WeightMapping, tensor_parallel, weight_mappings
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import Digest, write_chunks
-from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.megatron.state.weight_import import (
+    LazyTensor,
+    WeightMapping,
+    tensor_parallel,
+    weight_mappings,
+)
+from rollout.base.errors import ModelError
+from rollout.base.files import Digest, write_chunks
+from rollout.models.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +44,9 @@ class TensorBlock:
     @property
     def key(self) -> str:
         """The rectangle as text, `tensor[rows, columns]`."""
-        ranges = (f"{first}:{first + length}" for first, length in zip(self.start, self.size, strict=True))
+        ranges = (
+            f"{first}:{first + length}" for first, length in zip(self.start, self.size, strict=True)
+        )
         return f"{self.tensor}[{','.join(ranges)}]"
 
     @property
@@ -64,14 +71,23 @@ class TensorBlock:
 
 
 def tensor_blocks(
-    entry: WeightMapping, shard: Sequence[int], architecture: Architecture, tp: int, rank: int, span: tuple[int, int]
+    entry: WeightMapping,
+    shard: Sequence[int],
+    architecture: Architecture,
+    tp: int,
+    rank: int,
+    span: tuple[int, int],
 ) -> list[TensorBlock]:
     """The rectangles that elements [first, last) = `span` of a flat shard hold; padding is in none.
 
     Args:
         shard: shape of tensor-parallel rank `rank`'s shard of the parameter, one of `tp`.
     """
-    return [part for block in _blocks(entry, shard, architecture, tp, rank) for part in _within(block, *span)]
+    return [
+        part
+        for block in _blocks(entry, shard, architecture, tp, rank)
+        for part in _within(block, *span)
+    ]
 
 
 def _blocks(
@@ -85,10 +101,14 @@ def _blocks(
     parts = tp if len(shapes[0]) == 2 else 1
     heads = list(accumulate((shape[0] for shape in shapes), initial=0))
     numbers = [
-        torch.arange(head * parts + 1, (head + shape[0]) * parts + 1).view(-1, *[parts] * (len(shape) - 1))
+        torch.arange(head * parts + 1, (head + shape[0]) * parts + 1).view(
+            -1, *[parts] * (len(shape) - 1)
+        )
         for head, shape in zip(heads, shapes, strict=False)
     ]
-    cut = torch.zeros(shard[0], shard[1] * parts // shapes[0][1] if len(shard) == 2 else 1, dtype=torch.int64)
+    cut = torch.zeros(
+        shard[0], shard[1] * parts // shapes[0][1] if len(shard) == 2 else 1, dtype=torch.int64
+    )
     own = cut if len(shard) == 2 else cut[:, 0]
     entry.sharding.fill(own, [LazyTensor.of(tensor) for tensor in numbers], architecture, tp, rank)
     rows = (cut[:, 0] - 1) // parts  # -1 is padding
@@ -121,7 +141,13 @@ def _within(block: TensorBlock, first: int, last: int) -> Iterator[TensorBlock]:
         end = high // width * width if whole else min(high, (row + 1) * width)
         start = (block.start[0] + row, *(at + column for at in block.start[1:]))
         size = ((end - low) // width, *block.size[1:]) if whole else (1, end - low)
-        yield TensorBlock(tensor=block.tensor, shape=block.shape, start=start, size=size, offset=block.offset + low)
+        yield TensorBlock(
+            tensor=block.tensor,
+            shape=block.shape,
+            start=start,
+            size=size,
+            offset=block.offset + low,
+        )
         low = end
 
 
@@ -131,7 +157,9 @@ _RECORD = "trainer.json"
 class ShardedCheckpoint:
     """What one rank of a trainer saves and restores."""
 
-    def __init__(self, state: OptimizerState, parameters: Mapping[str, Tensor], architecture: Architecture) -> None:
+    def __init__(
+        self, state: OptimizerState, parameters: Mapping[str, Tensor], architecture: Architecture
+    ) -> None:
         """`parameters` are this rank's shards by Megatron name."""
         self._state = state
         self._parameters = parameters
@@ -153,8 +181,14 @@ class ShardedCheckpoint:
         def write() -> dict[str, Digest]:
             folder.mkdir(parents=True, exist_ok=True)
             name = f"rank_{rank:05d}"
-            index = [{"tensor": p.tensor, "shape": p.shape, "start": p.start, "size": p.size} for p in blocks]
-            files = {f"{name}.safetensors": _safetensors(shapes, copies), f"{name}.json": [json.dumps(index).encode()]}
+            index = [
+                {"tensor": p.tensor, "shape": p.shape, "start": p.start, "size": p.size}
+                for p in blocks
+            ]
+            files = {
+                f"{name}.safetensors": _safetensors(shapes, copies),
+                f"{name}.json": [json.dumps(index).encode()],
+            }
             if rank == 0:
                 files[_RECORD] = [json.dumps(record).encode()]
             return {file: write_chunks(folder / file, chunks) for file, chunks in files.items()}
@@ -199,7 +233,9 @@ class ShardedCheckpoint:
             for kind, tensor in part.tensors.items()
             for block in self._mine[name]
         }
-        copies = [place.copy_(part, non_blocking=True) for part, place in self._host.beside(own.values())]
+        copies = [
+            place.copy_(part, non_blocking=True) for part, place in self._host.beside(own.values())
+        ]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return {key: tensor.shape for key, tensor in own.items()}, copies
@@ -207,7 +243,9 @@ class ShardedCheckpoint:
     def _blocks(self, name: str, span: tuple[int, int]) -> list[TensorBlock]:
         (entry,) = weight_mappings([name], tied=self._architecture.tied)
         tp, rank = tensor_parallel(entry)
-        return tensor_blocks(entry, self._parameters[name].shape, self._architecture, tp, rank, span)
+        return tensor_blocks(
+            entry, self._parameters[name].shape, self._architecture, tp, rank, span
+        )
 
     @cached_property
     def _mine(self) -> dict[str, list[TensorBlock]]:
@@ -227,11 +265,17 @@ class ShardedCheckpoint:
         load = [0] * len(everyone)
         mine = set()
         for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
-            writer = min((rank for rank, keys in enumerate(everyone) if key in keys), key=lambda rank: load[rank])
+            writer = min(
+                (rank for rank, keys in enumerate(everyone) if key in keys),
+                key=lambda rank: load[rank],
+            )
             load[writer] += sizes[key]
             if writer == dist.get_rank():
                 mine.add(key)
-        return {name: [block for block in held.get(name, ()) if block.key in mine] for name in self._parameters}
+        return {
+            name: [block for block in held.get(name, ()) if block.key in mine]
+            for name in self._parameters
+        }
 
 
 class _Saved:
@@ -244,8 +288,12 @@ class _Saved:
         for index in sorted(folder.glob("rank_*.json")):
             for row in json.loads(index.read_text()):
                 shape, start, size = (tuple(row[name]) for name in ("shape", "start", "size"))
-                block = TensorBlock(tensor=row["tensor"], shape=shape, start=start, size=size, offset=0)
-                self._blocks.setdefault(block.tensor, []).append((index.with_suffix(".safetensors"), block))
+                block = TensorBlock(
+                    tensor=row["tensor"], shape=shape, start=start, size=size, offset=0
+                )
+                self._blocks.setdefault(block.tensor, []).append(
+                    (index.with_suffix(".safetensors"), block)
+                )
 
     def fill(self, flat: Tensor, kind: str, wanted: Sequence[TensorBlock], first: int) -> None:
         """Read the `wanted` blocks into `flat`, which holds a shard's elements from `first` on."""
@@ -253,7 +301,9 @@ class _Saved:
             target, filled = block.of(flat, first), 0
             for path, source in self._blocks.get(block.tensor, ()):
                 if source.shape != block.shape:
-                    raise ModelError(f"{self._folder}: {block.tensor} is {source.shape}, expected {block.shape}")
+                    raise ModelError(
+                        f"{self._folder}: {block.tensor} is {source.shape}, expected {block.shape}"
+                    )
                 common = block.common(source)
                 if common is None:
                     continue
@@ -261,10 +311,14 @@ class _Saved:
                 target[common[0]] = read
                 filled += read.numel()
             if filled != block.numel:
-                raise ModelError(f"{self._folder}: {kind} of {block.key}: {filled} of {block.numel} elements are here")
+                raise ModelError(
+                    f"{self._folder}: {kind} of {block.key}: {filled} of {block.numel} elements are here"
+                )
 
 
-def _safetensors(shapes: Mapping[str, torch.Size], parts: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+def _safetensors(
+    shapes: Mapping[str, torch.Size], parts: Iterable[Tensor]
+) -> Iterator[bytes | memoryview]:
     """A safetensors file of float32 tensors: its header's length, its header, and the parts of what they hold."""
     header, end = {}, 0
     for name, shape in shapes.items():

@@ -19,13 +19,24 @@ from mcore_mas.megatron.model.build import build_model
 from mcore_mas.megatron.model.decoder import EXPERT, PackedGPTModel, renumbered
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state import weight_import
-from mcore_mas.megatron.state.lora import Adapter, AdapterFolder, adapters, attach_adapters, initial_adapter
-from mcore_mas.megatron.state.weight_import import RandomTensors, SafeTensors, WeightMapping, weight_mappings
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.models.architecture import Architecture, read_architecture
-from mcore_mas.rollout.models.fused_weights import write_peft
-from mcore_mas.rollout.models.layout import check_fit
-from mcore_mas.rollout.models.tensors import buckets, whole
+from mcore_mas.megatron.state.lora import (
+    Adapter,
+    AdapterFolder,
+    adapters,
+    attach_adapters,
+    initial_adapter,
+)
+from mcore_mas.megatron.state.weight_import import (
+    RandomTensors,
+    SafeTensors,
+    WeightMapping,
+    weight_mappings,
+)
+from rollout.base.errors import ModelError
+from rollout.models.architecture import Architecture, read_architecture
+from rollout.models.fused_weights import write_peft
+from rollout.models.layout import check_fit
+from rollout.models.tensors import buckets, whole
 
 
 class ShardedModel:
@@ -53,15 +64,27 @@ class ShardedModel:
         for stage in self.stages if spec.lora is not None else ():
             attach_adapters(stage, self.architecture, spec)
             self._adapters |= adapters(stage)
-        self.tensors = {name: p for stage in self.stages for name, p in stage.numbered_parameters().items()}
+        self.tensors = {
+            name: p for stage in self.stages for name, p in stage.numbered_parameters().items()
+        }
         # what is trained, and so what has gradients, moments and a place in checkpoints
         self.parameters = {name: p for name, p in self.tensors.items() if p.requires_grad}
-        self._base = {name: p for name, p in self.tensors.items() if not weight_import.is_adapter(name)}
-        self._low_rank = {name: p for name, p in self.parameters.items() if weight_import.is_adapter(name)}
-        self._reference: BlockMemory | None = None  # its weights once needed; while it scores, those that are trained
-        self._plans: dict[tuple[str, ...], ExportPlan] = {}  # how what is exported is gathered, by what it is
+        self._base = {
+            name: p for name, p in self.tensors.items() if not weight_import.is_adapter(name)
+        }
+        self._low_rank = {
+            name: p for name, p in self.parameters.items() if weight_import.is_adapter(name)
+        }
+        self._reference: BlockMemory | None = (
+            None  # its weights once needed; while it scores, those that are trained
+        )
+        self._plans: dict[
+            tuple[str, ...], ExportPlan
+        ] = {}  # how what is exported is gathered, by what it is
         frozen = base._base.items() if base else ()
-        self._load(self._start(), held={name for name, parameter in frozen if not parameter.requires_grad})
+        self._load(
+            self._start(), held={name for name, parameter in frozen if not parameter.requires_grad}
+        )
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -104,9 +127,15 @@ class ShardedModel:
         """The weights that training starts from."""
         if self._spec.init == "folder":
             return SafeTensors(Path(self._spec.model))
-        drawn = {name: parameter for name, parameter in self._base.items() if name != weight_import.VALUE_HEAD}
+        drawn = {
+            name: parameter
+            for name, parameter in self._base.items()
+            if name != weight_import.VALUE_HEAD
+        }
         return RandomTensors(
-            weight_import.full_shapes(drawn, self.architecture), std=self.architecture.init_std, seed=self._spec.seed
+            weight_import.full_shapes(drawn, self.architecture),
+            std=self.architecture.init_std,
+            seed=self._spec.seed,
         )
 
     def _load(self, source: SafeTensors | RandomTensors, held: Collection[str]) -> None:
@@ -145,7 +174,10 @@ class ShardedModel:
         return self._export(("adapter",), self._low_rank)
 
     def _export(
-        self, what: tuple[str, ...], local: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
+        self,
+        what: tuple[str, ...],
+        local: Mapping[str, Tensor],
+        read: Callable[[str], Tensor] | None = None,
     ) -> Iterator[tuple[str, list[Tensor]]]:
         if what not in self._plans:
             self._plans[what] = plan_export(local, self.architecture, shares=what[1:])
@@ -173,16 +205,27 @@ class ShardedModel:
         """
         lora = self._spec.lora
         if lora is None:
-            raise ModelError(f"{folder}: nothing written; the policy trains all weights and has no adapter")
+            raise ModelError(
+                f"{folder}: nothing written; the policy trains all weights and has no adapter"
+            )
         full = _keep(self.adapter())
         if dist.get_rank() == 0:
-            write_peft(folder, self._spec.model, full, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+            write_peft(
+                folder,
+                self._spec.model,
+                full,
+                rank=lora.rank,
+                alpha=lora.alpha,
+                targets=lora.targets,
+            )
         dist.barrier()
 
 
 def _put_on(stage: PackedGPTModel, base: PackedGPTModel) -> None:
     """Give a pipeline stage the frozen parameters of `base` for its own, which nothing has been written to yet."""
-    held = {name: p for name, p in base.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    held = {
+        name: p for name, p in base.named_parameters(remove_duplicate=False) if not p.requires_grad
+    }
     for path, module in stage.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, held.get(f"{path}.{name}", module.get_parameter(name)))
@@ -204,7 +247,9 @@ class Bucket:
     stage: int
     expert: bool  # of experts, which expert-parallel ranks hold different ones of
     gathered: bool  # or each tensor-parallel rank gives its own shards
-    shards: tuple[tuple[WeightMapping, Tensor], ...]  # with each its shard, which holds nothing (a "meta" tensor)
+    shards: tuple[
+        tuple[WeightMapping, Tensor], ...
+    ]  # with each its shard, which holds nothing (a "meta" tensor)
 
 
 ExportPlan = tuple[Bucket, ...]
@@ -225,11 +270,16 @@ def plan_export(
         bucket_bytes: of a bucket, at most.
         shares: Hugging Face names of what is not gathered from tensor-parallel ranks; none of an expert.
     """
-    held = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in local.items()}
+    held = {
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        for name, tensor in local.items()
+    }
     told: set[str] = set()
     alone = frozenset(shares)
     plan = []
-    for stage, kinds in enumerate(exchange(held, parallel_state.get_pipeline_model_parallel_group())):
+    for stage, kinds in enumerate(
+        exchange(held, parallel_state.get_pipeline_model_parallel_group())
+    ):
         groups: dict[tuple[bool, bool, str], list[tuple[WeightMapping, Tensor]]] = {}
         for entry in weight_mappings(kinds, tied=architecture.tied):
             if not told.issuperset(entry.tensors):  # else the last stage's copy of a tied embedding
@@ -240,7 +290,9 @@ def plan_export(
                 groups.setdefault((entry.expert, gathered, kind), []).append((entry, shard))
         for (expert, gathered, _), alike in groups.items():
             for part in buckets(alike, bucket_bytes):
-                plan.append(Bucket(stage=stage, expert=expert, gathered=gathered, shards=tuple(part)))
+                plan.append(
+                    Bucket(stage=stage, expert=expert, gathered=gathered, shards=tuple(part))
+                )
     return tuple(plan)
 
 
@@ -264,7 +316,10 @@ def export_weights(
             names = _holders(entry, architecture)
             tp = len(shards) // len(names)
             for number, holder in enumerate(names):
-                full = holder.join(shards[number * tp : (number + 1) * tp], architecture if bucket.gathered else own)
+                full = holder.join(
+                    shards[number * tp : (number + 1) * tp],
+                    architecture if bucket.gathered else own,
+                )
                 yield from zip(holder.tensors, full, strict=True)
 
 
@@ -291,9 +346,14 @@ def _shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[Tensor]
         else parallel_state.get_tensor_model_parallel_group()
     )
     stages = parallel_state.get_pipeline_model_parallel_group()
-    ranks, pipeline = dist.get_world_size(group) if bucket.gathered else 1, dist.get_world_size(stages)
+    ranks, pipeline = (
+        dist.get_world_size(group) if bucket.gathered else 1,
+        dist.get_world_size(stages),
+    )
     here = parallel_state.get_pipeline_model_parallel_rank() == bucket.stage
-    mine = [local(entry.parameter).detach().contiguous() for entry, _ in bucket.shards] if here else []
+    mine = (
+        [local(entry.parameter).detach().contiguous() for entry, _ in bucket.shards] if here else []
+    )
     if ranks == pipeline == 1:
         return [[tensor] for tensor in mine]
     shards = [shard for _, shard in bucket.shards]
@@ -302,11 +362,16 @@ def _shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[Tensor]
     if here:
         torch.cat([tensor.flatten() for tensor in mine], out=flat[dist.get_rank(group) % ranks])
         if ranks > 1:
-            dist.all_gather_into_tensor(flat.view(-1), flat[dist.get_rank(group)].clone(), group=group)
+            dist.all_gather_into_tensor(
+                flat.view(-1), flat[dist.get_rank(group)].clone(), group=group
+            )
     if pipeline > 1:
         dist.broadcast(flat, group=stages, group_src=bucket.stage)
     parts = flat.split(sizes, dim=1)
-    return [[part[rank].view(shard.shape) for rank in range(ranks)] for part, shard in zip(parts, shards, strict=True)]
+    return [
+        [part[rank].view(shard.shape) for rank in range(ranks)]
+        for part, shard in zip(parts, shards, strict=True)
+    ]
 
 
 def _holders(entry: WeightMapping, architecture: Architecture) -> list[WeightMapping]:
@@ -317,4 +382,6 @@ def _holders(entry: WeightMapping, architecture: Architecture) -> list[WeightMap
     ranks = parallel_state.get_expert_model_parallel_world_size()
     each = architecture.experts.count // ranks
     here = parallel_state.get_expert_model_parallel_rank()
-    return weight_mappings(renumbered(EXPERT, entry.parameter, (rank - here) * each) for rank in range(ranks))
+    return weight_mappings(
+        renumbered(EXPERT, entry.parameter, (rank - here) * each) for rank in range(ranks)
+    )

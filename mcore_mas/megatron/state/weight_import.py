@@ -19,11 +19,11 @@ from torch import Tensor
 
 from mcore_mas.megatron.device import beat
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import atomic_folder
-from mcore_mas.rollout.models.architecture import Architecture
-from mcore_mas.rollout.models.layout import Projection
-from mcore_mas.rollout.models.tensors import TensorFiles, shape_of
+from rollout.base.errors import ModelError
+from rollout.base.files import atomic_folder
+from rollout.models.architecture import Architecture
+from rollout.models.layout import Projection
+from rollout.models.tensors import TensorFiles, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,9 @@ class LazyTensor:
     """A full tensor that is somewhere else."""
 
     shape: tuple[int, ...]
-    part: Callable[[tuple[slice, ...]], Tensor]  # one slice for each dimension -> what it holds there
+    part: Callable[
+        [tuple[slice, ...]], Tensor
+    ]  # one slice for each dimension -> what it holds there
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
@@ -58,14 +60,20 @@ def _share(size: int, tp: int, rank: int) -> slice:
     return slice(size // tp * rank, size // tp * (rank + 1))
 
 
-def _fill_part(dim: int, shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
+def _fill_part(
+    dim: int, shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int
+) -> None:
     for part, source in zip(shard.chunk(len(full)), full, strict=True):
         part.copy_(source.read(*[slice(None)] * dim, _share(source.shape[dim], tp, rank)))
 
 
-def _fill_qkv(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
+def _fill_qkv(
+    shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int
+) -> None:
     # Megatron interleaves by key/value group: [queries of the group, key, value]
-    groups = shard.view(a.kv_heads // tp, -1, *shard.shape[1:])  # [groups, (heads/kv_heads + 2) · head_dim, ...]
+    groups = shard.view(
+        a.kv_heads // tp, -1, *shard.shape[1:]
+    )  # [groups, (heads/kv_heads + 2) · head_dim, ...]
     for part, source in zip(groups.split(_group_rows(a), dim=1), full, strict=True):
         part.copy_(source.read(_share(source.shape[0], tp, rank)).view(part.shape))
 
@@ -76,10 +84,15 @@ def _group_rows(a: Architecture) -> list[int]:
 
 def _join_qkv(shards: Sequence[Tensor], a: Architecture, _: int) -> list[list[Tensor]]:
     groups = [group for shard in shards for group in shard.chunk(a.kv_heads // len(shards))]
-    return [list(parts) for parts in zip(*(group.split(_group_rows(a)) for group in groups), strict=True)]
+    return [
+        list(parts)
+        for parts in zip(*(group.split(_group_rows(a)) for group in groups), strict=True)
+    ]
 
 
-def _fill_vocab(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
+def _fill_vocab(
+    shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int
+) -> None:
     rows = _share(a.vocab_padded(tp), tp, rank)
     own = slice(min(rows.start, a.vocab), min(rows.stop, a.vocab))
     held = own.stop - own.start
@@ -98,14 +111,19 @@ def _parts(shards: Sequence[Tensor], count: int) -> Iterator[list[Tensor]]:
     return map(list, zip(*(shard.chunk(count) for shard in shards), strict=True))
 
 
-WHOLE = Sharding(fill=lambda shard, full, *_: shard.copy_(full[0].read()), join=lambda shards, a, _: [[shards[0]]])
+WHOLE = Sharding(
+    fill=lambda shard, full, *_: shard.copy_(full[0].read()),
+    join=lambda shards, a, _: [[shards[0]]],
+)
 BY_COLUMNS = Sharding(
     fill=partial(_fill_part, 1),
     join=lambda shards, a, count: [
         parts if len(parts) == 1 else [torch.cat(parts, dim=1)] for parts in _parts(shards, count)
     ],
 )
-BY_ROWS = Sharding(fill=partial(_fill_part, 0), join=lambda shards, a, count: list(_parts(shards, count)))
+BY_ROWS = Sharding(
+    fill=partial(_fill_part, 0), join=lambda shards, a, count: list(_parts(shards, count))
+)
 VOCAB = Sharding(fill=_fill_vocab, join=_join_vocab)
 QKV = Sharding(fill=_fill_qkv, join=_join_qkv)
 
@@ -122,15 +140,30 @@ _EXPERT_OUT = (_MLP + "experts.{}.down_proj.weight",)
 WEIGHT_MAP: dict[str, tuple[Sharding, tuple[str, ...]]] = {
     "embedding.word_embeddings.weight": (VOCAB, ("model.embed_tokens.weight",)),
     "decoder.layers.{}.input_layernorm.weight": (WHOLE, _INPUT_NORM),
-    "decoder.layers.{}.self_attention.linear_qkv.layer_norm_weight": (WHOLE, _INPUT_NORM),  # Transformer Engine
-    "decoder.layers.{}.self_attention.linear_qkv.weight": (QKV, tuple(_ATTENTION + f"{x}_proj.weight" for x in "qkv")),
-    "decoder.layers.{}.self_attention.linear_qkv.bias": (QKV, tuple(_ATTENTION + f"{x}_proj.bias" for x in "qkv")),
+    "decoder.layers.{}.self_attention.linear_qkv.layer_norm_weight": (
+        WHOLE,
+        _INPUT_NORM,
+    ),  # Transformer Engine
+    "decoder.layers.{}.self_attention.linear_qkv.weight": (
+        QKV,
+        tuple(_ATTENTION + f"{x}_proj.weight" for x in "qkv"),
+    ),
+    "decoder.layers.{}.self_attention.linear_qkv.bias": (
+        QKV,
+        tuple(_ATTENTION + f"{x}_proj.bias" for x in "qkv"),
+    ),
     "decoder.layers.{}.self_attention.q_layernorm.weight": (WHOLE, (_ATTENTION + "q_norm.weight",)),
     "decoder.layers.{}.self_attention.k_layernorm.weight": (WHOLE, (_ATTENTION + "k_norm.weight",)),
-    "decoder.layers.{}.self_attention.linear_proj.weight": (BY_COLUMNS, (_ATTENTION + "o_proj.weight",)),
+    "decoder.layers.{}.self_attention.linear_proj.weight": (
+        BY_COLUMNS,
+        (_ATTENTION + "o_proj.weight",),
+    ),
     "decoder.layers.{}.pre_mlp_layernorm.weight": (WHOLE, _MLP_NORM),
     "decoder.layers.{}.mlp.linear_fc1.layer_norm_weight": (WHOLE, _MLP_NORM),  # Transformer Engine
-    "decoder.layers.{}.mlp.linear_fc1.weight": (BY_ROWS, (_MLP + "gate_proj.weight", _MLP + "up_proj.weight")),
+    "decoder.layers.{}.mlp.linear_fc1.weight": (
+        BY_ROWS,
+        (_MLP + "gate_proj.weight", _MLP + "up_proj.weight"),
+    ),
     "decoder.layers.{}.mlp.linear_fc2.weight": (BY_COLUMNS, (_MLP + "down_proj.weight",)),
     "decoder.layers.{}.mlp.router.weight": (WHOLE, (_MLP + "gate.weight",)),
     # of one expert with Transformer Engine, else of as many as the rank has: 0-63 in place of 0
@@ -138,7 +171,10 @@ WEIGHT_MAP: dict[str, tuple[Sharding, tuple[str, ...]]] = {
     "decoder.layers.{}.mlp.experts.linear_fc2.weight{}": (BY_COLUMNS, _EXPERT_OUT),
     "decoder.final_layernorm.weight": (WHOLE, ("model.norm.weight",)),
     "output_layer.weight": (VOCAB, ("lm_head.weight",)),
-    VALUE_HEAD: (WHOLE, ("score.weight",)),  # as in transformers' models for sequence classification
+    VALUE_HEAD: (
+        WHOLE,
+        ("score.weight",),
+    ),  # as in transformers' models for sequence classification
 }
 
 # linear layer of a Megatron layer -> (its place in Hugging Face's, the projections it fuses, whether inputs are cut)
@@ -149,10 +185,20 @@ LINEARS: dict[str, tuple[str, tuple[Projection, ...], bool]] = {
     "mlp.linear_fc2": (_MLP, ("down",), True),
 }
 
-for _linear, (_at, _projections, _inputs_cut) in LINEARS.items():  # adapters, each under its name in PEFT
+for _linear, (
+    _at,
+    _projections,
+    _inputs_cut,
+) in LINEARS.items():  # adapters, each under its name in PEFT
     for _x in _projections:
-        _own, _peft = f"decoder.layers.{{}}.{_linear}.adapter", f"base_model.model.{_at}{_x}_proj.lora"
-        WEIGHT_MAP[f"{_own}.a_{_x}"] = (BY_COLUMNS if _inputs_cut else WHOLE, (f"{_peft}_A.weight",))
+        _own, _peft = (
+            f"decoder.layers.{{}}.{_linear}.adapter",
+            f"base_model.model.{_at}{_x}_proj.lora",
+        )
+        WEIGHT_MAP[f"{_own}.a_{_x}"] = (
+            BY_COLUMNS if _inputs_cut else WHOLE,
+            (f"{_peft}_A.weight",),
+        )
         WEIGHT_MAP[f"{_own}.b_{_x}"] = (WHOLE if _inputs_cut else BY_ROWS, (f"{_peft}_B.weight",))
 
 
@@ -181,7 +227,9 @@ class WeightMapping:
     def shapes(self, shard: Sequence[int], a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
         """The shapes of its full tensors by name, of which each of `tp` ranks holds a shard of this shape."""
         joined = self.join([torch.empty(tuple(shard), device="meta")] * tp, a)
-        return {name: tuple(shape_of(blocks)) for name, blocks in zip(self.tensors, joined, strict=True)}
+        return {
+            name: tuple(shape_of(blocks)) for name, blocks in zip(self.tensors, joined, strict=True)
+        }
 
 
 def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[WeightMapping]:
@@ -195,10 +243,14 @@ def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[We
     rows = []
     for name in parameters:
         copy = tied and name == "output_layer.weight"
-        row = "embedding.word_embeddings.weight" if copy else EXPERT.sub("{}", LAYER.sub("{}", name))
+        row = (
+            "embedding.word_embeddings.weight" if copy else EXPERT.sub("{}", LAYER.sub("{}", name))
+        )
         sharding, tensors = WEIGHT_MAP[row]
         layer = [found[0] for found in LAYER.finditer(name)]
-        held = tuple(tensor.format(*layer, expert) for expert in _experts(name) for tensor in tensors)
+        held = tuple(
+            tensor.format(*layer, expert) for expert in _experts(name) for tensor in tensors
+        )
         rows.append(WeightMapping(parameter=name, sharding=sharding, tensors=held))
     return rows
 
@@ -231,11 +283,15 @@ def import_weights(
             full = {name: source(name) for name in entry.tensors}
             for name, shape in entry.shapes(target.shape, architecture, tp).items():
                 if full[name].shape != shape:
-                    raise ModelError(f"tensor '{name}' has shape {full[name].shape}; config.json makes it {shape}")
+                    raise ModelError(
+                        f"tensor '{name}' has shape {full[name].shape}; config.json makes it {shape}"
+                    )
             entry.sharding.fill(target, list(full.values()), architecture, tp, rank)
 
 
-def full_shapes(local: Mapping[str, Tensor], architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def full_shapes(
+    local: Mapping[str, Tensor], architecture: Architecture
+) -> dict[str, tuple[int, ...]]:
     """The shapes, by Hugging Face name, of the full tensors that this rank holds shards of."""
     found: dict[str, tuple[int, ...]] = {}
     for entry in weight_mappings(local, tied=architecture.tied):
@@ -250,12 +306,26 @@ def tensor_parallel(entry: WeightMapping) -> tuple[int, int]:
             parallel_state.get_expert_tensor_parallel_world_size(),
             parallel_state.get_expert_tensor_parallel_rank(),
         )
-    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
 
 
 # in whatever format they are published, and what git or the hub's client keeps in a hidden folder beside them
 _WEIGHTS = shutil.ignore_patterns(
-    *(".*", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx*", "*.h5", "*.msgpack")
+    *(
+        ".*",
+        "*.safetensors",
+        "*.index.json",
+        "*.bin",
+        "*.pt",
+        "*.pth",
+        "*.gguf",
+        "*.onnx*",
+        "*.h5",
+        "*.msgpack",
+    )
 )
 
 
@@ -269,7 +339,10 @@ def write_folder(like: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
         made.chmod(0o700)  # that of `like` was copied, too
         if "score.weight" in tensors:
             config = json.loads((made / "config.json").read_text())
-            names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
+            names = [
+                name.replace("ForCausalLM", "ForSequenceClassification")
+                for name in config["architectures"]
+            ]
             config |= {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
             (made / "config.json").write_text(json.dumps(config, indent=2))
         save_file(tensors, str(made / "model.safetensors"), metadata={"format": "pt"})
@@ -277,7 +350,9 @@ def write_folder(like: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
 
 # transformers writes one tensor for every expert, as models are published, or with save_original_format=False stacks
 # of all of a layer's
-_EXPERT = re.compile(r"(?P<stack>.*\.experts\.)(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
+_EXPERT = re.compile(
+    r"(?P<stack>.*\.experts\.)(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight"
+)
 _STACKS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
@@ -310,7 +385,9 @@ def _place(stack: LazyTensor, expert: int, projection: str) -> LazyTensor:
 
     def part(index: tuple[slice, ...]) -> Tensor:
         start, stop, _ = index[0].indices(rows)
-        return stack.part((slice(expert, expert + 1), slice(first + start, first + stop), index[1]))[0]
+        return stack.part(
+            (slice(expert, expert + 1), slice(first + start, first + stop), index[1])
+        )[0]
 
     return LazyTensor(shape=(rows, stack.shape[2]), part=part)
 

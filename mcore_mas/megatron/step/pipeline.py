@@ -24,14 +24,15 @@ from mcore_mas.megatron.device import beat, download, kernels_run, rank_device, 
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.rollout.models.architecture import Architecture
+from rollout.models.architecture import Architecture
 
 # by name: sum, number of tokens, minimum, maximum, or of a percentile its histogram; plain, to be sent around
 _Part: TypeAlias = dict[str, list[float]]
 
 
 def summarise(
-    rows: Sequence[dict[str, Tensor]], exchange: Callable[[_Part], Iterable[_Part]] = lambda part: [part]
+    rows: Sequence[dict[str, Tensor]],
+    exchange: Callable[[_Part], Iterable[_Part]] = lambda part: [part],
 ) -> dict[str, float]:
     """The number of tokens, the loss summed, and other statistics reduced as their names end, by the mean if not so.
 
@@ -60,7 +61,9 @@ def summarise(
 def _part(name: str, column: Tensor) -> list[float]:
     known = column.double()
     if name != "loss":
-        numbers = known.numpy()  # by a mask torch selects with all threads, which took 4 ms of a column on 16
+        numbers = (
+            known.numpy()
+        )  # by a mask torch selects with all threads, which took 4 ms of a column on 16
         known = torch.from_numpy(numbers[~np.isnan(numbers)])
     if name.endswith("_p99"):
         return log_histogram(known)
@@ -79,7 +82,12 @@ def _merge(parts: Iterable[_Part]) -> _Part:
             elif name.endswith("_p99"):
                 whole[name] = [one + other for one, other in zip(known, new, strict=True)]
             else:
-                whole[name] = [known[0] + new[0], known[1] + new[1], min(known[2], new[2]), max(known[3], new[3])]
+                whole[name] = [
+                    known[0] + new[0],
+                    known[1] + new[1],
+                    min(known[2], new[2]),
+                    max(known[3], new[3]),
+                ]
     return whole
 
 
@@ -130,13 +138,17 @@ class _KnownShapes(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: object, tensor_send_prev: object, recv_prev: bool, recv_next: bool
     ) -> tuple[object, object]:
-        return next(self._activations) if recv_prev else None, next(self._gradients) if recv_next else None
+        return next(self._activations) if recv_prev else None, next(
+            self._gradients
+        ) if recv_next else None
 
 
 class Pipeline:
     """One rank's part of the passes over micro-batches; all ranks of the process group make the same calls."""
 
-    def __init__(self, stages: Sequence[torch.nn.Module], spec: TrainerSpec, architecture: Architecture) -> None:
+    def __init__(
+        self, stages: Sequence[torch.nn.Module], spec: TrainerSpec, architecture: Architecture
+    ) -> None:
         """`stages` are this rank's parts of the model, as wrapped for training, first to last."""
         self._stages = list(stages)
         self._spec = spec
@@ -181,7 +193,9 @@ class Pipeline:
         torch.distributed.all_reduce(scores)
         return list(scores.cpu().split(lengths))
 
-    def _pass(self, microbatches: Sequence[Microbatch], *, forward_only: bool) -> dict[int, TokenStatistics]:
+    def _pass(
+        self, microbatches: Sequence[Microbatch], *, forward_only: bool
+    ) -> dict[int, TokenStatistics]:
         """One pass over this data-parallel rank's micro-batches, of which there may be none.
 
         Returns:
@@ -191,11 +205,16 @@ class Pipeline:
         own = ranks[parallel_state.get_data_parallel_rank()]
         # gradients are exchanged in the pass, so nobody may stay away; experts are in every micro-batch of every rank
         rounds = max(1, len(own)) if self._spec.ep == 1 else max(map(len, ranks))
-        turns = self._spec.pp if self._spec.vpp > 1 else 1  # interleaved stages take turns of pp each
+        turns = (
+            self._spec.pp if self._spec.vpp > 1 else 1
+        )  # interleaved stages take turns of pp each
         batches = [microbatches[i] for i in own]
         batches += [microbatches[0].idle()] * (-(-rounds // turns) * turns - len(own))
         lengths = self._lengths(batches)
-        iterators = [uploads(map(self._planned, batches, lengths), self._device, self._uploads) for _ in self._stages]
+        iterators = [
+            uploads(map(self._planned, batches, lengths), self._device, self._uploads)
+            for _ in self._stages
+        ]
         ways = self._between_stages(lengths) if self._spec.pp > 1 and self._spec.vpp == 1 else {}
         rows: list[TokenStatistics] = self._run(
             forward_step_func=partial(self._step, self._score if forward_only else self._train),
@@ -232,7 +251,9 @@ class Pipeline:
         # about their lengths, unlike those with the data, do not keep the two apart: there all have one length.
         return [max(lengths)] * len(lengths) if self._spec.vpp > 1 else lengths
 
-    def _step(self, judge: _Judge, batches: Iterator[_Input], model: torch.nn.Module) -> tuple[Tensor | _Output, Any]:
+    def _step(
+        self, judge: _Judge, batches: Iterator[_Input], model: torch.nn.Module
+    ) -> tuple[Tensor | _Output, Any]:
         """What the head says of this rank's part of a micro-batch, or what the next stage is sent; and what follows."""
         beat()
         given = next(batches)
@@ -246,7 +267,11 @@ class Pipeline:
 
         def judged(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
             count = len(given.whole.labels)
-            whole = output if self._spec.cp == 1 else tuple(_join(torch.stack(output), given.rows, count))
+            whole = (
+                output
+                if self._spec.cp == 1
+                else tuple(_join(torch.stack(output), given.rows, count))
+            )
             loss, statistics = judge(whole, given)
             return loss, torch.full((), count, dtype=torch.int, device=loss.device), statistics
 
@@ -266,7 +291,9 @@ class Pipeline:
         return predicted[0].new_zeros(()), {"score": predicted[0]}
 
     def _train(self, predicted: _Output, given: _Input) -> tuple[Tensor, TokenStatistics]:
-        per_token, rows = (self._policy_loss if self._spec.head == "policy" else self._value_loss)(predicted, given)
+        per_token, rows = (self._policy_loss if self._spec.head == "policy" else self._value_loss)(
+            predicted, given
+        )
         weights = given.whole.weights
         rows["loss"] = per_token.detach() * weights
         return (per_token * weights).sum(), rows
@@ -287,21 +314,35 @@ class Pipeline:
         )
         loss, statistics = self._spec.objective(tokens)  # type: ignore[call-arg, arg-type]
         behaviour, started = batch.behaviour, logprobs
-        if batch.proximal is not None:  # earlier updates of the step have changed the weights that the sampler had
+        if (
+            batch.proximal is not None
+        ):  # earlier updates of the step have changed the weights that the sampler had
             started = torch.where(batch.proximal.isnan(), logprobs, batch.proximal)
-        if batch.ages is not None:  # a reply of other weights, or begun on their keys, says nothing of an engine
+        if (
+            batch.ages is not None
+        ):  # a reply of other weights, or begun on their keys, says nothing of an engine
             behaviour = torch.where(batch.ages > 0, torch.nan, behaviour)
-        return loss, {"entropy": entropy.detach(), **gap_statistics(started, behaviour), **statistics}
+        return loss, {
+            "entropy": entropy.detach(),
+            **gap_statistics(started, behaviour),
+            **statistics,
+        }
 
     def _value_loss(self, predicted: _Output, given: _Input) -> tuple[Tensor, TokenStatistics]:
         batch = given.whole
-        assert batch.values is not None and batch.returns is not None, "a critic's samples carry values and returns"
+        assert batch.values is not None and batch.returns is not None, (
+            "a critic's samples carry values and returns"
+        )
         return self._spec.objective(predicted[0], batch.values, batch.returns)  # type: ignore[call-arg, arg-type]
 
 
 def speaks() -> bool:
     """Whether this rank knows what the head put out and no other of its data-parallel rank is to say it too."""
-    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    first = (
+        parallel_state.get_tensor_model_parallel_rank()
+        == parallel_state.get_context_parallel_rank()
+        == 0
+    )
     return bool(first and parallel_state.is_pipeline_last_stage())
 
 
@@ -313,4 +354,9 @@ def _join(values: Tensor, rows: Tensor, total: int) -> Tensor:
     """
     whole = values.new_zeros(len(values), total).index_copy(1, rows, values)
     # every number is one rank's, and zero on the others: the sum is exact
-    return cast(Tensor, reduce_from_tensor_model_parallel_region(whole, parallel_state.get_context_parallel_group()))
+    return cast(
+        Tensor,
+        reduce_from_tensor_model_parallel_region(
+            whole, parallel_state.get_context_parallel_group()
+        ),
+    )

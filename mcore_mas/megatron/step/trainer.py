@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -45,29 +49,45 @@ class MegatronTrainer:
         self.spec = spec
         self._model: ShardedModel = ShardedModel(spec, base._model if base else None)
         self._parameters = self._model.parameters
-        self._stages = [_wrap(stage, spec, first=i == 0) for i, stage in enumerate(self._model.stages)]
+        self._stages = [
+            _wrap(stage, spec, first=i == 0) for i, stage in enumerate(self._model.stages)
+        ]
         self._optimizer = make_optimizer(self._stages, spec)
         for stage in self._model.stages:
             stage.config.finalize_model_grads_func = _finalize
             stage.config.grad_scale_func = self._optimizer.scale_loss
-            if spec.overlap:  # gradients are exchanged in the backward pass of the last micro-batch only
+            if (
+                spec.overlap
+            ):  # gradients are exchanged in the backward pass of the last micro-batch only
                 without = [wrapped.no_sync for wrapped in self._stages]
                 stage.config.no_sync_func = without if len(without) > 1 else without[0]
         self._schedule = LearningRateSchedule(self._optimizer, spec)
         self._state = OptimizerState(self._optimizer, self._parameters)
-        self._checkpoint = ShardedCheckpoint(self._state, self._parameters, self._model.architecture)
-        self.written = self._checkpoint.written  # waits until what `save` copied is on disk; digests by file
+        self._checkpoint = ShardedCheckpoint(
+            self._state, self._parameters, self._model.architecture
+        )
+        self.written = (
+            self._checkpoint.written
+        )  # waits until what `save` copied is on disk; digests by file
         self._pipeline = Pipeline(self._stages, spec, self._model.architecture)
         self._host = BlockMemory()  # of what is offloaded, and in an update of agents' gradients
         self._offload = Offload(
-            (buffer.grad_data for stage in self._stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)),
+            (
+                buffer.grad_data
+                for stage in self._stages
+                for buffer in (*stage.buffers, *stage.expert_parallel_buffers)
+            ),
             # on the CPU what is kept stays where it is
-            lambda: (t for t in (*self._model.tensors.values(), *self._state.tensors()) if t.is_cuda),
+            lambda: (
+                t for t in (*self._model.tensors.values(), *self._state.tensors()) if t.is_cuda
+            ),
             self._host,
         )
         self._asleep = False
         self._gathers_late = gathers_late(spec)
-        self._stale = False  # whether other ranks' parts of the weights are those before the last step
+        self._stale = (
+            False  # whether other ranks' parts of the weights are those before the last step
+        )
         self._spikes: dict[str, SpikeMonitor] = {}
         self.updates = 0  # optimizer steps taken
 
@@ -84,7 +104,9 @@ class MegatronTrainer:
         `spec.model`, read from there on first use and kept as one copy of the shard; a
         policy with adapters leaves them out, and keeps no copy.
         """
-        if reference:  # what is put back afterwards must be whole; and it sampled nothing that it could repeat
+        if (
+            reference
+        ):  # what is put back afterwards must be whole; and it sampled nothing that it could repeat
             self._settle()
             microbatches = [replace(batch, routing=None) for batch in microbatches]
         self._check_awake()
@@ -103,14 +125,20 @@ class MegatronTrainer:
         self._check_awake()
         agents = {
             agent: list(own)
-            for agent, own in itertools.groupby(sorted(microbatches, key=lambda m: m.agent), key=lambda m: m.agent)
+            for agent, own in itertools.groupby(
+                sorted(microbatches, key=lambda m: m.agent), key=lambda m: m.agent
+            )
         }
         metrics: dict[str, float] = {}
         shared = self.spec.distributed_optimizer and self.spec.dp * self.spec.cp > 1
         sums = BlockMemory(rank_device()) if shared else self._host
         for number, (agent, own) in enumerate(agents.items(), 1):
-            metrics |= {f"agent/{agent}/{name}": value for name, value in self._accumulate(own).items()}
-            metrics[f"agent/{agent}/grad_spikes"] = float(self._spike(agent, metrics[f"agent/{agent}/grad_norm"]))
+            metrics |= {
+                f"agent/{agent}/{name}": value for name, value in self._accumulate(own).items()
+            }
+            metrics[f"agent/{agent}/grad_spikes"] = float(
+                self._spike(agent, metrics[f"agent/{agent}/grad_norm"])
+            )
             self._add_up(sums, first=number == 1, last=number == len(agents))
         # an only agent's gradient is the whole one
         norm = self._norm() if len(agents) > 1 else metrics[f"agent/{next(iter(agents))}/grad_norm"]
@@ -123,7 +151,9 @@ class MegatronTrainer:
         self._optimizer.zero_grad()
         rows = self._pipeline.backward(microbatches)
         # one part for each data-parallel rank, and nothing from the others
-        return {"grad_norm": self._norm()} | summarise(rows, lambda part: exchange(part if speaks() else {}))
+        return {"grad_norm": self._norm()} | summarise(
+            rows, lambda part: exchange(part if speaks() else {})
+        )
 
     def _add_up(self, sums: BlockMemory, *, first: bool, last: bool) -> None:
         """Add the gradient of the agents before to this one's, of what this rank steps; `sums` has it in between.
@@ -152,7 +182,12 @@ class MegatronTrainer:
             self._optimizer.step()
             self._stale = self._gathers_late
             self.updates += 1
-        return {"grad_norm": norm, "lr": lr, "grad_spikes": float(spike), "skipped_updates": float(skipped)}
+        return {
+            "grad_norm": norm,
+            "lr": lr,
+            "grad_spikes": float(spike),
+            "skipped_updates": float(skipped),
+        }
 
     def sleep(self) -> int:
         """Give away the memory of gradients and, on a GPU, of weights and optimizer state; returns how many bytes.
@@ -171,7 +206,9 @@ class MegatronTrainer:
 
     def _check_awake(self) -> None:
         if self._asleep:
-            raise RuntimeError("the trainer is asleep and holds no memory to work in; call wake() first")
+            raise RuntimeError(
+                "the trainer is asleep and holds no memory to work in; call wake() first"
+            )
 
     def _settle(self) -> None:
         """Every rank's weights are those after the last step, also where they are gathered no sooner than needed."""
@@ -200,7 +237,9 @@ class MegatronTrainer:
         saved = self._checkpoint.restore(folder)
         self.updates = saved["updates"]
         factor = self.spec.spike_factor
-        self._spikes = {of: SpikeMonitor(factor, norms=state["norms"]) for of, state in saved["spikes"].items()}
+        self._spikes = {
+            of: SpikeMonitor(factor, norms=state["norms"]) for of, state in saved["spikes"].items()
+        }
 
 
 def _wrap(stage: PackedGPTModel, spec: TrainerSpec, *, first: bool) -> DistributedDataParallel:
@@ -261,7 +300,9 @@ class SpikeMonitor:
     Spikes enter the window too: if norms stay high, the median follows and the verdict ends.
     """
 
-    def __init__(self, factor: float = 10.0, window: int = 100, warmup: int = 5, norms: Iterable[float] = ()) -> None:
+    def __init__(
+        self, factor: float = 10.0, window: int = 100, warmup: int = 5, norms: Iterable[float] = ()
+    ) -> None:
         """No finite norm is a spike before `warmup` have been seen, `norms` among them."""
         self.factor, self.warmup = factor, warmup
         self.norms = deque(norms, maxlen=window)  # oldest first
@@ -270,6 +311,8 @@ class SpikeMonitor:
         """Whether `norm` is a spike; a finite one is remembered."""
         if not math.isfinite(norm):
             return True
-        spike = len(self.norms) >= max(1, self.warmup) and norm > self.factor * statistics.median(self.norms)
+        spike = len(self.norms) >= max(1, self.warmup) and norm > self.factor * statistics.median(
+            self.norms
+        )
         self.norms.append(norm)
         return spike

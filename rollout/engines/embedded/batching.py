@@ -15,23 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.task_group import settle
-from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, problem_of
-from mcore_mas.rollout.engines.embedded.cache import Cache
-from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
-from mcore_mas.rollout.engines.embedded.exact_decoder import exact_decoder
-from mcore_mas.rollout.engines.embedded.rows import CacheRows, GenerationRequest, plan
-from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.tensors import WeightStream, read_tensors
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from rollout.base.errors import EngineError
+from rollout.base.task_group import settle
+from rollout.engines import Hear, StreamingEngine, Tag, problem_of
+from rollout.engines.embedded.cache import Cache
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.engines.embedded.exact_decoder import exact_decoder
+from rollout.engines.embedded.rows import CacheRows, GenerationRequest, plan
+from rollout.models.architecture import read_architecture
+from rollout.models.tensors import WeightStream, read_tensors
+from rollout.records.trajectory import Completion, Sampling
 
 _TOGETHER = 8  # calls that an engine may have more than others, to be asked again what it is asked
 BUSY = "the engine cannot sleep while requests are running; end or abort them first"
 
 # request id, prompt ids, how to sample, how many tokens are worth News (0: none are), and the adapter's number
 Ask = tuple[int, Sequence[int], Sampling, int, int]
-News = tuple[int, Completion]  # of a completion that grows: place of the first of its further tokens, and these
+News = tuple[
+    int, Completion
+]  # of a completion that grows: place of the first of its further tokens, and these
 Outcome = Completion | EngineError
 Report = tuple[int, Outcome | News]  # request id, and what there is of it
 
@@ -70,11 +72,15 @@ class EmbeddedEngine:
         routing: bool = False,
     ) -> None:
         self.stats, self.max_length = Stats(), decoder.max_length
-        self.decoder = exact_decoder(decoder) if deterministic else decoder  # the model and its weights
+        self.decoder = (
+            exact_decoder(decoder) if deterministic else decoder
+        )  # the model and its weights
         self._rows = CacheRows(rows, decoder.max_length, version)
         self._cache: Any = None  # as while the engine sleeps
         self._asleep, self._routing, self._reuse = set[Tag](), routing, reuse_prefixes
-        self.called: np.ndarray | None = None  # [1]: not 0 while whoever called `exchange` has something new
+        self.called: np.ndarray | None = (
+            None  # [1]: not 0 while whoever called `exchange` has something new
+        )
         self.wake(["kv_cache"])
         self._alone = deterministic and not self.decoder.exact
         self._waiting: deque[GenerationRequest] = deque()
@@ -82,7 +88,13 @@ class EmbeddedEngine:
 
     @classmethod
     def from_folder(
-        cls, folder: Path | str, *, max_length: int, device: str = "cpu", bf16: bool = False, **settings: Any
+        cls,
+        folder: Path | str,
+        *,
+        max_length: int,
+        device: str = "cpu",
+        bf16: bool = False,
+        **settings: Any,
     ) -> EmbeddedEngine:
         """Build from a Hugging Face model folder (config.json and safetensors); `settings` are those of the class.
 
@@ -106,15 +118,24 @@ class EmbeddedEngine:
         return bool(self._waiting or self._done or self._rows.live.any())
 
     def submit(
-        self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling, stream: int = 0, adapter: int = 0
+        self,
+        request_id: int,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        stream: int = 0,
+        adapter: int = 0,
     ) -> None:
         """Queue one generation, with an adapter by number or none (0). `step` says what is wrong with it."""
         asleep = "the engine sleeps; wake it first" if self._asleep else ""
-        if problem := asleep or problem_of(prompt_ids, sampling, self.decoder.shape.vocab, self.max_length):
+        if problem := asleep or problem_of(
+            prompt_ids, sampling, self.decoder.shape.vocab, self.max_length
+        ):
             self._done.append((request_id, EngineError(problem)))
         else:
             prompt = np.asarray(prompt_ids, dtype=np.int64)
-            request = GenerationRequest(id=request_id, prompt=prompt, sampling=sampling, stream=stream, adapter=adapter)
+            request = GenerationRequest(
+                id=request_id, prompt=prompt, sampling=sampling, stream=stream, adapter=adapter
+            )
             self._waiting.append(request)
 
     def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float = 0.0) -> list[Report]:
@@ -153,7 +174,11 @@ class EmbeddedEngine:
     def abort(self, request_ids: Collection[int]) -> None:
         """End requests now; the next `step` returns what they have so far, with finish reason `abort`."""
         gone = set(request_ids)
-        self._done += [(request.id, self._rows.nothing(request)) for request in self._waiting if request.id in gone]
+        self._done += [
+            (request.id, self._rows.nothing(request))
+            for request in self._waiting
+            if request.id in gone
+        ]
         self._waiting = deque(request for request in self._waiting if request.id not in gone)
         for row in np.flatnonzero(self._rows.live).tolist():
             if self._rows.requests[row].id in gone:
@@ -192,7 +217,9 @@ class EmbeddedEngine:
             self.decoder.restore()
         if "kv_cache" in tags and self._cache is None:
             sizes = self.decoder.shape, len(self._rows.live), self.max_length
-            self._cache = Cache(*sizes, self.decoder.device, routing=self._routing, exact=self.decoder.exact)
+            self._cache = Cache(
+                *sizes, self.decoder.device, routing=self._routing, exact=self.decoder.exact
+            )
 
     def reset(self) -> None:
         """Drop every request and every cached prefix, unanswered: the way back after `step` has raised."""
@@ -237,8 +264,12 @@ class EmbeddedEngine:
         stopped, ended, broken = rows.append(placed, *rows.draw(placed, logits))
         for row, at_stop in zip(placed[ended].tolist(), stopped[ended].tolist(), strict=True):
             self._finish(row, "stop" if at_stop else "length")
-        for row, request in zip(placed[broken].tolist(), rows.requests[placed[broken]], strict=True):
-            problem = EngineError(f"weights version {request.versions[-1][0]} give logits that are not finite")
+        for row, request in zip(
+            placed[broken].tolist(), rows.requests[placed[broken]], strict=True
+        ):
+            problem = EngineError(
+                f"weights version {request.versions[-1][0]} give logits that are not finite"
+            )
             self._done.append((request.id, problem))
             rows.vacate(row, "abort")
             rows.cached[row] = 0
@@ -300,7 +331,9 @@ class Dispatcher(StreamingEngine):
     def burden(self, prompt_ids: Sequence[int]) -> int:
         """How many completions it is asked for, less a bonus for one of the same prompt: that is computed once."""
         asked = list(prompt_ids)
-        return len(self._waiting) - _TOGETHER * any(ask[1] == asked for ask, _, _ in self._waiting.values())
+        return len(self._waiting) - _TOGETHER * any(
+            ask[1] == asked for ask, _, _ in self._waiting.values()
+        )
 
     async def idle(self) -> bool:
         """Whether nothing waits; the engine has then heard of the last aborts."""
@@ -317,9 +350,15 @@ class Dispatcher(StreamingEngine):
                     if request_id in self._waiting:
                         self._take(request_id, outcome)
                 await asyncio.sleep(0)  # whoever got an answer leaves, and may ask again
-        except Exception as error:  # nobody awaits this task: whatever broke must reach those who wait
+        except (
+            Exception
+        ) as error:  # nobody awaits this task: whatever broke must reach those who wait
             known = isinstance(error, EngineError)
-            failure = error if known else EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            failure = (
+                error
+                if known
+                else EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            )
             self._new.clear()
             for _, future, _ in self._waiting.values():
                 settle(future, failure)
@@ -341,7 +380,12 @@ class LocalEngine(Dispatcher):
     """
 
     def __init__(
-        self, folder: Path | str, *, max_length: int, core: EmbeddedEngine | None = None, **settings: Any
+        self,
+        folder: Path | str,
+        *,
+        max_length: int,
+        core: EmbeddedEngine | None = None,
+        **settings: Any,
     ) -> None:
         """Run `core`, or the Hugging Face model in `folder`; settings are those of `EmbeddedEngine.from_folder`."""
         super().__init__()
@@ -361,7 +405,9 @@ class LocalReplicas(StreamingEngine):
 
     resumes = True
 
-    def __init__(self, folder: Path | str, *, devices: Sequence[str], max_length: int, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path | str, *, devices: Sequence[str], max_length: int, **settings: Any
+    ) -> None:
         """Load the Hugging Face model in `folder` once, and onto each of `devices`; settings as of `LocalEngine`."""
         self.engines = [LocalEngine(folder, device=devices[0], max_length=max_length, **settings)]
         held = self.engines[0].core.decoder
@@ -372,6 +418,10 @@ class LocalReplicas(StreamingEngine):
             core = EmbeddedEngine(decoder, **settings)
             self.engines.append(LocalEngine(folder, max_length=max_length, core=core))
 
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None
+    ) -> Completion:
         """Sample one completion (see `StreamingEngine`)."""
-        return await min(self.engines, key=lambda own: own.burden(prompt_ids)).stream(prompt_ids, sampling, hear)
+        return await min(self.engines, key=lambda own: own.burden(prompt_ids)).stream(
+            prompt_ids, sampling, hear
+        )

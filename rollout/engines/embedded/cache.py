@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_mas.rollout.models.architecture import Architecture
-from mcore_mas.rollout.models.exact import COLUMNS, row_attention
+from rollout.models.architecture import Architecture
+from rollout.models.exact import COLUMNS, row_attention
 
 _BLOCK_COST = 400  # tokens of context that can be read in the time it takes to start another attention product
 _SHARED_COST = 600  # the same of a block of groups, which copies and adds between its products
@@ -41,7 +41,9 @@ class Cache:
             sizes = (rows, length, sum(experts.sparse), experts.per_token)
             self.routing = np.zeros(sizes, f"<u{experts.number_bytes}")
         length = 16 * math.ceil(length / 16)
-        length += 16 * (length % 128 == 0)  # a power-of-two stride would put a row's keys on the same cache lines
+        length += 16 * (
+            length % 128 == 0
+        )  # a power-of-two stride would put a row's keys on the same cache lines
         self.values = _zeros(*lead, length, shape.head_dim, device=device)
         transposed = *lead, shape.head_dim, length
         keys = _zeros(*(transposed if exact else self.values.shape), device=device)
@@ -50,7 +52,9 @@ class Cache:
         self._batch: Decoding | None = None  # the last one, and what it was cut into
         self._blocks: list[RowBlock | GroupBlock] = []
 
-    def copy(self, source: int, targets: int | list[int], tokens: int, layers: slice | int = slice(None)) -> None:
+    def copy(
+        self, source: int, targets: int | list[int], tokens: int, layers: slice | int = slice(None)
+    ) -> None:
         """Give the rows `targets` the first `tokens` positions of row `source`."""
         keys, values = self.keys[layers], self.values[layers]
         if isinstance(targets, list):
@@ -91,7 +95,10 @@ class Cache:
         first = 0
         for runs in _grids(batch, self.keys.shape[1]):
             blocks += self._row_blocks(batch, first, runs[0].start)
-            key = b"".join(batch.groups[run.start].tobytes() + batch.common[run].min().tobytes() for run in runs)
+            key = b"".join(
+                batch.groups[run.start].tobytes() + batch.common[run].min().tobytes()
+                for run in runs
+            )
             self._prefixes[key] = known[key] if key in known else self._prefix(batch, runs)
             blocks.append(GroupBlock(batch, runs, self.keys.shape[1], *self._prefixes[key]))
             first = runs[-1].stop
@@ -115,7 +122,11 @@ class Cache:
                 blocks.append(RowBlock(batch, slice(first, i), self.keys.device))
                 first, wider = i, contexts[i]
             width = wider
-        return [*blocks, RowBlock(batch, slice(first, last), self.keys.device)] if last > first else blocks
+        return (
+            [*blocks, RowBlock(batch, slice(first, last), self.keys.device)]
+            if last > first
+            else blocks
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +135,9 @@ class Decoding:
 
     rows: np.ndarray
     positions: np.ndarray
-    groups: np.ndarray  # modulo the cache's rows, where the group began; rows of the same one have the same keys ...
+    groups: (
+        np.ndarray
+    )  # modulo the cache's rows, where the group began; rows of the same one have the same keys ...
     common: np.ndarray  # ... at so many leading positions
     adapters: np.ndarray  # number of the one that each row is computed with; 0: none
 
@@ -132,11 +145,15 @@ class Decoding:
 class _Window:
     """Neighbouring rows of the cache; idle ones look at position 0 only, and what they compute is dropped."""
 
-    def __init__(self, batch: Decoding, part: slice, first: int, window: int, device: torch.device) -> None:
+    def __init__(
+        self, batch: Decoding, part: slice, first: int, window: int, device: torch.device
+    ) -> None:
         """The `part` of a batch is in the `window` rows from `first` on."""
         self.part, self._rows = part, slice(first, first + window)
         places = batch.rows[part] - first
-        self._inside = None if window == len(places) else torch.from_numpy(places).to(device)  # None: all are live
+        self._inside = (
+            None if window == len(places) else torch.from_numpy(places).to(device)
+        )  # None: all are live
         self._places, self._device = places, device
         self._at = np.zeros(window, dtype=np.int64)  # position of each row
         self._at[places] = batch.positions[part]
@@ -176,11 +193,16 @@ class RowBlock(_Window):
         self._width = COLUMNS * -(-(int(self._at.max()) + 1) // COLUMNS)
         self._mask = _mask(np.arange(self._width) <= self._at[:, None], self._device)[:, None]
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False) -> Tensor:
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False
+    ) -> Tensor:
         """Attention of queries [n, H, D] over a layer's keys [S, KV, D, M] and values [S, KV, M, D]; [n, H D]."""
         kv_heads, (heads, dim), window = keys.shape[1], q.shape[1:], len(self._mask)
         folded = self._spread(q).reshape(window * kv_heads, heads // kv_heads, dim)
-        near, far = keys[self._rows].flatten(0, 1)[..., : self._width], values[self._rows].flatten(0, 1)
+        near, far = (
+            keys[self._rows].flatten(0, 1)[..., : self._width],
+            values[self._rows].flatten(0, 1),
+        )
         if exact:
             mixed = row_attention(folded, near, far[:, : self._width], self._mask)
         else:
@@ -193,9 +215,15 @@ class RowBlock(_Window):
 class GroupBlock(_Window):
     """Groups in a grid of rows, some idle: what a group has in common is read once, the rest of each row by itself."""
 
-    def __init__(self, batch: Decoding, runs: Sequence[slice], most: int, keys: Tensor, values: Tensor) -> None:
+    def __init__(
+        self, batch: Decoding, runs: Sequence[slice], most: int, keys: Tensor, values: Tensor
+    ) -> None:
         """Of the `runs` of a batch, a group each, with the `keys` and `values` that it has in common."""
-        part, self._prefix, self._tokens = slice(runs[0].start, runs[-1].stop), (keys, values), keys.shape[-1]
+        part, self._prefix, self._tokens = (
+            slice(runs[0].start, runs[-1].stop),
+            (keys, values),
+            keys.shape[-1],
+        )
         homes = [int(batch.groups[run.start]) % most for run in runs]
         first, apart = homes[0], homes[1] - homes[0] if len(runs) > 1 else 0
         if not apart:
@@ -213,7 +241,9 @@ class GroupBlock(_Window):
             mask = _mask(np.concatenate(seen, 1), self._device)
             self._mask = mask.view(*self._grid, 1, 1, -1).transpose(1, 2)
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False) -> Tensor:
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False
+    ) -> Tensor:
         """Attention as in `RowBlock`, never exact."""
         kv_heads, (heads, dim) = keys.shape[1], q.shape[1:]
         (groups, apart), shared = self._grid, heads // kv_heads
@@ -224,7 +254,9 @@ class GroupBlock(_Window):
         alone = alone.view(groups, apart, kv_heads, shared, -1).transpose(1, 2)
         scores = torch.cat([near.view(*alone.shape[:-1], -1), alone], -1)
         weights = (scores if self._mask is None else scores.add_(self._mask)).softmax(-1)
-        mixed = torch.bmm(weights.view(groups * kv_heads, apart * shared, -1)[..., : self._tokens], common_values)
+        mixed = torch.bmm(
+            weights.view(groups * kv_heads, apart * shared, -1)[..., : self._tokens], common_values
+        )
         alone = weights[..., self._tokens :].transpose(1, 2).flatten(0, 2)
         rest = torch.bmm(alone, values[self._rows].flatten(0, 1)[:, self._own]).view(q.shape)
         rest += mixed.view(groups, kv_heads, apart, shared, dim).transpose(1, 2)
@@ -269,7 +301,9 @@ def _fits(batch: Decoding, runs: Sequence[slice], most: int) -> bool:
         home <= batch.rows[run.start] and batch.rows[run.stop - 1] < home + apart <= most
         for home, run in zip(homes, runs, strict=True)
     )
-    ragged = [abs(int(x[runs[-1]].max() - x[runs[0]].max())) for x in (batch.common, batch.positions)]
+    ragged = [
+        abs(int(x[runs[-1]].max() - x[runs[0]].max())) for x in (batch.common, batch.positions)
+    ]
     adjacent = runs[-2].stop == runs[-1].start and homes[-1] - homes[-2] == apart
     return inside and adjacent and apart * sum(ragged) <= _SHARED_COST
 

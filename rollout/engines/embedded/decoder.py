@@ -15,14 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.embedded.cache import Cache, Decoding
-from mcore_mas.rollout.models.architecture import Architecture, Experts
-from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights, Layer, Weights
-from mcore_mas.rollout.models.layout import Projection
-from mcore_mas.rollout.models.tensors import WeightStream
+from rollout.base.errors import EngineError
+from rollout.engines.embedded.cache import Cache, Decoding
+from rollout.models.architecture import Architecture, Experts
+from rollout.models.fused_weights import AdapterShape, AdapterWeights, Layer, Weights
+from rollout.models.layout import Projection
+from rollout.models.tensors import WeightStream
 
-QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
+QUERY_BLOCK = (
+    128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
+)
 
 # Inductor's linear layer, where torch is built with oneDNN. For few rows it takes up to a third less time than MKL's
 # product, whose own copy of the weight, in blocks, is made anew in each; a call costs 15 us more.
@@ -43,7 +45,9 @@ class Span:
     ids: np.ndarray  # [T] int64
     source: int  # row that holds positions [0, start); `row` itself when they are already in place
     adapter: int = 0  # number of the one it is computed with; 0: none
-    copies: list[int] = field(default_factory=list)  # rows that get what it computes, as they have the same prompt
+    copies: list[int] = field(
+        default_factory=list
+    )  # rows that get what it computes, as they have the same prompt
 
 
 class CachedDecoder:
@@ -68,11 +72,15 @@ class CachedDecoder:
         """
         self.shape, self.max_length = shape, max_length
         self.device = _usable(device)
-        self.dtype = torch.bfloat16 if bf16 and (self.device.type != "cpu" or _has_bf16()) else torch.float32
+        self.dtype = (
+            torch.bfloat16 if bf16 and (self.device.type != "cpu" or _has_bf16()) else torch.float32
+        )
         self.halves = halves or (Weights(shape), Weights(shape))
         self.half = 0  # the one in use
         self._active = self.weights  # what is computed with
-        self._blocked: dict[Tensor, Tensor] = {}  # large weights in the blocks that oneDNN multiplies
+        self._blocked: dict[
+            Tensor, Tensor
+        ] = {}  # large weights in the blocks that oneDNN multiplies
         self.adapters = LowRank(shape, adapters, self.device) if adapters else None
         angles = torch.outer(torch.arange(max_length).float(), shape.inverse_frequencies())
         # |rotation|^2 = D^-1/2: rotating both the query and the key also scales their product.
@@ -120,17 +128,26 @@ class CachedDecoder:
         """
         sizes = [len(span.ids) for span in spans]
         ends = np.cumsum(sizes)
-        positions = self._put(np.concatenate([np.arange(s.start, s.start + len(s.ids)) for s in spans]))
+        positions = self._put(
+            np.concatenate([np.arange(s.start, s.start + len(s.ids)) for s in spans])
+        )
         last = self._put(ends - 1)
-        x = F.embedding(self._put(np.concatenate([span.ids for span in spans])), self._active.embed).float()
+        x = F.embedding(
+            self._put(np.concatenate([span.ids for span in spans])), self._active.embed
+        ).float()
         rotation = self._rotation[positions][:, None]
         numbers = np.array([span.adapter for span in spans])
         low, chosen = self._low_rank(np.repeat(numbers, sizes)), list[Tensor]()
-        final = self.shape.layers - 1 if cache.routing is None else -1  # all tokens' experts are wanted, of all layers
+        final = (
+            self.shape.layers - 1 if cache.routing is None else -1
+        )  # all tokens' experts are wanted, of all layers
         for index, layer in enumerate(self._active.layers):
             q, k, v = self._project(layer, x, rotation, low[index])
             if index == final:
-                x, low = x[last], self._low_rank(numbers)  # from here on only the last token of each span is wanted
+                x, low = (
+                    x[last],
+                    self._low_rank(numbers),
+                )  # from here on only the last token of each span is wanted
             mixed = x.new_empty(len(x), q[0].numel())
             for n, (span, size, end) in enumerate(zip(spans, sizes, ends.tolist(), strict=True)):
                 tokens = slice(end - size, end)
@@ -163,7 +180,10 @@ class CachedDecoder:
             keys, values = cache.keys[index], cache.values[index]
             keys[row, :, :, position] = k
             values[row, :, position] = v
-            parts = [block.attend(q[block.part], keys, values, index, exact=self.exact) for block in blocks]
+            parts = [
+                block.attend(q[block.part], keys, values, index, exact=self.exact)
+                for block in blocks
+            ]
             mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
             x = self._finish(layer, x, mixed, low[index], chosen)
         if cache.routing is not None:
@@ -176,7 +196,9 @@ class CachedDecoder:
             return [lambda *_: None] * self.shape.layers
         return self.adapters.of_rows(self._put(numbers))
 
-    def _project(self, layer: Layer, x: Tensor, rotation: Tensor, add: Add) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, layer: Layer, x: Tensor, rotation: Tensor, add: Add
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [N, H, D], rotated keys and values [N, KV, D] of the residual stream `x` [N, hidden]."""
         shape, x = self.shape, self._norm(x, layer.input_norm)
         qkv = self._times(x, layer.qkv, layer.qkv_bias)
@@ -185,7 +207,11 @@ class CachedDecoder:
         qk, v = qkv[:, : shape.heads + shape.kv_heads], qkv[:, shape.heads + shape.kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat(
-                [self._norm(qk[:, : shape.heads], layer.q_norm), self._norm(qk[:, shape.heads :], layer.k_norm)], 1
+                [
+                    self._norm(qk[:, : shape.heads], layer.q_norm),
+                    self._norm(qk[:, shape.heads :], layer.k_norm),
+                ],
+                1,
             )
         torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotation)
         return qk[:, : shape.heads], qk[:, shape.heads :], v
@@ -197,9 +223,15 @@ class CachedDecoder:
         for first in range(0, len(q), QUERY_BLOCK):
             block = q[first : first + QUERY_BLOCK]
             size, seen = len(block), start + first + len(block)
-            folded = block.unflatten(1, (kv_heads, groups)).permute(1, 2, 0, 3).reshape(kv_heads, groups * size, -1)
+            folded = (
+                block.unflatten(1, (kv_heads, groups))
+                .permute(1, 2, 0, 3)
+                .reshape(kv_heads, groups * size, -1)
+            )
             mixed = self._mixed(folded, keys, values, size, seen)
-            out[first : first + size] = mixed.reshape(kv_heads * groups, size, -1).transpose(0, 1).flatten(1)
+            out[first : first + size] = (
+                mixed.reshape(kv_heads * groups, size, -1).transpose(0, 1).flatten(1)
+            )
         return out
 
     def _mixed(self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int) -> Tensor:
@@ -210,7 +242,9 @@ class CachedDecoder:
             scores.view(-1, size, seen)[:, :, seen - size :].add_(mask)
         return torch.bmm(scores.softmax(-1), values[:, :seen])
 
-    def _finish(self, layer: Layer, x: Tensor, mixed: Tensor, add: Add, chosen: list[Tensor]) -> Tensor:
+    def _finish(
+        self, layer: Layer, x: Tensor, mixed: Tensor, add: Add, chosen: list[Tensor]
+    ) -> Tensor:
         """What leaves a layer [N, hidden]; of a sparse one the experts [N, k] of each token join `chosen`."""
         x = self._plus(x, mixed, layer.out)
         add("out", mixed, x)
@@ -252,18 +286,26 @@ def _in_blocks(weights: Weights) -> dict[Tensor, Tensor]:
     """Copies of large weights as oneDNN multiplies them, where it does; a copy takes about 1.5 ns an element."""
     if _one_dnn is None or weights.storage.device.type != "cpu":
         return {}
-    matrices = chain.from_iterable((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in weights.layers)
+    matrices = chain.from_iterable(
+        (layer.qkv, layer.out, layer.gate_up, layer.down) for layer in weights.layers
+    )
     least = _WORTH_BLOCKS if weights.storage.dtype == torch.float32 else 0
     large = [w for w in (weights.head, *matrices) if w.dim() == 2 and w.numel() >= least]
     return {weight: torch.ops.mkldnn._reorder_linear_weight(weight) for weight in large}
 
 
 def _add_experts(
-    times: Callable[[Tensor, Tensor], Tensor], experts: Experts | None, layer: Layer, x: Tensor, normed: Tensor
+    times: Callable[[Tensor, Tensor], Tensor],
+    experts: Experts | None,
+    layer: Layer,
+    x: Tensor,
+    normed: Tensor,
 ) -> Tensor:
     """Add to `x` [N, hidden], in place, what tokens' experts make of `normed` [N, hidden]; which experts [N, k]."""
     assert experts is not None and layer.router is not None
-    shares, chosen = times(normed, layer.router.to(normed.dtype)).softmax(-1).topk(experts.per_token, dim=-1)
+    shares, chosen = (
+        times(normed, layer.router.to(normed.dtype)).softmax(-1).topk(experts.per_token, dim=-1)
+    )
     if experts.normalised:
         shares /= shares.sum(-1, keepdim=True)
     order = chosen.flatten().argsort(stable=True)  # places (token, choice), by expert
@@ -302,7 +344,9 @@ def _usable(device: str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for it
-        raise EngineError(f"torch cannot compute on device '{device}' here ({str(error).splitlines()[0]})") from error
+        raise EngineError(
+            f"torch cannot compute on device '{device}' here ({str(error).splitlines()[0]})"
+        ) from error
 
 
 # of a decoder's layer the linear layers, with the projections that each fuses, in the order of its rows
@@ -312,7 +356,9 @@ _FUSED: dict[str, tuple[Projection, ...]] = {
     "gate_up": ("gate", "up"),
     "down": ("down",),
 }
-Add = Callable[[str, Tensor, Tensor], object]  # (linear layer, its input [N, inputs], its output [N, rows], in place)
+Add = Callable[
+    [str, Tensor, Tensor], object
+]  # (linear layer, its input [N, inputs], its output [N, rows], in place)
 # by linear layer A of its projections, one above the other [R ..., inputs], and by projection its place in the layer's
 # output and (scale · B)ᵀ [R, rows]
 _SideBySide = dict[str, tuple[Tensor, dict[Projection, tuple[slice, Tensor]]]]
@@ -325,7 +371,9 @@ class LowRank:
     projection, however many adapters are in it, and no row sees another's adapter.
     """
 
-    def __init__(self, shape: Architecture, adapters: Sequence[AdapterShape], device: torch.device) -> None:
+    def __init__(
+        self, shape: Architecture, adapters: Sequence[AdapterShape], device: torch.device
+    ) -> None:
         """All zero, and so without effect, before `put`."""
         ends = [0, *accumulate(adapter.rank for adapter in adapters)]
         self._ranks = [slice(first, last) for first, last in pairwise(ends)]
@@ -354,7 +402,9 @@ class LowRank:
         """
         for name, tensor in weights.tensors():
             if not tensor.isfinite().all():
-                raise EngineError(f"the adapter's tensor '{name}' has numbers that are not finite; see what trained it")
+                raise EngineError(
+                    f"the adapter's tensor '{name}' has numbers that are not finite; see what trained it"
+                )
         ranks, scale = self._ranks[number - 1], self._scales[number - 1]
         for layer, own in zip(self._layers, weights.layers, strict=True):
             for held, parts in layer.values():

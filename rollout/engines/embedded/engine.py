@@ -13,17 +13,17 @@ from typing import Any
 import ray
 import torch
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.processes import Restarts, say
-from mcore_mas.rollout.engines import Tag, TrainedEngine
-from mcore_mas.rollout.engines.embedded.batching import BUSY, Ask, Dispatcher, EmbeddedEngine, Report
-from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
-from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.fused_weights import AdapterShape
-from mcore_mas.rollout.models.tensors import compare, read_tensors
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, memory_path
-from mcore_mas.rollout.sync.disk import patched
-from mcore_mas.rollout.sync.shared import SharedCheck, SharedWeights
+from rollout.base.errors import EngineError
+from rollout.base.processes import Restarts, say
+from rollout.engines import Tag, TrainedEngine
+from rollout.engines.embedded.batching import BUSY, Ask, Dispatcher, EmbeddedEngine, Report
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.models.architecture import read_architecture
+from rollout.models.fused_weights import AdapterShape
+from rollout.models.tensors import compare, read_tensors
+from rollout.sync import SyncRoute, WeightUpdate, memory_path
+from rollout.sync.disk import patched
+from rollout.sync.shared import SharedCheck, SharedWeights
 
 _LOOK_S = 1.0  # between two looks at what has become of an actor
 _BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, or a few times it when none ends
@@ -36,7 +36,9 @@ class Held:
     file: Path | None  # None: memory of the actor's own
     adapter: AdapterShape | None = None  # None: the weights
     version: int = 0
-    half: int | None = None  # the one in use; None: the folder's weights, or an adapter that adds nothing yet
+    half: int | None = (
+        None  # the one in use; None: the folder's weights, or an adapter that adds nothing yet
+    )
 
     @property
     def free(self) -> int:
@@ -63,7 +65,9 @@ class HostedSettings:
     device: str = "cpu"  # or "cuda", which needs a GPU in `place`
     place: Mapping[str, Any] | None = None  # actor options; None: nothing set aside
     transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
-    weights_folder: Path | str | None = None  # ... this folder, which the trainer sees too; None: one in shared memory
+    weights_folder: Path | str | None = (
+        None  # ... this folder, which the trainer sees too; None: one in shared memory
+    )
     far: bool = False  # its actor is on another node: nothing is mapped here, and weights come by "disk" in a folder
     restarts: int = 2  # in an hour
     hang_s: float = 600.0  # that the actor may take for one call
@@ -72,7 +76,9 @@ class HostedSettings:
 class Host(EmbeddedEngine):
     """The embedded engine in its Ray actor: it decodes, and takes new weights, when it is asked to."""
 
-    def __init__(self, folder: str, held: Sequence[Held], settings: HostedSettings, source: str) -> None:
+    def __init__(
+        self, folder: str, held: Sequence[Held], settings: HostedSettings, source: str
+    ) -> None:
         """Compute from what is `held`, the weights first; if they have no half, they are in the folder `source`."""
         torch.set_num_threads(settings.threads)
         shape = read_architecture(folder)
@@ -99,7 +105,9 @@ class Host(EmbeddedEngine):
             self._checks[number].stop()
         self._checks[number] = SharedCheck(self._places[number], half)
 
-    def take(self, half: int, version: int, checksums: dict[str, str], number: int, folder: str) -> None:
+    def take(
+        self, half: int, version: int, checksums: dict[str, str], number: int, folder: str
+    ) -> None:
         """Compute from what was written into `half`, of the weights (0) or of an adapter by number.
 
         Args:
@@ -111,10 +119,14 @@ class Host(EmbeddedEngine):
         place = self._places[number]
         if folder:
             place.versions[half] = -1
-            place.halves[half].fill(patched(self.decoder.weights.tensors(), Path(folder), self.version))
+            place.halves[half].fill(
+                patched(self.decoder.weights.tensors(), Path(folder), self.version)
+            )
             place.versions[half] = version
         if place.versions[half] != version:
-            raise EngineError(f"the shared weights hold version {place.versions[half]}; expected {version}")
+            raise EngineError(
+                f"the shared weights hold version {place.versions[half]}; expected {version}"
+            )
         check = self._checks.pop(number, None) or SharedCheck(place, half)
         compare(check.finish(), checksums, version)
         if number:
@@ -179,14 +191,24 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self.folder, self._tell = str(folder), tell
         self._restarts = Restarts("engine", self._settings.restarts)
         self._weights_folder = Path(self._settings.weights_folder or memory_path())
-        self.transport = self._settings.transport  # whoever places a trainer on another node makes it "disk"
+        self.transport = (
+            self._settings.transport
+        )  # whoever places a trainer on another node makes it "disk"
         self._actor = _HOSTS.options(**self._settings.place or {})
-        self._source = source or self.folder  # what an actor reads that does not find its weights in shared memory
-        self.held = [Held(file=None if self._settings.far or adapters else memory_path(), version=version)]
+        self._source = (
+            source or self.folder
+        )  # what an actor reads that does not find its weights in shared memory
+        self.held = [
+            Held(file=None if self._settings.far or adapters else memory_path(), version=version)
+        ]
         self.held += [Held(file=memory_path(), adapter=adapter) for adapter in adapters]
         shape, held = read_architecture(self.folder), enumerate(self.held)
         # what this process maps of it, made before the actor does
-        self._shared = {n: SharedWeights(own.file, shape, own.adapter, create=True) for n, own in held if own.file}
+        self._shared = {
+            n: SharedWeights(own.file, shape, own.adapter, create=True)
+            for n, own in held
+            if own.file
+        }
         self._host: Any = self._start()
         self._closed = False
 
@@ -207,7 +229,9 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self._shared[number].written[own.free] = 0
         self._host.follow.remote(own.free, number)  # not waited for: `take` reads what it misses
         options, state = {"adapter": own.adapter} if own.adapter else {}, {"half": own.free}
-        return SyncRoute(transport="shared", place=str(own.file), model=self.folder, options=options, state=state)
+        return SyncRoute(
+            transport="shared", place=str(own.file), model=self.folder, options=options, state=state
+        )
 
     async def commit_update(self, update: WeightUpdate) -> None:
         self.pause_s = await self.take(update, 0)
@@ -276,7 +300,9 @@ class HostedEngine(Dispatcher, TrainedEngine):
             try:
                 answer = asyncio.wrap_future(getattr(host, method).remote(*arguments).future())
                 if not (await asyncio.wait({answer}, timeout=self._settings.hang_s))[0]:
-                    self._tell(f"the engine's actor has not answered for {self._settings.hang_s:g} s")
+                    self._tell(
+                        f"the engine's actor has not answered for {self._settings.hang_s:g} s"
+                    )
                     ray.kill(host)  # so that it can be started again
                 return await answer
             except ray.exceptions.RayActorError as error:
@@ -291,13 +317,17 @@ class HostedEngine(Dispatcher, TrainedEngine):
     def _revive(self, host: Any, error: Exception) -> None:
         if host is not self._host:
             return  # another call was faster
-        started = not isinstance(error, ray.exceptions.ActorUnschedulableError) and "__init__" not in str(error)
+        started = not isinstance(
+            error, ray.exceptions.ActorUnschedulableError
+        ) and "__init__" not in str(error)
         if self._closed or not started or not self._restarts.take():
             died = ActorDied(str(_failure(error)))
             died.at_start = not started
             raise died from error
         left = self._restarts.left
-        self._tell(f"the engine's actor died; started again with version {self.version}, {left} starts left")
+        self._tell(
+            f"the engine's actor died; started again with version {self.version}, {left} starts left"
+        )
         self._host = self._start()
 
 

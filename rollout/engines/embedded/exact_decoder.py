@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_mas.rollout.engines.embedded.decoder import Add, CachedDecoder
-from mcore_mas.rollout.models.exact import COLUMNS, products_are_exact, row_attention, row_product
-from mcore_mas.rollout.models.fused_weights import Layer
+from rollout.engines.embedded.decoder import Add, CachedDecoder
+from rollout.models.exact import COLUMNS, products_are_exact, row_attention, row_product
+from rollout.models.fused_weights import Layer
 
 
 def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
@@ -16,7 +16,11 @@ def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
 
     It is on a CPU in float32 without adapters, where the library's products are as `models/exact.py` needs them.
     """
-    if decoder.device.type != "cpu" or decoder.adapters is not None or decoder.dtype != torch.float32:
+    if (
+        decoder.device.type != "cpu"
+        or decoder.adapters is not None
+        or decoder.dtype != torch.float32
+    ):
         return decoder
     layer = decoder.weights.layers[0]
     wide = [w if layer.router is None else w[0] for w in (layer.gate_up, layer.down)]
@@ -35,11 +39,15 @@ class ExactDecoder(CachedDecoder):
     def __init__(self, *args: Any) -> None:
         """As `CachedDecoder`."""
         super().__init__(*args)
-        angles = torch.outer(torch.arange(self.max_length).float(), self.shape.inverse_frequencies())
+        angles = torch.outer(
+            torch.arange(self.max_length).float(), self.shape.inverse_frequencies()
+        )
         angles = torch.cat([angles, angles], -1)
         self._rotation = torch.stack([angles.cos(), angles.sin()], -1)  # [M, D, 2]
 
-    def _project(self, layer: Layer, x: Tensor, rotation: Tensor, add: Add) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, layer: Layer, x: Tensor, rotation: Tensor, add: Add
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """As above, by cosines and sines [N, 1, D, 2]: halves of a head are rotated, not neighbours."""
         shape = self.shape
         qkv = self._times(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias).unflatten(
@@ -49,9 +57,14 @@ class ExactDecoder(CachedDecoder):
         parts = [_halves(part) for part in parts]
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm, layer.k_norm
-            parts = [self._norm(part, _halves(norm)) for part, norm in zip(parts, norms, strict=True)]
+            parts = [
+                self._norm(part, _halves(norm)) for part, norm in zip(parts, norms, strict=True)
+            ]
         cos, sin = rotation.unbind(-1)
-        q, k = (part * cos + torch.cat([-part.chunk(2, -1)[1], part.chunk(2, -1)[0]], -1) * sin for part in parts)
+        q, k = (
+            part * cos + torch.cat([-part.chunk(2, -1)[1], part.chunk(2, -1)[0]], -1) * sin
+            for part in parts
+        )
         return q * shape.head_dim**-0.5, k, v
 
     def _mixed(self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int) -> Tensor:

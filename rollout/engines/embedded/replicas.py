@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.processes import Restarts, say
-from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine
-from mcore_mas.rollout.engines.embedded.engine import ActorDied, HostedEngine
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
+from rollout.base.errors import EngineError
+from rollout.base.processes import Restarts, say
+from rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine
+from rollout.engines.embedded.engine import ActorDied, HostedEngine
+from rollout.records.trajectory import Completion, Sampling
+from rollout.sync import SyncRoute, WeightUpdate
 
 Place = Mapping[str, Any]  # options of an actor
 _LOOK_S = 5.0  # between looks for actors that have died while nobody asked them anything
@@ -53,17 +53,32 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
             settings: further fields of `HostedSettings`.
         """
         self.version, self.pause_s, self.starts = 0, 0.0, 0
-        self._folder, self._weights_folder, self._source = str(folder), Path(weights_folder), str(folder)
+        self._folder, self._weights_folder, self._source = (
+            str(folder),
+            Path(weights_folder),
+            str(folder),
+        )
         self._take, self._give = berths or (lambda: None, lambda place: None)
-        self._most, self._restarts, self._tell = len(places) + joining, Restarts("engine", restarts), tell
-        settings |= {"far": True, "transport": self.transport, "weights_folder": weights_folder, "restarts": 0}
+        self._most, self._restarts, self._tell = (
+            len(places) + joining,
+            Restarts("engine", restarts),
+            tell,
+        )
+        settings |= {
+            "far": True,
+            "transport": self.transport,
+            "weights_folder": weights_folder,
+            "restarts": 0,
+        }
         self._make = functools.partial(HostedEngine, folder, **settings)
         self._actors: dict[HostedEngine, Place] = {}
         self._watch: asyncio.Task[None] | None = None
         for place in places:
             self._add(place)
 
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None
+    ) -> Completion:
         """Sample one completion (see `StreamingEngine`), by whichever actor is left."""
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._look())
@@ -85,9 +100,14 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         began, self.version, self._source = time.perf_counter(), update.version, update.place
         await self._each(lambda actor: actor.commit_update(update))
         self.pause_s = time.perf_counter() - began
-        while len(self._actors) < self._most and (place := await asyncio.to_thread(self._take)) is not None:
+        while (
+            len(self._actors) < self._most
+            and (place := await asyncio.to_thread(self._take)) is not None
+        ):
             self._add(place)
-            self._tell(f"an actor of the engine joined with version {self.version}; there are {len(self._actors)}")
+            self._tell(
+                f"an actor of the engine joined with version {self.version}; there are {len(self._actors)}"
+            )
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         await self._each(lambda actor: actor.sleep(tags))
@@ -103,7 +123,9 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
 
     async def _look(self) -> None:
         """Have actors leave whose nodes are gone: as long as one stays, Ray keeps a place elsewhere for it."""
-        with suppress(EngineError):  # the last one has died, which the next call says; or all are closed
+        with suppress(
+            EngineError
+        ):  # the last one has died, which the next call says; or all are closed
             while True:
                 await self._each(lambda actor: actor.stats())
                 await asyncio.sleep(_LOOK_S)
@@ -133,7 +155,9 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         elif error.at_start or not self._restarts.take():
             raise error
         else:
-            self._tell(f"{error}; started again with version {self.version}, {self._restarts.left} starts left")
+            self._tell(
+                f"{error}; started again with version {self.version}, {self._restarts.left} starts left"
+            )
             self._add(self._actors[actor])
         del self._actors[actor]
         actor.end()

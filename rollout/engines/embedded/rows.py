@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_mas.rollout.engines.embedded.cache import Decoding
-from mcore_mas.rollout.engines.embedded.decoder import Span
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan, changed
+from rollout.engines.embedded.cache import Decoding
+from rollout.engines.embedded.decoder import Span
+from rollout.records.trajectory import Completion, Sampling, VersionSpan, changed
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
 _NEVER = np.iinfo(np.int64).max
@@ -25,7 +25,9 @@ class GenerationRequest:
     prompt: np.ndarray  # [P] int64
     sampling: Sampling
     adapter: int = 0  # number of the one it is computed with; 0: none
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (weights version, its first completion token)
+    versions: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (weights version, its first completion token)
     cached: int = 0  # prompt tokens that were not computed again
     stream: int = 0  # tokens that are worth telling before it is whole; 0: none are told
     told: int = 0  # completion tokens that were
@@ -55,7 +57,9 @@ class CacheRows:
         self.top_k = np.zeros(rows, dtype=np.int64)
         self.seed = np.zeros(rows, dtype=np.uint64)
         self.stop = np.full((rows, 1), -1, dtype=np.int64)
-        self.versions = defaultdict[int, int](int, {0: version})  # of weights, and of adapters by their numbers
+        self.versions = defaultdict[int, int](
+            int, {0: version}
+        )  # of weights, and of adapters by their numbers
         self._clock = self._groups = 0
 
     def newest(self, rows: np.ndarray) -> tuple[Decoding, np.ndarray]:
@@ -85,7 +89,13 @@ class CacheRows:
         return int(np.where(self.live, _NEVER, np.where(self.cached > 0, self.used, -1)).argmin())
 
     def occupy(
-        self, row: int, request: GenerationRequest, source: int = 0, shared: int = 0, *, most: bool = False
+        self,
+        row: int,
+        request: GenerationRequest,
+        source: int = 0,
+        shared: int = 0,
+        *,
+        most: bool = False,
     ) -> None:
         """Put a request into a row; of its keys, which are not there yet, `shared` will be those of row `source`.
 
@@ -151,8 +161,12 @@ class CacheRows:
 
     def draw(self, placed: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Next token [N] and its log-probability [N] of the rows `placed` [N] by their `logits` [N, V]."""
-        uniform = uniforms(self.seed[placed], self.size[placed] - self.prompt[placed] + self.first[placed])
-        tokens, logprobs = choose(logits, self.temperature[placed], self.top_p[placed], self.top_k[placed], uniform)
+        uniform = uniforms(
+            self.seed[placed], self.size[placed] - self.prompt[placed] + self.first[placed]
+        )
+        tokens, logprobs = choose(
+            logits, self.temperature[placed], self.top_p[placed], self.top_k[placed], uniform
+        )
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def append(
@@ -196,7 +210,9 @@ class CacheRows:
         self.used[row] = self._clock
 
 
-def plan(rows: CacheRows, waiting: deque[GenerationRequest], *, reuse: bool, alone: bool) -> list[Span]:
+def plan(
+    rows: CacheRows, waiting: deque[GenerationRequest], *, reuse: bool, alone: bool
+) -> list[Span]:
     """Place waiting requests in cache rows, equal prompts side by side, up to one pass's budget; what is to compute."""
     budget = 1 if alone else _PREFILL_TOKENS
     spans: list[Span] = []
@@ -208,11 +224,21 @@ def plan(rows: CacheRows, waiting: deque[GenerationRequest], *, reuse: bool, alo
             break
         request = same.popleft()
         size = len(request.prompt)
-        source, shared = rows.longest_prefix(request.prompt, request.adapter) if reuse and not alone else (0, 0)
+        source, shared = (
+            rows.longest_prefix(request.prompt, request.adapter) if reuse and not alone else (0, 0)
+        )
         row = rows.place(source, shared)
         request.cached = shared
         source = source if shared else row
-        spans.append(Span(row=row, start=shared, ids=request.prompt[shared:], source=source, adapter=request.adapter))
+        spans.append(
+            Span(
+                row=row,
+                start=shared,
+                ids=request.prompt[shared:],
+                source=source,
+                adapter=request.adapter,
+            )
+        )
         budget -= size - shared
         rows.occupy(row, request, source, shared, most=bool(same))
         rows.cached[row] = size  # later spans of this very pass may start from it
@@ -246,7 +272,11 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def choose(
-    logits: Tensor, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, uniform: np.ndarray
+    logits: Tensor,
+    temperature: np.ndarray,
+    top_p: np.ndarray,
+    top_k: np.ndarray,
+    uniform: np.ndarray,
 ) -> tuple[Tensor, Tensor]:
     """Token int64 [N] and log-probability float32 [N] for each row of `logits` float32 [N, V].
 
@@ -270,7 +300,9 @@ def choose(
         weights[rows] = _truncate((logits[rows] - peak[rows] - log_sum[rows]).exp_(), p, k)
     tokens = _inverse(weights, torch.from_numpy(uniform).to(device)[:, None])
     if greedy.any():
-        tokens = torch.where(torch.from_numpy(greedy).to(device)[:, None], logits.argmax(-1, keepdim=True), tokens)
+        tokens = torch.where(
+            torch.from_numpy(greedy).to(device)[:, None], logits.argmax(-1, keepdim=True), tokens
+        )
     return tokens[:, 0], (logits.gather(-1, tokens) - peak - log_sum)[:, 0]
 
 
@@ -293,7 +325,9 @@ def _passed(sums: Tensor, point: Tensor) -> Tensor:
     """Where running sums [N, K] first exceed `point` [N, 1], which rounding may have lifted past the last of them."""
     last = sums[:, -1:]
     below = torch.minimum(point, torch.nextafter(last, torch.zeros_like(last)))
-    return torch.searchsorted(sums, below, right=True).clamp_(max=sums.shape[1] - 1)  # NaN sorts last
+    return torch.searchsorted(sums, below, right=True).clamp_(
+        max=sums.shape[1] - 1
+    )  # NaN sorts last
 
 
 def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

@@ -13,16 +13,16 @@ from typing import Any, NoReturn, Protocol
 
 from pydantic import Field, JsonValue, SecretStr, model_validator
 
-from mcore_mas.rollout.base.errors import Unusable
-from mcore_mas.rollout.base.http import Url, check_private, failure_of
-from mcore_mas.rollout.base.options import Section, imported, lookup
-from mcore_mas.rollout.records.trajectory import Message
+from rollout.base.errors import Unusable
+from rollout.base.http import Url, check_private, failure_of
+from rollout.base.options import Section, imported, lookup
+from rollout.records.trajectory import Message
 
 # Import paths, so that naming a provider imports no library.
 PROVIDERS = {
-    "openai": "mcore_mas.rollout.engines.remote.providers:OpenAIChat",
-    "anthropic": "mcore_mas.rollout.engines.remote.providers:AnthropicMessages",
-    "gemini": "mcore_mas.rollout.engines.remote.providers:GeminiContent",
+    "openai": "rollout.engines.remote.providers:OpenAIChat",
+    "anthropic": "rollout.engines.remote.providers:AnthropicMessages",
+    "gemini": "rollout.engines.remote.providers:GeminiContent",
 }
 provider_class = partial(imported, "provider", paths=PROVIDERS)  # of a name
 
@@ -73,7 +73,11 @@ class Provider(Protocol):
 def status_error(status: int, body: str, headers: Mapping[str, str]) -> Exception:
     """The error that an HTTP status other than 200 means; all vendors use the same numbers."""
     failure = failure_of(status, body, headers)
-    if status in (401, 402, 403, 404) or 300 <= status < 400 or (status == 429 and _out_of_quota(body)):
+    if (
+        status in (401, 402, 403, 404)
+        or 300 <= status < 400
+        or (status == 429 and _out_of_quota(body))
+    ):
         return RemoteError(str(failure))
     return failure
 
@@ -104,7 +108,9 @@ def _out_of_quota(body: str) -> bool:
 
 
 SHOWN_AT_MOST = 3  # first characters of a key, at the end of a text that was cut there
-SHORTEST = 8  # characters; a shorter secret could not be taken out of a text without harm to the text
+SHORTEST = (
+    8  # characters; a shorter secret could not be taken out of a text without harm to the text
+)
 
 
 class ApiKey(SecretStr):
@@ -170,7 +176,9 @@ def read_key(variable: str | None, file: Path | None) -> ApiKey | None:
 def _checked(value: str, where: str) -> ApiKey:
     value = value.strip()
     if len(value) < SHORTEST or not value.isascii() or not value.isprintable() or " " in value:
-        raise RemoteError(f"{where}: not an API key; expected one word of at least {SHORTEST} ASCII characters")
+        raise RemoteError(
+            f"{where}: not an API key; expected one word of at least {SHORTEST} ASCII characters"
+        )
     return ApiKey(value)
 
 
@@ -199,14 +207,22 @@ class RemoteConfig(Section):
     provider: str = "openai"  # name in PROVIDERS
     model: str = Field(min_length=1)
     url: Url | None = None  # None: the vendor's own
-    key_variable: str | None = Field(None, min_length=1)  # name of the environment variable with the key ...
-    key_file: Path | None = None  # ... or a file with nothing else in it, which only its owner may read
+    key_variable: str | None = Field(
+        None, min_length=1
+    )  # name of the environment variable with the key ...
+    key_file: Path | None = (
+        None  # ... or a file with nothing else in it, which only its owner may read
+    )
     proxy: Url | None = None
-    request: dict[str, JsonValue] = Field(default_factory=dict)  # further fields of the request; null takes one out
+    request: dict[str, JsonValue] = Field(
+        default_factory=dict
+    )  # further fields of the request; null takes one out
     concurrency: int = Field(default=16, ge=1)  # questions in flight at once
     retries: int = Field(default=4, ge=0)  # after the first call
     timeout_s: float = Field(default=60.0, gt=0)  # of one call
-    deadline_s: float = Field(default=180.0, gt=0)  # of one question, with retries, pauses and a repair
+    deadline_s: float = Field(
+        default=180.0, gt=0
+    )  # of one question, with retries, pauses and a repair
     prices: PriceConfig = PriceConfig()
     budget: BudgetConfig = BudgetConfig()
 
@@ -216,7 +232,9 @@ class RemoteConfig(Section):
         if self.key_variable and self.key_file:
             raise ValueError("key_variable and key_file are both set; name one")
         if self.budget.money is not None and not (self.prices.prompt or self.prices.reply):
-            raise ValueError("budget.money is set without prices; set prices.prompt and prices.reply")
+            raise ValueError(
+                "budget.money is set without prices; set prices.prompt and prices.reply"
+            )
         if self.request.get("stream"):
             raise ValueError("request.stream is set; replies are read whole, so leave it out")
         if self.key_variable or self.key_file:

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.http import Refused, Unanswered, retried
-from mcore_mas.rollout.base.task_group import LateCall, cancel_tasks, forget, of_loop
-from mcore_mas.rollout.engines import ChatState, PolicyReply, remote
-from mcore_mas.rollout.engines.remote import Answer, Provider, RemoteConfig, RemoteError, ReplySettings
-from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
-from mcore_mas.rollout.models.tool_calls import in_words
-from mcore_mas.rollout.records.trajectory import SILENCE, Message, Sampling, valid_text
+from rollout.base.errors import EngineError
+from rollout.base.http import Refused, Unanswered, retried
+from rollout.base.task_group import LateCall, cancel_tasks, forget, of_loop
+from rollout.engines import ChatState, PolicyReply, remote
+from rollout.engines.remote import Answer, Provider, RemoteConfig, RemoteError, ReplySettings
+from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
+from rollout.models.tool_calls import in_words
+from rollout.records.trajectory import SILENCE, Message, Sampling, valid_text
 
 CALL_BACKOFF_S = 0.5  # mean of the first pause; doubles with each retry
 _REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # fields of requests
@@ -37,7 +37,12 @@ class Tally:
     def metrics(self) -> dict[str, float]:
         """By name; the mean seconds of an answer where there was one."""
         spent = self.spent
-        found = {"calls": spent.calls, "tokens": spent.tokens, "cost": spent.nanos / 1e9, "cache_hits": self.cache_hits}
+        found = {
+            "calls": spent.calls,
+            "tokens": spent.tokens,
+            "cost": spent.nanos / 1e9,
+            "cache_hits": self.cache_hits,
+        }
         found |= {"latency_s": self.seconds / self.answers} if self.answers else {}
         return {name: float(value) for name, value in found.items()}
 
@@ -57,7 +62,9 @@ class _Live:
     provider: Provider
     slots: asyncio.Semaphore
     flights: dict[str, _Flight] = field(default_factory=dict)
-    tasks: set[asyncio.Task[Answer]] = field(default_factory=set)  # of flights, until they have settled
+    tasks: set[asyncio.Task[Answer]] = field(
+        default_factory=set
+    )  # of flights, until they have settled
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -69,7 +76,9 @@ class Caller:
         self._config = config
         self._key = remote.read_key(config.key_variable, config.key_file)
         self._make = partial(remote.provider_class(config.provider), config, self._key)
-        self._spare = [self._make()]  # now, so that a missing library is known now; the first event loop's
+        self._spare = [
+            self._make()
+        ]  # now, so that a missing library is known now; the first event loop's
         self._ledger = Ledger(folder / "ledger.sqlite", config.budget)
         self._not_before = 0.0  # time.monotonic() until which the server asked everyone to wait
 
@@ -110,10 +119,14 @@ class Caller:
         flights = live.flights
         flight = flights.get(digest)
         if flight is None:
-            task = asyncio.create_task(self._fetch(agent, digest, messages, settings, tally, deadline))
+            task = asyncio.create_task(
+                self._fetch(agent, digest, messages, settings, tally, deadline)
+            )
             live.tasks.add(task)
             task.add_done_callback(live.tasks.discard)
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody has looked
+            task.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # somebody has looked
             flight = flights[digest] = _Flight(task)
         else:
             tally.cache_hits += 1
@@ -138,7 +151,8 @@ class Caller:
         return of_loop(
             self,
             lambda: _Live(
-                self._spare.pop() if self._spare else self._make(), asyncio.Semaphore(self._config.concurrency)
+                self._spare.pop() if self._spare else self._make(),
+                asyncio.Semaphore(self._config.concurrency),
             ),
         )
 
@@ -155,9 +169,13 @@ class Caller:
 
         async def attempt() -> Answer:
             nonlocal calls
-            while (wait := self._not_before - time.monotonic()) > 0:  # another call may push it further meanwhile
+            while (
+                wait := self._not_before - time.monotonic()
+            ) > 0:  # another call may push it further meanwhile
                 if time.monotonic() + wait > deadline:
-                    raise Unanswered(f"the server asked to wait for {wait:.3g} s more", retry_after_s=wait)
+                    raise Unanswered(
+                        f"the server asked to wait for {wait:.3g} s more", retry_after_s=wait
+                    )
                 await asyncio.sleep(wait)
             reservation = await self._reserve(agent, self._worst(messages, settings))
             calls += 1
@@ -169,13 +187,24 @@ class Caller:
 
         retries, patience_s = self._config.retries, deadline - time.monotonic()
         try:
-            return await retried(attempt, retries=retries, backoff_s=CALL_BACKOFF_S, patience_s=patience_s)
+            return await retried(
+                attempt, retries=retries, backoff_s=CALL_BACKOFF_S, patience_s=patience_s
+            )
         except Unanswered as failure:
-            why = f"after {calls} calls" if calls > retries else "the next try is due past the deadline"
+            why = (
+                f"after {calls} calls"
+                if calls > retries
+                else "the next try is due past the deadline"
+            )
             raise Unanswered(f"{failure} ({why})") from None
 
     async def _call(
-        self, reservation: Reservation, digest: str, messages: Sequence[Message], settings: ReplySettings, tally: Tally
+        self,
+        reservation: Reservation,
+        digest: str,
+        messages: Sequence[Message],
+        settings: ReplySettings,
+        tally: Tally,
     ) -> Answer:
         """One request, and its entry in the ledger whatever happens."""
         cost: Spending | None = None  # not known
@@ -198,7 +227,9 @@ class Caller:
         except Unanswered as failure:
             cost = Spending(calls=1) if failure.unbilled else None
             raise Unanswered(
-                self._redact(str(failure)), retry_after_s=failure.retry_after_s, unbilled=failure.unbilled
+                self._redact(str(failure)),
+                retry_after_s=failure.retry_after_s,
+                unbilled=failure.unbilled,
             ) from None
         except Refused as refusal:
             cost = Spending(calls=1)
@@ -206,7 +237,9 @@ class Caller:
         except RemoteError as refusal:
             cost = Spending(calls=1)
             where = f"{self._config.provider} '{self._config.model}'"
-            raise RemoteError(f"{where}: {self._redact(str(refusal))}; check key, model, url and quota") from None
+            raise RemoteError(
+                f"{where}: {self._redact(str(refusal))}; check key, model, url and quota"
+            ) from None
         finally:
             self._ledger.settle(reservation, cost, kept)
             tally.spent += cost or reservation.worst
@@ -219,7 +252,9 @@ class Caller:
                 return self._ledger.reserve(agent, worst)
             except BudgetExhausted as exhausted:
                 if not self._ledger.in_flight:  # nobody's worst case can turn into room any more
-                    raise BudgetExhausted(f"{self._config.provider} '{self._config.model}': {exhausted}") from None
+                    raise BudgetExhausted(
+                        f"{self._config.provider} '{self._config.model}': {exhausted}"
+                    ) from None
                 await self._live.settled.wait()
 
     def _redact(self, text: str) -> str:
@@ -233,7 +268,9 @@ class Caller:
         return self._spending(prompt, reply)
 
     def _spending(self, prompt: int, reply: int) -> Spending:
-        return Spending(calls=1, tokens=prompt + reply, nanos=self._config.prices.nanos(prompt, reply))
+        return Spending(
+            calls=1, tokens=prompt + reply, nanos=self._config.prices.nanos(prompt, reply)
+        )
 
     def _digest(self, messages: Sequence[Message], settings: ReplySettings) -> str:
         """Of all that decides the reply; not of the URL, so that a server may move to another port."""
@@ -253,7 +290,9 @@ class RemoteClient:
         """Read the key, and open the replies and the spending kept in `cache_folder` (see `Caller`)."""
         self._config, self._caller, self._tally = config, Caller(config, cache_folder), Tally()
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
+    async def say(
+        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
+    ) -> PolicyReply:
         """The model's reply (see `PolicyClient`), to a chat with tools in words. OpenAI's protocol has no `top_k`.
 
         Raises:
@@ -263,17 +302,26 @@ class RemoteClient:
         """
         messages = in_words(messages, chat.tools if chat else ())
         settings = ReplySettings(
-            temperature=sampling.temperature, max_tokens=sampling.max_tokens, top_p=sampling.top_p, seed=sampling.seed
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
         )
         try:
             async with self._caller.turn() as deadline:
-                answer = await self._caller.ask("external", messages, settings, self._tally, deadline=deadline)
+                answer = await self._caller.ask(
+                    "external", messages, settings, self._tally, deadline=deadline
+                )
         except TimeoutError:
-            raise LateCall(f"{self._config.model}: no reply within {self._config.deadline_s:g} s") from None
+            raise LateCall(
+                f"{self._config.model}: no reply within {self._config.deadline_s:g} s"
+            ) from None
         except (Unanswered, Refused) as failure:
             raise EngineError(f"{self._config.model}: {failure}") from failure
         silence = replace(SILENCE, finish_reason=answer.finish_reason)
-        return PolicyReply(text=answer.text, raw=answer.text, prompt_ids=(), completion=silence, trainable=False)
+        return PolicyReply(
+            text=answer.text, raw=answer.text, prompt_ids=(), completion=silence, trainable=False
+        )
 
     def metrics(self) -> dict[str, float]:
         """What asking has taken since the last call of `metrics`."""

@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from mcore_mas.rollout.base.errors import Unusable
-from mcore_mas.rollout.engines.remote import Answer, BudgetConfig, RemoteError
+from rollout.base.errors import Unusable
+from rollout.engines.remote import Answer, BudgetConfig, RemoteError
 
 LEDGER_VERSION = 1
 LEDGER_SCHEMA = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
@@ -46,7 +46,9 @@ class Reservation:
     worst: Spending
 
 
-Kept = tuple[str, str, Answer]  # a reply to be found again: digest of everything that decided it, its model, itself
+Kept = tuple[
+    str, str, Answer
+]  # a reply to be found again: digest of everything that decided it, its model, itself
 
 
 class Ledger:
@@ -63,7 +65,9 @@ class Ledger:
             try:
                 self.spent = self._prepare(path)
             except sqlite3.OperationalError as error:
-                raise RemoteError(f"{path}: cannot be opened ({error}); is another process using it?") from error
+                raise RemoteError(
+                    f"{path}: cannot be opened ({error}); is another process using it?"
+                ) from error
             except sqlite3.DatabaseError as error:
                 why = f"no ledger ({error}); move it away, knowing that it said what was spent"
                 raise RemoteError(f"{path}: {why}") from error
@@ -71,7 +75,9 @@ class Ledger:
 
     def _prepare(self, path: Path) -> Spending:
         """Take the file, make its tables if it is new, and add up what was spent."""
-        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # one owner, and no shared memory on network disks
+        self._db.execute(
+            "PRAGMA locking_mode = EXCLUSIVE"
+        )  # one owner, and no shared memory on network disks
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
         with self._db:
@@ -91,9 +97,12 @@ class Ledger:
     def find(self, digest: str) -> Answer | None:
         """The reply to an earlier call, None if there is none."""
         row = self._db.execute(
-            "SELECT text, finish_reason, prompt_tokens, completion_tokens FROM replies WHERE digest = ?", (digest,)
+            "SELECT text, finish_reason, prompt_tokens, completion_tokens FROM replies WHERE digest = ?",
+            (digest,),
         ).fetchone()
-        return row and Answer(text=row[0], finish_reason=row[1], prompt_tokens=row[2], completion_tokens=row[3])
+        return row and Answer(
+            text=row[0], finish_reason=row[1], prompt_tokens=row[2], completion_tokens=row[3]
+        )
 
     def reserve(self, agent: str, worst: Spending) -> Reservation:
         """Charge what a call may cost at most, before it is sent; BudgetExhausted if that might pass a limit."""
@@ -101,7 +110,8 @@ class Ledger:
         if passed:
             raise BudgetExhausted(passed)
         row = self._db.execute(
-            "INSERT INTO calls (agent, open, tokens, nanos) VALUES (?, 1, ?, ?)", (agent, worst.tokens, worst.nanos)
+            "INSERT INTO calls (agent, open, tokens, nanos) VALUES (?, 1, ?, ?)",
+            (agent, worst.tokens, worst.nanos),
         )
         self.spent += worst
         self.in_flight += 1
@@ -120,7 +130,9 @@ class Ledger:
                 return f"{value / unit:g} {what} would pass the limit of {limit / unit:g}"
         return ""
 
-    def settle(self, reservation: Reservation, cost: Spending | None, kept: Kept | None = None) -> None:
+    def settle(
+        self, reservation: Reservation, cost: Spending | None, kept: Kept | None = None
+    ) -> None:
         """Charge `cost` instead; None: it is not known, and the most it may have cost stays. Keep the reply, if any."""
         with self._db:  # commits, or rolls back
             self._db.execute("BEGIN IMMEDIATE")

@@ -6,10 +6,18 @@ from typing import Any
 
 import httpx
 
-from mcore_mas.rollout.base.http import HttpClient, Unanswered, trusted, unanswered
-from mcore_mas.rollout.engines import remote
-from mcore_mas.rollout.engines.remote import Answer, ApiKey, RemoteConfig, RemoteError, ReplySettings, counted, filled
-from mcore_mas.rollout.records.trajectory import Message
+from rollout.base.http import HttpClient, Unanswered, trusted, unanswered
+from rollout.engines import remote
+from rollout.engines.remote import (
+    Answer,
+    ApiKey,
+    RemoteConfig,
+    RemoteError,
+    ReplySettings,
+    counted,
+    filled,
+)
+from rollout.records.trajectory import Message
 
 OPENAI_URL = "https://api.openai.com/v1"
 LARGEST = 4 * 2**20  # bytes of a reply
@@ -31,13 +39,17 @@ class OpenAIChat:
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
         fields = {
             "model": self._config.model,
-            "messages": [{"role": message.role, "content": message.content} for message in messages],
+            "messages": [
+                {"role": message.role, "content": message.content} for message in messages
+            ],
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "max_tokens": settings.max_tokens,
             "seed": None if settings.seed is None else settings.seed % 2**63,
         }
-        reply = await self._http.send("POST", "/chat/completions", filled(fields, self._config.request))
+        reply = await self._http.send(
+            "POST", "/chat/completions", filled(fields, self._config.request)
+        )
         if reply.status != 200:
             raise remote.status_error(reply.status, reply.text, reply.headers)
         return _answer(reply.content)
@@ -64,7 +76,9 @@ def _answer(content: bytes) -> Answer:
     )
 
 
-ANTHROPIC_URL = "https://api.anthropic.com"  # named, or the library would take it from the environment
+ANTHROPIC_URL = (
+    "https://api.anthropic.com"  # named, or the library would take it from the environment
+)
 
 
 class AnthropicMessages:
@@ -74,7 +88,9 @@ class AnthropicMessages:
         try:
             import anthropic
         except ImportError:
-            raise RemoteError("provider 'anthropic' needs its library; run `pip install mcore-mas[coach]`") from None
+            raise RemoteError(
+                "provider 'anthropic' needs its library; run `pip install mcore-mas[coach]`"
+            ) from None
         self._library = anthropic
         self._config = config
         self._client = anthropic.AsyncAnthropic(
@@ -100,14 +116,18 @@ class AnthropicMessages:
         try:
             reply = await self._client.messages.create(**filled(fields, self._config.request))
         except self._library.APIStatusError as error:
-            raise remote.status_error(error.status_code, error.message, error.response.headers) from None
+            raise remote.status_error(
+                error.status_code, error.message, error.response.headers
+            ) from None
         except self._library.APIConnectionError as error:  # a timeout too
             raise Unanswered(str(error) or type(error).__name__) from None
         except self._library.APIError as error:
             raise Unanswered(f"a reply that is no message ({type(error).__name__})") from None
         return Answer(
             text="".join(block.text for block in reply.content if block.type == "text"),
-            finish_reason={"end_turn": "stop", "max_tokens": "length"}.get(reply.stop_reason or "", "stop"),
+            finish_reason={"end_turn": "stop", "max_tokens": "length"}.get(
+                reply.stop_reason or "", "stop"
+            ),
             prompt_tokens=counted(reply.usage.input_tokens),
             completion_tokens=counted(reply.usage.output_tokens),
         )
@@ -127,11 +147,15 @@ class GeminiContent:
             from google import genai
             from google.genai import errors
         except ImportError:
-            raise RemoteError("provider 'gemini' needs google-genai; run `pip install mcore-mas[coach]`") from None
+            raise RemoteError(
+                "provider 'gemini' needs google-genai; run `pip install mcore-mas[coach]`"
+            ) from None
         self._error = errors.APIError
         self._config = config
         # a client of ours, because without one the library would choose aiohttp where that is installed
-        self._http = httpx.AsyncClient(proxy=config.proxy, trust_env=False, verify=trusted(), timeout=config.timeout_s)
+        self._http = httpx.AsyncClient(
+            proxy=config.proxy, trust_env=False, verify=trusted(), timeout=config.timeout_s
+        )
         self._client = genai.Client(
             api_key=remote.required(key, "gemini").get_secret_value(),
             vertexai=False,
@@ -168,7 +192,9 @@ class GeminiContent:
             text=reply.text or "",  # none: a refusal, or thoughts up to the limit
             finish_reason="length" if reason.endswith("MAX_TOKENS") else "stop",
             prompt_tokens=counted(usage.prompt_token_count) if usage else None,
-            completion_tokens=None if written is None else written + thoughts,  # thoughts are billed as output
+            completion_tokens=None
+            if written is None
+            else written + thoughts,  # thoughts are billed as output
         )
 
     async def aclose(self) -> None:

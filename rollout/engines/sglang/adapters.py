@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines import Hear
-from mcore_mas.rollout.engines.sglang.engine import SGLangEngine, tell_server
-from mcore_mas.rollout.engines.sglang.fleet import Left
-from mcore_mas.rollout.engines.sglang.server import Replica
-from mcore_mas.rollout.models.fused_weights import AdapterShape
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
+from rollout.base.errors import EngineError
+from rollout.engines import Hear
+from rollout.engines.sglang.engine import SGLangEngine, tell_server
+from rollout.engines.sglang.fleet import Left
+from rollout.engines.sglang.server import Replica
+from rollout.models.fused_weights import AdapterShape
+from rollout.records.trajectory import Completion, Sampling, VersionSpan
+from rollout.sync import SyncRoute, WeightUpdate
 
 
 @dataclass(slots=True)
@@ -39,7 +39,9 @@ class AdapterServers(SGLangEngine):
     managers/schedule_batch.py).
     """
 
-    def __init__(self, folder: Path | str, adapters: Sequence[AdapterShape], **settings: Any) -> None:
+    def __init__(
+        self, folder: Path | str, adapters: Sequence[AdapterShape], **settings: Any
+    ) -> None:
         super().__init__(folder, adapters=adapters, **settings)
         self._slots = {number: _Slot(shape) for number, shape in enumerate(adapters, 1)}
 
@@ -60,7 +62,9 @@ class AdapterServers(SGLangEngine):
             finally:
                 slot.asked[name] -= 1
                 self._give_up(slot)
-            return replace(said, versions=(VersionSpan(version=version, start=0, end=len(said.token_ids)),))
+            return replace(
+                said, versions=(VersionSpan(version=version, start=0, end=len(said.token_ids)),)
+            )
 
     async def route(self, number: int) -> SyncRoute:
         """A folder of an adapter's own."""
@@ -73,7 +77,11 @@ class AdapterServers(SGLangEngine):
         Raises:
             EngineError: a server refuses it, with its text, or is gone for good; the one before stays.
         """
-        slot, name, starts = self._slots[number], f"{number}-v{update.version}-{uuid.uuid4().hex[:8]}", -1
+        slot, name, starts = (
+            self._slots[number],
+            f"{number}-v{update.version}-{uuid.uuid4().hex[:8]}",
+            -1,
+        )
         slot.asked[name] = 0
         try:
             while starts != self.starts:  # one that was started again meanwhile is told once more

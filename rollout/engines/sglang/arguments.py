@@ -5,11 +5,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.text import nearest
-from mcore_mas.rollout.engines.sglang import SGLANG_VERSION
+from rollout.base.files import read_yaml
+from rollout.base.text import nearest
+from rollout.engines.sglang import SGLANG_VERSION
 
-_TYPES = {"switch": ("true or false", (bool,)), "integer": ("an integer", (int,)), "number": ("a number", (int, float))}
+_TYPES = {
+    "switch": ("true or false", (bool,)),
+    "integer": ("an integer", (int,)),
+    "number": ("a number", (int, float)),
+}
 
 
 @cache
@@ -46,7 +50,9 @@ def cumem(options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     given = named(options)
     if given.get("enable-symm-mem"):
         return "1"
-    return environment.get("NCCL_CUMEM_ENABLE", "1" if given.get("moe-a2a-backend") == "deepep_v2" else "0")
+    return environment.get(
+        "NCCL_CUMEM_ENABLE", "1" if given.get("moe-a2a-backend") == "deepep_v2" else "0"
+    )
 
 
 _SAVES_GRAPHS = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # a variable: graphs of decoding are given away with keys and values

@@ -11,26 +11,36 @@ from typing import Any
 
 import numpy as np
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retried
-from mcore_mas.rollout.engines import Hear
-from mcore_mas.rollout.models.architecture import Experts
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
+from rollout.base.errors import EngineError
+from rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retried
+from rollout.engines import Hear
+from rollout.models.architecture import Experts
+from rollout.records.trajectory import Completion, Sampling, VersionSpan
 
 RETRIES = 3  # of a connection that broke
 _SHOWN = 300  # characters of a server's words in an error
-_REPLY_BYTES = 1 << 30  # of an answer, at most: the experts of a token take 4 kB of one of Qwen3 235B-A22B
+_REPLY_BYTES = (
+    1 << 30
+)  # of an answer, at most: the experts of a token take 4 kB of one of Qwen3 235B-A22B
 
 
 class SGLangClient:
     """Calls one server, from one event loop after another."""
 
-    def __init__(self, url: str, *, timeout_s: float, connections: int, key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, timeout_s: float, connections: int, key: str | None = None
+    ) -> None:
         self.url = url
-        self._http = HttpClient(url, token=key, connections=connections, timeout_s=timeout_s, most_bytes=_REPLY_BYTES)
+        self._http = HttpClient(
+            url, token=key, connections=connections, timeout_s=timeout_s, most_bytes=_REPLY_BYTES
+        )
 
     async def call(
-        self, path: str, body: Mapping[str, Any] | None = None, *, stream: StreamedReply | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        stream: StreamedReply | None = None,
     ) -> Any:
         """The JSON of the answer, None if it has no body; of one that comes in events, what `stream` makes of them.
 
@@ -44,7 +54,9 @@ class SGLangClient:
         async def attempt() -> HttpReply:
             try:
                 heard = stream.begin() if stream is not None else None
-                return await self._http.send("GET" if body is None else "POST", path, body, heard=heard)
+                return await self._http.send(
+                    "GET" if body is None else "POST", path, body, heard=heard
+                )
             except TimedOut as error:
                 raise EngineError(f"SGLang {path}: {error}") from None
 
@@ -92,8 +104,12 @@ class StreamedReply:
     def whole(self, path: str) -> dict[str, Any]:
         """The answer as it would have come at once; EngineError if the server failed, or stopped before the end."""
         ended = (self._last.get("meta_info") or {}).get("finish_reason")
-        if "error" in self._last or not ended or ended.get("status_code"):  # which without a stream is the answer's own
-            raise EngineError(f"SGLang {path}: {_words(ended or self._last, 'the stream ended before its reply')}")
+        if (
+            "error" in self._last or not ended or ended.get("status_code")
+        ):  # which without a stream is the answer's own
+            raise EngineError(
+                f"SGLang {path}: {_words(ended or self._last, 'the stream ended before its reply')}"
+            )
         meta = {**self._last["meta_info"], "output_token_logprobs": self._logprobs}
         return {**self._last, "output_ids": self._ids, "meta_info": meta}
 
@@ -111,7 +127,9 @@ class StreamedReply:
         known, place = len(self._ids), max(0, meta["completion_tokens"] - len(ids))
         self._ids[place:] = ids
         self._logprobs[place:] = meta["output_token_logprobs"][-len(ids) :] if ids else []
-        new = Completion(token_ids=tuple(self._ids[known:]), logprobs=(), finish_reason="", versions=())
+        new = Completion(
+            token_ids=tuple(self._ids[known:]), logprobs=(), finish_reason="", versions=()
+        )
         if self._wanted and not meta["finish_reason"] and not self._hear(known, new):
             self._wanted = False
             self._end()
@@ -127,7 +145,9 @@ def _words(body: Any, text: str) -> str:
 _TINY = 1e-6  # a top-p that leaves the likeliest token only
 
 
-def body_of(prompt_ids: Sequence[int], sampling: Sampling, seeded: bool, adapter: str | None = None) -> dict[str, Any]:
+def body_of(
+    prompt_ids: Sequence[int], sampling: Sampling, seeded: bool, adapter: str | None = None
+) -> dict[str, Any]:
     """One completion of token ids, with log-probabilities; `rid` is its name if it must be aborted."""
     seed = {"sampling_seed": sampling.seed % 2**31} if seeded else {}
     top_k, top_p = sampling.top_k or -1, sampling.top_p
@@ -159,18 +179,26 @@ def completion_of(reply: Mapping[str, Any], version: int) -> Completion:
     """
     meta = reply["meta_info"]
     tokens = tuple(reply["output_ids"])
-    logprobs = tuple(entry[0] for entry in meta["output_token_logprobs"][-len(tokens) :]) if tokens else ()
+    logprobs = (
+        tuple(entry[0] for entry in meta["output_token_logprobs"][-len(tokens) :]) if tokens else ()
+    )
     if len(logprobs) != len(tokens):
         raise EngineError(f"SGLang gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
     if None in logprobs:  # JSON has no NaN
-        raise EngineError(f"SGLang gave no log-probability for token {logprobs.index(None)} of a reply; is it NaN?")
-    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
+        raise EngineError(
+            f"SGLang gave no log-probability for token {logprobs.index(None)} of a reply; is it NaN?"
+        )
+    spans = meta.get("weight_versions") or [
+        {"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}
+    ]
     return Completion(
         token_ids=tokens,
         logprobs=logprobs,
         finish_reason=meta["finish_reason"]["type"],
         versions=tuple(
-            VersionSpan(version=_number(span["version"], version), start=span["start"], end=span["end"])
+            VersionSpan(
+                version=_number(span["version"], version), start=span["start"], end=span["end"]
+            )
             for span in spans
         ),
         cached_tokens=meta.get("cached_tokens", 0),
@@ -198,7 +226,10 @@ def routing_of(reply: Mapping[str, Any], prompt: int, experts: Experts) -> bytes
             f"SGLang gave {numbers.size} routed experts between {numbers.min(initial=0)} and {numbers.max(initial=0)}; "
             f"expected {' x '.join(map(str, want))} below {experts.count}"
         )
-    if experts.per_token > 1 and (numbers[:: experts.per_token] == numbers[1 :: experts.per_token]).any():
+    if (
+        experts.per_token > 1
+        and (numbers[:: experts.per_token] == numbers[1 :: experts.per_token]).any()
+    ):
         raise EngineError(
             "SGLang sent a token to one expert twice: it routes within a kernel, and does not know where; set "
             "engine.options: {moe-runner-backend: triton}"

@@ -11,16 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.http import Unanswered
-from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine, problem_of
-from mcore_mas.rollout.engines.sglang.client import StreamedReply, body_of, completion_of, routing_of
-from mcore_mas.rollout.engines.sglang.fleet import Checks, Fleet, Left, LostWeights
-from mcore_mas.rollout.engines.sglang.server import Replica
-from mcore_mas.rollout.engines.sglang.settings import PUSHED, SGLangSettings
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, changed
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, memory_path
+from rollout.base.errors import EngineError
+from rollout.base.http import Unanswered
+from rollout.base.processes import say
+from rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine, problem_of
+from rollout.engines.sglang.client import StreamedReply, body_of, completion_of, routing_of
+from rollout.engines.sglang.fleet import Checks, Fleet, Left, LostWeights
+from rollout.engines.sglang.server import Replica
+from rollout.engines.sglang.settings import PUSHED, SGLangSettings
+from rollout.records.trajectory import Completion, Sampling, changed
+from rollout.sync import SyncRoute, WeightUpdate, memory_path
 
 _IDLE_S = 60.0  # that requests which were aborted may take to end, before servers sleep
 
@@ -34,7 +34,12 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
     """
 
     def __init__(
-        self, folder: Path | str, *, version: int = 0, tell: Callable[[str], None] = say, **settings: Any
+        self,
+        folder: Path | str,
+        *,
+        version: int = 0,
+        tell: Callable[[str], None] = say,
+        **settings: Any,
     ) -> None:
         """Set up the servers of the Hugging Face model in `folder`; each starts with the first call that needs it.
 
@@ -50,12 +55,17 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         self.version = version
         self.pause_s = 0.0  # that the last update kept the servers from decoding
         self._transport = self._settings.transport
-        self.folder, self.place = self._settings.folder, Path(self._settings.weights_folder or memory_path())
+        self.folder, self.place = (
+            self._settings.folder,
+            Path(self._settings.weights_folder or memory_path()),
+        )
         self._fleet = Fleet(self._settings, tell=tell, weigh=self._weigh, restore=self._restore)
         self._fleet.room = lambda: self.room()
         self._replicas = self._fleet.replicas
         self._checks = Checks(self._settings, tell)
-        self._last: WeightUpdate | None = None  # that the servers took; None: their weights are the folder's
+        self._last: WeightUpdate | None = (
+            None  # that the servers took; None: their weights are the folder's
+        )
         self._new: list[Replica] = []  # servers that join with the update under way
         self._update: _Update | None = None  # under way, between `begin_update` and `commit_update`
         self._lost = LostWeights(self._fleet)
@@ -67,13 +77,19 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         return sum(replica.starts for replica in self._replicas) + self._fleet.left
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None, adapter: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        hear: Hear | None,
+        adapter: str | None = None,
     ) -> Completion:
         """Sample one completion, of an `adapter` that the servers hold; `hear` as `StreamingEngine` has it."""
         problem = problem_of(prompt_ids, sampling, self._settings.vocab, self._settings.max_length)
         if problem:
             raise EngineError(problem)
-        body = body_of(prompt_ids, sampling, self._settings.seeded, adapter) | ({"stream": True} if hear else {})
+        body = body_of(prompt_ids, sampling, self._settings.seeded, adapter) | (
+            {"stream": True} if hear else {}
+        )
         if (every := getattr(hear, "every", 1)) > 1:
             body["sampling_params"]["stream_interval"] = every
         experts = self._settings.experts
@@ -85,7 +101,9 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             stream = StreamedReply(hear, end) if hear else None
             replica.busy += 1
             try:
-                reply = await self._fleet.call(replica, "/generate", body, weighed=True, stream=stream)
+                reply = await self._fleet.call(
+                    replica, "/generate", body, weighed=True, stream=stream
+                )
             except Left:
                 continue  # another one is asked
             except asyncio.CancelledError:
@@ -94,22 +112,30 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             finally:
                 replica.busy -= 1
             said = completion_of(reply, self.version)
-            if experts is None or (said.finish_reason == "abort" and "routed_experts" not in reply["meta_info"]):
+            if experts is None or (
+                said.finish_reason == "abort" and "routed_experts" not in reply["meta_info"]
+            ):
                 return said  # one that was aborted before it ran, or between two runs, has none
             return changed(said, routing=routing_of(reply, len(prompt_ids), experts))
 
     async def begin_update(self) -> SyncRoute:
         """The folder to write to; or the servers themselves, which then pause until `commit_update`."""
         self._new = await self._fleet.meet()
-        await self._fleet.all("/model_info")  # those that have died run again; /health fails during a pause
+        await self._fleet.all(
+            "/model_info"
+        )  # those that have died run again; /health fails during a pause
         await self._learn()
-        began = self._update.began if self._update else time.perf_counter()  # one that failed has left them paused
+        began = (
+            self._update.began if self._update else time.perf_counter()
+        )  # one that failed has left them paused
         self._update = _Update(began, self.starts)
         common: dict[str, Any] = {"transport": self._transport, "model": str(self._settings.folder)}
         if self._transport not in PUSHED:
             known = self._last is not None and not self._fleet.stale and not self._new
             state = {"base": self.version if known else None}
-            return SyncRoute(place=str(self.place), options={"held": self._settings.held}, state=state, **common)
+            return SyncRoute(
+                place=str(self.place), options={"held": self._settings.held}, state=state, **common
+            )
         options = {"held": self._settings.held, "tp": self._settings.tp, "starts": self.starts}
         options["direct"] = self._checks.direct
         options["key"] = self._settings.own_key
@@ -128,7 +154,9 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         began, begun = time.perf_counter(), self._update
         if begun is not None and update.transport != "disk":
             if begun.starts != self.starts:
-                raise EngineError("SGLang: a server was started again while new weights came; they must come again")
+                raise EngineError(
+                    "SGLang: a server was started again while new weights came; they must come again"
+                )
             began = begun.began if update.transport in PUSHED else began
         self._last, before, self._update = update, self._last, None
         try:
@@ -163,13 +191,17 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         except Unanswered as error:
             await self._fleet.revive(replica, starts, error)
             if replica.stale:
-                raise EngineError(f"SGLang: {error} during an update; the weights must come again") from None
+                raise EngineError(
+                    f"SGLang: {error} during an update; the weights must come again"
+                ) from None
 
     async def _weigh(self, replica: Replica) -> bool:
         """Give a server that was started again the weights that were handed over last, where they still lie."""
         if self._last is None:
             return True
-        if self._last.transport != "disk" or self._update is not None:  # or the next are being written in their place
+        if (
+            self._last.transport != "disk" or self._update is not None
+        ):  # or the next are being written in their place
             return False
         await self._apply(replica, self._last)
         return True
@@ -187,9 +219,15 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             await self._lost.restored(self._transport)
 
     async def _apply(self, replica: Replica, update: WeightUpdate) -> None:
-        if update.transport not in PUSHED:  # without a pause it would wait for the last request; with it they go on
+        if (
+            update.transport not in PUSHED
+        ):  # without a pause it would wait for the last request; with it they go on
             await replica.client.call("/pause_generation", {"mode": "retract"})
-            body = {"model_path": update.place, "weight_version": str(update.version), "flush_cache": True}
+            body = {
+                "model_path": update.place,
+                "weight_version": str(update.version),
+                "flush_cache": True,
+            }
             try:
                 await replica.client.call("/update_weights_from_disk", body)
             except EngineError:
@@ -216,7 +254,9 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         shutil.rmtree(self.place, ignore_errors=True)
 
 
-def tell_server(replica: Replica, path: str, body: dict[str, Any], tasks: set[asyncio.Task[None]]) -> None:
+def tell_server(
+    replica: Replica, path: str, body: dict[str, Any], tasks: set[asyncio.Task[None]]
+) -> None:
     """Have a server end or give up something, which nobody waits for; `tasks` keeps what does."""
 
     async def tell() -> None:
@@ -236,7 +276,9 @@ class _Update(NamedTuple):
     starts: int  # of servers so far
 
 
-def _route(prompt_ids: Sequence[int], session: str, replicas: Sequence[Replica], rows: int) -> Replica:
+def _route(
+    prompt_ids: Sequence[int], session: str, replicas: Sequence[Replica], rows: int
+) -> Replica:
     """Where a request goes: with its session, or without one wherever an equal prompt went, if a row is free there.
 
     Args:
@@ -245,5 +287,7 @@ def _route(prompt_ids: Sequence[int], session: str, replicas: Sequence[Replica],
     if len(replicas) == 1:
         return replicas[0]
     key = session.encode() if session else struct.pack(f"<{len(prompt_ids)}q", *prompt_ids)
-    own = replicas[int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % len(replicas)]
+    own = replicas[
+        int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % len(replicas)
+    ]
     return own if own.busy < rows else min(replicas, key=lambda replica: replica.busy)

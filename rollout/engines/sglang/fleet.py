@@ -6,20 +6,22 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.http import Unanswered
-from mcore_mas.rollout.base.processes import Restarts
-from mcore_mas.rollout.base.task_group import of_loop, settle
-from mcore_mas.rollout.engines import Tag
-from mcore_mas.rollout.engines.sglang.client import StreamedReply
-from mcore_mas.rollout.engines.sglang.server import NoRoom, Replica, owned_replica
-from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
-from mcore_mas.rollout.models.tensors import TensorFiles, compare
-from mcore_mas.rollout.sync import WeightUpdate
-from mcore_mas.rollout.sync.digests import SGLangDigest
-from mcore_mas.rollout.sync.sglang_layout import kind_of, layer_of, of_rank
+from rollout.base.errors import EngineError
+from rollout.base.http import Unanswered
+from rollout.base.processes import Restarts
+from rollout.base.task_group import of_loop, settle
+from rollout.engines import Tag
+from rollout.engines.sglang.client import StreamedReply
+from rollout.engines.sglang.server import NoRoom, Replica, owned_replica
+from rollout.engines.sglang.settings import SGLangSettings
+from rollout.models.tensors import TensorFiles, compare
+from rollout.sync import WeightUpdate
+from rollout.sync.digests import SGLangDigest
+from rollout.sync.sglang_layout import kind_of, layer_of, of_rank
 
-_ROOM_S = 120.0  # that Ray may look for another node for a server whose own is lost, while others go on
+_ROOM_S = (
+    120.0  # that Ray may look for another node for a server whose own is lost, while others go on
+)
 
 
 class Left(EngineError):
@@ -36,16 +38,22 @@ class Fleet:
 
     settings: SGLangSettings
     tell: Callable[[str], None]  # called with one line when a server is started again
-    weigh: Callable[[Replica], Awaitable[bool]]  # gives a new server the present weights, or says that it cannot
+    weigh: Callable[
+        [Replica], Awaitable[bool]
+    ]  # gives a new server the present weights, or says that it cannot
     restore: Callable[[], Awaitable[None]]  # has an update come, for a server that was left paused
-    room: Callable[[], AbstractAsyncContextManager[object]] = nullcontext  # inside, a server finds memory to start in
+    room: Callable[[], AbstractAsyncContextManager[object]] = (
+        nullcontext  # inside, a server finds memory to start in
+    )
 
     def __post_init__(self) -> None:
         """Name the servers; each is started when it is first asked."""
         self._restarts = Restarts("engine", self.settings.restarts)
         self.replicas = [Replica(self.settings, url=url) for url in self.settings.urls]
         if not self.replicas:
-            self.replicas = [owned_replica(self.settings, number) for number in range(self.settings.replicas)]
+            self.replicas = [
+                owned_replica(self.settings, number) for number in range(self.settings.replicas)
+            ]
         self._members = dict[str, Replica]()  # that have joined or are about to, by URL
         self.left = 0  # members so far
 
@@ -57,7 +65,9 @@ class Fleet:
         for url in [url for url in self._members if url not in named]:
             self.leave(self._members[url], f"{url} is not among the members any more")
         found = []
-        for replica in [Replica(self.settings, url=url) for url in reversed(named) if url not in self._members]:
+        for replica in [
+            Replica(self.settings, url=url) for url in reversed(named) if url not in self._members
+        ]:
             if await replica.client.up():
                 with suppress(Unanswered):
                     await replica.client.call("/pause_generation", {"mode": "retract"})
@@ -176,8 +186,12 @@ class Fleet:
     async def _start_again(self, replica: Replica, error: Unanswered) -> None:
         ended = await replica.ended()
         if not ended:
-            raise EngineError(f"SGLang at {replica.client.url}: {error}; its process runs but does not answer")
-        if replica not in self.replicas or (replica.client.url in self._members and self.leave(replica, ended)):
+            raise EngineError(
+                f"SGLang at {replica.client.url}: {error}; its process runs but does not answer"
+            )
+        if replica not in self.replicas or (
+            replica.client.url in self._members and self.leave(replica, ended)
+        ):
             raise Left
         if not replica.ours or not self._restarts.take():
             raise EngineError(f"SGLang: {ended}{'; no restart is left' if replica.ours else ''}")
@@ -204,7 +218,9 @@ class Fleet:
 
 
 async def _move(replica: Replica, tags: Sequence[str], *, asleep: bool) -> None:
-    await replica.client.call(f"/{'release' if asleep else 'resume'}_memory_occupation", {"tags": tags})
+    await replica.client.call(
+        f"/{'release' if asleep else 'resume'}_memory_occupation", {"tags": tags}
+    )
     (replica.asleep.update if asleep else replica.asleep.difference_update)(tags)
 
 
@@ -235,7 +251,9 @@ class LostWeights:
             EngineError: nobody sends them; or what `settle` was told.
         """
         if self._needed is None:
-            raise EngineError(f"SGLang: restarted, but transport '{transport}' keeps no weights to resend")
+            raise EngineError(
+                f"SGLang: restarted, but transport '{transport}' keeps no weights to resend"
+            )
         self._needed.set()
         back: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(back)
@@ -271,7 +289,9 @@ class Checks:
             return []
         tp, known = self._settings.tp, self._kinds or frozenset()
         kinds = {kind.partition(" of rank ")[0] for kind in known}
-        return sorted(kind for kind in kinds if all(of_rank(kind, rank, tp) in known for rank in range(tp)))
+        return sorted(
+            kind for kind in kinds if all(of_rank(kind, rank, tp) in known for rank in range(tp))
+        )
 
     async def learn(self, replica: Replica) -> None:
         """Find out, while the server still has the weights of the folder, what can be compared."""
@@ -279,19 +299,27 @@ class Checks:
             return
         if not await replica.client.has("/weights_checker"):
             self._kinds = frozenset()
-            self._tell("SGLang: the server has no /weights_checker; its weights are not compared with the trainer's")
+            self._tell(
+                "SGLang: the server has no /weights_checker; its weights are not compared with the trainer's"
+            )
             return
         said, known = await asyncio.gather(self._said(replica), asyncio.to_thread(self._known))
         kinds = {kind_of(name) for name in said}
         wrong = {kind_of(name) for name, value in known.items() if said.get(name) != value}
         self._kinds = frozenset({kind_of(name) for name in known} - wrong)
         if left := sorted(kinds - self._kinds):
-            self._tell(f"SGLang: {left[0]} and {len(left) - 1} more kinds are in a form of its own and not compared")
+            self._tell(
+                f"SGLang: {left[0]} and {len(left) - 1} more kinds are in a form of its own and not compared"
+            )
 
     async def check(self, replica: Replica, update: WeightUpdate) -> None:
         """Compare; EngineError names a tensor that is not the trainer's."""
         if self._kinds and update.checksums:
-            right = {name: value for name, value in update.checksums.items() if kind_of(name) in self._kinds}
+            right = {
+                name: value
+                for name, value in update.checksums.items()
+                if kind_of(name) in self._kinds
+            }
             compare(await self._said(replica), right, update.version)
 
     async def _said(self, replica: Replica) -> dict[str, str]:

@@ -13,19 +13,27 @@ from typing import Any
 
 import ray
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.http import without_proxy
-from mcore_mas.rollout.base.processes import free_port, interface_of, start_group, stop_group
-from mcore_mas.rollout.base.task_group import of_loop
-from mcore_mas.rollout.engines.sglang.client import SGLangClient
-from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
+from rollout.base.errors import EngineError
+from rollout.base.http import without_proxy
+from rollout.base.processes import free_port, interface_of, start_group, stop_group
+from rollout.base.task_group import of_loop
+from rollout.engines.sglang.client import SGLangClient
+from rollout.engines.sglang.settings import SGLangSettings
 
-_SPARE = 6  # tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py)
+_SPARE = (
+    6  # tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py)
+)
 _SHOWN = 300  # characters of the log's end in an error
 _MOST = 0.95  # of a GPU's free memory that a server may take for weights, keys and values
 # What the server must not inherit: modules of this environment, and expandable segments under either name. SGLang's
 # memory saver cannot give them back, and looks for them under the second name only.
-_DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_DROPPED = (
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "VIRTUAL_ENV",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
 
 
 class NoRoom(EngineError):
@@ -53,7 +61,9 @@ class Server:
 
     def __post_init__(self) -> None:
         if not Path(self.python).is_file():
-            raise EngineError(f"engine.python: no interpreter at {self.python}; see requirements/sglang.txt")
+            raise EngineError(
+                f"engine.python: no interpreter at {self.python}; see requirements/sglang.txt"
+            )
         self._log = Path(self.log)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -70,29 +80,56 @@ class Server:
         address, network = "127.0.0.1", dict[str, str]()
         if self.far:
             address = str(ray.util.get_node_ip_address())
-            network = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface_of(address))
+            network = dict.fromkeys(
+                ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface_of(address)
+            )
         port = free_port(address)
         inherited = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
         # not resolved: a virtual environment is told by the link that was followed
-        command = [str(Path(self.python).absolute()), "-m", "sglang.launch_server", *self.arguments, *self._secret()]
+        command = [
+            str(Path(self.python).absolute()),
+            "-m",
+            "sglang.launch_server",
+            *self.arguments,
+            *self._secret(),
+        ]
         command += self._fraction(devices)
         command += ["--host", address, "--port", str(port)]
         network |= without_proxy(address)  # a server sends itself requests, with its key
-        self._process = start_group(command, log=self._log, env=inherited | seen | network | dict(self.environment))
+        self._process = start_group(
+            command, log=self._log, env=inherited | seen | network | dict(self.environment)
+        )
         return f"http://{address}:{port}"
 
     def _fraction(self, devices: Sequence[str]) -> list[str]:
         """Arguments for its `share`, as the part that it is of what is free now: SGLang takes it of that."""
-        query = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits", "-i"]
+        query = [
+            "nvidia-smi",
+            "--query-gpu=memory.total,memory.free",
+            "--format=csv,noheader,nounits",
+            "-i",
+        ]
         try:
-            said = "" if self.share is None else subprocess.check_output([*query, ",".join(devices)], text=True)
+            said = (
+                ""
+                if self.share is None
+                else subprocess.check_output([*query, ",".join(devices)], text=True)
+            )
         except (OSError, subprocess.CalledProcessError):
             said = ""  # no GPU, or a part of one: the share is of what is free
         least = min(
-            (float(free) / float(total) for total, free in (x.split(",") for x in said.splitlines())), default=0
+            (
+                float(free) / float(total)
+                for total, free in (x.split(",") for x in said.splitlines())
+            ),
+            default=0,
         )
-        return ["--mem-fraction-static", f"{min(_MOST, (self.share or 0) / least):.3f}"] if least else []
+        return (
+            ["--mem-fraction-static", f"{min(_MOST, (self.share or 0) / least):.3f}"]
+            if least
+            else []
+        )
 
     def _secret(self) -> list[str]:
         """Arguments that name a file with the key, which is not on the command line."""
@@ -142,7 +179,10 @@ def server_arguments(settings: SGLangSettings) -> list[str]:
         if value is None or value is False:
             continue
         given = value if isinstance(value, list | tuple) else [] if value is True else [value]
-        words += [f"--{name}", *(json.dumps(x) if isinstance(x, Mapping) else str(x) for x in given)]
+        words += [
+            f"--{name}",
+            *(json.dumps(x) if isinstance(x, Mapping) else str(x) for x in given),
+        ]
     return words
 
 
@@ -162,7 +202,9 @@ class Replica:
     # makes Ray actors of a `Server` instead: the first runs it, the others hold its further GPUs
     actors: Callable[[], Sequence[Any]] | None = None
     gpus: Sequence[str] = ()
-    seats: Sequence[Any] = ()  # its GPUs by name, or by number, where other servers start on them too
+    seats: Sequence[
+        Any
+    ] = ()  # its GPUs by name, or by number, where other servers start on them too
     url: str = ""
 
     def __post_init__(self) -> None:
@@ -177,7 +219,9 @@ class Replica:
 
     def _client_of(self, url: str, key: str | None) -> SGLangClient:
         connections = self.settings.rows + 8
-        return SGLangClient(url.rstrip("/"), timeout_s=self.settings.timeout_s, connections=connections, key=key)
+        return SGLangClient(
+            url.rstrip("/"), timeout_s=self.settings.timeout_s, connections=connections, key=key
+        )
 
     @property
     def ours(self) -> bool:
@@ -199,7 +243,11 @@ class Replica:
         Raises:
             NoRoom: it has found none.
         """
-        url = self.host.start(self.gpus) if self.actors is None else await self._start_actor(self.actors, room_s)
+        url = (
+            self.host.start(self.gpus)
+            if self.actors is None
+            else await self._start_actor(self.actors, room_s)
+        )
         self._client = self._client_of(url, self.settings.own_key)
         self.starts += 1
         self.ready = False
@@ -212,7 +260,11 @@ class Replica:
             self.host, *self._fellows = make()
         try:
             async with asyncio.timeout(room_s):
-                devices = [gpu for actor in (self.host, *self._fellows) for gpu in await actor.devices.remote()]
+                devices = [
+                    gpu
+                    for actor in (self.host, *self._fellows)
+                    for gpu in await actor.devices.remote()
+                ]
         except TimeoutError:
             raise NoRoom(f"no node has had room for another within {room_s:g} s") from None
         return str(await self.host.start.remote(devices))
@@ -262,7 +314,9 @@ class Replica:
         if self.actors is None:
             host.stop()
             return
-        with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # ends with its actor
+        with suppress(
+            ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError
+        ):  # ends with its actor
             ray.get(host.stop.remote(), timeout=30)
         for actor in (host, *self._fellows):
             ray.kill(actor)
@@ -272,7 +326,15 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     """A server of our own: where Ray runs in an actor of its own, others for its further GPUs; else in this process."""
     log = str(Path(settings.log).with_suffix(f".{number}.log"))
     words = server_arguments(settings)
-    told = (settings.python or "", words, log, settings.variables, settings.own_key, settings.far, settings.share)
+    told = (
+        settings.python or "",
+        words,
+        log,
+        settings.variables,
+        settings.own_key,
+        settings.far,
+        settings.share,
+    )
     server = Server(*told)  # complains here rather than in an actor
     if not ray.is_initialized():
         gpus = settings.gpus[number] if settings.gpus else ()
@@ -283,4 +345,8 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
         places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * settings.tp
     made: Any = ray.remote(num_cpus=0)(Server)
     seats = range(own.start, own.stop) if settings.in_turn else ()
-    return Replica(settings, actors=lambda: [made.options(**place).remote(*told) for place in places], seats=seats)
+    return Replica(
+        settings,
+        actors=lambda: [made.options(**place).remote(*told) for place in places],
+        seats=seats,
+    )

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.http import is_loopback
-from mcore_mas.rollout.engines import TRANSPORTS
-from mcore_mas.rollout.engines.sglang.arguments import argument_problem, named
-from mcore_mas.rollout.models.architecture import Experts, read_architecture, read_config
+from rollout.base.errors import EngineError
+from rollout.base.http import is_loopback
+from rollout.engines import TRANSPORTS
+from rollout.engines.sglang.arguments import argument_problem, named
+from rollout.models.architecture import Experts, read_architecture, read_config
 
 if TYPE_CHECKING:
-    from mcore_mas.rollout.models.fused_weights import AdapterShape
-    from mcore_mas.rollout.models.layout import Projection
+    from rollout.models.fused_weights import AdapterShape
+    from rollout.models.layout import Projection
 
 PUSHED = ("tensor", "distributed")  # written into the servers while they pause
 _SHORT = {"half": "float16", "float": "float32"}  # names that SGLang has for types of numbers
@@ -42,22 +42,34 @@ class SGLangSettings:
     python: str | None = None  # interpreter of SGLang's environment, or ...
     urls: Sequence[str] = ()  # ... servers that run already
     key: str | None = None  # of those
-    far: bool = False  # servers of our own may be on other nodes: they listen at their node's address
-    members: Path | str | None = None  # file with the URLs of servers that join and leave, one a line
+    far: bool = (
+        False  # servers of our own may be on other nodes: they listen at their node's address
+    )
+    members: Path | str | None = (
+        None  # file with the URLs of servers that join and leave, one a line
+    )
     replicas: int = 1  # servers of our own
     tp: int = 1  # GPUs of each server
     transport: str = "disk"
-    weights_folder: Path | str | None = None  # that trainer and servers see; None: one in shared memory
+    weights_folder: Path | str | None = (
+        None  # that trainer and servers see; None: one in shared memory
+    )
     # actor options for each GPU, server by server; None: Ray's choice
     places: Sequence[Mapping[str, Any]] | None = None
     # other servers are on its GPUs (seat i of all engines is one), and they start one after the other
     in_turn: bool = False
-    gpus: Sequence[Sequence[str]] = ()  # that each server sees where Ray places none; (): all that this process sees
-    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of sglang.launch_server
+    gpus: Sequence[
+        Sequence[str]
+    ] = ()  # that each server sees where Ray places none; (): all that this process sees
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # further arguments of sglang.launch_server
     environment: Mapping[str, str] = field(default_factory=dict)
     verify: bool = True  # compare checksums after every update, where they can be
     routing: bool = False  # completions say which experts of a mixture each token went to
-    adapters: Sequence[AdapterShape] = ()  # that the servers hold beside the model, which then stays as it is
+    adapters: Sequence[
+        AdapterShape
+    ] = ()  # that the servers hold beside the model, which then stays as it is
     restarts: int = 2  # in an hour
     start_s: float = 900.0  # that a server may take to answer for the first time
     timeout_s: float = 600.0  # of one request
@@ -76,17 +88,23 @@ class SGLangSettings:
         for url in self.urls:
             self._check_url(url)
         if self.far and self.transport in ("disk", "changed") and not self.weights_folder:
-            raise EngineError("servers on other nodes take their weights from a folder that all nodes see; name one")
+            raise EngineError(
+                "servers on other nodes take their weights from a folder that all nodes see; name one"
+            )
 
     @property
     def arguments(self) -> dict[str, Any]:
         """`options`, named as on the server's command line, and what adapters and routing need."""
-        slots: dict[str, Any] = {}  # of the present version of each adapter and the one before, beside the bare model
+        slots: dict[
+            str, Any
+        ] = {}  # of the present version of each adapter and the one before, beside the bare model
         if self.adapters:
             slots = {
                 "enable-lora": True,
                 "max-lora-rank": max(adapter.rank for adapter in self.adapters),
-                "lora-target-modules": sorted({f"{x}_proj" for adapter in self.adapters for x in adapter.targets}),
+                "lora-target-modules": sorted(
+                    {f"{x}_proj" for adapter in self.adapters for x in adapter.targets}
+                ),
                 "max-loras-per-batch": 2 * len(self.adapters) + 1,
                 "lora-strict-loading": True,
             }
@@ -141,7 +159,13 @@ class SGLangSettings:
             return {}
         heads = self._model.get("num_key_value_heads") or self._model.get("num_attention_heads", 1)
         gpu = self.arguments.get("device") != "cpu"
-        return {"dtype": self._dtype, "tp": self.tp, "kv_heads": heads, "gpu": gpu, "vocab": self.vocab}
+        return {
+            "dtype": self._dtype,
+            "tp": self.tp,
+            "kv_heads": heads,
+            "gpu": gpu,
+            "vocab": self.vocab,
+        }
 
     @property
     def _dtype(self) -> str:
@@ -160,7 +184,9 @@ class SGLangSettings:
         """
         file = Path(self.members or "")
         lines = file.read_text().splitlines() if file.is_file() else []
-        urls = [line.strip().rstrip("/") for line in lines if line.strip() and not line.startswith("#")]
+        urls = [
+            line.strip().rstrip("/") for line in lines if line.strip() and not line.startswith("#")
+        ]
         for url in urls:
             self._check_url(url)
         return list(dict.fromkeys(urls))
@@ -169,14 +195,18 @@ class SGLangSettings:
     def _model(self) -> Mapping[str, Any]:
         read = read_config(self.folder)
         if "vocab_size" not in read:
-            raise EngineError(f"{self.folder}/config.json: no key 'vocab_size'; expected a Hugging Face folder")
+            raise EngineError(
+                f"{self.folder}/config.json: no key 'vocab_size'; expected a Hugging Face folder"
+            )
         return read
 
     def _check_url(self, url: str) -> None:
         if is_loopback(urlsplit(url).hostname or ""):
             return
         if not self.key:
-            raise EngineError(f"engine: {url} is not on this machine; give the servers' key in engine.key_file")
+            raise EngineError(
+                f"engine: {url} is not on this machine; give the servers' key in engine.key_file"
+            )
         if self.transport in PUSHED or not self.weights_folder:
             raise EngineError(
                 f"engine: {url} is not on this machine; its weights go through a folder that both machines see: "
@@ -222,7 +252,9 @@ def nccl_mismatch(python: Path) -> str | None:
 def _nccl_of(python: str) -> str:
     """The version of NCCL in an interpreter's environment, "" where no wheel brought it."""
     command = [python, "-I", "-c", _NCCL]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.split()
+    said = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False
+    ).stdout.split()
     return said[0] if said else ""
 
 

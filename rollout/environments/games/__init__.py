@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from mcore_mas.rollout.environments.games.blocksworld import Blocksworld, BlocksworldSource
-from mcore_mas.rollout.environments.games.game import Game, PuzzleSource
-from mcore_mas.rollout.environments.games.grids import PlanPath, PlanPathSource, Sokoban, SokobanSource
-from mcore_mas.rollout.environments.games.sudoku import Sudoku, SudokuSource
+from rollout.environments.games.blocksworld import Blocksworld, BlocksworldSource
+from rollout.environments.games.game import Game, PuzzleSource
+from rollout.environments.games.grids import PlanPath, PlanPathSource, Sokoban, SokobanSource
+from rollout.environments.games.sudoku import Sudoku, SudokuSource
 
 GAMES: dict[str, type[Game[Any]]] = {  # keyword arguments are the rewards
     "plan_path": PlanPath,
@@ -15,5 +15,6 @@ GAMES: dict[str, type[Game[Any]]] = {  # keyword arguments are the rewards
 }
 
 PUZZLES: dict[str, type[PuzzleSource]] = {  # by game; keyword arguments are a generator's options
-    source.game: source for source in (PlanPathSource, SokobanSource, SudokuSource, BlocksworldSource)
+    source.game: source
+    for source in (PlanPathSource, SokobanSource, SudokuSource, BlocksworldSource)
 }

@@ -11,8 +11,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mcore_mas.rollout.environments.games import game as puzzles
-from mcore_mas.rollout.environments.games.game import Game, Owns, Played, PuzzleSource
+from rollout.environments.games import game as puzzles
+from rollout.environments.games.game import Game, Owns, Played, PuzzleSource
 
 Stacks = frozenset[tuple[str, ...]]  # each from the table upwards
 _TABLE = "table"
@@ -42,10 +42,18 @@ class Blocksworld(Game[BlocksTable]):
 
     def read(self, puzzle: str) -> BlocksTable:
         match = _TEXT.fullmatch(puzzle)
-        now, goal = (_parse(side) for side in match.groups()) if match else (frozenset(), frozenset())
+        now, goal = (
+            (_parse(side) for side in match.groups()) if match else (frozenset(), frozenset())
+        )
         blocks = sorted(block for stack in now for block in stack)
-        if not blocks or blocks != sorted(block for stack in goal for block in stack) or len({*blocks}) < len(blocks):
-            raise puzzles.BadPuzzle("Blocksworld: expected lines 'now: A B | C' and 'goal: C B A' with the same blocks")
+        if (
+            not blocks
+            or blocks != sorted(block for stack in goal for block in stack)
+            or len({*blocks}) < len(blocks)
+        ):
+            raise puzzles.BadPuzzle(
+                "Blocksworld: expected lines 'now: A B | C' and 'goal: C B A' with the same blocks"
+            )
         return BlocksTable(now=now, goal=goal, shortest=len(_plan(now, goal)))
 
     def show(self, state: BlocksTable) -> str:
@@ -73,7 +81,10 @@ class Blocksworld(Game[BlocksTable]):
         targets = {stack[: i + 1] for stack in state.goal for i in range(len(stack))}
         standing = [stack[: i + 1] for stack in state.now for i in range(len(stack))]
         optimal = self.solved(state) and state.moves == state.shortest
-        return {"progress": sum(part in targets for part in standing) / len(standing), "optimal": float(optimal)}
+        return {
+            "progress": sum(part in targets for part in standing) / len(standing),
+            "optimal": float(optimal),
+        }
 
     def solve(self, state: BlocksTable) -> str | None:
         return ", ".join(_plan(state.now, state.goal))
@@ -109,7 +120,10 @@ def _moves(stacks: Stacks) -> list[tuple[str, Stacks]]:
     for stack in sorted(stacks):
         rest, top = stack[:-1], stack[-1]
         without = stacks - {stack} | ({rest} if rest else set())
-        found += [(f"{top} {other[-1]}", without - {other} | {(*other, top)}) for other in sorted(stacks - {stack})]
+        found += [
+            (f"{top} {other[-1]}", without - {other} | {(*other, top)})
+            for other in sorted(stacks - {stack})
+        ]
         if rest:
             found.append((f"{top} {_TABLE}", without | {(top,)}))
     return found
@@ -126,7 +140,9 @@ class BlocksworldSource(PuzzleSource):
         blocks: number of blocks.
     """
 
-    blocks: Annotated[int, Field(ge=2, le=6)] = 4  # shortest plans are found by search, which takes seconds for 7
+    blocks: Annotated[int, Field(ge=2, le=6)] = (
+        4  # shortest plans are found by search, which takes seconds for 7
+    )
 
     game, named = "blocksworld", "blocksworld_{0.blocks}"
 
@@ -139,7 +155,9 @@ class BlocksworldSource(PuzzleSource):
         return _pairs(self.blocks) if self.blocks <= _LISTED else None
 
     def slip(self, random: Random, actions: str) -> str:
-        return puzzles.replace_one(random, actions, r"\b\w+(?=,|$)", [*ascii_uppercase[: self.blocks], _TABLE])
+        return puzzles.replace_one(
+            random, actions, r"\b\w+(?=,|$)", [*ascii_uppercase[: self.blocks], _TABLE]
+        )
 
 
 @lru_cache(maxsize=8)

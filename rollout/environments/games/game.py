@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.environments.running import CalculatingEnv
-from mcore_mas.rollout.records.trajectory import Task
+from rollout.base.errors import EnvError
+from rollout.base.files import read_yaml
+from rollout.environments.protocol import Step
+from rollout.environments.running import CalculatingEnv
+from rollout.records.trajectory import Task
 
 _State = TypeVar("_State")
 _Action = TypeVar("_Action")
@@ -77,7 +77,10 @@ class Game(Protocol[_State]):
 
 
 def one_by_one(
-    game: Game[_State], state: _State, actions: Sequence[_Action], take: Callable[[_State, _Action], Played[_State]]
+    game: Game[_State],
+    state: _State,
+    actions: Sequence[_Action],
+    take: Callable[[_State, _Action], Played[_State]],
 ) -> Played[_State]:
     """Take `actions` in their order; those that come after the end of the game are not taken."""
     reward, impossible = 0.0, 0
@@ -138,12 +141,17 @@ class GameEnv(CalculatingEnv, Generic[_State]):
         self._malformed += played is None
         reward, solved = game.malformed if played is None else played.reward, game.solved(state)
         self._done = solved or self._turns == self.max_turns or game.spent(state)
-        counts = {"impossible_actions": float(self._impossible), "malformed_actions": float(self._malformed)}
+        counts = {
+            "impossible_actions": float(self._impossible),
+            "malformed_actions": float(self._malformed),
+        }
         return Step(
             observation=game.show(state) + _note(played),
             reward=reward + (game.fail if self._done and not solved else 0.0),
             done=self._done,
-            answer=game.show(state) if self._turns > self._malformed else "",  # teams agree that leave the same state
+            answer=game.show(state)
+            if self._turns > self._malformed
+            else "",  # teams agree that leave the same state
             metrics={"solved": float(solved), **game.measure(state), **counts},
         )
 
@@ -158,7 +166,9 @@ def game_env(name: str, game: type[Game[Any]]) -> type[GameEnv[Any]]:
     """The environment of puzzles of one game, whose rewards are the option `rewards`."""
     namespace = {"__doc__": GameEnv.__doc__, "__module__": __name__, "game": game}
     rewards = ("rewards", game | None, None)
-    return make_dataclass(name, [rewards], bases=(GameEnv,), namespace=namespace, eq=False, kw_only=True)
+    return make_dataclass(
+        name, [rewards], bases=(GameEnv,), namespace=namespace, eq=False, kw_only=True
+    )
 
 
 def _note(played: Played[_State] | None) -> str:
@@ -215,7 +225,9 @@ def parse_rows(text: str, signs: str) -> list[list[str]]:
 
 
 def breadth_first(
-    start: _Node, after: Callable[[_Node], Iterable[tuple[str, _Node]]], found: Callable[[_Node], bool]
+    start: _Node,
+    after: Callable[[_Node], Iterable[tuple[str, _Node]]],
+    found: Callable[[_Node], bool],
 ) -> list[str] | None:
     """The fewest actions from `start` to a node that is `found`, None when there are none.
 

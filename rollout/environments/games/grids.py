@@ -8,9 +8,9 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, PositiveInt
 
-from mcore_mas.rollout.base.options import Share
-from mcore_mas.rollout.environments.games import game as puzzles
-from mcore_mas.rollout.environments.games.game import Game, Owns, Played, PuzzleSource
+from rollout.base.options import Share
+from rollout.environments.games import game as puzzles
+from rollout.environments.games.game import Game, Owns, Played, PuzzleSource
 
 Cell = tuple[int, int]  # row, column, from 0 at the top left
 
@@ -52,7 +52,9 @@ class _GridGame(Game[_Grid]):
         raise NotImplementedError
 
     def board(self, state: _Grid) -> list[list[str]]:
-        return [[self._sign(state, (r, c)) for c in range(state.columns)] for r in range(state.rows)]
+        return [
+            [self._sign(state, (r, c)) for c in range(state.columns)] for r in range(state.rows)
+        ]
 
     def _sign(self, state: _Grid, cell: Cell) -> str:
         raise NotImplementedError
@@ -97,18 +99,24 @@ class PlanPath(_GridGame[Walk]):
         cells = {(r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row)}
         ends = [[cell for cell, sign in cells.items() if sign == end] for end in "SG"]
         if [len(found) for found in ends] != [1, 1]:
-            raise puzzles.BadPuzzle("Plan-Path: expected a grid with one S and one G below its first line")
+            raise puzzles.BadPuzzle(
+                "Plan-Path: expected a grid with one S and one G below its first line"
+            )
         free = frozenset(cell for cell, sign in cells.items() if sign != "#")
         start, goal = ends[0][0], ends[1][0]
         way = shortest_way(free, start, goal)
         if way is None:
             raise puzzles.BadPuzzle("Plan-Path: there is no way from S to G")
-        return Walk(free=free, rows=len(rows), columns=len(rows[0]), at=start, goal=goal, shortest=len(way))
+        return Walk(
+            free=free, rows=len(rows), columns=len(rows[0]), at=start, goal=goal, shortest=len(way)
+        )
 
     def show(self, state: Walk) -> str:
         """Both positions, and the grid."""
         (row, column), (goal_row, goal_column) = state.at, state.goal
-        return f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}\n{Game.show(self, state)}"
+        return (
+            f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}\n{Game.show(self, state)}"
+        )
 
     def _sign(self, state: Walk, cell: Cell) -> str:
         return {state.goal: "G", state.at: "S"}.get(cell, "." if cell in state.free else "#")
@@ -119,7 +127,9 @@ class PlanPath(_GridGame[Walk]):
         after = replace(state, at=to if possible else state.at, moves=state.moves + 1)
         reward = self.step if possible else self.impossible
         # F = λ (γ Φ(s') − Φ(s)), Φ = −distance to the goal   potential-based shaping, Ng et al. 1999
-        reward += self.shaping * (distance(state.at, state.goal) - self.gamma * distance(after.at, state.goal))
+        reward += self.shaping * (
+            distance(state.at, state.goal) - self.gamma * distance(after.at, state.goal)
+        )
         if self.solved(after):
             reward += self.goal + (self.shortest if after.moves == after.shortest else 0.0)
         return Played(state=after, reward=reward, impossible=not possible)
@@ -171,7 +181,14 @@ class PlanPathSource(_GridSource):
         way = shortest_way(frozenset(free), start, goal)
         if way is None:
             return None
-        walk = Walk(rows=self.size, columns=self.size, free=frozenset(free), at=start, goal=goal, shortest=len(way))
+        walk = Walk(
+            rows=self.size,
+            columns=self.size,
+            free=frozenset(free),
+            at=start,
+            goal=goal,
+            shortest=len(way),
+        )
         return PlanPath().show(walk)
 
 
@@ -215,16 +232,31 @@ class Sokoban(_GridGame[SokobanRoom]):
         players, boxes, goals = which("@+"), which("$*"), which(".*+")
         if len(players) != 1 or not boxes or len(boxes) != len(goals):
             found = f"{len(players)} players, {len(boxes)} boxes, {len(goals)} goals"
-            raise puzzles.BadPuzzle(f"Sokoban: {found}; expected one player and as many boxes as goals")
+            raise puzzles.BadPuzzle(
+                f"Sokoban: {found}; expected one player and as many boxes as goals"
+            )
         height, width = len(rows), len(rows[0])
-        if any(cells[cell] != "#" for cell in cells if cell[0] in (0, height - 1) or cell[1] in (0, width - 1)):
+        if any(
+            cells[cell] != "#"
+            for cell in cells
+            if cell[0] in (0, height - 1) or cell[1] in (0, width - 1)
+        ):
             raise puzzles.BadPuzzle("Sokoban: expected walls all around the room")
-        return SokobanRoom(walls=which("#"), goals=goals, boxes=boxes, player=min(players), rows=height, columns=width)
+        return SokobanRoom(
+            walls=which("#"),
+            goals=goals,
+            boxes=boxes,
+            player=min(players),
+            rows=height,
+            columns=width,
+        )
 
     def _sign(self, state: SokobanRoom, cell: Cell) -> str:
         if cell in state.walls:
             return "#"
-        pair = "@+" if cell == state.player else "$*" if cell in state.boxes else "_."  # off a goal, and on one
+        pair = (
+            "@+" if cell == state.player else "$*" if cell in state.boxes else "_."
+        )  # off a goal, and on one
         return pair[cell in state.goals]
 
     def _move(self, state: SokobanRoom, move: str) -> Played[SokobanRoom]:
@@ -302,7 +334,9 @@ class SokobanSource(_GridSource):
         for _ in range(self.tries):
             *placed, player = random.sample(floor, 2 * self.boxes + 1)
             goals, boxes = frozenset(placed[: self.boxes]), frozenset(placed[self.boxes :])
-            room = SokobanRoom(walls=walls, goals=goals, boxes=boxes, player=player, rows=size, columns=size)
+            room = SokobanRoom(
+                walls=walls, goals=goals, boxes=boxes, player=player, rows=size, columns=size
+            )
             if rules.solve(room) is not None:
                 return rules.show(room)
         return None

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ValidationInfo
 
-from mcore_mas.rollout.environments.games import game as puzzles
-from mcore_mas.rollout.environments.games.game import Game, Owns, Played, PuzzleSource
+from rollout.environments.games import game as puzzles
+from rollout.environments.games.game import Game, Owns, Played, PuzzleSource
 
 Cells = tuple[int, ...]  # [size * size] by rows, 0 where empty
 
@@ -190,7 +190,9 @@ def _writes(actions: Sequence[str], size: int) -> tuple[int, list[tuple[int, int
     cells = [action.split() for action in actions]
     if not cells or any(len(cell) != 3 or not set(cell) <= legal for cell in cells):
         return None
-    return len(cells), [((int(row) - 1) * size + int(column) - 1, int(digit)) for row, column, digit in cells]
+    return len(cells), [
+        ((int(row) - 1) * size + int(column) - 1, int(digit)) for row, column, digit in cells
+    ]
 
 
 _GIVENS = {4: 8, 9: 36}
@@ -200,7 +202,9 @@ _LEAST = {4: 4, 9: 17}  # no puzzle with fewer givens has one solution (McGuire 
 def _solvable(givens: int | None, info: ValidationInfo) -> int | None:
     size = info.data.get("size")
     if givens is not None and size is not None and not _LEAST[size] <= givens < size**2:
-        raise ValueError(f"expected an integer from {_LEAST[size]} to {size**2 - 1} for size {size}, or null")
+        raise ValueError(
+            f"expected an integer from {_LEAST[size]} to {size**2 - 1} for size {size}, or null"
+        )
     return givens
 
 
@@ -241,7 +245,9 @@ class SudokuSource(PuzzleSource):
         return Sudoku().show(SudokuGrid(size=self.size, given=given, cells=given, solution=grid))
 
     def slip(self, random: Random, actions: str) -> str:
-        return puzzles.replace_one(random, actions, r"\d", [str(digit) for digit in range(1, self.size + 1)])
+        return puzzles.replace_one(
+            random, actions, r"\d", [str(digit) for digit in range(1, self.size + 1)]
+        )
 
     @property
     def _givens(self) -> int:

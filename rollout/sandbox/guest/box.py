@@ -92,7 +92,20 @@ def remove_tree(path: str) -> bool:
     with suppress(OSError):  # without these programs it stays
         if os.path.isdir(path) and not os.path.islink(path):
             # of folders alone: a file may be linked elsewhere
-            opened = ["find", path, "-type", "d", "!", "-perm", "-700", "-execdir", "chmod", "u+rwx", "{}", ";"]
+            opened = [
+                "find",
+                path,
+                "-type",
+                "d",
+                "!",
+                "-perm",
+                "-700",
+                "-execdir",
+                "chmod",
+                "u+rwx",
+                "{}",
+                ";",
+            ]
             for command in (opened, ["rm", "-rf", path]):
                 subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
     return not os.path.lexists(path)

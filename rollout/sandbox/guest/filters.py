@@ -52,7 +52,8 @@ def confine_files(*, readable: Iterable[str], writable: Iterable[str], port: int
     abi = _version()
     if abi < _LEAST_VERSION:
         raise OSError(
-            errno.ENOSYS, f"Landlock is version {abi}; version {_LEAST_VERSION} (Linux 6.2) refuses to truncate files"
+            errno.ENOSYS,
+            f"Landlock is version {abi}; version {_LEAST_VERSION} (Linux 6.2) refuses to truncate files",
         )
     rights = (1 << _FILE_SYSTEM_RIGHTS.get(abi, 16)) - 1
     ports = _BIND_TCP | _CONNECT_TCP if abi >= 4 else 0
@@ -83,7 +84,11 @@ def _open_below(rules: int, path: str, rights: int) -> None:
         if not stat.S_ISDIR(os.fstat(place).st_mode):
             rights &= _FILE_RIGHTS
         linux.call(
-            "landlock_add_rule", rules, _BENEATH, ctypes.create_string_buffer(struct.pack("=Qi", rights, place)), 0
+            "landlock_add_rule",
+            rules,
+            _BENEATH,
+            ctypes.create_string_buffer(struct.pack("=Qi", rights, place)),
+            0,
         )
     finally:
         os.close(place)
@@ -92,18 +97,47 @@ def _open_below(rules: int, path: str, rights: int) -> None:
 # asm/unistd_64.h. What Python, its standard library and numerical packages need; no sockets but pairs, no tracing,
 # mounting, keys, BPF, io_uring, shared memory segments, priorities, affinity or clocks to set, nor timers that send a
 # signal of the program's choice, by which one that is stopped could wake.
-with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "system_calls.txt"), encoding="ascii") as _table:
+with open(
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), "system_calls.txt"), encoding="ascii"
+) as _table:
     _ALLOWED = _table.read()
 # Landlock does not see these, so without a root of its own a program could lock its user out of his files.
-_ATTRIBUTES = "chmod=90 fchmod=91 utime=132 utimes=235 futimesat=261 fchmodat=268 utimensat=280 fchmodat2=452"
+_ATTRIBUTES = (
+    "chmod=90 fchmod=91 utime=132 utimes=235 futimesat=261 fchmodat=268 utimensat=280 fchmodat2=452"
+)
 _PROCESSES = "fork=57 vfork=58 execve=59 kill=62 tkill=200 tgkill=234"
 _CONNECTIONS, _SESSIONS = "connect=42 setsockopt=54 getsockopt=55", "setpgid=109 setsid=112"
-_SOCKET, _SOCKETPAIR, _CLONE, _IOCTL, _FCNTL, _PRCTL, _PRLIMIT, _CLONE3 = 41, 53, 56, 16, 72, 157, 302, 435
+_SOCKET, _SOCKETPAIR, _CLONE, _IOCTL, _FCNTL, _PRCTL, _PRLIMIT, _CLONE3 = (
+    41,
+    53,
+    56,
+    16,
+    72,
+    157,
+    302,
+    435,
+)
 _KILL, _TGKILL = 62, 234
-_SENDS, _FAST_OPEN = ((44, 3), (46, 2)), 0x20000000  # sendto, sendmsg and where their flags are; it would connect too
-_FIRST_RECENT = 424  # newer calls are refused as unknown, and libraries then fall back to older ones
-_TERMINAL_QUERIES = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIO*CLEX
-_OWNER_COMMANDS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals sent by the kernel in our name
+_SENDS, _FAST_OPEN = (
+    ((44, 3), (46, 2)),
+    0x20000000,
+)  # sendto, sendmsg and where their flags are; it would connect too
+_FIRST_RECENT = (
+    424  # newer calls are refused as unknown, and libraries then fall back to older ones
+)
+_TERMINAL_QUERIES = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIO*CLEX
+_OWNER_COMMANDS = (
+    8,
+    10,
+    15,
+)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals sent by the kernel in our name
 _HARMLESS_PRCTL = (3, 15, 16, 0x53564D41)  # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
 _NAMESPACES = 0x7E020080  # every CLONE_NEW*
 _THREAD = 0x00010000  # CLONE_THREAD
@@ -128,9 +162,13 @@ def install_filter(*, processes: bool, own_pid: int, connects: bool = False) -> 
         own_pid: its id.
         connects: it may open TCP connections, stays in its process group, and changing attributes does nothing.
     """
-    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in rules(processes, own_pid, connects))
+    code = b"".join(
+        struct.pack("=HBBI", *instruction) for instruction in rules(processes, own_pid, connects)
+    )
     buffer = ctypes.create_string_buffer(code, len(code))
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer)))
+    program = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
+    )
     linux.prctl(linux.SET_NO_NEW_PRIVS, 1)
     linux.prctl(linux.SET_SECCOMP, _SET_MODE_FILTER, ctypes.addressof(program))
 
@@ -149,12 +187,16 @@ def rules(processes: bool, own_pid: int, connects: bool = False) -> list[Instruc
     if connects:
         code += _only_if(_SOCKET, _if_stream(_INTERNET))
         for number, flags in _SENDS:
-            code += _only_if(number, [*_argument(flags), (_ANY_BIT, 0, 1, _FAST_OPEN), _refuse(), _ALLOW])
+            code += _only_if(
+                number, [*_argument(flags), (_ANY_BIT, 0, 1, _FAST_OPEN), _refuse(), _ALLOW]
+            )
     code += _only_if(_IOCTL, _if_argument(1, _TERMINAL_QUERIES, _ALLOW, _refuse(errno.ENOTTY)))
     code += _only_if(_FCNTL, _if_argument(1, _OWNER_COMMANDS, _refuse(), _ALLOW))
     code += _only_if(_PRCTL, _if_argument(0, _HARMLESS_PRCTL, _ALLOW, _refuse()))
     code += _only_if(_PRLIMIT, _if_argument(0, (0,), _ALLOW, _refuse()))
-    code += _only_if(_CLONE3, [_refuse(errno.ENOSYS)])  # its flags are out of sight; libc falls back to clone
+    code += _only_if(
+        _CLONE3, [_refuse(errno.ENOSYS)]
+    )  # its flags are out of sight; libc falls back to clone
     allowed = _numbers(_ALLOWED)
     if processes:
         code += _only_if(_CLONE, [*_argument(0), (_ANY_BIT, 0, 1, _NAMESPACES), _refuse(), _ALLOW])
@@ -181,13 +223,17 @@ def _if_stream(family: int) -> list[Instruction]:
     return [*_argument(0), (_EQUAL, 0, 3, family), *kind, _refuse(), _ALLOW]
 
 
-def _if_argument(index: int, values: tuple[int, ...], then: Instruction, otherwise: Instruction) -> list[Instruction]:
+def _if_argument(
+    index: int, values: tuple[int, ...], then: Instruction, otherwise: Instruction
+) -> list[Instruction]:
     tests = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
     return [*_argument(index), *tests, otherwise, then]
 
 
 def _argument(index: int) -> list[Instruction]:
-    return [(_LOAD, 0, 0, 16 + 8 * index)]  # the low half: what is tested here is a C int or fits one
+    return [
+        (_LOAD, 0, 0, 16 + 8 * index)
+    ]  # the low half: what is tested here is a C int or fits one
 
 
 def _refuse(number: int = errno.EPERM) -> Instruction:

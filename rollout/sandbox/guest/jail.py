@@ -36,7 +36,9 @@ def enter(readable: Iterable[str]) -> int:
     """
     root, proc = os.geteuid() == 0, os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     user = (os.geteuid(), os.getegid())
-    spaces = linux.NEWNS | linux.NEWPID | linux.NEWNET | linux.NEWIPC | linux.NEWUTS | linux.NEWCGROUP
+    spaces = (
+        linux.NEWNS | linux.NEWPID | linux.NEWNET | linux.NEWIPC | linux.NEWUTS | linux.NEWCGROUP
+    )
     linux.unshare(spaces if root else spaces | linux.NEWUSER)
     if not root:
         map_user(proc, user, user)
@@ -79,9 +81,17 @@ def furnish_job(disk_bytes: int, files: int) -> None:
     options = f"size={disk_bytes},nr_inodes={files + 1},mode=0700"
     linux.mount("box", BOX, "tmpfs", linux.NOSUID | linux.NODEV, options)
     try:
-        linux.mount("proc", "/proc", "proc", linux.NOSUID | linux.NODEV | linux.NOEXEC, "subset=pid")
+        linux.mount(
+            "proc", "/proc", "proc", linux.NOSUID | linux.NODEV | linux.NOEXEC, "subset=pid"
+        )
     except PermissionError:  # a container has covered parts of /proc: the job does without
-        linux.mount("none", "/proc", "tmpfs", linux.RDONLY | linux.NOSUID | linux.NODEV | linux.NOEXEC, "size=4k")
+        linux.mount(
+            "none",
+            "/proc",
+            "tmpfs",
+            linux.RDONLY | linux.NOSUID | linux.NODEV | linux.NOEXEC,
+            "size=4k",
+        )
     linux.drop_capabilities()
 
 
@@ -101,13 +111,17 @@ def _build_root(readable: list[str]) -> None:
     with suppress(PermissionError):  # a container has covered parts of /proc: jobs do without
         linux.mount("proc", f"{_STAGE}/proc", "proc", linux.NOSUID | linux.NODEV | linux.NOEXEC)
     for name, target in _LINKS.items():
-        if not os.path.lexists(f"{_STAGE}/{name}"):  # /tmp is a folder where an interpreter lives below it
+        if not os.path.lexists(
+            f"{_STAGE}/{name}"
+        ):  # /tmp is a folder where an interpreter lives below it
             os.symlink(target, f"{_STAGE}/{name}")
     os.chdir(_STAGE)
     linux.call("pivot_root", b".", b".")
     linux.detach(".")
     os.chdir("/")
-    linux.mount("none", "/", "", linux.BIND | linux.REMOUNT | linux.RDONLY | linux.NOSUID | linux.NODEV)
+    linux.mount(
+        "none", "/", "", linux.BIND | linux.REMOUNT | linux.RDONLY | linux.NOSUID | linux.NODEV
+    )
 
 
 def _show(handle: int, place: PurePosixPath) -> None:

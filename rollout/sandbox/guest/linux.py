@@ -22,16 +22,37 @@ CALLS = {  # asm/unistd_64.h
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 # sys/mount.h
-RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE, DETACH = 1, 2, 4, 8, 0x20, 0x1000, 0x4000, 0x40000, 2
+RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE, DETACH = (
+    1,
+    2,
+    4,
+    8,
+    0x20,
+    0x1000,
+    0x4000,
+    0x40000,
+    2,
+)
 # linux/prctl.h
-SET_PDEATHSIG, SET_DUMPABLE, SET_SECCOMP, CAPBSET_DROP, SET_NO_NEW_PRIVS, CAP_AMBIENT = 1, 4, 22, 24, 38, 47
+SET_PDEATHSIG, SET_DUMPABLE, SET_SECCOMP, CAPBSET_DROP, SET_NO_NEW_PRIVS, CAP_AMBIENT = (
+    1,
+    4,
+    22,
+    24,
+    38,
+    47,
+)
 _CAPABILITIES = 41  # CAP_CHECKPOINT_RESTORE is the last; a kernel that knows fewer refuses the rest
 _AMBIENT_CLEAR_ALL = 4
-_RESOLVE_INSIDE = 0x01 | 0x02 | 0x04 | 0x08  # no other mount, no magic link, no link, nothing above the folder
+_RESOLVE_INSIDE = (
+    0x01 | 0x02 | 0x04 | 0x08
+)  # no other mount, no magic link, no link, nothing above the folder
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None, on: str = "") -> int:
+def call(
+    name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None, on: str = ""
+) -> int:
     """The system call `name`; OSError, which says it and `on` what, if the kernel refused it."""
     plain = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in arguments]
     return _done(int(_libc.syscall(ctypes.c_long(CALLS[name]), *plain)), f"{name} {on}".strip())
@@ -83,7 +104,9 @@ def mount_read_only(path: str) -> None:
 
 def open_inside(folder: int, name: str, flags: int, mode: int = 0) -> int:
     """A descriptor of the path `name` below the open `folder`, refusing every link and every way out of it."""
-    how = ctypes.create_string_buffer(struct.pack("=QQQ", flags | os.O_CLOEXEC | os.O_NONBLOCK, mode, _RESOLVE_INSIDE))
+    how = ctypes.create_string_buffer(
+        struct.pack("=QQQ", flags | os.O_CLOEXEC | os.O_NONBLOCK, mode, _RESOLVE_INSIDE)
+    )
     return call("openat2", folder, os.fsencode(name), how, len(how) - 1)
 
 

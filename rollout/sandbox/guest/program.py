@@ -69,7 +69,9 @@ def _run_cell(text: bytes, name: str, scope: dict[str, Any]) -> str:
         shown = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, name, "exec", dont_inherit=True), scope)
         if isinstance(shown, ast.Expr):
-            value = eval(compile(ast.Expression(shown.value), name, "eval", dont_inherit=True), scope)
+            value = eval(
+                compile(ast.Expression(shown.value), name, "eval", dont_inherit=True), scope
+            )
             if value is not None:
                 print(repr(value))
         error = ""

@@ -34,10 +34,15 @@ def tree_over(proc: int, limit: int) -> bool:
     they are over the limit when every process counts its pages as its own.
     """
     tree = list(_descendants(proc, os.readlink("self", dir_fd=proc)))
-    resident = sum(int((read_proc(proc, f"{process}/statm") or "0 0").split()[1]) for process in tree)
+    resident = sum(
+        int((read_proc(proc, f"{process}/statm") or "0 0").split()[1]) for process in tree
+    )
     if resident * PAGE_BYTES <= limit:
         return False
-    return sum(_proportional_bytes(read_proc(proc, f"{process}/smaps_rollup")) for process in tree) > limit
+    return (
+        sum(_proportional_bytes(read_proc(proc, f"{process}/smaps_rollup")) for process in tree)
+        > limit
+    )
 
 
 def _descendants(proc: int, process: str) -> Iterator[str]:
@@ -50,7 +55,9 @@ def _descendants(proc: int, process: str) -> Iterator[str]:
 
 
 def _proportional_bytes(rollup: str) -> int:
-    return next((int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+    return next(
+        (int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:")), 0
+    )
 
 
 def _entries(proc: int, name: str) -> list[str]:

@@ -17,7 +17,9 @@ from . import box, filters, jail, linux, program, usage, wire
 
 _TICK_S = 0.1  # between looks at what the kernel does not limit by itself
 _STACK_BYTES = 256 << 20
-_SPARE_BYTES = 48 << 20  # of the interpreters of a tree whose memory is counted, beyond what programs may have
+_SPARE_BYTES = (
+    48 << 20
+)  # of the interpreters of a tree whose memory is counted, beyond what programs may have
 
 
 class _BoxDesk:
@@ -128,7 +130,9 @@ class Warden(_BoxDesk):
                 self._killed = "disk"
             elif usage.threads(self._job) > allowed["processes"]:
                 self._killed = "threads"
-        elif self._proc >= 0 and usage.tree_over(self._proc, (allowed["memory_mb"] << 20) + _SPARE_BYTES):
+        elif self._proc >= 0 and usage.tree_over(
+            self._proc, (allowed["memory_mb"] << 20) + _SPARE_BYTES
+        ):
             self._killed = "memory"
         return bool(self._killed)
 
@@ -138,7 +142,9 @@ class Warden(_BoxDesk):
             jail.furnish_job(limits["disk_mb"] << 20, limits["files"])
         self._box = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.chdir(self._path)
-        linux.prctl(linux.SET_DUMPABLE, 0)  # the job has our user id and must not look into this process
+        linux.prctl(
+            linux.SET_DUMPABLE, 0
+        )  # the job has our user id and must not look into this process
 
     def _do_start(self, files: list[int], kind: str, job: int) -> None:
         self._number = job
@@ -157,7 +163,9 @@ class Warden(_BoxDesk):
             raise OSError(f"the job cannot be confined: {trouble}")
         self._ended = os.pidfd_open(self._job)
         self._killed = ""
-        self._deadline = time.monotonic() + self._limits["wall_s"] if kind == "program" else float("inf")
+        self._deadline = (
+            time.monotonic() + self._limits["wall_s"] if kind == "program" else float("inf")
+        )
 
     def _become(self, kind: str, files: list[int], trouble: int) -> NoReturn:
         try:
@@ -177,7 +185,9 @@ class Warden(_BoxDesk):
         else:
             null = os.open("/dev/null", os.O_RDWR)
             order = [null, null, null, files[0], trouble]
-        high = [os.dup(file) for file in order]  # above every target, as the targets themselves may be among them
+        high = [
+            os.dup(file) for file in order
+        ]  # above every target, as the targets themselves may be among them
         while min(high) < len(order):
             high = [os.dup(file) for file in high]
         for target, file in enumerate(high):
@@ -255,16 +265,24 @@ def _cpu_s(used: resource.struct_rusage) -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _set_limits(settings: dict[str, Any], limits: dict[str, Any], kind: str, cores: list[int]) -> None:
-    os.sched_setaffinity(0, cores)  # what it starts inherits them; the filter lets nobody change them
+def _set_limits(
+    settings: dict[str, Any], limits: dict[str, Any], kind: str, cores: list[int]
+) -> None:
+    os.sched_setaffinity(
+        0, cores
+    )  # what it starts inherits them; the filter lets nobody change them
     bounds = {
         resource.RLIMIT_AS: settings["address_space"] + (limits["memory_mb"] << 20),
         resource.RLIMIT_FSIZE: limits["file_mb"] << 20,
         resource.RLIMIT_NOFILE: limits["open_files"],
         resource.RLIMIT_STACK: _STACK_BYTES,
-        **dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0),
+        **dict.fromkeys(
+            (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0
+        ),
     }
-    if settings["tier"] == "namespaces":  # elsewhere it counts all of a user's processes, which is everybody's
+    if (
+        settings["tier"] == "namespaces"
+    ):  # elsewhere it counts all of a user's processes, which is everybody's
         bounds[resource.RLIMIT_NPROC] = limits["processes"] + 1  # and the warden
     if kind == "program":  # a session's cells are limited one by one, by wall time
         bounds[resource.RLIMIT_CPU] = limits["cpu_s"]
@@ -298,7 +316,9 @@ def main() -> None:
         wire.send(host, {"fault": str(error)})
         return
     # bytes that this process, and so every job at its start, has mapped
-    settings["address_space"] = int(usage.read_proc(proc, "self/statm").split()[0]) * usage.PAGE_BYTES
+    settings["address_space"] = (
+        int(usage.read_proc(proc, "self/statm").split()[0]) * usage.PAGE_BYTES
+    )
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps wardens

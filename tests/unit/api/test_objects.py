@@ -19,13 +19,16 @@ from docs.writers.api import API_PAGE, pages, public_methods
 from mcore_mas import api
 from mcore_mas.api.objects import TaskError, allocator_of, known_here, split_tasks
 from mcore_mas.config.run import ConfigError
-from mcore_mas.rollout.base.options import HERE, UnknownName, lookup
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.rewards.allocation import shared_outcome
-from mcore_mas.training.recipe import input_digests
+from mcore_mas.runtime.recipe import input_digests
+from rollout.base.options import HERE, UnknownName, lookup
+from rollout.records.trajectory import Task
+from rollout.rewards.allocation import shared_outcome
 from tests.support.played import group, trajectory, turn
 
-AGENTS = [mm.AgentSpec("writer", "{problem}"), mm.AgentSpec("editor", "{problem} {draft}", policy="second")]
+AGENTS = [
+    mm.AgentSpec("writer", "{problem}"),
+    mm.AgentSpec("editor", "{problem} {draft}", policy="second"),
+]
 TASKS = [(f"{n}+1", n + 1) for n in range(20)]
 
 
@@ -54,23 +57,47 @@ def made(tmp_path: Path, **settings: Any) -> mm.Run:
     model = tmp_path / "m"
     if not model.exists():
         mm.make_tiny_model(model)
-    given = {"tasks": TASKS, "policies": str(model), "folder": tmp_path / "own", "lr": 1e-3, **settings}
+    given = {
+        "tasks": TASKS,
+        "policies": str(model),
+        "folder": tmp_path / "own",
+        "lr": 1e-3,
+        **settings,
+    }
     return mm.Run(given.pop("agents", AGENTS), given.pop("orchestra", relay), **given)
 
 
 def test_objects_are_the_sections_of_a_config(tmp_path: Path) -> None:
-    config = made(tmp_path, steps=3, group_size=2, advantage="grpo", engine={"max_length": 300}, seed=5).config
+    config = made(
+        tmp_path, steps=3, group_size=2, advantage="grpo", engine={"max_length": 300}, seed=5
+    ).config
     assert (config.run, config.results, config.seed) == ("own", tmp_path, 5)
-    assert (config.trainer.steps, config.trainer.group_size, config.trainer.tasks_per_step) == (3, 2, 8)
-    assert {name: agent.policy for name, agent in config.agents.items()} == {"writer": "shared", "editor": "second"}
+    assert (config.trainer.steps, config.trainer.group_size, config.trainer.tasks_per_step) == (
+        3,
+        2,
+        8,
+    )
+    assert {name: agent.policy for name, agent in config.agents.items()} == {
+        "writer": "shared",
+        "editor": "second",
+    }
     assert {name: (p.model, p.lr) for name, p in config.policies.items()} == dict.fromkeys(
         ("shared", "second"), (str(tmp_path / "m"), 1e-3)
     )
     assert config.orchestra.name == f"{__name__}:relay" and config.orchestra.call.func is relay
-    assert (config.engine.max_length, config.engine.slots, config.advantage.name) == (300, 192, "grpo")
+    assert (config.engine.max_length, config.engine.slots, config.advantage.name) == (
+        300,
+        192,
+        "grpo",
+    )
     assert config.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
-    paid = made(tmp_path, reward=lambda trajectory: 1.0, penalties={"invalid": {"coef": 0.25}}).config.reward
-    assert paid.penalties == {"invalid": {"coef": 0.25}} and paid.options["reward"] == "here:own.reward"
+    paid = made(
+        tmp_path, reward=lambda trajectory: 1.0, penalties={"invalid": {"coef": 0.25}}
+    ).config.reward
+    assert (
+        paid.penalties == {"invalid": {"coef": 0.25}}
+        and paid.options["reward"] == "here:own.reward"
+    )
     assert not (tmp_path / "own").exists()  # nothing starts, nothing is written
 
 
@@ -82,7 +109,10 @@ def test_a_team_that_ships_brings_all_but_what_is_given(tmp_path: Path) -> None:
     )
     assert team.reward.options == {"history": "before", "formula": "quality"}
     own = made(tmp_path, agents="chain", orchestra=None, env="code", reward=lambda trajectory: 1.0)
-    assert (own.config.env.name, list(own.config.reward.options)) == ("code", ["reward"])  # without the team's options
+    assert (own.config.env.name, list(own.config.reward.options)) == (
+        "code",
+        ["reward"],
+    )  # without the team's options
     assert {task.env for tasks in own._tasks.values() for task in tasks} == {"code"}
     assert own.config.policies["shared"].lr == 1e-3
 
@@ -90,78 +120,192 @@ def test_a_team_that_ships_brings_all_but_what_is_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"agents": "chian", "orchestra": None}, ConfigError, "no team 'chian' in the configs; nearest: chain"),
-        ({"orchestra": None}, TaskError, r"^orchestra is missing; expected an async function \(task, team, env\), or"),
+        (
+            {"agents": "chian", "orchestra": None},
+            ConfigError,
+            "no team 'chian' in the configs; nearest: chain",
+        ),
+        (
+            {"orchestra": None},
+            TaskError,
+            r"^orchestra is missing; expected an async function \(task, team, env\), or",
+        ),
         ({"stepz": 3}, TaskError, "Run has no setting 'stepz'; .*; nearest: steps"),
-        ({"max_length": 256}, TaskError, r"^Run has no setting 'max_length'; write engine=\{\"max_length\": \.\.\.\}$"),
-        ({"samples": 2}, TaskError, r"setting 'samples'; write evaluation=\{\"samples\": \.\.\.\}$"),
+        (
+            {"max_length": 256},
+            TaskError,
+            r"^Run has no setting 'max_length'; write engine=\{\"max_length\": \.\.\.\}$",
+        ),
+        (
+            {"samples": 2},
+            TaskError,
+            r"setting 'samples'; write evaluation=\{\"samples\": \.\.\.\}$",
+        ),
         ({"kl": {"coef": 0.1}}, TaskError, r"setting 'kl'; write loss=\{\"kl\": \.\.\.\}$"),
         (
             {"temperature": 0.5},
             TaskError,
             r"write AgentSpec\(..., settings=\{\"temperature\": ...\}\) or evaluation=\{\"temperature\"",
         ),
-        ({"penalties": {"invald": {}}}, ConfigError, "unknown penalty 'invald'; nearest: invalid; known"),
+        (
+            {"penalties": {"invald": {}}},
+            ConfigError,
+            "unknown penalty 'invald'; nearest: invalid; known",
+        ),
         ({"steps": 0}, ConfigError, "trainer.steps: expected an integer of at least 1"),
         ({"engine": {"slotz": 3}}, ConfigError, "unknown key 'engine.slotz'; .*; nearest: slots"),
         ({"env": "maths"}, ConfigError, "unknown env 'maths'.*; nearest: math"),
         ({"env": lambda: None}, ConfigError, r"env 'here:own.env' must take \(task, \*, ...\)"),
-        ({"orchestra": lambda task, team, env: None}, ConfigError, "must take .* as an async function"),
+        (
+            {"orchestra": lambda task, team, env: None},
+            ConfigError,
+            "must take .* as an async function",
+        ),
         ({"lr": 0}, ConfigError, "lr is missing"),
-        ({"agents": AGENTS[:1]}, ConfigError, "asks agent 'editor', who is not in the team; agents: writer"),
-        ({"agents": [mm.AgentSpec("writer", "{q}"), AGENTS[1]]}, ConfigError, r"does not fill the slot \{q\}"),
-        ({"policies": {"shared": "m"}}, ConfigError, "agent 'editor' plays policy 'second', which is not defined"),
+        (
+            {"agents": AGENTS[:1]},
+            ConfigError,
+            "asks agent 'editor', who is not in the team; agents: writer",
+        ),
+        (
+            {"agents": [mm.AgentSpec("writer", "{q}"), AGENTS[1]]},
+            ConfigError,
+            r"does not fill the slot \{q\}",
+        ),
+        (
+            {"policies": {"shared": "m"}},
+            ConfigError,
+            "agent 'editor' plays policy 'second', which is not defined",
+        ),
         ({"tasks": TASKS[:2]}, TaskError, "2 tasks; expected 3 or more"),
-        ({"tasks": [1, 2, 3]}, TaskError, r"tasks.train\[0\] is '1'; expected a Task, \(prompt, answer\)"),
-        ({"tasks": {"train": TASKS, "tset": TASKS}}, TaskError, "tasks has keys train, tset; expected train, valid"),
-        ({"tasks": {"test": TASKS}}, TaskError, "tasks has keys test; expected train, validation, test"),
+        (
+            {"tasks": [1, 2, 3]},
+            TaskError,
+            r"tasks.train\[0\] is '1'; expected a Task, \(prompt, answer\)",
+        ),
+        (
+            {"tasks": {"train": TASKS, "tset": TASKS}},
+            TaskError,
+            "tasks has keys train, tset; expected train, valid",
+        ),
+        (
+            {"tasks": {"test": TASKS}},
+            TaskError,
+            "tasks has keys test; expected train, validation, test",
+        ),
         ({"folder": "results/a b"}, ConfigError, "run"),
-        ({"agents": AGENTS[0]}, TaskError, r"agents: AgentSpec\(name='writer'.*; expected a list of AgentSpec, or"),
-        ({"agents": ["writer"]}, TaskError, r"agents: \['writer'\]; expected a list of AgentSpec, or the name of a"),
+        (
+            {"agents": AGENTS[0]},
+            TaskError,
+            r"agents: AgentSpec\(name='writer'.*; expected a list of AgentSpec, or",
+        ),
+        (
+            {"agents": ["writer"]},
+            TaskError,
+            r"agents: \['writer'\]; expected a list of AgentSpec, or the name of a",
+        ),
         ({"agents": []}, TaskError, r"agents: \[\]; expected a list of AgentSpec"),
-        ({"tasks": 5}, TaskError, r"tasks.train is 5; expected tasks, \(prompt, answer\) pairs, rows, or a file"),
+        (
+            {"tasks": 5},
+            TaskError,
+            r"tasks.train is 5; expected tasks, \(prompt, answer\) pairs, rows, or a file",
+        ),
         ({"tasks": "no.jsonl"}, TaskError, "no.jsonl: not here"),
-        ({"tasks": [("1+1", 2)] * 9}, TaskError, "'1\\+1' comes twice, and would be in train and test; take it out"),
-        ({"agents": [AGENTS[0], AGENTS[0]]}, TaskError, "agents: 'writer' is there twice; expected different names"),
-        ({"reward": 3}, TaskError, r"reward own.reward must take \(trajectory\); it is of type int; expected a"),
+        (
+            {"tasks": [("1+1", 2)] * 9},
+            TaskError,
+            "'1\\+1' comes twice, and would be in train and test; take it out",
+        ),
+        (
+            {"agents": [AGENTS[0], AGENTS[0]]},
+            TaskError,
+            "agents: 'writer' is there twice; expected different names",
+        ),
+        (
+            {"reward": 3},
+            TaskError,
+            r"reward own.reward must take \(trajectory\); it is of type int; expected a",
+        ),
         (
             {"tasks_per_step": 17},
             TaskError,
             r"data.train: 16 tasks are fewer than trainer.tasks_per_step 17; add tasks",
         ),
-        ({"env": plain}, TaskError, r"env '.*:plain' lacks a method reset; expected reset\(task\) and async step"),
-        ({"env": waits}, TaskError, r"env '.*:waits': its method step must take \(action\); its signature can"),
-        ({"env": breaks}, TaskError, r"env '.*:breaks' cannot be made of task '.*' \(ValueError: invalid literal"),
-        ({"engine": {"max_length": 8192}, "microbatch_tokens": 8192}, TaskError, "8192 .*4096 positions"),
+        (
+            {"env": plain},
+            TaskError,
+            r"env '.*:plain' lacks a method reset; expected reset\(task\) and async step",
+        ),
+        (
+            {"env": waits},
+            TaskError,
+            r"env '.*:waits': its method step must take \(action\); its signature can",
+        ),
+        (
+            {"env": breaks},
+            TaskError,
+            r"env '.*:breaks' cannot be made of task '.*' \(ValueError: invalid literal",
+        ),
+        (
+            {"engine": {"max_length": 8192}, "microbatch_tokens": 8192},
+            TaskError,
+            "8192 .*4096 positions",
+        ),
         (
             {"reward": lambda: 3},
             TaskError,
             r"reward own.reward must take \(trajectory\), not \(\); expected a function",
         ),
-        ({"reward": lambda one, other: 3}, TaskError, r"must take \(trajectory\), not \(one, other\); expected a func"),
-        ({"reward": yields}, TaskError, r"must take \(trajectory\) and may not yield; expected a function"),
-        ({"policies": "models/none"}, TaskError, r"policies.shared: models/none: no model here \(config.json is miss"),
+        (
+            {"reward": lambda one, other: 3},
+            TaskError,
+            r"must take \(trajectory\), not \(one, other\); expected a func",
+        ),
+        (
+            {"reward": yields},
+            TaskError,
+            r"must take \(trajectory\) and may not yield; expected a function",
+        ),
+        (
+            {"policies": "models/none"},
+            TaskError,
+            r"policies.shared: models/none: no model here \(config.json is miss",
+        ),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path: Path, settings: dict[str, Any], error: type, words: str) -> None:
+def test_a_mistake_is_one_line(
+    tmp_path: Path, settings: dict[str, Any], error: type, words: str
+) -> None:
     with pytest.raises(error, match=words) as refused:
         made(tmp_path, **settings)
     assert "\n" not in str(refused.value)
 
 
-def test_numbers_of_numpy_and_paths_from_home_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_numpy_and_paths_from_home_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     mm.make_tiny_model(tmp_path / "tiny")
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in TASKS))
+    (tmp_path / "own.jsonl").write_text(
+        "".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in TASKS)
+    )
     sizes = {"steps": np.int64(3), "lr": np.float32(0.5), "engine": {"slots": np.int32(4)}}
     run = made(tmp_path, tasks="~/own.jsonl", policies="~/tiny", folder="~/run", **sizes)
-    assert (run.folder, run.config.trainer.steps, run.config.engine.slots) == (tmp_path / "run", 3, 4)
+    assert (run.folder, run.config.trainer.steps, run.config.engine.slots) == (
+        tmp_path / "run",
+        3,
+        4,
+    )
     assert {policy.lr for policy in run.config.policies.values()} == {0.5}
     assert run._prepared().is_file()
 
 
 def test_tasks_come_in_the_forms_that_people_have_them_in() -> None:
-    rows = [{"question": "a?", "answer": 1}, {"problem": "b?", "solution": ["2", "two"]}, ("c?", "3")]
+    rows = [
+        {"question": "a?", "answer": 1},
+        {"problem": "b?", "solution": ["2", "two"]},
+        ("c?", "3"),
+    ]
     own = Task(id="mine", prompt="d?", answers=("4",), env="search", source="s", split="")
     found = split_tasks([*rows, own, *TASKS])
     assert [len(found[split]) for split in ("train", "validation", "test")] == [20, 2, 2]
@@ -173,10 +317,18 @@ def test_tasks_come_in_the_forms_that_people_have_them_in() -> None:
     ]
     assert found["test"][1].prompt == "19+1"
     no_validation = split_tasks({"train": TASKS, "test": TASKS[:2]})
-    assert {split: len(tasks) for split, tasks in no_validation.items()} == {"train": 18, "validation": 2, "test": 2}
+    assert {split: len(tasks) for split, tasks in no_validation.items()} == {
+        "train": 18,
+        "validation": 2,
+        "test": 2,
+    }
     assert no_validation["validation"][1].prompt == "19+1"
     by_split = split_tasks({"train": TASKS, "validation": TASKS[:1], "test": TASKS[:2]})
-    assert {split: len(tasks) for split, tasks in by_split.items()} == {"train": 20, "validation": 1, "test": 2}
+    assert {split: len(tasks) for split, tasks in by_split.items()} == {
+        "train": 20,
+        "validation": 1,
+        "test": 2,
+    }
 
 
 def test_tasks_are_read_from_files_of_a_split_each(tmp_path: Path) -> None:
@@ -184,8 +336,13 @@ def test_tasks_are_read_from_files_of_a_split_each(tmp_path: Path) -> None:
     train.write_text("".join(json.dumps({"prompt": q, "answer": a}) + "\n" for q, a in TASKS))
     test.write_text(json.dumps({"prompt": "1+1", "answer": 2}) + "\n")
     assert [len(tasks) for tasks in split_tasks(str(train)).values()] == [16, 2, 2]
-    given = split_tasks({"train": train, "test": str(test)})  # of a test that is given, train may have tasks
-    assert [[task.prompt for task in given[split]] for split in ("validation", "test")] == [["18+1", "19+1"], ["1+1"]]
+    given = split_tasks(
+        {"train": train, "test": str(test)}
+    )  # of a test that is given, train may have tasks
+    assert [[task.prompt for task in given[split]] for split in ("validation", "test")] == [
+        ["18+1", "19+1"],
+        ["1+1"],
+    ]
 
 
 @pytest.mark.parametrize("said", [None, {"writer": 1.0}, "much"])
@@ -194,13 +351,17 @@ def test_a_reward_that_is_no_number_is_one_line(said: object) -> None:
         return said
 
     played = group(trajectory(turn(0, "editor")))
-    with pytest.raises(TaskError, match=r"^reward worth gave .* for a turn of agent 'editor'; expected a number, or"):
+    with pytest.raises(
+        TaskError,
+        match=r"^reward worth gave .* for a turn of agent 'editor'; expected a number, or",
+    ):
         allocator_of(worth)(played)
 
 
 def test_a_reward_of_a_trajectory_is_an_allocator() -> None:
     played = group(
-        trajectory(turn(0, "writer"), turn(1, "editor"), outcome=1.0), trajectory(turn(0, "writer"), error="no")
+        trajectory(turn(0, "writer"), turn(1, "editor"), outcome=1.0),
+        trajectory(turn(0, "writer"), error="no"),
     )
     both = allocator_of(lambda t: 3)(played)
     assert [t.reward for t in both.trajectories[0].turns] == [3.0, 3.0]
@@ -210,7 +371,9 @@ def test_a_reward_of_a_trajectory_is_an_allocator() -> None:
 
 
 def test_a_reward_may_be_written_in_c(tmp_path: Path) -> None:
-    paid = allocator_of(operator.attrgetter("outcome"))(group(trajectory(turn(0), outcome=0.5))).trajectories[0]
+    paid = allocator_of(operator.attrgetter("outcome"))(
+        group(trajectory(turn(0), outcome=0.5))
+    ).trajectories[0]
     assert paid.turns[0].reward == 0.5
     run = made(tmp_path, reward=len)  # of a module without a file
     assert run.config.reward.options["reward"] == "builtins:len"
@@ -223,11 +386,15 @@ def test_an_object_has_its_import_path_or_a_name_of_this_process() -> None:
     own = [lambda: 1, lambda: 2]
     assert [known_here(thing, "run.reward") for thing in own] == ["here:run.reward"] * 2
     assert HERE["here:run.reward"] is own[1]  # as in a notebook, the last one counts
-    with pytest.raises(UnknownName, match=r"^env 'here:none.env' is an object of the script .* as run.chat\(\), or"):
+    with pytest.raises(
+        UnknownName, match=r"^env 'here:none.env' is an object of the script .* as run.chat\(\), or"
+    ):
         lookup("env", "here:none.env", {})
 
 
-def test_a_script_whose_lines_are_guarded_is_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_whose_lines_are_guarded_is_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     main = ModuleType("__main__")
     vars(main).update(world=lambda task: task, __file__=str(tmp_path / "mine.py"), __spec__=None)
     main.world.__module__, main.world.__qualname__ = "__main__", "world"
@@ -248,10 +415,22 @@ def test_the_public_names_stay() -> None:
         "TeamSession ToolCall Trajectory Turns last_boxed last_tag load_tasks make_tiny_model register_agent"
     )
     assert api.__all__ == names.split()
-    assert {"Run", "load_tasks", "__version__"} <= set(dir(mm)) and mm.__version__ == version("mcore-mas")
+    assert {"Run", "load_tasks", "__version__"} <= set(dir(mm)) and mm.__version__ == version(
+        "mcore-mas"
+    )
     assert all(getattr(mm, name) is getattr(api, name) for name in api.__all__)
     assert list(public_methods(mm.Run)) == [
-        *("train", "arun", "metrics", "trajectories", "trajectories_of", "explain", "evaluate", "export", "chat"),
+        *(
+            "train",
+            "arun",
+            "metrics",
+            "trajectories",
+            "trajectories_of",
+            "explain",
+            "evaluate",
+            "export",
+            "chat",
+        ),
     ]
     taken = {
         mm.Run: "agents orchestra tasks policies env reward folder settings",
@@ -267,7 +446,9 @@ def test_the_public_names_stay() -> None:
     assert {thing: " ".join(inspect.signature(thing).parameters) for thing in taken} == taken
     with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
         mm.Trainr  # noqa: B018
-    with pytest.raises(AttributeError, match=r"no attribute 'AgentSpce'; see docs/api.md; nearest: AgentSpec$"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'AgentSpce'; see docs/api.md; nearest: AgentSpec$"
+    ):
         mm.AgentSpce  # noqa: B018
 
 

@@ -16,10 +16,10 @@ import pytest
 
 from mcore_mas.api import run as module
 from mcore_mas.api.objects import TaskError
-from mcore_mas.rollout.records.trajectory import Trajectory
-from mcore_mas.training import evaluate as evaluating
+from mcore_mas.evaluation import evaluate as evaluating
+from mcore_mas.runtime.joblog import Stopped, StopSignal
 from mcore_mas.training import train as training
-from mcore_mas.training.joblog import Stopped, StopSignal
+from rollout.records.trajectory import Trajectory
 from tests.support.played import trajectory
 
 PROGRAM = """
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from mcore_mas.api.run import _Steps
 from mcore_mas.training import train
-from mcore_mas.training.joblog import Stopped
+from mcore_mas.runtime.joblog import Stopped
 
 
 def steps_without_end(config, after_step):
@@ -51,7 +51,11 @@ print("took step", steps.next()["step"], "and", steps.next()["step"])
 def test_a_program_that_ends_in_the_middle_of_its_loop_stops_the_training_and_ends() -> None:
     """It once waited for ever for the training, which waited to be asked for its next step."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout == "took step 0 and 1\nsaved step 1\n", done.stderr
     assert (done.returncode, done.stderr) == (0, "run: stopped\n")
@@ -65,7 +69,9 @@ def test_what_keeps_a_training_from_saving_is_said_behind_a_break(
     def full(config: Path, after_step: Callable[[int, dict[str, float]], Awaitable[bool]]) -> None:
         async def go() -> None:
             assert not await after_step(0, {})
-            raise OSError(errno.ENOSPC, "No space left on device", "run/train/checkpoints/step_000001")
+            raise OSError(
+                errno.ENOSPC, "No space left on device", "run/train/checkpoints/step_000001"
+            )
 
         asyncio.run(go())
 
@@ -75,7 +81,9 @@ def test_what_keeps_a_training_from_saving_is_said_behind_a_break(
     steps.close()
     steps.close()
     said = capsys.readouterr().err
-    assert said.startswith("run: OSError: [Errno 28] No space left on device: 'run/train/checkpoints/step_000001'; mak")
+    assert said.startswith(
+        "run: OSError: [Errno 28] No space left on device: 'run/train/checkpoints/step_000001'; mak"
+    )
     assert said.count("\n") == 1
 
 
@@ -96,7 +104,9 @@ class _Config:
         return self
 
 
-def test_a_break_out_of_an_async_loop_is_over_before_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_break_out_of_an_async_loop_is_over_before_the_next_one_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`break` does not wait for the checkpoint there; the next training was refused, because the first was still on."""
     free = threading.Lock()
 
@@ -142,7 +152,9 @@ def test_ctrl_c_ends_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(evaluating, "evaluate", evaluate)
-    monkeypatch.setattr("concurrent.futures.Future.result", result)  # Ctrl-C comes while the caller waits
+    monkeypatch.setattr(
+        "concurrent.futures.Future.result", result
+    )  # Ctrl-C comes while the caller waits
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         _Run().evaluate()

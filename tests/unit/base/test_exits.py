@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from mcore_mas.rollout.base.task_group import Exited, contain_exits
+from rollout.base.task_group import Exited, contain_exits
 
 
 def test_a_task_that_exits_fails_alone_and_who_waits_hears_of_it() -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_mas.rollout.base import ownership
-from mcore_mas.rollout.base.files import read_yaml, writable, write_text
-from mcore_mas.rollout.base.ownership import FolderError, epoch_of, owned
+from rollout.base import ownership
+from rollout.base.files import read_yaml, writable, write_text
+from rollout.base.ownership import FolderError, epoch_of, owned
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,17 @@ def test_a_living_owner_keeps_its_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "record",
-    ["", "null", "[1]", '{"pid": 1}', '{"host": "x"}', '{"host": "els', "[" * 9000, "\udcff", '{"pid": "y"}'],
+    [
+        "",
+        "null",
+        "[1]",
+        '{"pid": 1}',
+        '{"host": "x"}',
+        '{"host": "els',
+        "[" * 9000,
+        "\udcff",
+        '{"pid": "y"}',
+    ],
 )
 def test_what_the_record_says_decides_nothing(tmp_path: Path, record: str) -> None:
     lock = tmp_path / "lock.json"
@@ -58,7 +68,10 @@ def test_what_the_record_says_decides_nothing(tmp_path: Path, record: str) -> No
     with owned(tmp_path):  # nobody holds it, whoever is written there
         assert json.loads(lock.read_text())["pid"] == os.getpid()
         lock.write_text(record, errors="surrogateescape")
-        with pytest.raises(FolderError, match=r"in use by another process; stop it first$"), owned(tmp_path):
+        with (
+            pytest.raises(FolderError, match=r"in use by another process; stop it first$"),
+            owned(tmp_path),
+        ):
             pass
 
 
@@ -71,7 +84,9 @@ CONTAINED = [
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a namespace")
-def test_a_container_of_the_same_host_name_owns_a_folder_as_long_as_it_lives(tmp_path: Path) -> None:
+def test_a_container_of_the_same_host_name_owns_a_folder_as_long_as_it_lives(
+    tmp_path: Path,
+) -> None:
     """Its owner is process 1, of which there is another one here, who lives when the owner is dead."""
     with subprocess.Popen(
         [*CONTAINED, sys.executable, "-c", OWNER, str(tmp_path)],
@@ -79,11 +94,19 @@ def test_a_container_of_the_same_host_name_owns_a_folder_as_long_as_it_lives(tmp
         stdout=subprocess.PIPE,
     ) as owner:
         assert owner.stdout is not None and int(owner.stdout.readline()) > 0
-        assert json.loads((tmp_path / "lock.json").read_text())["pid"] == 1 and Path("/proc/1").is_dir()
+        assert (
+            json.loads((tmp_path / "lock.json").read_text())["pid"] == 1
+            and Path("/proc/1").is_dir()
+        )
         for elsewhere in ([], CONTAINED):  # from here, and from another container
             contender = [*elsewhere, sys.executable, "-c", OWNER, str(tmp_path)]
-            refused = subprocess.run(contender, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-            assert f"in use by process 1 on '{socket.gethostname()}'" in refused.stderr.splitlines()[-1]
+            refused = subprocess.run(
+                contender, stdin=subprocess.DEVNULL, capture_output=True, text=True
+            )
+            assert (
+                f"in use by process 1 on '{socket.gethostname()}'"
+                in refused.stderr.splitlines()[-1]
+            )
         owner.kill()
         owner.stdout.read()  # until nobody in there has it any more
     for elsewhere in ([], CONTAINED):
@@ -96,7 +119,7 @@ def test_a_killed_owners_folder_is_free_at_once(tmp_path: Path) -> None:
     source = f"""
 import time
 from pathlib import Path
-from mcore_mas.rollout.base.ownership import owned
+from rollout.base.ownership import owned
 with owned(Path({str(tmp_path)!r})):
     print(1, flush=True)
     time.sleep(60)
@@ -115,8 +138,8 @@ OWNER = """
 import sys
 import time
 from pathlib import Path
-from mcore_mas.rollout.base.files import write_text
-from mcore_mas.rollout.base.ownership import FolderError, epoch_of, owned
+from rollout.base.files import write_text
+from rollout.base.ownership import FolderError, epoch_of, owned
 folder = Path(sys.argv[1])
 with owned(folder):
     write_text(folder / "first", "of the first owner")
@@ -131,10 +154,14 @@ with owned(folder):
 
 def test_an_owner_that_has_lost_its_folder_writes_no_more(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout is not None
         first = int(owner.stdout.readline())
-        (tmp_path / "lock.json").unlink()  # by hand; a file system that a host is cut off from does as much
+        (
+            tmp_path / "lock.json"
+        ).unlink()  # by hand; a file system that a host is cut off from does as much
         with owned(tmp_path):
             second = epoch_of(tmp_path / "any" / "file")
             assert second > first
@@ -170,9 +197,13 @@ def contend(folder: Path, start: Any, end: Any, winners: Any) -> None:
 def test_of_three_contenders_for_a_dead_owners_folder_one_wins_every_time(tmp_path: Path) -> None:
     for name in range(10):
         (tmp_path / f"{name}").mkdir()
-        (lock := tmp_path / f"{name}" / "lock.json").write_text('{"host": "gone", "pid": 1, "since": ""}')
+        (lock := tmp_path / f"{name}" / "lock.json").write_text(
+            '{"host": "gone", "pid": 1, "since": ""}'
+        )
         os.utime(lock, (1, 1))  # long without a sign of life
-    context = multiprocessing.get_context("forkserver")  # a fork of tests may have a lock that a thread of theirs held
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # a fork of tests may have a lock that a thread of theirs held
     start, end = context.Barrier(CONTENDERS), context.Barrier(CONTENDERS)
     winners = context.Array("i", RACES)
     arguments = (tmp_path, start, end, winners)
@@ -190,9 +221,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         writable(tmp_path / "file" / "results")
 
 
-def test_a_new_folder_is_this_users_alone_and_one_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_new_folder_is_this_users_alone_and_one_that_is_there_stays_as_it_is(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "shared").mkdir(mode=0o755)
-    assert [writable(tmp_path / name).stat().st_mode & 0o777 for name in ("new", "shared")] == [0o700, 0o755]
+    assert [writable(tmp_path / name).stat().st_mode & 0o777 for name in ("new", "shared")] == [
+        0o700,
+        0o755,
+    ]
 
 
 def test_an_owner_shows_signs_of_life_and_one_without_is_told_of(
@@ -208,13 +244,19 @@ def test_an_owner_shows_signs_of_life_and_one_without_is_told_of(
     with owned(tmp_path):
         then = time.time() - 600
         os.utime(lock, (then, then))  # as if it had been stopped
-        with pytest.raises(FolderError, match=r"in use by process .*, which shows no sign of life for 60[0-9] s; stop"):
+        with pytest.raises(
+            FolderError,
+            match=r"in use by process .*, which shows no sign of life for 60[0-9] s; stop",
+        ):
             owned(tmp_path).__enter__()
-        assert json.loads(lock.read_text())["epoch"] == epoch_of(tmp_path)  # not taken over: it is alive
+        assert json.loads(lock.read_text())["epoch"] == epoch_of(
+            tmp_path
+        )  # not taken over: it is alive
 
 
 @pytest.mark.parametrize(
-    ("host", "beats", "age_s"), [("far", True, 0), ("far", False, 0), ("far", False, 600), ("", 0, 0)]
+    ("host", "beats", "age_s"),
+    [("far", True, 0), ("far", False, 0), ("far", False, 600), ("", 0, 0)],
 )
 def test_an_owner_on_another_host_keeps_its_folder_though_this_host_could_lock_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, beats: bool, age_s: float
@@ -222,7 +264,9 @@ def test_an_owner_on_another_host_keeps_its_folder_though_this_host_could_lock_i
     """As NFS with `local_lock` has it: flock is granted on each host. One that shows no sign of life is replaced."""
     monkeypatch.setattr(ownership, "BEAT_S", 1.0)
     lock, ended = tmp_path / "lock.json", threading.Event()
-    lock.write_text(json.dumps({"host": host or socket.gethostname(), "pid": 7, "since": "2026", "epoch": 5}))
+    lock.write_text(
+        json.dumps({"host": host or socket.gethostname(), "pid": 7, "since": "2026", "epoch": 5})
+    )
     os.utime(lock, (time.time() - age_s,) * 2)
 
     def beat() -> None:
@@ -255,7 +299,11 @@ def test_a_write_leaves_nothing_beside_it(tmp_path: Path) -> None:
 def test_an_owner_removes_what_a_killed_one_was_writing_and_nothing_of_a_folder_with_its_own_owner(
     tmp_path: Path,
 ) -> None:
-    inner, left, live = tmp_path / "train", tmp_path / "tasks" / ".a.partial", tmp_path / "train" / "x" / ".b.partial"
+    inner, left, live = (
+        tmp_path / "train",
+        tmp_path / "tasks" / ".a.partial",
+        tmp_path / "train" / "x" / ".b.partial",
+    )
     for path in (left, live):
         path.parent.mkdir(parents=True)
     with owned(inner):
@@ -270,8 +318,8 @@ def test_an_owner_removes_what_a_killed_one_was_writing_and_nothing_of_a_folder_
 WITHOUT_ROOM = """
 import resource, sys
 from pathlib import Path
-from mcore_mas.rollout.base.files import write_text
-from mcore_mas.rollout.base.ownership import owned
+from rollout.base.files import write_text
+from rollout.base.ownership import owned
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 folder = Path(sys.argv[1])
 for work in (lambda: owned(folder).__enter__(), lambda: write_text(folder / "file", "text")):
@@ -284,7 +332,11 @@ for work in (lambda: owned(folder).__enter__(), lambda: write_text(folder / "fil
 
 def test_what_cannot_be_written_for_want_of_room_is_named(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_ROOM, tmp_path], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", WITHOUT_ROOM, tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert done.stdout.splitlines() == [
         f"{tmp_path}/lock.json: cannot be written (File too large); make room, and run it again",

@@ -11,7 +11,15 @@ from pathlib import Path
 import certifi
 import pytest
 
-from mcore_mas.rollout.base.http import HttpClient, HttpReply, Refused, Unanswered, is_loopback, retried, trusted
+from rollout.base.http import (
+    HttpClient,
+    HttpReply,
+    Refused,
+    Unanswered,
+    is_loopback,
+    retried,
+    trusted,
+)
 
 
 def test_a_certificate_of_ones_own_is_trusted_where_the_environment_names_it(
@@ -42,7 +50,10 @@ def failing(times: int, error: Callable[[], Exception]) -> tuple[Callable[[], ob
 def test_what_may_change_is_tried_again_and_the_last_trouble_is_told() -> None:
     attempt, made = failing(2, lambda: Unanswered("busy"))
     noted: list[int] = []
-    assert asyncio.run(retried(attempt, retries=2, backoff_s=0.001, note=lambda: noted.append(1))) == "answer"
+    assert (
+        asyncio.run(retried(attempt, retries=2, backoff_s=0.001, note=lambda: noted.append(1)))
+        == "answer"
+    )
     assert (len(made), len(noted)) == (3, 2)
     attempt, made = failing(9, lambda: Unanswered("busy"))
     with pytest.raises(Unanswered, match="busy"):
@@ -100,7 +111,9 @@ def test_a_connection_is_used_again_and_no_more_are_opened_than_may_be() -> None
     async def ask() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         async with server:
-            client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections=3)
+            client = HttpClient(
+                f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections=3
+            )
             replies = await asyncio.gather(*(client.send("GET", "/") for _ in range(12)))
             assert [reply.content for reply in replies] == [b"ok"] * 12
             await asyncio.gather(*(client.send("GET", "/") for _ in range(3)))
@@ -135,5 +148,11 @@ def test_who_is_asked_is_watched_for_signs_of_life_while_an_answer_is_awaited() 
 
 
 def test_this_machine_is_told_by_address_or_name() -> None:
-    known = {"127.0.0.1": True, "::1": True, "localhost": True, "10.0.0.1": False, "example.org": False}
+    known = {
+        "127.0.0.1": True,
+        "::1": True,
+        "localhost": True,
+        "10.0.0.1": False,
+        "example.org": False,
+    }
     assert {host: is_loopback(host) for host in known} == known

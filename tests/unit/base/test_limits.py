@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.task_group import Late, Watchdog, within
-from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
-from mcore_mas.rollout.records.trajectory import Status
-from mcore_mas.rollout.teams.collect import Deadlines
-from mcore_mas.rollout.teams.tree import Branching
 from mcore_mas.training.metrics import rollout_metrics
+from rollout.base.errors import EngineError
+from rollout.base.task_group import Late, Watchdog, within
+from rollout.records.files import read_trajectories, write_trajectories
+from rollout.records.trajectory import Status
+from rollout.teams.collect import Deadlines
+from rollout.teams.tree import Branching
 from tests.support.play import Adder
 from tests.support.slow import Slow, ask, play, statuses, tasks
 
@@ -43,7 +43,9 @@ def test_a_late_tool_fails_its_trajectory_alone_and_names_the_call():
             self.seconds = float(task.prompt)
             return "0"
 
-    groups, ended = play(ask, Slow(), tasks=tasks(2, 60), make_env=Thinking, limits=Deadlines(tool_s=5))
+    groups, ended = play(
+        ask, Slow(), tasks=tasks(2, 60), make_env=Thinking, limits=Deadlines(tool_s=5)
+    )
     assert (statuses(groups), ended) == ([Status.COMPLETED, Status.LATE], 5)
     late = groups[1].trajectories[0]
     assert late.error == "LateTool: adder.step: nothing came within 5 s"
@@ -53,12 +55,21 @@ def test_a_late_tool_fails_its_trajectory_alone_and_names_the_call():
 
 def test_a_batch_ends_with_what_is_done():
     engine = Slow()
-    groups, ended = play(ask, engine, tasks=tasks(1, 60, 3, 70), limits=Deadlines(batch_s=5, trajectory_s=50))
+    groups, ended = play(
+        ask, engine, tasks=tasks(1, 60, 3, 70), limits=Deadlines(batch_s=5, trajectory_s=50)
+    )
     assert ended == 5
     assert statuses(groups) == [Status.COMPLETED, Status.ABORTED, Status.COMPLETED, Status.ABORTED]
-    assert groups[1].trajectories[0].error == "the batch's deadline of 5 s passed while it waited for a (turn 0)"
+    assert (
+        groups[1].trajectories[0].error
+        == "the batch's deadline of 5 s passed while it waited for a (turn 0)"
+    )
     metrics = rollout_metrics(groups)
-    assert (metrics["rollout/aborted"], metrics["rollout/late_batch"], metrics["rollout/failed"]) == (2.0, 2.0, 2.0)
+    assert (
+        metrics["rollout/aborted"],
+        metrics["rollout/late_batch"],
+        metrics["rollout/failed"],
+    ) == (2.0, 2.0, 2.0)
 
 
 def test_a_late_branch_is_dropped_and_counted():
@@ -67,16 +78,22 @@ def test_a_late_branch_is_dropped_and_counted():
             return await super().generate(tuple(b"60" if len(self.began) == 1 else b"1"), sampling)
 
     engine = Uneven()
-    groups, ended = play(ask, engine, tasks=tasks(0), settings={"deadline_s": 10}, tree=Branching(width=3))
+    groups, ended = play(
+        ask, engine, tasks=tasks(0), settings={"deadline_s": 10}, tree=Branching(width=3)
+    )
     assert ended == 10
     [trajectory] = groups[0].trajectories
     assert trajectory.status is Status.COMPLETED
-    assert trajectory.metrics["dropped_branches/LateCall"] == trajectory.metrics["late/agent/a"] == 1.0
+    assert (
+        trajectory.metrics["dropped_branches/LateCall"] == trajectory.metrics["late/agent/a"] == 1.0
+    )
     assert rollout_metrics(groups)["agent/a/late"] == 1.0
 
 
 def test_waiting_for_a_slot_is_not_late():
-    groups, ended = play(ask, Slow(), tasks=tasks(6, 6, 6), settings={"deadline_s": 10, "max_in_flight": 1})
+    groups, ended = play(
+        ask, Slow(), tasks=tasks(6, 6, 6), settings={"deadline_s": 10, "max_in_flight": 1}
+    )
     assert (statuses(groups), ended) == ([Status.COMPLETED] * 3, 18)
 
 
@@ -137,7 +154,10 @@ def test_a_surplus_fills_the_group_with_the_fastest():
 def test_exactly_the_group_size_is_completed_when_all_end_at_once():
     groups, _ = play(ask, Slow(), tasks=tasks(1, 1), group_size=3, surplus=3)
     for group in groups:
-        assert Counter(t.status for t in group.trajectories) == {Status.COMPLETED: 3, Status.ABORTED: 3}
+        assert Counter(t.status for t in group.trajectories) == {
+            Status.COMPLETED: 3,
+            Status.ABORTED: 3,
+        }
 
 
 def test_failures_do_not_fill_a_group():
@@ -175,7 +195,11 @@ class TestWatchdog:
             (10.0, "  3/2/0: a (turn 0) waits for policy p for 10 s"),
             (10.0, "  and 1 more"),
         ]
-        assert sorted({at for at, _ in lines}) == [10.0, 20.0, 40.0]  # after 9 s, and twice as long each time
+        assert sorted({at for at, _ in lines}) == [
+            10.0,
+            20.0,
+            40.0,
+        ]  # after 9 s, and twice as long each time
 
     def test_after_progress_it_begins_anew(self):
         lines = self.said(ask, (20, 50))
@@ -191,7 +215,10 @@ class TestWatchdog:
             await (ask(task, team, env) if task.id == "0" else asyncio.sleep(11))
 
         lines = [line for _, line in self.said(idle, (1, 1), make_env=Stuck)]
-        assert lines[1:] == ["  3/0/0: adder.step after turn 0 of a for 9 s", "  3/1/0: the orchestra itself"]
+        assert lines[1:] == [
+            "  3/0/0: adder.step after turn 0 of a for 9 s",
+            "  3/1/0: the orchestra itself",
+        ]
 
     def test_branches_of_a_tree_are_one_waiter(self):
         lines = self.said(ask, (12,), tree=Branching(width=2))

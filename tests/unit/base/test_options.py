@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from mcore_mas.rollout.base.options import (
+from rollout.base.options import (
     OptionsError,
     Registry,
     UnknownName,
@@ -25,7 +25,7 @@ from mcore_mas.rollout.base.options import (
     offered,
     options_model,
 )
-from mcore_mas.rollout.rewards.penalties import invalid_reply
+from rollout.rewards.penalties import invalid_reply
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -98,7 +98,9 @@ PLAYS = Registry(kind="env", known={"play": play}, takes=("task",), supplied=fro
     ],
     ids=str,
 )
-def test_a_wrong_value_says_what_was_expected(options: dict[str, Any], place: str, message: str) -> None:
+def test_a_wrong_value_says_what_was_expected(
+    options: dict[str, Any], place: str, message: str
+) -> None:
     with pytest.raises(ValidationError) as refused:
         PLAYS.arguments("play", options)
     (error,) = refused.value.errors()
@@ -106,7 +108,13 @@ def test_a_wrong_value_says_what_was_expected(options: dict[str, Any], place: st
 
 
 def test_values_become_the_parameters_types() -> None:
-    given = {"temperature": 1, "clip": [0, 1], "agents": ["a"], "prizes": {"win": 3}, "dual_clip": math.inf}
+    given = {
+        "temperature": 1,
+        "clip": [0, 1],
+        "agents": ["a"],
+        "prizes": {"win": 3},
+        "dual_clip": math.inf,
+    }
     values = PLAYS.arguments("play", given)
     assert values == {
         "temperature": 1.0,
@@ -127,8 +135,14 @@ def test_values_become_the_parameters_types() -> None:
             "env 'play' has no option 'turns'; its options: max_turns, temperature, dual_clip, order, scaled, slips, "
             "clip, agents, prizes",
         ),
-        ({"world": 3}, "env 'play' has no option 'world'; its options: max_turns, temperature, dual_clip, order, "),
-        ({"slips": object()}, "env 'play': an option is no plain value (Unable to serialize unknown type: "),
+        (
+            {"world": 3},
+            "env 'play' has no option 'world'; its options: max_turns, temperature, dual_clip, order, ",
+        ),
+        (
+            {"slips": object()},
+            "env 'play': an option is no plain value (Unable to serialize unknown type: ",
+        ),
     ],
 )
 def test_an_option_that_is_not_there_is_named(options: dict[str, Any], line: str) -> None:
@@ -145,17 +159,27 @@ class Fines:
     late: float = 0.0
 
 
-def sail(task: object, *, laps: int = 1, prizes: Prizes = Prizes(), fines: Fines | None = None) -> None: ...
+def sail(
+    task: object, *, laps: int = 1, prizes: Prizes = Prizes(), fines: Fines | None = None
+) -> None: ...
 
 
 @pytest.mark.parametrize(
     ("option", "near"),
-    [("late", "; nearest: fines.late"), ("win", "; nearest: prizes.win"), ("fail", ""), ("lap", "; nearest: laps")],
+    [
+        ("late", "; nearest: fines.late"),
+        ("win", "; nearest: prizes.win"),
+        ("fail", ""),
+        ("lap", "; nearest: laps"),
+    ],
 )
 def test_an_option_that_one_group_has_is_told_with_it(option: str, near: str) -> None:
     with pytest.raises(OptionsError) as refused:
         checked("env 'sail'", options_model(sail), {option: 1})
-    assert str(refused.value) == f"env 'sail' has no option '{option}'; its options: laps, prizes, fines{near}"
+    assert (
+        str(refused.value)
+        == f"env 'sail' has no option '{option}'; its options: laps, prizes, fines{near}"
+    )
 
 
 def test_an_option_without_default_is_needed() -> None:
@@ -199,7 +223,10 @@ number = 3
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("backwards", "env '{}:backwards' must take (task, *, ...), not (environment, task, *, laps=1)"),
+        (
+            "backwards",
+            "env '{}:backwards' must take (task, *, ...), not (environment, task, *, laps=1)",
+        ),
         ("unstarred", "env '{}:unstarred' must take (task, *, ...), not (task, laps=1)"),
         ("relay", "env '{}:relay' must take (task, *, ...) and may not be async"),
         ("yielding", "env '{}:yielding' must take (task, *, ...) and may not yield"),
@@ -210,7 +237,10 @@ number = 3
             "(name 'Decimal' is not defined); import it outside TYPE_CHECKING",
         ),
         ("hidden", "env '{}:hidden': '_laps' cannot be the name of an option; call it otherwise"),
-        ("shadowed", "env '{}:shadowed': 'model_config' cannot be the name of an option; call it otherwise"),
+        (
+            "shadowed",
+            "env '{}:shadowed': 'model_config' cannot be the name of an option; call it otherwise",
+        ),
     ],
 )
 def test_an_own_function_with_another_signature_is_refused(name: str, line: str) -> None:
@@ -222,7 +252,10 @@ def test_an_own_function_with_another_signature_is_refused(name: str, line: str)
 def test_an_orchestra_must_be_async() -> None:
     orchestras = Registry(kind="orchestra", known={}, takes=("task",), coroutine=True)
     assert asyncio.run(orchestras.find(f"{__name__}:relay")("x")) is None
-    with pytest.raises(OptionsError, match=r"orchestra '.*:play' must take \(task, \*, \.\.\.\) as an async function"):
+    with pytest.raises(
+        OptionsError,
+        match=r"orchestra '.*:play' must take \(task, \*, \.\.\.\) as an async function",
+    ):
         orchestras.find(f"{__name__}:play")
 
 
@@ -233,7 +266,9 @@ def test_own_functions_are_typed_too() -> None:
     assert PLAYS.arguments(f"{__name__}:untyped", {"laps": 2, **some}) == {"laps": 2, **some}
     with pytest.raises(ValidationError, match="expected an integer"):
         PLAYS.arguments(f"{__name__}:untyped", {"laps": "many", **some})
-    with pytest.raises(ValidationError, match="expected an integer of at least 1"):  # its own default
+    with pytest.raises(
+        ValidationError, match="expected an integer of at least 1"
+    ):  # its own default
         PLAYS.arguments(f"{__name__}:misset", {})
     assert PLAYS.arguments(f"{__name__}:misset", {"laps": 2}) == {"laps": 2}
 
@@ -267,8 +302,18 @@ def of_turns(turns: Sequence[int], scale: float = 1.0) -> None: ...
     [
         (ordered, ("task", "team", "env"), None, None),
         (relabelled, ("task", "team", "env"), None, None),  # its type goes before its name
-        (swapped, ("task", "team", "env"), None, "must take (task, team, env, *, ...), not (env, team, task)"),
-        (mistyped, ("task", "team", "env"), None, "must take (task, team, env, *, ...), and its 'task' is of type int"),
+        (
+            swapped,
+            ("task", "team", "env"),
+            None,
+            "must take (task, team, env, *, ...), not (env, team, task)",
+        ),
+        (
+            mistyped,
+            ("task", "team", "env"),
+            None,
+            "must take (task, team, env, *, ...), and its 'task' is of type int",
+        ),
         (lambda group: 1, ("turns",), None, "must take (turns, *, ...), not (group)"),
         (of_a_group, ("turns",), None, "must take (turns, *, ...), and its 'it' is of type Group"),
         (of_a_group, ("group",), None, None),
@@ -329,7 +374,9 @@ class Waits(World):
         (Waits, "it: its method reset must take (task) and may not be async"),
     ],
 )
-def test_methods_are_called_as_they_are(made: Callable[[type], Any], kind: type, trouble: str | None) -> None:
+def test_methods_are_called_as_they_are(
+    made: Callable[[type], Any], kind: type, trouble: str | None
+) -> None:
     methods = {"reset": ("task",), "async step": ("action",)}
     check_methods("it", Proxy(), methods)
     if trouble is None:
@@ -352,16 +399,28 @@ class Racer:
     def __call__(self, task: object, *, laps: Annotated[int, Field(ge=1)] = 1) -> None: ...
 
 
-@pytest.mark.parametrize("target", [Racer(), partial(play, world=None), Prizes], ids=["object", "partial", "class"])
+@pytest.mark.parametrize(
+    "target", [Racer(), partial(play, world=None), Prizes], ids=["object", "partial", "class"]
+)
 def test_whatever_can_be_called_has_options(target: Callable[..., Any]) -> None:
-    options = {"laps": 0} if isinstance(target, Racer) else {"max_turns": 0} if target is not Prizes else {"win": "x"}
+    options = (
+        {"laps": 0}
+        if isinstance(target, Racer)
+        else {"max_turns": 0}
+        if target is not Prizes
+        else {"win": "x"}
+    )
     with pytest.raises(ValidationError, match="expected"):
         checked("it", options_model(target, frozenset({"world"})), options)
 
 
 def test_descriptions_are_the_docstrings() -> None:
     how = "how rewards are."
-    assert descriptions(play) == {"max_turns": "of one game, at most, of any agent.", "scaled": how, "clip": how}
+    assert descriptions(play) == {
+        "max_turns": "of one game, at most, of any agent.",
+        "scaled": how,
+        "clip": how,
+    }
 
 
 def test_a_module_describes_what_its_functions_share() -> None:
@@ -369,11 +428,15 @@ def test_a_module_describes_what_its_functions_share() -> None:
     assert descriptions(invalid_reply)["rules"].startswith("names in VALIDITY_RULES by agent;")
 
 
-def test_a_name_may_be_offered_by_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_may_be_offered_by_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = tmp_path / "theirs-1.dist-info"
     told.mkdir()
     (told / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
-    (told / "entry_points.txt").write_text("[mcore_mas.task_generator]\nsums = math:fsum\nlost = math:nothing\n")
+    (told / "entry_points.txt").write_text(
+        "[mcore_mas.task_generator]\nsums = math:fsum\nlost = math:nothing\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     offered.cache_clear()
     try:
@@ -412,9 +475,11 @@ def test_an_import_path_that_is_misspelt_has_a_nearest_one(
         lookup("env", path, {})
 
 
-def test_an_import_path_of_before_says_where_its_module_is_now(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_import_path_of_before_says_where_its_module_is_now(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     (tmp_path / "of_before.py").write_text("from rollout.teams import roles\n")
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("rollout.orchestras.search:search_team", "of_before:relay"):
-        with pytest.raises(UnknownName, match=r"No module named 'rollout'; it is mcore_mas.rollout now$"):
+        with pytest.raises(UnknownName, match=r"No module named 'rollout'; it is rollout now$"):
             lookup("orchestra", name, {})

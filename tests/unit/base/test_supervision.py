@@ -6,9 +6,9 @@ import asyncio
 import gc
 import weakref
 
-from mcore_mas.retrieval.client import RetrievalClient
-from mcore_mas.rollout.base.processes import Restarts, forget_restarts, restart_metrics
-from mcore_mas.rollout.base.task_group import of_loop
+from retrieval.client import RetrievalClient
+from rollout.base.processes import Restarts, forget_restarts, restart_metrics
+from rollout.base.task_group import of_loop
 
 
 def test_a_part_is_started_so_often_in_any_hour() -> None:

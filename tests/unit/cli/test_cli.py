@@ -10,9 +10,9 @@ import pytest
 from mcore_mas.cli.inspection import REGISTRIES
 from mcore_mas.cli.main import main, snakemake_command
 from mcore_mas.pipeline.base_model import new_project
-from mcore_mas.rollout.base.http_server import bind
-from mcore_mas.rollout.base.options import offered
-from mcore_mas.rollout.records.files import write_trajectories
+from rollout.base.http_server import bind
+from rollout.base.options import offered
+from rollout.records.files import write_trajectories
 from tests.support.finished import finished
 from tests.support.played import trajectory, turn
 
@@ -24,7 +24,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_suite.yaml").touch()
     for number, run in enumerate(("demo_math", "demo_math2")):
         finished(folder / "results", run, number)
-        write_trajectories(folder / f"results/{run}/train/trajectories/step_000000.parquet", [trajectory(turn(0))])
+        write_trajectories(
+            folder / f"results/{run}/train/trajectories/step_000000.parquet", [trajectory(turn(0))]
+        )
     return folder
 
 
@@ -43,17 +45,29 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             "missing.yaml: no run here; expected a run's folder, its name in results/, or its config.yaml",
         ),
         ("train {text}", "text: str, where a config is a mapping; name another file"),
-        ("evaluate demo_math --state trainde", "--state trainde with 0 seats; expected base or trained without"),
-        ("evaluate demo_math --state x --seat verifier", "--seat verifier: expected AGENT=WHO, for example"),
+        (
+            "evaluate demo_math --state trainde",
+            "--state trainde with 0 seats; expected base or trained without",
+        ),
+        (
+            "evaluate demo_math --state x --seat verifier",
+            "--seat verifier: expected AGENT=WHO, for example",
+        ),
         ("evaluate {missing}.yaml", "missing.yaml: no run here; expected a run's folder"),
-        ("export {missing} solver --to x", "missing: no run here; expected a run's folder, its name in results/"),
+        (
+            "export {missing} solver --to x",
+            "missing: no run here; expected a run's folder, its name in results/",
+        ),
         (
             "chat demo_mth",
             "demo_mth: no run here; expected a run's folder, its name in results/, or its config.yaml; n",
         ),
         ("serve demo_mth", "; nearest: demo_math, demo_math2"),
         ("compare demo_math demo_mat", "; nearest: demo_math, demo_math2"),
-        ("export demo_math solvr --to x", "no policy 'solvr'; policies: solver, verifier; nearest: solver"),
+        (
+            "export demo_math solvr --to x",
+            "no policy 'solvr'; policies: solver, verifier; nearest: solver",
+        ),
         (
             "show demo_mth",
             "demo_mth: no such file or run; expected a parquet file of trajectories, or a run; nearest: d",
@@ -62,18 +76,27 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             "check my_suit.yaml",
             "my_suit.yaml: no such file, and no experiment of this name (",
         ),
-        ("show {missing}", "missing: no such file or run; expected a parquet file of trajectories, or a run"),
+        (
+            "show {missing}",
+            "missing: no such file or run; expected a parquet file of trajectories, or a run",
+        ),
         ("show {folder}", ": no trajectories here; a run that was not trained has none"),
         ("show {text}", "text: not a readable parquet file"),
         ("explain {missing}", "missing: no such file or run; expected a parquet file"),
-        ("explain {text} --option lone", "--option lone: expected key=value, for example --option lone=raw"),
+        (
+            "explain {text} --option lone",
+            "--option lone: expected key=value, for example --option lone=raw",
+        ),
         ("leaks", "name data files to compare, or --config with a resolved config"),
         ("leaks {missing}", "missing: no such file"),
         ("train {folder}", ": no run here; expected a run's folder"),
         ("check demo_mat", "/docs/experiments.md); nearest: demo_math"),
         ("check demo_math trainer.stepz=3", "agreement; nearest: steps"),
         ("list envz", "teams, recipes; nearest: envs"),
-        ("run demo_math foo", "no target 'foo'; expected a file such as results/RUN/train/done.json, a rule, or KEY="),
+        (
+            "run demo_math foo",
+            "no target 'foo'; expected a file such as results/RUN/train/done.json, a rule, or KEY=",
+        ),
         ("run demo_math study_stabilty", "; nearest: study_stability"),
         (
             "run demo_math trainer.steps = 3",
@@ -82,9 +105,18 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("run demo_math --configdir x", "unrecognized arguments: --configdir; "),
         ("list os:environ", "no registry 'os:environ'; there are: orchestras"),
         ("ui --store sqlite:///{missing}", "missing: no such file; no run has been tracked yet"),
-        ("ui --store sqlite:///{half}", "half: MLflow makes this store now, or was ended while it did; the next run m"),
-        ("studio --port {port}", ": Address already in use; choose another --port, 0 for a free one"),
-        ("studio --host 192.0.2.1", "host 192.0.2.1 is not loopback; bind 127.0.0.1, or give --token-file"),
+        (
+            "ui --store sqlite:///{half}",
+            "half: MLflow makes this store now, or was ended while it did; the next run m",
+        ),
+        (
+            "studio --port {port}",
+            ": Address already in use; choose another --port, 0 for a free one",
+        ),
+        (
+            "studio --host 192.0.2.1",
+            "host 192.0.2.1 is not loopback; bind 127.0.0.1, or give --token-file",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -112,7 +144,10 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("trian", "No such command 'trian'. Did you mean 'train', 'track'; `mcore-mas --help` says"),
+        (
+            "trian",
+            "No such command 'trian'. Did you mean 'train', 'track'; `mcore-mas --help` says",
+        ),
         ("list", "Missing argument 'registry'; `mcore-mas list --help` says"),
         ("train --adpt", "No such option: --adpt"),
         (
@@ -206,15 +241,46 @@ def test_names_of_installed_packages_are_listed_with_the_package(
 def test_a_suite_is_run_with_overrides_and_one_config(tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     file.write_text("{suite: s, experiments: {a: [experiment=demo_math]}, overrides: [seed=3]}")
-    _, _, _, *said = snakemake_command(str(file), ["a.b=1", "~c", "x/y.json", "--config", "scale=tiny", "-n"], tmp_path)
+    _, _, _, *said = snakemake_command(
+        str(file), ["a.b=1", "~c", "x/y.json", "--config", "scale=tiny", "-n"], tmp_path
+    )
     own = ['overrides=["seed=3", "a.b=1", "~c"]', f"config_dir={tmp_path.resolve()}"]
     assert said[2:] == [f"--configfile={file}", "x/y.json", "--config", *own, "scale=tiny", "-n"]
     assert snakemake_command(str(file), ["-n"], None)[5:] == [f"--configfile={file}", "-n"]
-    after = ["-n", "a.b=1", "--cores", "2", "~c", "--config", "scale=tiny", "x/y=1.json", "--quiet", "rules", "+d=2"]
-    kept = ["-n", "--cores", "2", "--config", 'overrides=["seed=3", "a.b=1", "~c", "+d=2"]', "scale=tiny"]
-    assert snakemake_command(str(file), after, None)[6:] == [*kept, "x/y=1.json", "--quiet", "rules"]
+    after = [
+        "-n",
+        "a.b=1",
+        "--cores",
+        "2",
+        "~c",
+        "--config",
+        "scale=tiny",
+        "x/y=1.json",
+        "--quiet",
+        "rules",
+        "+d=2",
+    ]
+    kept = [
+        "-n",
+        "--cores",
+        "2",
+        "--config",
+        'overrides=["seed=3", "a.b=1", "~c", "+d=2"]',
+        "scale=tiny",
+    ]
+    assert snakemake_command(str(file), after, None)[6:] == [
+        *kept,
+        "x/y=1.json",
+        "--quiet",
+        "rules",
+    ]
     by_name = snakemake_command("demo_math", ["-n"], None)[5:]
-    assert by_name == ["-n", "--config", 'suite="demo_math"', 'experiments={"demo_math": ["experiment=demo_math"]}']
+    assert by_name == [
+        "-n",
+        "--config",
+        'suite="demo_math"',
+        'experiments={"demo_math": ["experiment=demo_math"]}',
+    ]
 
 
 def test_a_run_that_was_not_trained_has_nothing_to_show(
@@ -225,7 +291,10 @@ def test_a_run_that_was_not_trained_has_nothing_to_show(
     monkeypatch.chdir(tmp_path)
     for named in ("my_team", "other", "results/other"):
         assert called(monkeypatch, "show", named) == 1
-        assert f"error: {named}: no trajectories here; a run that was not trained has none" in capsys.readouterr().err
+        assert (
+            f"error: {named}: no trajectories here; a run that was not trained has none"
+            in capsys.readouterr().err
+        )
 
 
 @pytest.mark.parametrize(
@@ -239,7 +308,11 @@ def test_a_run_that_was_not_trained_has_nothing_to_show(
     ],
 )
 def test_a_damaged_evaluation_is_named(
-    content: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    content: str,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     for run in ("a", "b"):
         file = tmp_path / run / "evaluation" / "trained.json"
@@ -250,7 +323,10 @@ def test_a_damaged_evaluation_is_named(
     for command in (["compare", "a", "b"], *([["ls", "."]] if "rows" not in content else [])):
         assert called(monkeypatch, *command) == 1
         said = capsys.readouterr().err
-        assert f"error: a/evaluation/trained.json: damaged ({why}" in said and "; remove it and have it made" in said
+        assert (
+            f"error: a/evaluation/trained.json: damaged ({why}" in said
+            and "; remove it and have it made" in said
+        )
 
 
 def test_a_run_stands_for_the_trajectories_of_its_newest_step(
@@ -262,5 +338,7 @@ def test_a_run_stands_for_the_trajectories_of_its_newest_step(
     for named in ("demo_math", "results/demo_math", str(file)):
         assert called(monkeypatch, "show", named) == 0
         assert "task newest" in capsys.readouterr().out
-    assert called(monkeypatch, "show", "results/demo_math/train/trajectories/step_000000.parquet") == 0
+    assert (
+        called(monkeypatch, "show", "results/demo_math/train/trajectories/step_000000.parquet") == 0
+    )
     assert "task newest" not in capsys.readouterr().out

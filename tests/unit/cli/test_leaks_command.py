@@ -11,12 +11,15 @@ import yaml
 
 from mcore_mas.cli.main import main
 from mcore_mas.config.compose import resolve
-from mcore_mas.rollout.records.files import write_tasks
-from mcore_mas.rollout.records.trajectory import Task
+from rollout.records.files import write_tasks
+from rollout.records.trajectory import Task
 
 
 def write(path: Path, *pairs: tuple[str, str]) -> str:
-    tasks = [Task(id=id, prompt=prompt, answers=("1",), env="math", source="s", split="train") for id, prompt in pairs]
+    tasks = [
+        Task(id=id, prompt=prompt, answers=("1",), env="math", source="s", split="train")
+        for id, prompt in pairs
+    ]
     write_tasks(path, tasks)
     return str(path)
 
@@ -32,7 +35,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def rows(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line[:1] == "│"]
+    return [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in text.splitlines()
+        if line[:1] == "│"
+    ]
 
 
 def test_files_that_share_a_text(
@@ -57,9 +64,14 @@ def test_similar_texts_are_for_the_reader_to_judge(
 ) -> None:
     train = write(tmp_path / "train.parquet", ("a", "one two three four"))
     test = write(
-        tmp_path / "test.parquet", ("b", "one two three five"), ("c", "two three four"), ("d", "four two three")
+        tmp_path / "test.parquet",
+        ("b", "one two three five"),
+        ("c", "two three four"),
+        ("d", "four two three"),
     )
-    assert run(monkeypatch, train, test, "--words", "2", "--threshold", "0.5", "--examples", "1") == 0
+    assert (
+        run(monkeypatch, train, test, "--words", "2", "--threshold", "0.5", "--examples", "1") == 0
+    )
     said = capsys.readouterr().out
     assert ["train.parquet → test.parquet", "similar text", "2", "3", "66.7"] in rows(said)
     assert "a → b, 0.50: one two three five" in said
@@ -74,8 +86,12 @@ def test_files_of_a_published_format(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run(monkeypatch, *files, "--format", "math") == 1
 
 
-def test_the_splits_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "clean.yaml").write_text(yaml.safe_dump(resolve(["experiment=demo_math", "data.train=40"])))
+def test_the_splits_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "clean.yaml").write_text(
+        yaml.safe_dump(resolve(["experiment=demo_math", "data.train=40"]))
+    )
     assert run(monkeypatch, "--config", str(tmp_path / "clean.yaml")) == 0
     assert "train → validation" in capsys.readouterr().out
     path = write(tmp_path / "x.parquet", ("a", "One?"))

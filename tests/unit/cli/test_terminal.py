@@ -11,7 +11,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from mcore_mas.rollout.records.files import write_trajectories
+from rollout.records.files import write_trajectories
 from tests.support.finished import finished
 from tests.support.played import trajectory, turn
 
@@ -23,19 +23,34 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pexpect.spawn]:
     """A bash in a folder with a run, in which mcore-mas was told to install its completion."""
     tmp_path = tmp_path_factory.mktemp("home")
     finished(tmp_path / "results", "my_first_run", 1)
-    played = [trajectory(turn(0, reward=n), turn(1, "verifier", reward=1), sample=n) for n in range(40)]
-    write_trajectories(tmp_path / "results/my_first_run/train/trajectories/step_000000.parquet", played)
-    program, command = tmp_path / "lib" / "mcore-mas", tmp_path / "bin" / "mcore-mas"  # as pip installs it
+    played = [
+        trajectory(turn(0, reward=n), turn(1, "verifier", reward=1), sample=n) for n in range(40)
+    ]
+    write_trajectories(
+        tmp_path / "results/my_first_run/train/trajectories/step_000000.parquet", played
+    )
+    program, command = (
+        tmp_path / "lib" / "mcore-mas",
+        tmp_path / "bin" / "mcore-mas",
+    )  # as pip installs it
     for file in (program, command):
         file.parent.mkdir()
     program.write_text("from mcore_mas.cli.main import main\nmain()\n")
     command.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
     command.chmod(0o755)
-    env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "TERM": "dumb", "PAGER": "sed s/^/paged:/"}
+    env = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+        "TERM": "dumb",
+        "PAGER": "sed s/^/paged:/",
+    }
     env |= {"PATH": f"{command.parent}:{os.environ['PATH']}", "INPUTRC": "/dev/null"}
     env.pop("COLUMNS", None)
     bash = ["-c", "mcore-mas --install-completion bash >/dev/null; exec bash --rcfile ~/.bashrc -i"]
-    there = pexpect.spawn("bash", bash, cwd=tmp_path, env=env, timeout=40, encoding="utf-8", dimensions=(24, 80))
+    there = pexpect.spawn(
+        "bash", bash, cwd=tmp_path, env=env, timeout=40, encoding="utf-8", dimensions=(24, 80)
+    )
     said(there, "bind 'set enable-bracketed-paste off'")
     yield there
     there.close(force=True)
@@ -66,7 +81,10 @@ def test_tab_completes(shell: pexpect.spawn, typed: str, completed: str) -> None
 
 
 def test_what_is_long_comes_in_pages_that_fit(shell: pexpect.spawn) -> None:
-    for command, words in (("show my_first_run", "my_first_run/train/traj"), ("explain my_first_run", "agent solver")):
+    for command, words in (
+        ("show my_first_run", "my_first_run/train/traj"),
+        ("explain my_first_run", "agent solver"),
+    ):
         lines = said(shell, f"mcore-mas {command}")
         assert len(lines) > 24 and all(line.startswith("paged:") for line in lines), lines
         assert any(words in line for line in lines), lines

@@ -14,7 +14,12 @@ def test_the_released_behaviour_is_gemini_with_a_fallback() -> None:
     values = resolve(["experiment=demo_math", "coach=mappa", "+coach.answers_for=[verifier]"])
     coach = RunConfig.check(values, "here").coach
     assert coach is not None
-    assert (coach.provider, coach.model, coach.fallback, coach.retries) == ("gemini", "gemini-2.5-flash", 5.0, 300)
+    assert (coach.provider, coach.model, coach.fallback, coach.retries) == (
+        "gemini",
+        "gemini-2.5-flash",
+        5.0,
+        300,
+    )
     assert (coach.temperature, coach.observation_chars, coach.earlier_chars) == (0.0, 2000, 500)
     assert coach.answers_for == ("verifier",)
 
@@ -26,11 +31,26 @@ def test_the_released_behaviour_is_gemini_with_a_fallback() -> None:
             ["coach=local", "+coach.agents=[solvr]"],
             "coach: agents names agent 'solvr', who is not in the team; agents: solver",
         ),
-        (["coach=local", "+coach.modle=x"], "unknown key 'coach.modle'; known here: provider, model, url"),
-        (["coach=local", "coach.url=http://a.org/v1", "+coach.key_variable=K"], "http would show the key"),
-        (["coach=local", "coach.provider=claude"], "unknown provider 'claude'; known: anthropic, gemini, openai"),
-        (["reward.name=coach"], "reward 'coach' needs a coach; choose one, for example coach=openai"),
-        (["coach=gpt"], "no coach 'gpt' in the configs; there are: anthropic, deepseek, gemini, local, mappa, openai"),
+        (
+            ["coach=local", "+coach.modle=x"],
+            "unknown key 'coach.modle'; known here: provider, model, url",
+        ),
+        (
+            ["coach=local", "coach.url=http://a.org/v1", "+coach.key_variable=K"],
+            "http would show the key",
+        ),
+        (
+            ["coach=local", "coach.provider=claude"],
+            "unknown provider 'claude'; known: anthropic, gemini, openai",
+        ),
+        (
+            ["reward.name=coach"],
+            "reward 'coach' needs a coach; choose one, for example coach=openai",
+        ),
+        (
+            ["coach=gpt"],
+            "no coach 'gpt' in the configs; there are: anthropic, deepseek, gemini, local, mappa, openai",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(overrides: list[str], message: str) -> None:

@@ -12,7 +12,7 @@ import yaml
 from mcore_mas.config.compose import CHOICES, CONFIGS, experiments, resolve
 from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
 from mcore_mas.equations.advantages import ESTIMATORS
-from mcore_mas.rollout.base.options import Section
+from rollout.base.options import Section
 from tests.support.shipped import TEAMS, sharings
 
 CHOSEN = yaml.safe_load((CONFIGS / CHOICES).read_text(encoding="utf-8"))
@@ -40,7 +40,11 @@ def test_every_experiment_composes_and_survives_its_file(experiment: str, tmp_pa
 
 @pytest.mark.parametrize(("group", "name"), GROUPS)
 def test_every_choice_of_a_group_composes(group: str, name: str) -> None:
-    more = [f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")] if name == "gae" else []
+    more = (
+        [f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")]
+        if name == "gae"
+        else []
+    )
     if name in ("at_grpo", "mcts", "mars2"):
         more.append("trainer.branching={width: 2}")
     assert resolve(["experiment=demo_math", f"{group}={name}", *more])["run"] == "demo_math"
@@ -53,12 +57,17 @@ def test_every_search_team_composes(team: str) -> None:
     assert {values["agents"][agent]["policy"] for agent in TEAMS[team]["agents"]} == {"shared"}
 
 
-@pytest.mark.parametrize(("team", "sharing"), [(team, sharing) for team in TEAMS for sharing in sharings(team)])
+@pytest.mark.parametrize(
+    ("team", "sharing"), [(team, sharing) for team in TEAMS for sharing in sharings(team)]
+)
 def test_every_team_composes_with_its_policies(team: str, sharing: str) -> None:
     values = resolve([*ALONE, f"team={team}", f"sharing={sharing}"])
     agents = list(TEAMS[team]["agents"])
     played = {agent: section["policy"] for agent, section in values["agents"].items()}
-    own = {"shared": dict.fromkeys(agents, "shared"), "separate": dict(zip(agents, agents, strict=True))}
+    own = {
+        "shared": dict.fromkeys(agents, "shared"),
+        "separate": dict(zip(agents, agents, strict=True)),
+    }
     assert played == own.get(sharing, TEAMS[team].get("partly"))
     assert list(values["policies"]) == list(dict.fromkeys(played.values()))
     assert {policy["lr"] for policy in values["policies"].values()} == {1e-6}
@@ -109,12 +118,20 @@ def test_a_grid_is_an_experiment_a_row_and_later_settings_have_the_word(tmp_path
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "t.yaml").write_text(GRID)
     assert list(experiments(tmp_path)) == ["t_one_a", "t_two_a", "t_three"]
-    (tmp_path / "experiment" / "u_notes.yaml").write_text("- no experiment\n")  # is told of when it is chosen
+    (tmp_path / "experiment" / "u_notes.yaml").write_text(
+        "- no experiment\n"
+    )  # is told of when it is chosen
     assert list(experiments(tmp_path))[:3] == ["t_one_a", "t_two_a", "t_three"]
     (tmp_path / "experiment" / "u_notes.yaml").unlink()
     rows = {name: resolve([f"experiment={name}"], tmp_path) for name in experiments(tmp_path)}
     assert {
-        name: (row["run"], row["seed"], row["trainer"]["steps"], row["advantage"]["name"], list(row["policies"]))
+        name: (
+            row["run"],
+            row["seed"],
+            row["trainer"]["steps"],
+            row["advantage"]["name"],
+            list(row["policies"]),
+        )
         for name, row in rows.items()
     } == {
         "t_one_a": ("t_one_a", 7, 1, "grpo", ["shared"]),
@@ -131,12 +148,16 @@ def test_a_grid_is_an_experiment_a_row_and_later_settings_have_the_word(tmp_path
         ("grid:", "grid: [", "not YAML"),
     ],
 )
-def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_mistake_in_a_grid_is_one_line_with_its_file(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "t.yaml").write_text(GRID.replace(old, new))
     with pytest.raises(ConfigError) as caught:
         resolve(["experiment=t_tow_a"], tmp_path)
-    assert message in str(caught.value) and str(tmp_path / "experiment" / "t.yaml") in str(caught.value)
+    assert message in str(caught.value) and str(tmp_path / "experiment" / "t.yaml") in str(
+        caught.value
+    )
     assert "\n" not in str(caught.value)
 
 
@@ -147,44 +168,101 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         ("trainer.stesp=3", "unknown key 'trainer.stesp'; known here: steps, tasks_per_step"),
         ("trainr.steps=3", "unknown key 'trainr'; known here: run, results, seed"),
         ("policies.solver.lora.rnk=3", "unknown key 'policies.solver.lora.rnk'; known here: "),
-        ("sharing=seperate", "sharing is seperate; expected shared, separate, or a policy for each of solver, verifie"),
-        ("sharing=partly", "sharing is partly; expected shared, separate, or a policy for each of solver, verifier"),
-        ("sharing={solvr: a}", "sharing is {'solvr': 'a'}; expected shared, separate, or a policy for each of solver"),
+        (
+            "sharing=seperate",
+            "sharing is seperate; expected shared, separate, or a policy for each of solver, verifie",
+        ),
+        (
+            "sharing=partly",
+            "sharing is partly; expected shared, separate, or a policy for each of solver, verifier",
+        ),
+        (
+            "sharing={solvr: a}",
+            "sharing is {'solvr': 'a'}; expected shared, separate, or a policy for each of solver",
+        ),
         ("policy_defaults=3", "policy_defaults is 3; expected keys of a policy"),
         ("+trainer.stesp=3", "unknown key 'trainer.stesp'; known here: steps, tasks_per_step"),
-        ("+trainer.logprob_tolerance=1e-3", "'trainer.logprob_tolerance' is now 'trainer.agreement'; known here: "),
-        ("policies.solver.lr=fast", "policies.solver.lr: expected a number of at least 0 (got 'fast')"),
-        ("agents.solver.policy=solvr", "agent 'solver' plays policy 'solvr', which is not defined; policies: solver"),
-        ("orchestra.name=chian", "unknown orchestra 'chian'; nearest: chain; known: ab_mcts, chain, "),
-        ("+orchestra.options.loops=3", "orchestra 'solver_verifier' has no option 'loops'; its options: max_loops"),
-        ("advantage.name=drmass", "unknown advantage 'drmass'; nearest: drmas; known: at_grpo, dr_grpo, drmas, gae"),
+        (
+            "+trainer.logprob_tolerance=1e-3",
+            "'trainer.logprob_tolerance' is now 'trainer.agreement'; known here: ",
+        ),
+        (
+            "policies.solver.lr=fast",
+            "policies.solver.lr: expected a number of at least 0 (got 'fast')",
+        ),
+        (
+            "agents.solver.policy=solvr",
+            "agent 'solver' plays policy 'solvr', which is not defined; policies: solver",
+        ),
+        (
+            "orchestra.name=chian",
+            "unknown orchestra 'chian'; nearest: chain; known: ab_mcts, chain, ",
+        ),
+        (
+            "+orchestra.options.loops=3",
+            "orchestra 'solver_verifier' has no option 'loops'; its options: max_loops",
+        ),
+        (
+            "advantage.name=drmass",
+            "unknown advantage 'drmass'; nearest: drmas; known: at_grpo, dr_grpo, drmas, gae",
+        ),
         ("advantage=drmass", "no advantage 'drmass' in the configs; nearest: drmas, "),
-        ("advantage=zzzz", "no advantage 'zzzz' in the configs; there are: at_grpo, dr_grpo, drmas"),
+        (
+            "advantage=zzzz",
+            "no advantage 'zzzz' in the configs; there are: at_grpo, dr_grpo, drmas",
+        ),
         ("advantage=gae", "agent 'solver': advantage 'gae' needs policies.solver.critic"),
         (
             "trainer.group_size=1",
             "agent 'solver': advantage 'drmas' compares turns alike in task, agent, and",
         ),
-        ("+agents.solver.advantage.name=rlo", "unknown advantage 'rlo'; nearest: rloo; known: at_grpo"),
+        (
+            "+agents.solver.advantage.name=rlo",
+            "unknown advantage 'rlo'; nearest: rloo; known: at_grpo",
+        ),
         (
             "+advantage.options.epsilon=1",
             "advantage 'drmas' has no option 'epsilon'; its options: peers, vote, b",
         ),
-        ("+advantage.options.lone=rwa", "advantage.options.lone: expected one of zero, raw (got 'rwa')"),
-        ("+advantage.options.peers=agnt", "advantage.options.peers: expected one of task, agent, state (got 'agnt')"),
-        ("filter={name: informativ}", "unknown filter 'informativ'; nearest: informative; known: informative"),
-        ("+loss.aggregation=seq_mean_token_sum_norm", "aggregation 'seq_mean_token_sum_norm' needs norm"),
+        (
+            "+advantage.options.lone=rwa",
+            "advantage.options.lone: expected one of zero, raw (got 'rwa')",
+        ),
+        (
+            "+advantage.options.peers=agnt",
+            "advantage.options.peers: expected one of task, agent, state (got 'agnt')",
+        ),
+        (
+            "filter={name: informativ}",
+            "unknown filter 'informativ'; nearest: informative; known: informative",
+        ),
+        (
+            "+loss.aggregation=seq_mean_token_sum_norm",
+            "aggregation 'seq_mean_token_sum_norm' needs norm",
+        ),
         ("+loss.kl.target=0.1", "an adaptive coefficient starts above 0; set coef"),
         ("+loss.correction.name=tsi", "unknown correction 'tsi'; nearest: tis; known: icepop"),
-        ("+reward.options.alpha=1", "reward 'shared_outcome' has no option 'alpha'; its options: none"),
+        (
+            "+reward.options.alpha=1",
+            "reward 'shared_outcome' has no option 'alpha'; its options: none",
+        ),
         (
             "+reward.penalties.overlong={buffer: 4, max_tokens: {solvr: 9}}",
             "max_tokens names agent 'solvr', who is not",
         ),
-        ("+data.options.digits=3", "task generator 'arithmetic' has no option 'digits'; its options: none"),
-        ("data.generator=null", "data.train is 4000; expected a data file, as no generator is named"),
+        (
+            "+data.options.digits=3",
+            "task generator 'arithmetic' has no option 'digits'; its options: none",
+        ),
+        (
+            "data.generator=null",
+            "data.train is 4000; expected a data file, as no generator is named",
+        ),
         ("data.train=x.parquet", "data.train is the file x.parquet; expected a number of tasks"),
-        ("+data.format=dapo", "data.format is dapo, which files have; leave it or data.generator out"),
+        (
+            "+data.format=dapo",
+            "data.format is dapo, which files have; leave it or data.generator out",
+        ),
         (
             "data.train=[{path: x.json, limt: 5}]",
             "data.train: a data file has no option 'limt'; its options: path, subset, split, columns, format",
@@ -197,7 +275,10 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
             "+policies.solver.lora={rank: 4, alpha: 8, dropout: 0.1}",
             "unknown key 'policies.solver.lora.dropout'",
         ),
-        ("+policies.solver.min_lr=1", "policies.solver: min_lr 1.0 is above lr 0.0001; a schedule falls"),
+        (
+            "+policies.solver.min_lr=1",
+            "policies.solver: min_lr 1.0 is above lr 0.0001; a schedule falls",
+        ),
         (
             "+policies.solver={schedule: linear, decay_steps: 10}",
             "policies.solver: schedule 'linear' ends with update 10, but warmup_steps is 10; lower it, or raise decay",
@@ -206,11 +287,20 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
             "+trainer.alternate={order: [solver, solver]}",
             "trainer.alternate.order is solver, solver; expected every trained policy once: solver, verifier",
         ),
-        ("+trainer.final=best", "trainer: final 'best' needs a kept best: set trainer.keep_best to 1 or more"),
-        ("experiment=demo_maths", "no experiment 'demo_maths' in the configs; nearest: demo_math, "),
+        (
+            "+trainer.final=best",
+            "trainer: final 'best' needs a kept best: set trainer.keep_best to 1 or more",
+        ),
+        (
+            "experiment=demo_maths",
+            "no experiment 'demo_maths' in the configs; nearest: demo_math, ",
+        ),
         ("env=[]", "env: expected a mapping with keys name, options (got [])"),
         ("loss.options=[]", "loss.options: expected a mapping (got [])"),
-        ("agents=[]", "agents: expected a mapping that is not empty to a mapping with keys policy, "),
+        (
+            "agents=[]",
+            "agents: expected a mapping that is not empty to a mapping with keys policy, ",
+        ),
         (
             "experiment=demo_path | orchestra=banana",
             "orchestra: expected a mapping with keys name, options (got banana)",
@@ -230,9 +320,18 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         ("seed=1,2", "seed=1,2: expected one value; a list is KEY=[a,b], text KEY="),
         ("~cold_strat", "~cold_strat: there is no such key to take out; nearest: cold_start"),
         ("~loss.kind", "~loss.kind: there is no such key to take out"),
-        ("policies.solver.model=${reslts}", "policies.solver.model: Interpolation key 'reslts' not found"),
-        ("policies.solver.model=???", "policies.solver.model is ???, which is to be set; give it a value"),
-        ("~team", "no team: orchestra, env, reward missing; choose one by `defaults: [override /team: NAME]`"),
+        (
+            "policies.solver.model=${reslts}",
+            "policies.solver.model: Interpolation key 'reslts' not found",
+        ),
+        (
+            "policies.solver.model=???",
+            "policies.solver.model is ???, which is to be set; give it a value",
+        ),
+        (
+            "~team",
+            "no team: orchestra, env, reward missing; choose one by `defaults: [override /team: NAME]`",
+        ),
         (
             "agents.solvr.max_tokens=5",
             "agent 'solvr' plays policy 'solvr', which is not defined; policies: solver, ver",
@@ -247,19 +346,34 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
             "agents.helper: unknown agent role 'helper'; known: aggregator, ",
         ),
         ("agents.helper={policy: solver}", "; or no module that is imported registers it"),
-        ("agents.solver.role=slover", "agents.solver.role: unknown agent role 'slover'; nearest: solver; known: "),
+        (
+            "agents.solver.role=slover",
+            "agents.solver.role: unknown agent role 'slover'; nearest: solver; known: ",
+        ),
         ("data.train='4000'", "data.train is the file 4000; expected a number of tasks"),
-        ("data.train=4000.0", "data.train: expected an integer of at least 0 or a list of a mapping with keys path, "),
+        (
+            "data.train=4000.0",
+            "data.train: expected an integer of at least 0 or a list of a mapping with keys path, ",
+        ),
         ("data.train=null", " limit_per_source (got null)"),
-        ("trainer.agreement={men: 1}", "trainer.agreement: expected one of mean, k3, p99, max (got 'men')"),
+        (
+            "trainer.agreement={men: 1}",
+            "trainer.agreement: expected one of mean, k3, p99, max (got 'men')",
+        ),
         (
             "policies.solver.betas=[0.9]",
             "policies.solver.betas: expected a list of a number of at least 0 and below 1, a number",
         ),
         ("trainer=null", "trainer: expected a mapping with keys steps, "),
         ("~trainer.steps", "'trainer.steps' is missing; expected an integer of at least 1"),
-        ("env.options.server=banana", "env.options.server: expected http(s)://host/path, with a port from 1 to 65535"),
-        ("retriever={urls: ['http://a:99999']}", "retriever.urls.0: expected http(s)://host/path, with a port from 1"),
+        (
+            "env.options.server=banana",
+            "env.options.server: expected http(s)://host/path, with a port from 1 to 65535",
+        ),
+        (
+            "retriever={urls: ['http://a:99999']}",
+            "retriever.urls.0: expected http(s)://host/path, with a port from 1",
+        ),
         (
             "coach=local | coach.url=banana",
             "coach.url: expected http(s)://host/path, with a port from 1 to 65535 if any",
@@ -280,7 +394,10 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
             "tracking.uri=",
             "tracking.uri: '' is no store of MLflow; expected http(s)://HOST:PORT or sqlite:///FILE",
         ),
-        ("tracking.uri=http://", "tracking.uri: 'http://' is no store of MLflow; expected http(s)://HOST:PORT"),
+        (
+            "tracking.uri=http://",
+            "tracking.uri: 'http://' is no store of MLflow; expected http(s)://HOST:PORT",
+        ),
         ("tracking.tags={'owner@lab': me}", "tracking.tags"),
         (
             "experiment=demo_path | cold_start.options.slips={planer: 0.5}",
@@ -314,12 +431,20 @@ def test_a_mistake_is_one_line(override: str, message: str) -> None:
     [
         (b"# \xe9\n", "is not in UTF-8: 'utf-8' codec can't decode byte 0xe9"),
         (b"defaults: x", "experiment/mine: defaults is x; expected a list: [override /team: NAME]"),
-        (b"defaults: [override /teem: chain]", "defaults override 'teem', no group; nearest: team; there are: team, "),
+        (
+            b"defaults: [override /teem: chain]",
+            "defaults override 'teem', no group; nearest: team; there are: team, ",
+        ),
         (b"defaults: [override /team: chian]", "no team 'chian' in the configs; nearest: chain"),
-        (b"", "no team: orchestra, env, reward, agents missing; choose one by `defaults: [override /team: NAME]`"),
+        (
+            b"",
+            "no team: orchestra, env, reward, agents missing; choose one by `defaults: [override /team: NAME]`",
+        ),
     ],
 )
-def test_a_mistake_in_an_own_experiment_is_one_line(text: bytes, message: str, tmp_path: Path) -> None:
+def test_a_mistake_in_an_own_experiment_is_one_line(
+    text: bytes, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_bytes(text)
     with pytest.raises(ConfigError) as caught:
@@ -339,29 +464,57 @@ def test_a_mistake_in_an_own_experiment_is_one_line(text: bytes, message: str, t
         ("sleep=false", True),
     ],
 )
-def test_a_server_that_gives_its_graphs_away_makes_none_of_prompts(option: str, starts: bool) -> None:
+def test_a_server_that_gives_its_graphs_away_makes_none_of_prompts(
+    option: str, starts: bool
+) -> None:
     graphs = "+engine.environment.SGLANG_MEMORY_SAVER_CUDA_GRAPH='1'"
-    settings = ["experiment=demo_math", "engine=sglang", graphs, "+engine.sleep=true", f"++engine.{option}"]
-    with nullcontext() if starts else pytest.raises(ConfigError, match=r"set options\.disable-prefill-cuda-graph"):
+    settings = [
+        "experiment=demo_math",
+        "engine=sglang",
+        graphs,
+        "+engine.sleep=true",
+        f"++engine.{option}",
+    ]
+    with (
+        nullcontext()
+        if starts
+        else pytest.raises(ConfigError, match=r"set options\.disable-prefill-cuda-graph")
+    ):
         resolve(settings)
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("tp_size=2", "engine.options: tp-size is not to be given to the servers; set engine.tp instead"),
+        (
+            "tp_size=2",
+            "engine.options: tp-size is not to be given to the servers; set engine.tp instead",
+        ),
         ("model=x", "engine.options: model is not to be given to the servers; it is chosen here"),
         (
             "mem-fraction-statik=0.5",
             "has no argument 'mem-fraction-statik'; nearest: mem-fraction-static; `sglang.launch",
         ),
-        ("mem-fraction-static=lots", "engine.options: mem-fraction-static: expected a number or null (got 'lots')"),
-        ("disable-cuda-graph=1", "engine.options: disable-cuda-graph: expected true or false or null (got 1)"),
-        ("decode-log-interval=true", "engine.options: decode-log-interval: expected an integer or null (got True)"),
+        (
+            "mem-fraction-static=lots",
+            "engine.options: mem-fraction-static: expected a number or null (got 'lots')",
+        ),
+        (
+            "disable-cuda-graph=1",
+            "engine.options: disable-cuda-graph: expected true or false or null (got 1)",
+        ),
+        (
+            "decode-log-interval=true",
+            "engine.options: decode-log-interval: expected an integer or null (got True)",
+        ),
     ],
 )
 def test_arguments_of_sglangs_servers_are_known_by_name_and_type(option: str, message: str) -> None:
-    settings = ["experiment=demo_math", "engine=sglang", "engine.options={mem_fraction_static: 1, device: cpu}"]
+    settings = [
+        "experiment=demo_math",
+        "engine=sglang",
+        "engine.options={mem_fraction_static: 1, device: cpu}",
+    ]
     assert resolve(settings)["engine"]["options"] == {"mem_fraction_static": 1, "device": "cpu"}
     with pytest.raises(ConfigError) as caught:
         resolve([*settings, f"engine.options.{option}"])
@@ -371,7 +524,9 @@ def test_arguments_of_sglangs_servers_are_known_by_name_and_type(option: str, me
 @pytest.mark.parametrize(("transport", "pool"), [("tensor", "split"), ("distributed", "shared")])
 def test_a_push_needs_the_gpus_that_it_is_for(transport: str, pool: str) -> None:
     settings = ["experiment=demo_math", "engine=sglang", f"+engine.transport={transport}"]
-    with pytest.raises(ConfigError, match=rf"engine.transport: {transport} .* cluster.pool: {pool}"):
+    with pytest.raises(
+        ConfigError, match=rf"engine.transport: {transport} .* cluster.pool: {pool}"
+    ):
         resolve([*settings, f"+cluster.pool={pool}"])
     other = {"split": "shared", "shared": "split"}[pool]
     assert resolve([*settings, f"+cluster.pool={other}"])["engine"]["transport"] == transport
@@ -379,14 +534,19 @@ def test_a_push_needs_the_gpus_that_it_is_for(transport: str, pool: str) -> None
 
 def test_policies_in_turn_share_the_updates_of_a_run() -> None:
     settings = ["+trainer.alternate={order: [verifier, solver], steps: 2}", "trainer.steps=7"]
-    config = RunConfig.check(resolve(["experiment=demo_math", *settings, "+trainer.updates_per_step=3"]), "test")
+    config = RunConfig.check(
+        resolve(["experiment=demo_math", *settings, "+trainer.updates_per_step=3"]), "test"
+    )
     assert [config.in_turn(step) for step in range(7)] == [
         *[("verifier",)] * 2,
         *[("solver",)] * 2,
         *[("verifier",)] * 2,
         ("solver",),
     ]
-    assert (places_in_schedule(config, "verifier"), places_in_schedule(config, "solver")) == (4 * 3, 3 * 3)
+    assert (places_in_schedule(config, "verifier"), places_in_schedule(config, "solver")) == (
+        4 * 3,
+        3 * 3,
+    )
     together = RunConfig.check(resolve(["experiment=demo_math", "trainer.steps=7"]), "test")
     assert together.in_turn(3) == ("solver", "verifier")
     assert places_in_schedule(together, "solver") == 7
@@ -405,8 +565,13 @@ def test_a_key_that_only_has_a_default_in_the_code_is_set_like_any_other() -> No
     values = resolve(["experiment=demo_math", *overrides])
     assert (values["trainer"]["staleness"], values["trainer"]["oversample"]) == (1, 1.5)
     assert values["advantage"]["options"] == {"lone": "raw"}
-    values = resolve(["experiment=demo_math", "engine={max_length: 64, slots: 8}", "agents.solver.max_tokens=8"])
-    assert (values["engine"]["name"], values["engine"]["slots"]) == ("embedded", 8)  # settings of a group's section
+    values = resolve(
+        ["experiment=demo_math", "engine={max_length: 64, slots: 8}", "agents.solver.max_tokens=8"]
+    )
+    assert (values["engine"]["name"], values["engine"]["slots"]) == (
+        "embedded",
+        8,
+    )  # settings of a group's section
 
 
 def keys(model: type[Section]) -> Iterator[str]:
@@ -423,7 +588,9 @@ def keys(model: type[Section]) -> Iterator[str]:
 
 def test_every_key_is_in_the_docs() -> None:
     text = (CONFIGS.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
-    written = {name for code in re.findall(r"`([^`\n]+)`", text) for name in re.findall(r"\w+", code)}
+    written = {
+        name for code in re.findall(r"`([^`\n]+)`", text) for name in re.findall(r"\w+", code)
+    }
     assert sorted(set(keys(RunConfig)) - written) == []
 
 
@@ -435,13 +602,20 @@ def test_own_choices_come_before_the_shipped_ones(tmp_path: Path) -> None:
     assert resolve(base)["loss"]["aggregation"] == "seq_mean_token_mean"
     assert resolve(base, tmp_path)["loss"]["aggregation"] == "token_mean"
     assert (
-        resolve(["experiment=demo_math", "loss=near", "recipe=dapo"], tmp_path)["loss"]["options"]["clip_high"] == 0.28
+        resolve(["experiment=demo_math", "loss=near", "recipe=dapo"], tmp_path)["loss"]["options"][
+            "clip_high"
+        ]
+        == 0.28
     )
     with pytest.raises(ConfigError, match="no loss 'nearer' in the configs; nearest: near"):
         resolve(["experiment=demo_math", "loss=nearer"], tmp_path)
     (tmp_path / "choices.yaml").write_text("loss: {near: 3}\n")
-    with pytest.raises(ConfigError, match=r"choices\.yaml: loss is .*expected names, each with its settings"):
+    with pytest.raises(
+        ConfigError, match=r"choices\.yaml: loss is .*expected names, each with its settings"
+    ):
         resolve(base, tmp_path)
     (tmp_path / "choices.yaml").write_text("loos: {near: {name: gspo}}\n")
-    with pytest.raises(ConfigError, match=r"choices\.yaml: no group 'loos'; groups: team, .*; nearest: loss"):
+    with pytest.raises(
+        ConfigError, match=r"choices\.yaml: no group 'loos'; groups: team, .*; nearest: loss"
+    ):
         resolve(base, tmp_path)

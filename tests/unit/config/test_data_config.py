@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.prepare import prepare_tasks
-from mcore_mas.rollout.base.options import OptionsError
-from mcore_mas.rollout.config.data import DataConfig, make_tasks, prepared_tasks
-from mcore_mas.rollout.records.files import RecordError, read_tasks, write_tasks
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.tasks import Generator
+from rollout.base.options import OptionsError
+from rollout.config.data import DataConfig, make_tasks, prepared_tasks
+from rollout.records.files import RecordError, read_tasks, write_tasks
+from rollout.records.trajectory import Task
+from rollout.tasks import Generator
 
 
 def problems(path: Path, count: int, **columns: Any) -> Path:
@@ -46,7 +46,12 @@ def test_a_validation_split_of_three_files(tmp_path: Path) -> None:
     tasks = make_tasks(config(train=str(train), validation=files, test=[str(test)]), seed=1)
     found = tasks["validation"]
     assert len(found) == 110
-    assert [found[i].source for i in (49, 50, 79, 80)] == ["math_500", "aime_2024", "aime_2024", "aime25"]
+    assert [found[i].source for i in (49, 50, 79, 80)] == [
+        "math_500",
+        "aime_2024",
+        "aime_2024",
+        "aime25",
+    ]
     assert found[49].prompt == "m 49?"
     assert {task.split for task in found} == {"validation"}
     assert prompts(tasks["train"]) == [f"train {i}?" for i in range(5)]
@@ -68,7 +73,10 @@ def test_splits_cut_from_one_file(tmp_path: Path) -> None:
 
 def test_the_first_of_every_source(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    rows = [{"question": f"{i}?", "golden_answers": ["a"], "data_source": source} for i, source in enumerate("nnhnhph")]
+    rows = [
+        {"question": f"{i}?", "golden_answers": ["a"], "data_source": source}
+        for i, source in enumerate("nnhnhph")
+    ]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     file = {"path": path, "format": "search", "limit_per_source": 2}
     tasks = make_tasks(config(train=file, validation=file, test={**file, "limit": 3}), seed=1)
@@ -95,17 +103,25 @@ def test_a_file_that_is_published_with_repeats(tmp_path: Path) -> None:
 
 def test_a_file_with_nothing_left(tmp_path: Path) -> None:
     path = problems(tmp_path / "x.jsonl", 3)
-    with pytest.raises(RecordError, match=r"x.jsonl: no task for data.test after skipping 3; see skip and limit"):
+    with pytest.raises(
+        RecordError, match=r"x.jsonl: no task for data.test after skipping 3; see skip and limit"
+    ):
         make_tasks(config(train=path, validation=path, test={"path": path, "skip": 3}), seed=1)
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"format": "mathh"}, "unknown data format 'mathh'; nearest: math; known: 2wikimultihopqa, aime"),
+        (
+            {"format": "mathh"},
+            "unknown data format 'mathh'; nearest: math; known: 2wikimultihopqa, aime",
+        ),
         ({"train": {"path": "x.json", "format": "dappo"}}, "unknown data format 'dappo'"),
         ({"train": {"path": "x.json", "limit": 0}}, "expected an integer of at least 1 or null"),
-        ({"train": ["x.json", {"path": "x.json", "skip": "5"}]}, "expected an integer of at least 0"),
+        (
+            {"train": ["x.json", {"path": "x.json", "skip": "5"}]},
+            "expected an integer of at least 0",
+        ),
         (
             {"train": {"file": "x.json"}},
             "a data file has no option 'file'; its options: path, subset, split, columns, format",
@@ -130,7 +146,12 @@ def made(seed: int, sizes: dict[str, int], *, fault: str = "") -> Any:
         raise RuntimeError("boom\nand more")
     own = {"prompt": "?", "answers": (), "env": "math", "source": "own"}
     tasks = [Task(id=f"{s}{n}", split=s, **own) for s, size in sizes.items() for n in range(size)]
-    faults = {"none": None, "number": [*tasks, 3], "split": [replace(tasks[0], split="dev")], "twice": tasks[:1] * 2}
+    faults = {
+        "none": None,
+        "number": [*tasks, 3],
+        "split": [replace(tasks[0], split="dev")],
+        "twice": tasks[:1] * 2,
+    }
     return faults.get(fault, [task for task in tasks if task.split != fault])
 
 
@@ -140,8 +161,14 @@ MADE = Generator(tasks=made)
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("raises", "fails with seed 1 and sizes {'train': 2, 'validation': 1, 'test': 0}: RuntimeError: boom"),
-        ("none", "fails with seed 1 and sizes {'train': 2, 'validation': 1, 'test': 0}: TypeError: 'NoneType' object"),
+        (
+            "raises",
+            "fails with seed 1 and sizes {'train': 2, 'validation': 1, 'test': 0}: RuntimeError: boom",
+        ),
+        (
+            "none",
+            "fails with seed 1 and sizes {'train': 2, 'validation': 1, 'test': 0}: TypeError: 'NoneType' object",
+        ),
         ("number", "makes '3'; expected tasks with a split of train, validation, test"),
         ("split", "makes \"Task(id='train0', prompt='?', answers=()"),
         ("twice", "makes 2 train tasks with the id 'train0'; give each an id of its own"),
@@ -161,9 +188,18 @@ def test_a_generator_of_ones_own_that_makes_no_tasks_is_named(fault: str, words:
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"tasks": lambda seed: []}, r"tasks of a Generator must take \(seed, sizes, \*, ...\), not \(seed\)"),
-        ({"tasks": None}, r"tasks of a Generator must take \(seed, sizes, \*, ...\); it is of type NoneType"),
-        ({"tasks": made, "demonstrations": lambda n: []}, r"demonstrations of a Generator must take \(seed, n, \*, "),
+        (
+            {"tasks": lambda seed: []},
+            r"tasks of a Generator must take \(seed, sizes, \*, ...\), not \(seed\)",
+        ),
+        (
+            {"tasks": None},
+            r"tasks of a Generator must take \(seed, sizes, \*, ...\); it is of type NoneType",
+        ),
+        (
+            {"tasks": made, "demonstrations": lambda n: []},
+            r"demonstrations of a Generator must take \(seed, n, \*, ",
+        ),
     ],
 )
 def test_a_generator_takes_what_it_is_given(parts: dict[str, Any], words: str) -> None:

@@ -17,12 +17,12 @@ from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterCon
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.equations.divergence import KL_ESTIMATES, KLName
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName
-from mcore_mas.rollout.base.options import Registry, check_call
-from mcore_mas.rollout.base.schema_words import json_schema
-from mcore_mas.rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
-from mcore_mas.rollout.engines import TrainedEngine
-from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.teams.roles import Role
+from rollout.base.options import Registry, check_call
+from rollout.base.schema_words import json_schema
+from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.engines import TrainedEngine
+from rollout.tasks import GENERATORS
+from rollout.teams.roles import Role
 
 REGISTRIES = (
     EnvConfig.registry,
@@ -70,20 +70,26 @@ UNBOUNDED = {("tasks sudoku", "givens")}  # by the puzzle's size
 def test_every_option_is_typed_and_bounded(whose: str) -> None:
     schema = json_schema(MODELS[whose])
     for name, option in schema.get("properties", {}).items():
-        assert {"type", "anyOf", "$ref", "enum"} & set(option), f"{whose}: option {name} has no type"
+        assert {"type", "anyOf", "$ref", "enum"} & set(option), (
+            f"{whose}: option {name} has no type"
+        )
         if (whose, name) in FREE | UNBOUNDED:
             continue
         for part in leaves(option):
             if part["type"] == "integer" and "enum" not in part:
                 bounds = {"minimum", "exclusiveMinimum"} & set(part)
                 assert bounds, f"{whose}: option {name} is an integer without a lower bound"
-            assert part["type"] != "object" or part.get("additionalProperties") is not True, f"{whose}: {name}"
+            assert part["type"] != "object" or part.get("additionalProperties") is not True, (
+                f"{whose}: {name}"
+            )
 
 
 @pytest.mark.parametrize("whose", MODELS)
 def test_defaults_are_values_that_could_be_given(whose: str) -> None:
     model = MODELS[whose]
-    given = {name: field.default for name, field in model.model_fields.items() if not field.is_required()}
+    given = {
+        name: field.default for name, field in model.model_fields.items() if not field.is_required()
+    }
     try:
         model.model_validate_json(to_json(given, inf_nan_mode="constants"))
     except ValidationError as error:
@@ -96,7 +102,9 @@ def test_what_is_registered_is_called_as_its_kind_is(registry: Registry) -> None
         check_call(f"{registry.kind} '{name}'", found, registry.takes, coroutine=registry.coroutine)
 
 
-@pytest.mark.parametrize(("names", "known"), [(KLName, KL_ESTIMATES), (AggregationName, AGGREGATIONS)])
+@pytest.mark.parametrize(
+    ("names", "known"), [(KLName, KL_ESTIMATES), (AggregationName, AGGREGATIONS)]
+)
 def test_names_of_the_equations_are_their_tables(names: Any, known: dict[str, Any]) -> None:
     assert get_args(names) == tuple(known)
 
@@ -122,49 +130,129 @@ WRONG = [
     (MATH, "loss.options.clip_high", "banana", "expected a number of at least 0 (got 'banana')"),
     (MATH, "loss.options.clip_low", 1.5, "expected a number from 0 to 1 (got 1.5)"),
     (MATH, "loss.options.dual_clip", 1, "expected a number above 1 (got 1)"),
-    (MATH, "loss.correction", {"name": "mis", "options": {"low": 3.0}}, "expected a number above low, which is 3"),
+    (
+        MATH,
+        "loss.correction",
+        {"name": "mis", "options": {"low": 3.0}},
+        "expected a number above low, which is 3",
+    ),
     (MATH, "loss.aggregation", "mean", "expected one of token_mean, agent_mean, "),
     (MATH, "loss.kl.estimate", "k4", "expected one of k1, k2, k3, k1+, k3+ (got 'k4')"),
     (MATH, "advantage.options.eps", "small", "expected a number of at least 0 (got 'small')"),
     (MATH, "advantage.options.lone", "rwa", "expected one of zero, raw (got 'rwa')"),
-    (MATH, "filter", {"name": "lowest_mean", "options": {"ratio": 2}}, "expected a number of at least 0 and below 1"),
-    (MATH, "filter", {"name": "mean_range", "options": {"low": 1.0}}, "expected a number above low, which is 1"),
+    (
+        MATH,
+        "filter",
+        {"name": "lowest_mean", "options": {"ratio": 2}},
+        "expected a number of at least 0 and below 1",
+    ),
+    (
+        MATH,
+        "filter",
+        {"name": "mean_range", "options": {"low": 1.0}},
+        "expected a number above low, which is 1",
+    ),
     (GAME, "orchestra.options.max_turns", "5", "expected an integer above 0 (got '5')"),
     (GAME, "orchestra.options.max_turns", "five", "expected an integer above 0 (got 'five')"),
     (GAME, "orchestra.options.max_turns", -3, "expected an integer above 0 (got -3)"),
     (GAME, "orchestra.options.max_turns", 2.5, "expected an integer above 0 (got 2.5)"),
-    (GAME, "orchestra.options.order", "random", "expected one of sequential, simultaneous (got 'random')"),
+    (
+        GAME,
+        "orchestra.options.order",
+        "random",
+        "expected one of sequential, simultaneous (got 'random')",
+    ),
     (GAME, "orchestra.options.tool", "magic", "expected one of actions, program (got 'magic')"),
     (GAME, "env.options.max_turns", True, "expected an integer above 0 (got true)"),
-    (GAME, "env.options.rewards.win", "lots", "there is no 'win'; known here: step, impossible, goal"),
+    (
+        GAME,
+        "env.options.rewards.win",
+        "lots",
+        "there is no 'win'; known here: step, impossible, goal",
+    ),
     (GAME, "env.options.rewards.goal", "lots", "expected a number (got 'lots')"),
     (GAME, "env.options.rewards.goal", math.nan, "expected a finite number (got nan)"),
     (GAME, "env.options.cpu_s", "never", "expected an integer above 0 (got 'never')"),
-    (GAME, "env.options.tier", "none", "expected one of auto, namespaces, landlock, unisolated (got 'none')"),
+    (
+        GAME,
+        "env.options.tier",
+        "none",
+        "expected one of auto, namespaces, landlock, unisolated (got 'none')",
+    ),
     (GAME, "data.options.size", "tiny", "expected an integer from 2 to 100 (got 'tiny')"),
-    (GAME, "cold_start.options.slips", "often", "expected a mapping to numbers from 0 to 1 (got 'often')"),
+    (
+        GAME,
+        "cold_start.options.slips",
+        "often",
+        "expected a mapping to numbers from 0 to 1 (got 'often')",
+    ),
     (GAME, "cold_start.options.slips", {"tool": 2}, "expected a number from 0 to 1 (got 2)"),
     (MATH, "cold_start.options.slips", "often", "expected a number from 0 to 1 (got 'often')"),
     (SEARCH, "env.options.style", "r2", "expected one of search_r1, verl, text, id (got 'r2')"),
     (SEARCH, "env.options.reward", "f1", "expected one of exact_match, token_f1 (got 'f1')"),
-    (MATH, "env", {"name": "mcp", "options": {"servers": {"plain": {"command": 3}}}}, "expected text (got 3)"),
+    (
+        MATH,
+        "env",
+        {"name": "mcp", "options": {"servers": {"plain": {"command": 3}}}},
+        "expected text (got 3)",
+    ),
     (
         MATH,
         "env",
         {"name": "mcp", "options": {"servers": {"plain": {"comand": "x"}}}},
         "there is no 'comand'; known he",
     ),
-    (MATH, "orchestra", {"name": "program", "options": {"rules": {"deadline_s": 0}}}, "expected a number above 0 (got"),
-    (MATH, "advantage", {"name": "gigpo", "options": {"step": {"gama": 1}}}, "there is no 'gama'; known here: weight,"),
-    (MATH, "reward", {"name": "shares", "options": {"split": "halves"}}, "expected one of full, turns, agents"),
-    (MATH, "reward", {"name": "shares", "options": {"weights": {"solver": -1}}}, "expected a number of at least 0"),
-    (MATH, "reward", {"name": "coach", "options": {"clip": [1, 0]}}, "expected [low, high] (got [1, 0])"),
+    (
+        MATH,
+        "orchestra",
+        {"name": "program", "options": {"rules": {"deadline_s": 0}}},
+        "expected a number above 0 (got",
+    ),
+    (
+        MATH,
+        "advantage",
+        {"name": "gigpo", "options": {"step": {"gama": 1}}},
+        "there is no 'gama'; known here: weight,",
+    ),
+    (
+        MATH,
+        "reward",
+        {"name": "shares", "options": {"split": "halves"}},
+        "expected one of full, turns, agents",
+    ),
+    (
+        MATH,
+        "reward",
+        {"name": "shares", "options": {"weights": {"solver": -1}}},
+        "expected a number of at least 0",
+    ),
+    (
+        MATH,
+        "reward",
+        {"name": "coach", "options": {"clip": [1, 0]}},
+        "expected [low, high] (got [1, 0])",
+    ),
     (MATH, "reward.penalties", {"overlong": {"buffer": 0}}, "expected an integer above 0 (got 0)"),
-    (MATH, "reward.penalties", {"invalid": {"coef": -1}}, "expected a number of at least 0 (got -1)"),
+    (
+        MATH,
+        "reward.penalties",
+        {"invalid": {"coef": -1}},
+        "expected a number of at least 0 (got -1)",
+    ),
     (GAME, "data.options.size", 101, "expected an integer from 2 to 100 (got 101)"),
     (MATH, "advantage.options.ddof", 2, "expected one of 0, 1 (got 2)"),
-    (MATH, "filter", {"name": "outliers", "options": {"ratio": 1}}, "expected a number of at least 0 and below 1"),
-    (MATH, "env", {"name": "webshop", "options": {"num_products": 5}}, "expected one of 100, 1000, 100000 or null"),
+    (
+        MATH,
+        "filter",
+        {"name": "outliers", "options": {"ratio": 1}},
+        "expected a number of at least 0 and below 1",
+    ),
+    (
+        MATH,
+        "env",
+        {"name": "webshop", "options": {"num_products": 5}},
+        "expected one of 100, 1000, 100000 or null",
+    ),
     (
         MATH,
         "env",
@@ -173,21 +261,51 @@ WRONG = [
     ),
     (MATH, "trainer.steps", "5", "expected an integer of at least 1 (got '5')"),
     (MATH, "policies.solver.lr", "fast", "expected a number of at least 0 (got 'fast')"),
-    (MATH, "coach", {"model": "m", "retries": "many"}, "expected an integer of at least 0 (got 'many')"),
+    (
+        MATH,
+        "coach",
+        {"model": "m", "retries": "many"},
+        "expected an integer of at least 0 (got 'many')",
+    ),
     (SEARCH, "retriever.threads", "2", "expected an integer of at least 1 (got '2')"),
     (MATH, "engine.slots", "many", "expected an integer of at least 1 (got 'many')"),
     (MATH, "policies.solver.lr", math.inf, "expected a finite number of at least 0 (got inf)"),
     (MATH, "policies.solver.clip_grad", math.inf, "expected a finite number above 0 (got inf)"),
-    (MATH, "agents.solver.temperature", math.inf, "expected a finite number of at least 0 (got inf)"),
+    (
+        MATH,
+        "agents.solver.temperature",
+        math.inf,
+        "expected a finite number of at least 0 (got inf)",
+    ),
     (MATH, "loss.entropy", math.inf, "expected a finite number of at least 0 (got inf)"),
     (MATH, "loss.options.clip_high", math.inf, "expected a finite number of at least 0 (got inf)"),
     (MATH, "trainer.max_advantage", math.inf, "expected a finite number above 0 or null (got inf)"),
-    (MATH, "trainer.branching", {"width": 2, "alpha": math.nan}, "expected a finite number (got nan)"),
+    (
+        MATH,
+        "trainer.branching",
+        {"width": 2, "alpha": math.nan},
+        "expected a finite number (got nan)",
+    ),
     (MATH, "collection.call_s", math.inf, "expected a finite number above 0 or null (got inf)"),
-    (MATH, "policies.solver.own.loss", {"entropy": math.inf}, "expected a finite number of at least 0 (got inf)"),
+    (
+        MATH,
+        "policies.solver.own.loss",
+        {"entropy": math.inf},
+        "expected a finite number of at least 0 (got inf)",
+    ),
     (SEARCH, "retriever.patience_s", math.inf, "expected a finite number of at least 0 (got inf)"),
-    (MATH, "policies.solver.betas", [0.9, 1.0], "expected a number of at least 0 and below 1 (got 1.0)"),
-    (MATH, "policies.solver.betas", [-0.9, 0.5], "expected a number of at least 0 and below 1 (got -0.9)"),
+    (
+        MATH,
+        "policies.solver.betas",
+        [0.9, 1.0],
+        "expected a number of at least 0 and below 1 (got 1.0)",
+    ),
+    (
+        MATH,
+        "policies.solver.betas",
+        [-0.9, 0.5],
+        "expected a number of at least 0 and below 1 (got -0.9)",
+    ),
     (MATH, "engine.timeout_s", math.inf, "expected a finite number above 0 or null (got inf)"),
 ]
 PLACES = {  # where the key that is wrong is below the one that is set
@@ -215,17 +333,37 @@ def test_a_wrong_value_is_one_line(experiment: str, path: str, value: Any, messa
 
 
 UNKNOWN = [
-    (MATH, "loss.options.clip", "loss.options: loss 'ppo_clip' has no option 'clip'; its options: clip_low, clip_high"),
+    (
+        MATH,
+        "loss.options.clip",
+        "loss.options: loss 'ppo_clip' has no option 'clip'; its options: clip_low, clip_high",
+    ),
     (
         GAME,
         "env.options.goal",
         "env.options: env 'plan_path' has no option 'goal'; its options: server, tier, cpu_s, memory_mb, cores, "
         "max_turns, rewards; nearest: rewards.goal",
     ),
-    (MATH, "orchestra.options.loops", "orchestra.options: orchestra 'solver_verifier' has no option 'loops'; its opti"),
-    (GAME, "env.options.retriever", "env.options: env 'plan_path' has no option 'retriever'; its options: server"),
-    (GAME, "data.options.sise", "data.options: task generator 'plan_path' has no option 'sise'; its options: size"),
-    (GAME, "cold_start.options.slip", "the demonstrations of task generator 'plan_path' has no option 'slip'; its op"),
+    (
+        MATH,
+        "orchestra.options.loops",
+        "orchestra.options: orchestra 'solver_verifier' has no option 'loops'; its opti",
+    ),
+    (
+        GAME,
+        "env.options.retriever",
+        "env.options: env 'plan_path' has no option 'retriever'; its options: server",
+    ),
+    (
+        GAME,
+        "data.options.sise",
+        "data.options: task generator 'plan_path' has no option 'sise'; its options: size",
+    ),
+    (
+        GAME,
+        "cold_start.options.slip",
+        "the demonstrations of task generator 'plan_path' has no option 'slip'; its op",
+    ),
     (
         MATH,
         "reward.penalties.late",
@@ -312,33 +450,75 @@ OWN = [
         {"name": f"{__name__}:relay_of_another_time"},
         f"orchestra '{__name__}:relay_of_another_time' must take (task, team, env, *, ...) as an async function",
     ),
-    ("reward", {"name": f"{__name__}:relay"}, "must take (group, *, ...), not (task, team, env, *, loops=1)"),
-    ("advantage", {"name": f"{__name__}:race_backwards"}, "must take (turns, *, ...), not (env, track)"),
-    ("engine", {"name": f"{__name__}:race"}, f"engine '{__name__}:race' must take (model, *, rows, max_length, place)"),
-    ("engine", {"name": f"{__name__}:Mute"}, f"engine '{__name__}:Mute' lacks a method generate; expected async gene"),
+    (
+        "reward",
+        {"name": f"{__name__}:relay"},
+        "must take (group, *, ...), not (task, team, env, *, loops=1)",
+    ),
+    (
+        "advantage",
+        {"name": f"{__name__}:race_backwards"},
+        "must take (turns, *, ...), not (env, track)",
+    ),
+    (
+        "engine",
+        {"name": f"{__name__}:race"},
+        f"engine '{__name__}:race' must take (model, *, rows, max_length, place)",
+    ),
+    (
+        "engine",
+        {"name": f"{__name__}:Mute"},
+        f"engine '{__name__}:Mute' lacks a method generate; expected async gene",
+    ),
     (
         "engine",
         {"name": f"{__name__}:Untold"},
         f"engine '{__name__}:Untold' lacks a method commit_update; expec",
     ),
-    ("engine", {"name": f"{__name__}:Deaf"}, "its method generate must take (prompt_ids, sampling), not (prompt_ids)"),
-    ("engine", {"name": f"{__name__}:Told", "options": {"x": 1}}, "engine: python, urls, members and options are set"),
-    ("env", {"name": f"{__name__}:Unset"}, f"env '{__name__}:Unset': its method reset must take (task), not ()"),
-    ("env", {"name": f"{__name__}:Waits"}, "its method reset must take (task) and may not be async"),
+    (
+        "engine",
+        {"name": f"{__name__}:Deaf"},
+        "its method generate must take (prompt_ids, sampling), not (prompt_ids)",
+    ),
+    (
+        "engine",
+        {"name": f"{__name__}:Told", "options": {"x": 1}},
+        "engine: python, urls, members and options are set",
+    ),
+    (
+        "env",
+        {"name": f"{__name__}:Unset"},
+        f"env '{__name__}:Unset': its method reset must take (task), not ()",
+    ),
+    (
+        "env",
+        {"name": f"{__name__}:Waits"},
+        "its method reset must take (task) and may not be async",
+    ),
     ("filter", {"name": f"{__name__}:by_task"}, "must take (turns, *, ...), not (task)"),
     (
         "agents.solver.role",
         f"{__name__}:PLACES",
         f"agents.solver.role '{__name__}:PLACES' must take (text); it is of type dict",
     ),
-    ("agents.solver.role", f"{__name__}:UNMADE", f"agents.solver.role '{__name__}:UNMADE' must take (text), not ()"),
+    (
+        "agents.solver.role",
+        f"{__name__}:UNMADE",
+        f"agents.solver.role '{__name__}:UNMADE' must take (text), not ()",
+    ),
     ("agents.solver.role", f"{__name__}:by_task", "must take (text), not (task)"),
-    ("loss", {"name": f"{__name__}:race"}, f"loss.name: unknown loss '{__name__}:race'; known: cross_entropy, gspo"),
+    (
+        "loss",
+        {"name": f"{__name__}:race"},
+        f"loss.name: unknown loss '{__name__}:race'; known: cross_entropy, gspo",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("section", "value", "message"), OWN)
-def test_own_code_is_checked_before_any_process_starts(section: str, value: Any, message: str) -> None:
+def test_own_code_is_checked_before_any_process_starts(
+    section: str, value: Any, message: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         RunConfig.check(changed(MATH, section, value), "run 'x'")
     assert message in str(refused.value)
@@ -351,7 +531,9 @@ def test_whole_numbers_and_lists_are_taken_as_yaml_gives_them() -> None:
     assert isinstance(config.loss.arguments["clip_high"], float)
     config = RunConfig.check(changed(MATH, "policies.solver.betas", [0, 0.5]), "run 'x'")
     assert config.policies["solver"].betas == (0.0, 0.5)
-    config = RunConfig.check(changed(MATH, "loss.options", {"dual_clip": math.inf}), "run 'x'")  # which says: none
+    config = RunConfig.check(
+        changed(MATH, "loss.options", {"dual_clip": math.inf}), "run 'x'"
+    )  # which says: none
     assert config.loss.arguments == {"dual_clip": math.inf}
 
 
@@ -361,11 +543,17 @@ def test_an_engine_of_ones_own_that_has_the_methods_is_taken() -> None:
 
 
 def test_a_team_that_searches_needs_a_retriever() -> None:
-    with pytest.raises(ConfigError, match=r"env 'search' needs a retriever; add retriever: \{\}, or name"):
+    with pytest.raises(
+        ConfigError, match=r"env 'search' needs a retriever; add retriever: \{\}, or name"
+    ):
         RunConfig.check(changed(SEARCH, "retriever", None), "run 'x'")
 
 
 def test_tasks_without_demonstrations_make_no_cold_start() -> None:
-    values = changed(MATH, "data", {"generator": "repositories", "train": 1, "validation": 1, "test": 1})
-    with pytest.raises(ConfigError, match="task generator 'repositories' has no demonstrations; name models that"):
+    values = changed(
+        MATH, "data", {"generator": "repositories", "train": 1, "validation": 1, "test": 1}
+    )
+    with pytest.raises(
+        ConfigError, match="task generator 'repositories' has no demonstrations; name models that"
+    ):
         RunConfig.check(values, "run 'x'")

@@ -13,8 +13,9 @@ from mcore_mas.config.run import ConfigError, RunConfig, for_policy, places_in_s
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel
 from mcore_mas.planning.jobs import tenants_of
-from mcore_mas.training import engine_factory
-from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec
+from mcore_mas.runtime import engine_factory
+from mcore_mas.runtime.trainer_specs import policy_spec
+from mcore_mas.training.policy_trainer import PolicyTrainer
 
 OWN = [
     "policies.verifier.own.loss={options: {clip_high: 0.28}, kl: {coef: 0.1}, entropy: 0.01}",
@@ -24,7 +25,9 @@ OWN = [
 
 
 def config(*overrides: str) -> RunConfig:
-    return RunConfig.check(resolve(["experiment=demo_math", "engine.max_length=512", *overrides]), "a test")
+    return RunConfig.check(
+        resolve(["experiment=demo_math", "engine.max_length=512", *overrides]), "a test"
+    )
 
 
 def test_what_a_policy_sets_itself_is_its_own() -> None:
@@ -32,8 +35,16 @@ def test_what_a_policy_sets_itself_is_its_own() -> None:
     solver, verifier = (for_policy(run, name) for name in ("solver", "verifier"))
     assert solver == run
     assert verifier.loss.options == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
-    assert (verifier.loss.kl.coef, verifier.loss.kl.where, verifier.loss.entropy) == (0.1, "loss", 0.01)
-    assert (verifier.engine.max_length, verifier.engine.slots, verifier.engine.name) == (256, 8, "embedded")
+    assert (verifier.loss.kl.coef, verifier.loss.kl.where, verifier.loss.entropy) == (
+        0.1,
+        "loss",
+        0.01,
+    )
+    assert (verifier.engine.max_length, verifier.engine.slots, verifier.engine.name) == (
+        256,
+        8,
+        "embedded",
+    )
     assert (verifier.trainer.microbatch_tokens, verifier.trainer.steps) == (1024, run.trainer.steps)
     assert [places_in_schedule(run, name) for name in ("solver", "verifier")] == [100, 400]
     specs = {name: policy_spec(name, run) for name in ("solver", "verifier")}
@@ -53,9 +64,14 @@ def test_what_a_policy_sets_itself_is_its_own() -> None:
         (["+engine.sleep=true", "+engine.options.enable-memory-saver=false"], False),
     ],
 )
-def test_a_server_that_is_to_sleep_is_started_so_that_it_can(settings: list[str], saves: bool | None) -> None:
+def test_a_server_that_is_to_sleep_is_started_so_that_it_can(
+    settings: list[str], saves: bool | None
+) -> None:
     run = config("engine=sglang", *settings)
-    assert engine_factory._engine_settings(run, run.engine, True)["options"].get("enable-memory-saver") is saves
+    assert (
+        engine_factory._engine_settings(run, run.engine, True)["options"].get("enable-memory-saver")
+        is saves
+    )
 
 
 def test_a_trainer_that_broadcasts_to_servers_tells_nccl_what_they_tell_it() -> None:
@@ -67,7 +83,12 @@ def test_a_trainer_that_broadcasts_to_servers_tells_nccl_what_they_tell_it() -> 
         "engine.options.enable_symm_mem=true",
         "engine.options.moe-a2a-backend=deepep_v2",
     ):
-        assert policy_spec("solver", config(*served, "+engine.transport=distributed", f"+{said}")).cumem == "1"
+        assert (
+            policy_spec(
+                "solver", config(*served, "+engine.transport=distributed", f"+{said}")
+            ).cumem
+            == "1"
+        )
 
 
 def test_clips_kl_micro_batches_and_updates_reach_each_policys_trainer() -> None:
@@ -101,29 +122,49 @@ def test_clips_kl_micro_batches_and_updates_reach_each_policys_trainer() -> None
         for i in range(8)
     ]
     group: Any = SimpleNamespace(cost_model=CostModel())
-    parts = {name: PolicyTrainer(name, run, group).pack(samples, 0) for name in ("solver", "verifier")}
+    parts = {
+        name: PolicyTrainer(name, run, group).pack(samples, 0) for name in ("solver", "verifier")
+    }
     assert {name: [len(part.samples) for part in own] for name, own in parts.items()} == {
         "solver": [8],
         "verifier": [4, 4],
     }
-    sizes = {name: max(len(batch.token_ids) for batch in own[0].packed.microbatches) for name, own in parts.items()}
-    assert sizes == {"solver": 2400, "verifier": 900}  # of 300 tokens each: all eight, and three within 1024
+    sizes = {
+        name: max(len(batch.token_ids) for batch in own[0].packed.microbatches)
+        for name, own in parts.items()
+    }
+    assert sizes == {
+        "solver": 2400,
+        "verifier": 900,
+    }  # of 300 tokens each: all eight, and three within 1024
 
 
 def test_another_loss_takes_no_options_of_the_runs() -> None:
-    loss = for_policy(config("policies.solver.own.loss={name: gspo, aggregation: seq_mean_token_mean}"), "solver").loss
+    loss = for_policy(
+        config("policies.solver.own.loss={name: gspo, aggregation: seq_mean_token_mean}"), "solver"
+    ).loss
     assert (loss.name, loss.options, loss.aggregation) == ("gspo", {}, "seq_mean_token_mean")
 
 
 def test_each_policys_samples_are_split_into_its_own_updates() -> None:
     run = config(*OWN)
     samples = [
-        Sample(policy=name, agent=name, task=str(i), trajectory=str(i), turn=0, prompt_ids=(1,), completion_ids=(2, 3))
+        Sample(
+            policy=name,
+            agent=name,
+            task=str(i),
+            trajectory=str(i),
+            turn=0,
+            prompt_ids=(1,),
+            completion_ids=(2, 3),
+        )
         for name in ("solver", "verifier")
         for i in range(8)
     ]
     group: Any = SimpleNamespace(cost_model=SimpleNamespace(spread=False))
-    parts = {name: PolicyTrainer(name, run, group).pack(samples, 0) for name in ("solver", "verifier")}
+    parts = {
+        name: PolicyTrainer(name, run, group).pack(samples, 0) for name in ("solver", "verifier")
+    }
     assert {name: [len(part.samples) for part in own] for name, own in parts.items()} == {
         "solver": [8],
         "verifier": [2, 2, 2, 2],
@@ -135,15 +176,23 @@ def test_each_policys_samples_are_split_into_its_own_updates() -> None:
 def test_each_policy_has_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(
-        engine_factory, "engine_class", lambda name: lambda model, **settings: made.update({model: settings})
+        engine_factory,
+        "engine_class",
+        lambda name: lambda model, **settings: made.update({model: settings}),
     )
     run = config(*OWN, "policies.verifier.bf16=true")
-    engine_factory.make_engines(run, {name: name for name in run.policies}, Path("log"), trained=False)
+    engine_factory.make_engines(
+        run, {name: name for name in run.policies}, Path("log"), trained=False
+    )
     assert {name: (own["rows"], own["max_length"], own["bf16"]) for name, own in made.items()} == {
         "solver": (192, 512, False),
         "verifier": (8, 256, True),
     }
-    servers = config("engine.name=sglang", "engine.python=python", "policies.verifier.own.engine={tp: 2, replicas: 3}")
+    servers = config(
+        "engine.name=sglang",
+        "engine.python=python",
+        "policies.verifier.own.engine={tp: 2, replicas: 3}",
+    )
     taken = [(t.policy, t.devices) for t in tenants_of(servers, "GPU") if t.part == "engine"]
     assert taken == [("solver", 1), ("verifier", 6)]
 
@@ -151,21 +200,49 @@ def test_each_policy_has_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_policy_may_have_another_engine_than_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, tuple[str, dict[str, Any]]] = {}
     monkeypatch.setattr(
-        engine_factory, "engine_class", lambda name: lambda model, **settings: made.update({model: (name, settings)})
+        engine_factory,
+        "engine_class",
+        lambda name: lambda model, **settings: made.update({model: (name, settings)}),
     )
-    mixed = config("policies.verifier.own.engine={name: sglang, urls: ['http://127.0.0.1:1'], options: {dtype: half}}")
-    engine_factory.make_engines(mixed, {name: name for name in mixed.policies}, Path("log"), trained=False)
-    assert {name: engine for name, (engine, _) in made.items()} == {"solver": "embedded_local", "verifier": "sglang"}
-    assert made["verifier"][1]["urls"] == ("http://127.0.0.1:1",) and "urls" not in made["solver"][1]
+    mixed = config(
+        "policies.verifier.own.engine={name: sglang, urls: ['http://127.0.0.1:1'], options: {dtype: half}}"
+    )
+    engine_factory.make_engines(
+        mixed, {name: name for name in mixed.policies}, Path("log"), trained=False
+    )
+    assert {name: engine for name, (engine, _) in made.items()} == {
+        "solver": "embedded_local",
+        "verifier": "sglang",
+    }
+    assert (
+        made["verifier"][1]["urls"] == ("http://127.0.0.1:1",) and "urls" not in made["solver"][1]
+    )
     assert (mixed.precision_of("solver"), mixed.precision_of("verifier")) == ("float32", "bfloat16")
 
-    servers = ["engine.name=sglang", "engine.python=python", "engine.options={dtype: half}", "engine.transport=disk"]
-    other_way = config(*servers, "cluster.device=auto", "policies.verifier.own.engine={name: embedded, device: cuda}")
+    servers = [
+        "engine.name=sglang",
+        "engine.python=python",
+        "engine.options={dtype: half}",
+        "engine.transport=disk",
+    ]
+    other_way = config(
+        *servers,
+        "cluster.device=auto",
+        "policies.verifier.own.engine={name: embedded, device: cuda}",
+    )
     own = for_policy(other_way, "verifier").engine
-    assert (own.name, own.python, own.options, own.transport) == ("embedded", None, {}, None)  # nothing of SGLang's
+    assert (own.name, own.python, own.options, own.transport) == (
+        "embedded",
+        None,
+        {},
+        None,
+    )  # nothing of SGLang's
     taken = [(t.policy, t.devices) for t in tenants_of(other_way, "GPU") if t.part == "engine"]
     assert taken == [("solver", 1), ("verifier", 1)]
-    with pytest.raises(ConfigError, match=r"engine\.transport: distributed joins trainer and engine in an NCCL group"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine\.transport: distributed joins trainer and engine in an NCCL group",
+    ):
         shared = ["engine.name=sglang", "engine.python=python", "cluster.pool=shared"]
         config(*shared, "policies.verifier.own.engine={transport: distributed}")
 
@@ -179,14 +256,20 @@ def test_a_policy_may_have_another_engine_than_the_run(monkeypatch: pytest.Monke
         ),
         ("engine={sleep: true}", "engine.sleep is the run's"),
         ("engine={name: sglang}", "policies.verifier.own.engine: sglang needs python"),
-        ("engine={name: sglang, urls: ['http://127.0.0.1:1'], transport: nope}", "sglang has no transport 'nope'"),
+        (
+            "engine={name: sglang, urls: ['http://127.0.0.1:1'], transport: nope}",
+            "sglang has no transport 'nope'",
+        ),
         ("loss={clip: 0.1}", "loss.clip is the run's"),
         ("loss={entropy: -1}", "policies.verifier.own.loss.entropy: expected a number"),
         (
             "engine={max_length: 24}",
             "agents.verifier.max_tokens 24 leaves no room for a prompt in engine.",
         ),
-        ("engine={max_length: 8192}", "policies.verifier.own: trainer.microbatch_tokens 4096 has no room for one"),
+        (
+            "engine={max_length: 8192}",
+            "policies.verifier.own: trainer.microbatch_tokens 4096 has no room for one",
+        ),
     ],
 )
 def test_what_cannot_be_a_policys_own_is_refused(own: str, words: str) -> None:

@@ -70,14 +70,25 @@ STRONGER = {
     "evaluation.temperature": 0.6,
     "evaluation.top_p": 0.95,
 }
-TREE = {"advantage.name": "at_grpo", "trainer.group_size": 1, "trainer.branching.width": 8, "reward.name": "local_team"}
+TREE = {
+    "advantage.name": "at_grpo",
+    "trainer.group_size": 1,
+    "trainer.branching.width": 8,
+    "reward.name": "local_team",
+}
 MARS2 = {
     "advantage": {"name": "mars2", "options": {"gamma": 0.3, "lam": 0.5}, "align": None},
     "orchestra.options.max_nodes": 8,
     "trainer.group_size": 1,
     "filter.name": "mean_range",
     "loss.name": "gspo",
-    "loss.kl": {"coef": 1e-3, "estimate": "k3", "where": "loss", "target": None, "horizon": 10_000.0},
+    "loss.kl": {
+        "coef": 1e-3,
+        "estimate": "k3",
+        "where": "loss",
+        "target": None,
+        "horizon": 10_000.0,
+    },
     "loss.correction": {"name": "tis", "options": {"high": 2.0}},
     "reward.penalties": {"overlong": {"buffer": 2048}},
     "engine.max_length": 40_000,
@@ -88,12 +99,21 @@ TTRL = {
     "advantage.name": "reinforce_pp",
     "trainer.group_size": 8,
 }
-UNITY = {"advantage.name": "gae", "trainer.group_size": 1, "evaluation.temperature": 0.0, "loss.entropy": 0.0}
+UNITY = {
+    "advantage.name": "gae",
+    "trainer.group_size": 1,
+    "evaluation.temperature": 0.0,
+    "loss.entropy": 0.0,
+}
 PAPERS = {
     "drmas_t1_4b_single_grpo": DRMAS_MATH
     | {"advantage.name": "grpo", "agents.player.role": "lone_solver", "policies.shared.lr": 1e-6},
     "drmas_t1_8b_shared_grpo": DRMAS_MATH
-    | {"advantage.name": "grpo", "policies.shared.model": "models/Qwen3-8B", "agents.verifier.policy": "shared"},
+    | {
+        "advantage.name": "grpo",
+        "policies.shared.model": "models/Qwen3-8B",
+        "agents.verifier.policy": "shared",
+    },
     "drmas_t1_4b_separate_drmas": DRMAS_MATH
     | {
         "advantage": {"name": "drmas", "options": {"lone": "raw"}, "align": None},
@@ -104,19 +124,35 @@ PAPERS = {
         "policies.solver.lr": 1e-6,
         "policies.verifier.lr": 1e-6,
     },
-    "drmas_t2_3b_single_grpo": DRMAS_SEARCH | {"advantage.name": "grpo", "agents.player.max_tokens": 800},
+    "drmas_t2_3b_single_grpo": DRMAS_SEARCH
+    | {"advantage.name": "grpo", "agents.player.max_tokens": 800},
     "drmas_t2_7b_separate_drmas": DRMAS_SEARCH
-    | {"advantage.name": "drmas", "policies.searcher.lr": 1e-6, "orchestra.options.malformed_verdict": "answer"},
+    | {
+        "advantage.name": "drmas",
+        "policies.searcher.lr": 1e-6,
+        "orchestra.options.malformed_verdict": "answer",
+    },
     "drmas_t3_mean_team_std_team": DRMAS_SEARCH | {"advantage.options": {**T3_TEAM, "std": "team"}},
     "drmas_t3_mean_agent_std_team": {"advantage.options": {**T3_AGENT, "std": "team"}},
     "drmas_t3_mean_team_std_agent": {"advantage.options": {**T3_TEAM, "std": "agent"}},
     "drmas_t3_mean_agent_std_agent": {"advantage.options": {**T3_AGENT, "std": "agent"}},
     "drmas_f5_hetero": DRMAS_SEARCH
-    | {"policies.verifier.model": "models/Qwen2.5-7B", "policies.answerer.model": "models/Llama-3.2-3B-Instruct"},
+    | {
+        "policies.verifier.model": "models/Qwen2.5-7B",
+        "policies.answerer.model": "models/Llama-3.2-3B-Instruct",
+    },
     "strongermas_t1_plan_path_shared": AT_GRPO
-    | {"env.name": "plan_path", "data.options": {"size": 10, "obstacles": 0.22}, "policies.shared.lr": 5e-6},
+    | {
+        "env.name": "plan_path",
+        "data.options": {"size": 10, "obstacles": 0.22},
+        "policies.shared.lr": 5e-6,
+    },
     "strongermas_t2_sokoban_separate": AT_GRPO
-    | {"env.name": "sokoban", "policies.tool.warmup_steps": 10, "policies.planner.model": "models/Qwen3-8B"},
+    | {
+        "env.name": "sokoban",
+        "policies.tool.warmup_steps": 10,
+        "policies.planner.model": "models/Qwen3-8B",
+    },
     "strongermas_t1_sudoku_single": {
         "env.name": "sudoku",
         "data.options": {"size": 4},
@@ -146,9 +182,17 @@ PAPERS = {
     },
     "strongermas_t2_code_separate": STRONGER
     | TREE
-    | {"policies.tester.model": "models/Qwen3-8B", "policies.tester.schedule": "cosine", "agents.tester.top_k": 20},
+    | {
+        "policies.tester.model": "models/Qwen3-8B",
+        "policies.tester.schedule": "cosine",
+        "agents.tester.top_k": 20,
+    },
     "strongermas_t2_code_single": STRONGER
-    | {"advantage.name": "grpo", "trainer.group_size": 8, "filter.options": {"ratio": 0.5, "by": "task"}},
+    | {
+        "advantage.name": "grpo",
+        "trainer.group_size": 8,
+        "filter.options": {"ratio": 0.5, "by": "task"},
+    },
     "strongermas_t1_math_separate": STRONGER
     | TREE
     | {
@@ -183,7 +227,11 @@ PAPERS = {
         "agents.updater.policy": "updater",
     },
     "unitymas_f5_m_ask_3b_shared": UNITY
-    | {"trainer.tasks_per_step": 128, "agents.updater.policy": "shared", "policies.shared.critic.lr": 1e-5},
+    | {
+        "trainer.tasks_per_step": 128,
+        "agents.updater.policy": "shared",
+        "policies.shared.critic.lr": 1e-5,
+    },
     "unitymas_t4_code_8b": UNITY
     | {
         "trainer.tasks_per_step": 64,
@@ -202,8 +250,15 @@ PAPERS = {
         "reward.options": {"history": "own", "formula": "margin", "alpha": 0.5},
     },
     "marti_debate_qwen_grpo": {"advantage.name": "grpo", "reward.options.alpha": 0.5},
-    "marti_mixture_qwen_unshaped": {"reward.options.alpha": 0.0, "agents.aggregator.policy": "aggregator"},
-    "marti_single_llama": {"orchestra.options": {"max_turns": 1}, "evaluation.samples": 4, "trainer.group_size": 2},
+    "marti_mixture_qwen_unshaped": {
+        "reward.options.alpha": 0.0,
+        "agents.aggregator.policy": "aggregator",
+    },
+    "marti_single_llama": {
+        "orchestra.options": {"max_turns": 1},
+        "evaluation.samples": 4,
+        "trainer.group_size": 2,
+    },
     "marti_mars2_8b": MARS2
     | {
         "trainer.tasks_per_step": 16,
@@ -219,10 +274,19 @@ PAPERS = {
         "reward.options": {"gamma": 0.0},
     },
     "marti_mars2_8b_shared": MARS2
-    | {"trainer.tasks_per_step": 16, "agents.generator_1.policy": "shared", "agents.generator_2.policy": "shared"},
+    | {
+        "trainer.tasks_per_step": 16,
+        "agents.generator_1.policy": "shared",
+        "agents.generator_2.policy": "shared",
+    },
     "marti_mars2_32b": MARS2
-    | {"trainer.tasks_per_step": 16, "policies.generator_1.lr": 1e-6, "policies.generator_1.model": "models/Qwen3-32B"},
-    "marti_debate_ttrl": TTRL | {"orchestra.options.rounds": 2, "agents.debater_1.policy": "debater_1"},
+    | {
+        "trainer.tasks_per_step": 16,
+        "policies.generator_1.lr": 1e-6,
+        "policies.generator_1.model": "models/Qwen3-32B",
+    },
+    "marti_debate_ttrl": TTRL
+    | {"orchestra.options.rounds": 2, "agents.debater_1.policy": "debater_1"},
     "marti_single_ttrl": TTRL | {"orchestra": {"name": "single", "options": {"max_turns": 1}}},
     "mappa_mathchat": {
         "seed": 42,
@@ -278,25 +342,46 @@ def test_the_settings_are_the_papers(experiment: str) -> None:
 def test_table_3_differs_in_its_statistics_alone() -> None:
     rows = [_composed(name) for name in PUBLISHED if name.startswith("drmas_t3_")]
     assert len(rows) == 4
-    rest = [{key: value for key, value in row.items() if key not in ("run", "advantage")} for row in rows]
+    rest = [
+        {key: value for key, value in row.items() if key not in ("run", "advantage")}
+        for row in rows
+    ]
     assert all(other == rest[0] for other in rest)
 
 
 @pytest.mark.parametrize("kind", ["single", "shared", "separate"])
-def test_stronger_mas_trains_its_small_model_on_apps_and_its_large_one_on_code_contests(kind: str) -> None:
+def test_stronger_mas_trains_its_small_model_on_apps_and_its_large_one_on_code_contests(
+    kind: str,
+) -> None:
     small, large = (_composed(f"strongermas_{table}_code_{kind}")["data"] for table in ("t1", "t2"))
     [apps], [contests] = small["train"], large["train"]
-    assert (apps["format"], apps["skip"], apps["limit"], contests["format"]) == ("apps", 500, 4000, "code_contests")
+    assert (apps["format"], apps["skip"], apps["limit"], contests["format"]) == (
+        "apps",
+        500,
+        4000,
+        "code_contests",
+    )
     tests = {file["format"]: file for file in small["test"]}
-    assert list(tests) == ["live_code_bench", "apps", "code_contests"] and small["test"] == large["test"]
-    assert (tests["apps"]["path"], tests["apps"]["skip"], tests["apps"]["limit"]) == (apps["path"], 0, 500)
+    assert (
+        list(tests) == ["live_code_bench", "apps", "code_contests"]
+        and small["test"] == large["test"]
+    )
+    assert (tests["apps"]["path"], tests["apps"]["skip"], tests["apps"]["limit"]) == (
+        apps["path"],
+        0,
+        500,
+    )
 
 
 @pytest.mark.parametrize("experiment", PUBLISHED)
 def test_an_experiment_says_where_it_is_from_and_how_sure_that_is(experiment: str) -> None:
-    comment = " ".join(re.findall(r"^# (.*)", experiments()[experiment].read_text(), flags=re.MULTILINE))
+    comment = " ".join(
+        re.findall(r"^# (.*)", experiments()[experiment].read_text(), flags=re.MULTILINE)
+    )
     assert re.search(r"\((arXiv \d{4}\.\d{5}|ICLR 2026)\)", comment)
-    rows = re.findall(r"^\| `([^`]+)` \|.*?\| (primary|secondary|no number known) \|", DOCS, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([^`]+)` \|.*?\| (primary|secondary|no number known) \|", DOCS, flags=re.MULTILINE
+    )
     assert [grade for pattern, grade in rows if experiment in expand(pattern)]
 
 

@@ -16,14 +16,25 @@ import pytest
 from docs.writers.experiments import EXPERIMENTS, pages, published_experiments
 from mcore_mas.config.compose import expand_braces, resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.reports.paper_results import COMPUTED, UNKNOWN, compared_values, published_values, read_published
+from mcore_mas.reports.paper_results import (
+    COMPUTED,
+    UNKNOWN,
+    compared_values,
+    published_values,
+    read_published,
+)
 
 
 @pytest.mark.parametrize("experiment", published_experiments())
 def test_hyperparameters_are_the_papers_or_say_why_not(experiment: str) -> None:
     values = published_values(experiment)
-    assert set(values) == {*read_published()["hyperparameters"], *COMPUTED}  # what nobody gives is listed as unknown
-    different = {name: (value.ours, value.theirs) for name, value in values.items() if value.differs}
+    assert set(values) == {
+        *read_published()["hyperparameters"],
+        *COMPUTED,
+    }  # what nobody gives is listed as unknown
+    different = {
+        name: (value.ours, value.theirs) for name, value in values.items() if value.differs
+    }
     explained = {name for name, value in values.items() if value.reason and value.theirs != UNKNOWN}
     assert set(different) == explained & set(different), f"no reason is given: {different}"
     assert explained == set(different), "a reason is given where nothing differs"
@@ -31,15 +42,56 @@ def test_hyperparameters_are_the_papers_or_say_why_not(experiment: str) -> None:
 
 # numbers of a recipe that no paper has or that change nothing of what is learned
 OURS = (
-    *("agents.*.loss_weight", "agents.*.chats.*", "coach.*", "evaluation.max_failed", "evaluation.retries"),
-    *("env.options.max_turns", "env.options.max_tests", "reward.options.gamma", "filter.resample", "loss.kl.horizon"),
-    *(f"policies.*.{key}" for key in ("tp", "dp", "pp", "cp", "ep", "vpp", "spike_factor", "critic.warmup_steps")),
-    *(f"trainer.{key}" for key in ("checkpoint_every", "keep_*", "max_advantage", "microbatch_tokens", "oversample")),
-    *(f"trainer.{key}" for key in ("signal_within", "staleness", "validate_every", "validation_samples")),
-    *("trainer.branching.alpha", "trainer.group_size"),  # as the paper's is 1; with trees their width is compared
+    *(
+        "agents.*.loss_weight",
+        "agents.*.chats.*",
+        "coach.*",
+        "evaluation.max_failed",
+        "evaluation.retries",
+    ),
+    *(
+        "env.options.max_turns",
+        "env.options.max_tests",
+        "reward.options.gamma",
+        "filter.resample",
+        "loss.kl.horizon",
+    ),
+    *(
+        f"policies.*.{key}"
+        for key in ("tp", "dp", "pp", "cp", "ep", "vpp", "spike_factor", "critic.warmup_steps")
+    ),
+    *(
+        f"trainer.{key}"
+        for key in (
+            "checkpoint_every",
+            "keep_*",
+            "max_advantage",
+            "microbatch_tokens",
+            "oversample",
+        )
+    ),
+    *(
+        f"trainer.{key}"
+        for key in ("signal_within", "staleness", "validate_every", "validation_samples")
+    ),
+    *(
+        "trainer.branching.alpha",
+        "trainer.group_size",
+    ),  # as the paper's is 1; with trees their width is compared
 )
 RECIPE = [
-    *("orchestra", "agents", "policies", "reward", "advantage", "filter", "loss", "trainer", "evaluation", "env"),
+    *(
+        "orchestra",
+        "agents",
+        "policies",
+        "reward",
+        "advantage",
+        "filter",
+        "loss",
+        "trainer",
+        "evaluation",
+        "env",
+    ),
     "coach",
 ]
 
@@ -64,12 +116,16 @@ def test_no_number_of_a_recipe_changes_unseen(experiment: str) -> None:
     values = resolve([f"experiment={experiment}"])
     before = compared_values(RunConfig.check(values, experiment))
     unseen = set()
-    for place, number in numbers({section: values[section] for section in RECIPE if values.get(section)}):
+    for place, number in numbers(
+        {section: values[section] for section in RECIPE if values.get(section)}
+    ):
         named = ("agents", "*", *place[2:]) if place[0] == "agents" else place
         key = ".".join(("policies", "*", *place[2:]) if place[0] == "policies" else named)
         if any(fnmatch(key, name) for name in OURS):
             continue
-        for other in {number * 2 or 1, number / 2, number - 1} - {number}:  # one that a config may have
+        for other in {number * 2 or 1, number / 2, number - 1} - {
+            number
+        }:  # one that a config may have
             changed = deepcopy(values)
             reduce(getitem, place[:-1], changed)[place[-1]] = type(number)(other)
             with suppress(ConfigError):
@@ -81,14 +137,22 @@ def test_no_number_of_a_recipe_changes_unseen(experiment: str) -> None:
 
 def test_every_value_has_a_source_that_is_described() -> None:
     sources = read_published()["sources"]
-    used = [source for family in read_published()["families"] for _, source in family.get("values", {}).values()]
+    used = [
+        source
+        for family in read_published()["families"]
+        for _, source in family.get("values", {}).values()
+    ]
     used += [own["source"] for own in read_published()["hardware"]]
     assert set(used) == set(sources)
 
 
 def test_a_difference_is_seen_and_an_unknown_is_none() -> None:
     values = published_values("strongermas_t1_sudoku_shared")
-    assert values["updates per step"].ours == values["updates per step"].theirs == "mini-batches of 16 rows"
+    assert (
+        values["updates per step"].ours
+        == values["updates per step"].theirs
+        == "mini-batches of 16 rows"
+    )
     assert (values["schedule"].ours, values["schedule"].theirs) == ("cosine", "cosine of no length")
     assert values["schedule"].differs and values["schedule"].reason
     assert values["learning rate"].ours == values["learning rate"].theirs == 5e-6
@@ -99,4 +163,6 @@ def test_the_table_of_the_docs_is_current() -> None:
     assert pages() == {EXPERIMENTS: EXPERIMENTS.read_text()}
     evidence = r"^\| `([^`]+)` \|.*\| (?:primary|secondary|no number known) \|"
     rows = re.findall(evidence, EXPERIMENTS.read_text(), flags=re.MULTILINE)
-    assert sorted(name for row in rows for name, _ in expand_braces(row)) == sorted(published_experiments())
+    assert sorted(name for row in rows for name, _ in expand_braces(row)) == sorted(
+        published_experiments()
+    )

@@ -3,14 +3,14 @@
 import pytest
 from pydantic import ValidationError
 
-from mcore_mas.rollout.base.options import UnknownName, lookup
-from mcore_mas.rollout.config.sections import RewardConfig, build_allocator
-from mcore_mas.rollout.rewards import ALLOCATORS
-from mcore_mas.rollout.rewards.allocation import shared_outcome
+from rollout.base.options import UnknownName, lookup
+from rollout.config.sections import RewardConfig, build_allocator
+from rollout.rewards import ALLOCATORS
+from rollout.rewards.allocation import shared_outcome
 from tests.support.played import group, rewards, trajectory, turn
 
 TEAM = ("searcher", "answerer")
-REWARDS = "mcore_mas.rollout.rewards"
+REWARDS = "rollout.rewards"
 
 
 def halved(group, *, share=0.5):
@@ -23,14 +23,32 @@ NOT_CALLABLE = 3
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "shared_outcome", "options": {"alpha": 1}}, "reward 'shared_outcome' has no option 'alpha'"),
-        ({"name": "turn_difference", "options": {"metric": "f1"}}, "reward 'turn_difference' needs option 'scored'"),
+        (
+            {"name": "shared_outcome", "options": {"alpha": 1}},
+            "reward 'shared_outcome' has no option 'alpha'",
+        ),
+        (
+            {"name": "turn_difference", "options": {"metric": "f1"}},
+            "reward 'turn_difference' needs option 'scored'",
+        ),
         ({"name": "shaping", "options": {"formula": "best"}}, "expected one of margin, quality"),
-        ({"name": "shares", "options": {"weights": 3}}, "expected a mapping to numbers of at least 0 or null"),
-        ({"name": "shares", "penalties": {"invalid": {"cost": 1}}}, "penalty 'invalid' has no option 'cost'"),
-        ({"name": "shares", "penalties": {"overlong": {}}}, "penalty 'overlong' needs option 'buffer'"),
+        (
+            {"name": "shares", "options": {"weights": 3}},
+            "expected a mapping to numbers of at least 0 or null",
+        ),
+        (
+            {"name": "shares", "penalties": {"invalid": {"cost": 1}}},
+            "penalty 'invalid' has no option 'cost'",
+        ),
+        (
+            {"name": "shares", "penalties": {"overlong": {}}},
+            "penalty 'overlong' needs option 'buffer'",
+        ),
         ({"name": f"{__name__}:NOT_CALLABLE"}, "must take (group, *, ...); it is of type int"),
-        ({"name": f"{__name__}:halved", "options": {"part": 1}}, "has no option 'part'; its options: share"),
+        (
+            {"name": f"{__name__}:halved", "options": {"part": 1}},
+            "has no option 'part'; its options: share",
+        ),
     ],
 )
 def test_a_mistaken_choice_is_refused_before_anything_runs(values, message):
@@ -40,9 +58,13 @@ def test_a_mistaken_choice_is_refused_before_anything_runs(values, message):
 
 
 def test_unknown_names_are_named_with_what_is_known():
-    with pytest.raises(ValidationError, match="unknown reward 'shared'; nearest: shares; known: coach, discounts"):
+    with pytest.raises(
+        ValidationError, match="unknown reward 'shared'; nearest: shares; known: coach, discounts"
+    ):
         RewardConfig(name="shared")
-    with pytest.raises(ValidationError, match="unknown penalty 'late'; known: invalid, mask_truncated, overlong"):
+    with pytest.raises(
+        ValidationError, match="unknown penalty 'late'; known: invalid, mask_truncated, overlong"
+    ):
         RewardConfig(name="shares", penalties={"late": {}})
 
 
@@ -52,7 +74,9 @@ def test_an_import_path_stands_for_a_name():
     assert lookup("reward", f"{REWARDS}.allocation:shared_outcome", ALLOCATORS) is shared_outcome
 
 
-@pytest.mark.parametrize("path", ["nowhere:x", f"{REWARDS}:no_such", ":x", ".rewards:x", f"{REWARDS}:"])
+@pytest.mark.parametrize(
+    "path", ["nowhere:x", f"{REWARDS}:no_such", ":x", ".rewards:x", f"{REWARDS}:"]
+)
 def test_an_import_path_that_leads_nowhere_is_one_line(path):
     with pytest.raises(UnknownName, match=f"^reward '{path}' cannot be imported: ") as caught:
         lookup("reward", path, ALLOCATORS)
@@ -62,13 +86,22 @@ def test_an_import_path_that_leads_nowhere_is_one_line(path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "shares", "options": {"weights": {"serchr": 1}}}, "reward 'shares': weights names agent 'serchr'"),
         (
-            {"name": "turn_difference", "options": {"metric": "f1", "scored": ["answerer", "reader"]}},
+            {"name": "shares", "options": {"weights": {"serchr": 1}}},
+            "reward 'shares': weights names agent 'serchr'",
+        ),
+        (
+            {
+                "name": "turn_difference",
+                "options": {"metric": "f1", "scored": ["answerer", "reader"]},
+            },
             "scored names agent 'reader', who is not in the team; agents: searcher, answerer",
         ),
         (
-            {"name": "shares", "penalties": {"overlong": {"buffer": 4, "max_tokens": {"reader": 9}}}},
+            {
+                "name": "shares",
+                "penalties": {"overlong": {"buffer": 4, "max_tokens": {"reader": 9}}},
+            },
             "reward 'overlong': max_tokens names agent 'reader'",
         ),
     ],

@@ -17,7 +17,10 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
         ("experiment=demo_math", "advantage=mcts"),
         "compares turns alike in trajectory, parent, and a vote is",
     ),
-    (("experiment=demo_math", "advantage=mars2"), "compares turns alike in trajectory, and a vote is trajectory, node"),
+    (
+        ("experiment=demo_math", "advantage=mars2"),
+        "compares turns alike in trajectory, and a vote is trajectory, node",
+    ),
     (
         ("experiment=demo_math", "advantage=at_grpo"),
         "turns alike in task, state, agent, turn, and a vote is",
@@ -31,18 +34,30 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
         "advantage 'gigpo' needs rewards of steps in one line of time",
     ),
     ((*TREES, "advantage.name=gae"), "advantage 'gae' needs policies.shared.critic"),
-    (("experiment=demo_math", "advantage=grpo", "+advantage.options.peers=state"), "environment that names its state"),
+    (
+        ("experiment=demo_math", "advantage=grpo", "+advantage.options.peers=state"),
+        "environment that names its state",
+    ),
     (
         ("experiment=demo_path", "advantage.name=at_grpo", "trainer.group_size=1"),
         "an environment that names its state,",
     ),
-    ((*TREES, "trainer.branching.width=1"), "advantage 'at_grpo' compares turns alike in task, state, agent, turn"),
+    (
+        (*TREES, "trainer.branching.width=1"),
+        "advantage 'at_grpo' compares turns alike in task, state, agent, turn",
+    ),
     (
         (*TREES, "filter={name: informative}"),
         "filter 'informative' compares turns alike in task",
     ),
-    ((*TREES, "filter={name: lowest_spread}"), "filter 'lowest_spread' compares turns alike in task"),
-    (("experiment=demo_math", "filter={name: informative, options: {by: state}}"), "alike in task, state, agent, turn"),
+    (
+        (*TREES, "filter={name: lowest_spread}"),
+        "filter 'lowest_spread' compares turns alike in task",
+    ),
+    (
+        ("experiment=demo_math", "filter={name: informative, options: {by: state}}"),
+        "alike in task, state, agent, turn",
+    ),
     *(
         (
             ("experiment=demo_math", f"filter={{name: {name}, options: {{ratio: 1.0}}}}"),
@@ -50,12 +65,19 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
         )
         for name in ("lowest_mean", "lowest_spread", "outliers")
     ),
-    (("experiment=demo_math", "agents.solver.temperature=0"), "agent 'solver' is trained and samples at temperature 0"),
+    (
+        ("experiment=demo_math", "agents.solver.temperature=0"),
+        "agent 'solver' is trained and samples at temperature 0",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "message"), NOTHING, ids=[" ".join(case[0]) for case in NOTHING])
-def test_d2_a_run_that_can_learn_nothing_is_refused(overrides: tuple[str, ...], message: str) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"), NOTHING, ids=[" ".join(case[0]) for case in NOTHING]
+)
+def test_d2_a_run_that_can_learn_nothing_is_refused(
+    overrides: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         RunConfig.check(resolve(list(overrides)), "test")
     assert message in str(refused.value) and "\n" not in str(refused.value)
@@ -64,7 +86,9 @@ def test_d2_a_run_that_can_learn_nothing_is_refused(overrides: tuple[str, ...], 
 def test_d10_the_teams_weight_in_a_trees_rewards_is_said_once() -> None:
     """0.5 and 0.5 was 0.25."""
     both = [*TREES, "trainer.branching.alpha=0.5", "+reward.options.alpha=0.5"]
-    with pytest.raises(ConfigError, match=r"reward.options.alpha 0.5 would multiply trainer.branching.alpha 0.5"):
+    with pytest.raises(
+        ConfigError, match=r"reward.options.alpha 0.5 would multiply trainer.branching.alpha 0.5"
+    ):
         resolve(both)
     for one in (both[:-1], [*both[:-2], both[-1]]):
         resolve(one)
@@ -78,17 +102,35 @@ def test_d10_the_teams_weight_in_a_trees_rewards_is_said_once() -> None:
         (*TREES, "advantage.name=drmas"),  # whose votes are turns
         # trajectories meet in states that the environment names
         ("experiment=demo_path", "advantage.name=at_grpo", "trainer.group_size=4"),
-        ("experiment=demo_path", "filter={name: informative, options: {by: state}}", "trainer.group_size=4"),
+        (
+            "experiment=demo_path",
+            "filter={name: informative, options: {by: state}}",
+            "trainer.group_size=4",
+        ),
         # a filter of single turns leaves out no step's reward
         ("experiment=demo_path", "advantage.name=gigpo", "filter={name: outliers}"),
-        ("experiment=demo_path", "advantage.name=gigpo", "filter={name: informative, options: {by: state}}"),
+        (
+            "experiment=demo_path",
+            "advantage.name=gigpo",
+            "filter={name: informative, options: {by: state}}",
+        ),
         (*TREES, "advantage.name=grpo", "trainer.group_size=2"),
         (*TREES, "advantage.name=grpo", "+advantage.options={peers: state, vote: turn}"),
         ("experiment=demo_math", "advantage=reinforce_pp", "trainer.group_size=1"),
-        ("experiment=demo_math", "advantage=grpo", "trainer.group_size=1", "+advantage.options.lone=raw"),
+        (
+            "experiment=demo_math",
+            "advantage=grpo",
+            "trainer.group_size=1",
+            "+advantage.options.lone=raw",
+        ),
         ("experiment=demo_math", "agents.solver.temperature=0", "+agents.solver.loss_weight=0"),
         # the frozen verifier's turns are not credited, and need no critic
-        ("experiment=demo_math", "advantage=gae", "+policies.solver.critic.lr=1e-3", "+agents.verifier.loss_weight=0"),
+        (
+            "experiment=demo_math",
+            "advantage=gae",
+            "+policies.solver.critic.lr=1e-3",
+            "+agents.verifier.loss_weight=0",
+        ),
     ],
     ids=" ".join,
 )
@@ -101,7 +143,10 @@ def test_d2_what_can_learn_is_not(overrides: tuple[str, ...]) -> None:
     [
         ((), "none"),
         (("policies.solver.bf16=true",), "tis"),
-        (("policies.solver.bf16=true", "agents.solver.loss_weight=0"), "none"),  # nothing in bfloat16 trains
+        (
+            ("policies.solver.bf16=true", "agents.solver.loss_weight=0"),
+            "none",
+        ),  # nothing in bfloat16 trains
         (("policies.solver.bf16=true", "loss.correction.name=none"), "none"),
         (("policies.solver.bf16=true", "loss=icepop"), "icepop"),
         (("engine=sglang", "engine.python=/p"), "tis"),
@@ -118,7 +163,10 @@ def test_a_correction_left_open_is_tis_where_something_rounds_to_bfloat16(
 
 
 def test_the_published_experiments_correct_as_their_papers_do() -> None:
-    found = {name: resolve([f"experiment={name}"])["loss"]["correction"]["name"] for name in experiments()}
+    found = {
+        name: resolve([f"experiment={name}"])["loss"]["correction"]["name"]
+        for name in experiments()
+    }
     assert {name for name, correction in found.items() if correction != "none"} == {
         name for name in found if name.startswith("marti_mars2")
     }

@@ -8,8 +8,8 @@ import pytest
 
 from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import ConfigError
-from mcore_mas.rollout.tasks.files import read_task_file
-from mcore_mas.rollout.tasks.tiny_files import SEARCH_SOURCES, write_tiny_file
+from rollout.tasks.files import read_task_file
+from rollout.tasks.tiny_files import SEARCH_SOURCES, write_tiny_file
 
 SYSTEMS = [
     "drmas_t1_8b_separate_drmas",
@@ -22,12 +22,22 @@ SYSTEMS = [
 
 
 def test_a_search_run_by_hand() -> None:
-    paper, tiny = (resolve(["experiment=drmas_t2_7b_separate_drmas"], None, scale) for scale in ("paper", "tiny"))
+    paper, tiny = (
+        resolve(["experiment=drmas_t2_7b_separate_drmas"], None, scale)
+        for scale in ("paper", "tiny")
+    )
     assert (paper["policies"]["verifier"]["tp"], tiny["policies"]["verifier"]["tp"]) == (2, 1)
     assert tiny["policies"]["verifier"]["model"] == "results/models/Qwen2.5-7B"
-    assert (tiny["trainer"]["steps"], tiny["trainer"]["group_size"], tiny["trainer"]["updates_per_step"]) == (2, 2, 2)
+    assert (
+        tiny["trainer"]["steps"],
+        tiny["trainer"]["group_size"],
+        tiny["trainer"]["updates_per_step"],
+    ) == (2, 2, 2)
     assert tiny["data"]["test"][0]["path"] == "results/data/search/test.parquet"
-    assert (tiny["data"]["test"][0]["limit_per_source"], tiny["data"]["test"][0]["limit"]) == (1, None)
+    assert (tiny["data"]["test"][0]["limit_per_source"], tiny["data"]["test"][0]["limit"]) == (
+        1,
+        None,
+    )
     assert (paper["retriever"]["folder"], paper["retriever"]["threads"]) == ("data/wiki-18", 32)
     assert {key: value for key, value in tiny["retriever"].items() if value is not None} == {
         "passages": "results/data/search/passages.jsonl",
@@ -46,7 +56,10 @@ def test_a_search_run_by_hand() -> None:
     for same in ("advantage", "loss", "orchestra", "env"):
         if same != "orchestra":
             assert tiny[same] == paper[same]
-    assert (paper["orchestra"]["options"]["max_turns"], tiny["orchestra"]["options"]["max_turns"]) == (4, 2)
+    assert (
+        paper["orchestra"]["options"]["max_turns"],
+        tiny["orchestra"]["options"]["max_turns"],
+    ) == (4, 2)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -73,13 +86,24 @@ def test_a_remote_model_has_no_tiny_scale() -> None:
 @pytest.mark.parametrize(
     ("format", "suffix"),
     [
-        *((name, ".parquet") for name in ("aime_2024", "aime_2025", "amc_23", "dapo", "math", "math_500", "minerva")),
-        *((name, ".parquet") for name in ("olympiad_bench", "polaris", "search", "code_contests", "aime")),
-        *((name, ".jsonl") for name in ("apps", "live_code_bench", "deep_coder", "deep_coder_shown")),
+        *(
+            (name, ".parquet")
+            for name in ("aime_2024", "aime_2025", "amc_23", "dapo", "math", "math_500", "minerva")
+        ),
+        *(
+            (name, ".parquet")
+            for name in ("olympiad_bench", "polaris", "search", "code_contests", "aime")
+        ),
+        *(
+            (name, ".jsonl")
+            for name in ("apps", "live_code_bench", "deep_coder", "deep_coder_shown")
+        ),
         ("math", ".json"),
     ],
 )
-def test_generated_files_are_read_as_published_ones(tmp_path: Path, format: str, suffix: str) -> None:
+def test_generated_files_are_read_as_published_ones(
+    tmp_path: Path, format: str, suffix: str
+) -> None:
     path = tmp_path / f"x{suffix}"
     write_tiny_file(path, format)
     tasks = [task for _, task in read_task_file(path, format=format, split="train")]

@@ -21,14 +21,19 @@ MODELINE = "# yaml-language-server: $schema="
 
 @cache
 def validator(name: str) -> Any:
-    schemas = {file.name: json.loads(file.read_text()) for file in (CONFIGS / "schema").glob("*.json")}
+    schemas = {
+        file.name: json.loads(file.read_text()) for file in (CONFIGS / "schema").glob("*.json")
+    }
     resources = [
-        (file, Resource.from_contents(schema, default_specification=_DRAFT)) for file, schema in schemas.items()
+        (file, Resource.from_contents(schema, default_specification=_DRAFT))
+        for file, schema in schemas.items()
     ]
     return Draft202012Validator(schemas[name], registry=Registry().with_resources(resources))
 
 
-_DRAFT: Any = Resource.from_contents({"$schema": "https://json-schema.org/draft/2020-12/schema"})._specification
+_DRAFT: Any = Resource.from_contents(
+    {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+)._specification
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
@@ -36,12 +41,18 @@ def test_a_shipped_config_keeps_to_the_schema_that_it_names(file: Path) -> None:
     first, text = file.read_text(encoding="utf-8").split("\n", 1)
     schema = (file.parent / first.removeprefix(MODELINE)).resolve()
     assert schema.parent == CONFIGS / "schema"
-    assert [error.message for error in validator(schema.name).iter_errors(yaml.safe_load(text))] == []
+    assert [
+        error.message for error in validator(schema.name).iter_errors(yaml.safe_load(text))
+    ] == []
 
 
 def test_the_committed_schemas_are_made_from_the_models() -> None:
-    committed = {file.stem: json.loads(file.read_text()) for file in (CONFIGS / "schema").glob("*.json")}
-    assert committed == json.loads(json.dumps(editor_schemas())), "run python -m docs.writers options"
+    committed = {
+        file.stem: json.loads(file.read_text()) for file in (CONFIGS / "schema").glob("*.json")
+    }
+    assert committed == json.loads(json.dumps(editor_schemas())), (
+        "run python -m docs.writers options"
+    )
 
 
 @pytest.mark.parametrize(

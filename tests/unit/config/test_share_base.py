@@ -4,11 +4,17 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.planning.estimate import Placement, estimate_run, memory_of_trainers, rank_sets, trainer_kinds
+from mcore_mas.planning.estimate import (
+    Placement,
+    estimate_run,
+    memory_of_trainers,
+    rank_sets,
+    trainer_kinds,
+)
 from mcore_mas.planning.jobs import tenants_of
 from mcore_mas.planning.memory import GPUS, adapter_parameters, count_parameters
-from mcore_mas.rollout.models.architecture import planned_architecture
-from mcore_mas.rollout.models.layout import ParallelLayout
+from rollout.models.architecture import planned_architecture
+from rollout.models.layout import ParallelLayout
 
 POLICIES = ("solver", "verifier")
 SHARED = [f"+policies.{name}.share_base=true" for name in POLICIES]
@@ -16,40 +22,64 @@ LORA = [f"+policies.{name}.lora={{rank: 16, alpha: 32}}" for name in POLICIES]
 
 
 def config(*overrides: str) -> RunConfig:
-    return RunConfig.check(resolve(["experiment=demo_math", "policies.solver.tp=1", *overrides]), "a test")
+    return RunConfig.check(
+        resolve(["experiment=demo_math", "policies.solver.tp=1", *overrides]), "a test"
+    )
 
 
 def test_they_take_the_ranks_of_the_first_for_trainers_and_critics() -> None:
-    critic = ["+policies.verifier.critic.lr=1e-3", "policies.solver.tp=2", "+policies.verifier.tp=2"]
+    critic = [
+        "+policies.verifier.critic.lr=1e-3",
+        "policies.solver.tp=2",
+        "+policies.verifier.tp=2",
+    ]
     apart, together = config(*LORA, *critic), config(*LORA, *critic, *SHARED)
     assert [(t.policy, t.part, t.devices) for t in tenants_of(apart, "GPU")] == [
         ("solver", "trainer", 2),
         ("verifier", "trainer", 2),
         ("verifier", "critic", 2),
     ]
-    assert [(t.policy, t.part, t.devices) for t in tenants_of(together, "GPU")] == [("solver", "trainer", 2)]
+    assert [(t.policy, t.part, t.devices) for t in tenants_of(together, "GPU")] == [
+        ("solver", "trainer", 2)
+    ]
     # and a CPU for the embedded engine, in which both adapters are
-    assert [(t.policy, t.part) for t in tenants_of(together, "CPU")] == [("solver", "trainer"), ("solver", "engine")]
-    assert rank_sets(apart, POLICIES) == [[("solver", "trainer")], [("verifier", "trainer")], [("verifier", "critic")]]
-    assert rank_sets(together, POLICIES) == [[("solver", "trainer"), ("verifier", "trainer"), ("verifier", "critic")]]
+    assert [(t.policy, t.part) for t in tenants_of(together, "CPU")] == [
+        ("solver", "trainer"),
+        ("solver", "engine"),
+    ]
+    assert rank_sets(apart, POLICIES) == [
+        [("solver", "trainer")],
+        [("verifier", "trainer")],
+        [("verifier", "critic")],
+    ]
+    assert rank_sets(together, POLICIES) == [
+        [("solver", "trainer"), ("verifier", "trainer"), ("verifier", "critic")]
+    ]
     assert (together.holder("solver"), together.holder("verifier")) == ("solver", "solver")
 
 
 def test_the_plan_counts_the_frozen_model_once() -> None:
     a, layout = planned_architecture("Qwen3-4B"), ParallelLayout()
     models = dict.fromkeys(POLICIES, a)
-    placement = Placement(pool="split", layouts=dict.fromkeys(POLICIES, layout), replicas=1, engine_tp=1, tokens=4096)
+    placement = Placement(
+        pool="split", layouts=dict.fromkeys(POLICIES, layout), replicas=1, engine_tp=1, tokens=4096
+    )
     sizes = {}
     for name, overrides in {"apart": LORA, "together": [*LORA, *SHARED]}.items():
         run = config(*overrides, *(f"+policies.{name}.bf16=true" for name in POLICIES))
         held = memory_of_trainers(run, models, placement)
         sizes[name] = [held[policy, "trainer"].weights for policy in POLICIES]
         assert trainer_kinds(run, "verifier", placement)["trainer"].on_base == (name == "together")
-    base, adapter = 2 * count_parameters(a), 2 * adapter_parameters(a, layout, config(*LORA).policies["solver"].lora)
+    base, adapter = (
+        2 * count_parameters(a),
+        2 * adapter_parameters(a, layout, config(*LORA).policies["solver"].lora),
+    )
     assert sizes["apart"] == [base + adapter, base + adapter]
     assert sizes["together"] == [base + adapter, adapter]
     shared = config(*LORA, *SHARED)
-    one, both = (estimate_run(run, models, placement, GPUS["H100"]).update for run in (config(*LORA), shared))
+    one, both = (
+        estimate_run(run, models, placement, GPUS["H100"]).update for run in (config(*LORA), shared)
+    )
     own = memory_of_trainers(shared, models, placement)["verifier", "trainer"]
     assert both - one == pytest.approx(own.kept)  # the activations are of one at a time
 
@@ -61,13 +91,22 @@ def test_the_plan_counts_the_frozen_model_once() -> None:
             SHARED,
             "policies.solver: share_base is of trained adapters on a frozen model, and all of its wei",
         ),
-        ([*LORA, SHARED[1]], r"policies.verifier: share_base: no other policy with it has model \S+; leave"),
-        ([*LORA, *SHARED, "policies.verifier.model=other"], "policies.solver: share_base: no other policy with it has"),
+        (
+            [*LORA, SHARED[1]],
+            r"policies.verifier: share_base: no other policy with it has model \S+; leave",
+        ),
+        (
+            [*LORA, *SHARED, "policies.verifier.model=other"],
+            "policies.solver: share_base: no other policy with it has",
+        ),
         (
             [*LORA, *SHARED, "policies.solver.tp=2"],
             "policies.verifier: share_base puts it on the ranks of 'solver', whose tp is 2 and not 1; make them equal",
         ),
-        ([*LORA, *SHARED, "+policies.solver.bf16=true"], "on the ranks of 'solver', whose bf16 is True and not False"),
+        (
+            [*LORA, *SHARED, "+policies.solver.bf16=true"],
+            "on the ranks of 'solver', whose bf16 is True and not False",
+        ),
         (
             [*LORA, *SHARED, "+agents.verifier.loss_weight=0"],
             "policies.verifier: share_base .*nothing trains it",
@@ -83,7 +122,10 @@ def test_the_plan_counts_the_frozen_model_once() -> None:
             [*LORA, *SHARED, "+policies.verifier.own.engine={slots: 3}"],
             "policies.verifier.own.engine: share_base puts it in the engine of 'solver', whose settings are others",
         ),
-        ([*LORA, *SHARED, "+engine.replicas=2"], "policies.solver: share_base keeps adapters in one actor of the emb"),
+        (
+            [*LORA, *SHARED, "+engine.replicas=2"],
+            "policies.solver: share_base keeps adapters in one actor of the emb",
+        ),
         (
             [*LORA, *SHARED, "+engine.transport=disk"],
             "policies.solver: share_base keeps adapters in one act",

@@ -15,7 +15,11 @@ from tests.support.played import group, trajectory, turn
 
 def sample(trajectory: str, turn: int, agent: str, reward: float, **fields: object) -> Sample:
     defaults = {"policy": "p", "task": "t", "prompt_ids": (1, 2, 3, 4), "completion_ids": (2, 3)}
-    return Sample(**defaults | {"trajectory": trajectory, "turn": turn, "agent": agent, "reward": reward} | fields)
+    return Sample(
+        **defaults
+        | {"trajectory": trajectory, "turn": turn, "agent": agent, "reward": reward}
+        | fields
+    )
 
 
 def team() -> list[Sample]:
@@ -44,14 +48,24 @@ def test_every_agent_has_its_own_rule_under_one_policy() -> None:
 
 def test_children_of_different_parents_are_no_siblings_though_their_parents_are_filtered() -> None:
     rewards = {"0": 1.0, "1": 5.0, "0.0": 2.0, "0.1": 4.0, "1.0": 7.0, "1.1": 9.0}
-    tree = [sample("a", node.count("."), "solver", reward, node=node) for node, reward in rewards.items()]
+    tree = [
+        sample("a", node.count("."), "solver", reward, node=node)
+        for node, reward in rewards.items()
+    ]
     rules = {"solver": AdvantageConfig(name="mcts")}
     whole = [s.advantages[0] for s in estimate(tree, rules) if s.advantages]
     assert whole == [-4.0, 4.0, 2 - (1 + 4) / 2, 4 - (1 + 2) / 2, 7 - (5 + 9) / 2, 9 - (5 + 7) / 2]
     alone = [s.advantages[0] for s in estimate(tree[2:], rules) if s.advantages]
     assert alone == [-2.0, 2.0, -2.0, 2.0]  # each against its one sibling
-    above = [sample("a", 0, "solver", 3.0), *tree[:2]]  # a turn before the first branching is the parent of 0 and 1
-    assert [s.advantages[0] for s in estimate(above, rules) if s.advantages] == [0.0, 1 - (3 + 5) / 2, 5 - (3 + 1) / 2]
+    above = [
+        sample("a", 0, "solver", 3.0),
+        *tree[:2],
+    ]  # a turn before the first branching is the parent of 0 and 1
+    assert [s.advantages[0] for s in estimate(above, rules) if s.advantages] == [
+        0.0,
+        1 - (3 + 5) / 2,
+        5 - (3 + 1) / 2,
+    ]
 
 
 def test_a_critics_agents_get_returns_and_others_need_none() -> None:
@@ -59,13 +73,17 @@ def test_a_critics_agents_get_returns_and_others_need_none() -> None:
     rules = {"solver": AdvantageConfig(name="grpo"), "verifier": gae}
     samples = team()
     for i in (1, 3):
-        samples[i] = sample(samples[i].trajectory, 1, "verifier", samples[i].reward, values=(1.0, 2.0), policy="q")
+        samples[i] = sample(
+            samples[i].trajectory, 1, "verifier", samples[i].reward, values=(1.0, 2.0), policy="q"
+        )
     got = estimate(samples, rules)
     # returns to go: 2.5, 5 and 2, 4; advantages before whitening: 1.5, 3, 1, 2
     assert got[1].returns == pytest.approx((2.5, 5.0))
     assert got[3].returns == pytest.approx((2.0, 4.0))
 
-    expected = whiten(torch.tensor([1.5, 3.0, 1.0, 2.0]).double(), torch.zeros(4, dtype=torch.int64)).tolist()
+    expected = whiten(
+        torch.tensor([1.5, 3.0, 1.0, 2.0]).double(), torch.zeros(4, dtype=torch.int64)
+    ).tolist()
     assert [*got[1].advantages, *got[3].advantages] == pytest.approx(expected)
     assert got[0].returns is None
     with pytest.raises(CreditError, match="advantage 'gae' needs values of every turn"):
@@ -74,7 +92,10 @@ def test_a_critics_agents_get_returns_and_others_need_none() -> None:
 
 def test_remax_needs_the_greedy_outcome() -> None:
     samples = [sample("a", 0, "solver", 1.0, scores={"greedy": 0.25})]
-    assert estimate(samples, {"solver": AdvantageConfig(name="remax")})[0].advantages == (0.75, 0.75)
+    assert estimate(samples, {"solver": AdvantageConfig(name="remax")})[0].advantages == (
+        0.75,
+        0.75,
+    )
     with pytest.raises(CreditError, match="advantage 'remax' needs greedy"):
         estimate(team()[:1], {"solver": AdvantageConfig(name="remax")})
 
@@ -88,7 +109,10 @@ def test_a_masked_turn_is_a_peer_whose_advantage_nobody_else_gets() -> None:
 
 @pytest.mark.parametrize("name", ["gae", "remax", "reinforce_pp", "grpo"])
 def test_a_step_in_which_every_reply_is_masked_goes_on(name: str) -> None:
-    samples = [sample(place, 0, "solver", 1.0, trained=(False, False), scores={"greedy": 0.0}) for place in "ab"]
+    samples = [
+        sample(place, 0, "solver", 1.0, trained=(False, False), scores={"greedy": 0.0})
+        for place in "ab"
+    ]
     assert not any(s.advantages for s in estimate(samples, {"solver": AdvantageConfig(name=name)}))
 
 
@@ -97,7 +121,9 @@ def test_penalties_are_taken_from_the_score() -> None:
     turns = columns(samples)
     assert turns.scores.tolist() == [0.5, 1.0]
     assert turns.token_rewards().tolist() == [-0.25, 0.75, 0.0, 1.0]
-    assert [s.advantages[0] for s in estimate(samples, {"solver": AdvantageConfig(name="dr_grpo")})] == [-0.25, 0.25]
+    assert [
+        s.advantages[0] for s in estimate(samples, {"solver": AdvantageConfig(name="dr_grpo")})
+    ] == [-0.25, 0.25]
 
 
 def test_nodes_and_parents_are_numbered_within_their_tree() -> None:
@@ -121,7 +147,10 @@ def test_alike_states_join_the_first_that_is_near_enough() -> None:
 
 
 def test_an_agent_without_a_rule_is_named() -> None:
-    with pytest.raises(CreditError, match=r"trajectory a, turn 1: agent 'verifier' has no estimator; agents: solver"):
+    with pytest.raises(
+        CreditError,
+        match=r"trajectory a, turn 1: agent 'verifier' has no estimator; agents: solver",
+    ):
         estimate(team(), {"solver": AdvantageConfig(name="grpo")})
 
 
@@ -131,7 +160,9 @@ def own_estimator(turns: Turns, *, factor: float = 2.0) -> torch.Tensor:
 
 
 def test_an_estimator_of_ones_own_may_give_values_alone() -> None:
-    rule = AdvantageConfig(name="tests.unit.credit.test_credit:own_estimator", options={"factor": 3.0})
+    rule = AdvantageConfig(
+        name="tests.unit.credit.test_credit:own_estimator", options={"factor": 3.0}
+    )
     got = estimate([sample("a", 0, "solver", 0.5)], {"solver": rule})[0]
     assert got.advantages == (1.5, 1.5)
     assert got.returns is None
@@ -147,7 +178,9 @@ def test_d5_a_step_reward_carries_the_penalties_of_its_turns() -> None:
 def line(*scores: dict[str, float], masked: int | None = None) -> list[Sample]:
     """Samples of a trajectory with a turn in each round; the `masked` one has no reward."""
     turns = (turn(i, "s", own, round=i, masked=i == masked) for i, own in enumerate(scores))
-    return to_samples([group(trajectory(*(t if t.masked else replace(t, reward=0.0) for t in turns)))])
+    return to_samples(
+        [group(trajectory(*(t if t.masked else replace(t, reward=0.0) for t in turns)))]
+    )
 
 
 def test_a_return_counts_all_steps_of_a_trajectory_whoever_of_it_is_there() -> None:
@@ -161,13 +194,19 @@ def test_a_return_counts_all_steps_of_a_trajectory_whoever_of_it_is_there() -> N
 def test_a_turn_that_no_step_followed_has_no_return() -> None:
     samples = line({"team": 1.0}, {})
     assert columns(samples[:1]).steps is not None
-    with pytest.raises(CreditError, match="advantage 'gigpo' needs steps of every turn, and a turn has none"):
+    with pytest.raises(
+        CreditError, match="advantage 'gigpo' needs steps of every turn, and a turn has none"
+    ):
         estimate(samples, {"s": AdvantageConfig(name="gigpo")})
 
 
 def test_d10_a_masked_turn_with_a_reward_counts_for_its_peers_alone() -> None:
     """DAPO masks the loss of what was cut off, and keeps its reward in the group's mean."""
-    samples = [sample("a", 0, "s", 1.0), sample("b", 0, "s", 0.0, trained=(False, False)), sample("c", 0, "s", 0.5)]
+    samples = [
+        sample("a", 0, "s", 1.0),
+        sample("b", 0, "s", 0.0, trained=(False, False)),
+        sample("c", 0, "s", 0.5),
+    ]
     rule = {"s": AdvantageConfig(name="dr_grpo")}
     assert [s.advantages for s in estimate(samples, rule)] == [(0.5, 0.5), (), (0.0, 0.0)]
     assert [s.has_gradient for s in estimate(samples, rule)] == [True, False, False]
@@ -182,5 +221,9 @@ def test_nothing_is_nothing() -> None:
 
 
 def test_keep_leaves_out_what_the_filter_says() -> None:
-    samples = [*team(), sample("d", 0, "solver", 1.0, task="u"), sample("e", 0, "solver", 1.0, task="u")]
+    samples = [
+        *team(),
+        sample("d", 0, "solver", 1.0, task="u"),
+        sample("e", 0, "solver", 1.0, task="u"),
+    ]
     assert {s.task for s in keep(samples, FilterConfig(name="informative"))} == {"t"}

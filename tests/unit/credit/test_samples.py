@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.credit.samples import CreditError, to_samples
-from mcore_mas.rollout.records.trajectory import Group, Message, Status, Task, Trajectory, Turn
 from mcore_mas.training.metrics import credit_metrics, rollout_metrics, success
+from rollout.records.trajectory import Group, Message, Status, Task, Trajectory, Turn
 
 TASK = Task(id="t", prompt="1+1", answers=("2",), env="math", source="sums", split="train")
 
@@ -33,7 +33,9 @@ def turn(index: int, agent: str, reward: float | None, tokens: int = 2, valid: b
     )
 
 
-def trajectory(sample: int, outcome: float | None, *turns: Turn, status: Status = Status.COMPLETED) -> Trajectory:
+def trajectory(
+    sample: int, outcome: float | None, *turns: Turn, status: Status = Status.COMPLETED
+) -> Trajectory:
     return Trajectory(
         id=f"0/t/{sample}",
         task_id="t",
@@ -50,7 +52,9 @@ def group() -> Group:
     return Group(
         task=TASK,
         trajectories=(
-            trajectory(0, 1.0, turn(0, "solver", 1.0, tokens=4), turn(1, "verifier", 0.9, valid=False)),
+            trajectory(
+                0, 1.0, turn(0, "solver", 1.0, tokens=4), turn(1, "verifier", 0.9, valid=False)
+            ),
             trajectory(1, 0.0, turn(0, "solver", 0.0)),
             trajectory(2, None, turn(0, "solver", None), status=Status.FAILED),
         ),
@@ -74,7 +78,9 @@ def test_a_turn_without_a_finite_reward_is_named(reward: float | None) -> None:
 
 
 def test_a_group_of_mixed_tasks_is_named() -> None:
-    strange = Group(task=replace(TASK, id="u"), trajectories=(trajectory(0, 1.0, turn(0, "solver", 1.0)),))
+    strange = Group(
+        task=replace(TASK, id="u"), trajectories=(trajectory(0, 1.0, turn(0, "solver", 1.0)),)
+    )
     with pytest.raises(CreditError, match=r"trajectory 0/t/0: of task t, but its group is of u"):
         to_samples([strange])
 
@@ -100,7 +106,8 @@ def test_masked_turns_are_counted_and_have_no_reward() -> None:
 
 def test_advantages_are_measured_by_agent() -> None:
     samples = [
-        replace(s, advantages=(a,) * s.tokens) for s, a in zip(to_samples([group()]), (3.0, 2.0, -1.0), strict=True)
+        replace(s, advantages=(a,) * s.tokens)
+        for s, a in zip(to_samples([group()]), (3.0, 2.0, -1.0), strict=True)
     ]
     assert credit_metrics(samples) == {
         "agent/solver/advantage_second_moment": 5.0,
@@ -111,4 +118,7 @@ def test_advantages_are_measured_by_agent() -> None:
         "agent/verifier/advantage_share": 1.0,
     }
     flat = credit_metrics([replace(samples[0], advantages=None), samples[2]])
-    assert (flat["agent/solver/advantage_abs_max"], flat["agent/solver/advantage_share"]) == (1.0, 0.5)
+    assert (flat["agent/solver/advantage_abs_max"], flat["agent/solver/advantage_share"]) == (
+        1.0,
+        0.5,
+    )

@@ -33,7 +33,9 @@ def test_frozen_agents_are_not_in_the_denominator() -> None:
         ("seq_mean_token_sum_norm", 10.0, [0.05, 0.025]),
     ],
 )
-def test_every_aggregation_is_a_number_on_the_token(mode: str, norm: float | None, expected: list[float]) -> None:
+def test_every_aggregation_is_a_number_on_the_token(
+    mode: str, norm: float | None, expected: list[float]
+) -> None:
     assert weights([sample("a", 3), sample("b", 1)], mode, norm) == pytest.approx(expected)
 
 
@@ -43,18 +45,24 @@ def test_agents_weigh_equally_however_much_they_say() -> None:
     got = weights(said, "agent_mean")
     assert got == pytest.approx([1 / 12, 1 / 8, 1 / 12])
     assert 4 * got[0] + 2 * got[2] == pytest.approx(0.5) and 2 * got[1] == pytest.approx(0.25)
-    assert weights([sample("a", 3), sample("a", 1)], "agent_mean") == weights([sample("a", 3), sample("a", 1)])
+    assert weights([sample("a", 3), sample("a", 1)], "agent_mean") == weights(
+        [sample("a", 3), sample("a", 1)]
+    )
 
 
 def test_a_sample_that_counts_twice_is_two_samples() -> None:
     twice = weights([sample("a", 3, copies=2), sample("a", 1)])
     written_out = weights([sample("a", 3), sample("a", 3), sample("a", 1)])
     assert twice == pytest.approx([written_out[0] + written_out[1], written_out[2]])
-    assert weights([sample("a", 3, copies=2), sample("a", 1)], "seq_mean_token_mean") == pytest.approx([2 / 9, 1 / 3])
+    assert weights(
+        [sample("a", 3, copies=2), sample("a", 1)], "seq_mean_token_mean"
+    ) == pytest.approx([2 / 9, 1 / 3])
 
 
 def test_sub_agents_are_aligned_to_a_fixed_number_of_turns() -> None:
-    calls = [sample("a", 1, "t", turn) for turn in range(5)] + [sample("a", 1, "u", turn) for turn in range(2)]
+    calls = [sample("a", 1, "t", turn) for turn in range(5)] + [
+        sample("a", 1, "u", turn) for turn in range(2)
+    ]
     main = [sample("b", 1, "t", 9)]
     aligned = align(calls + main, {"a": 3, "b": None}, 1, 0)
     copies = Counter({(s.task, s.agent): 0 for s in aligned})
@@ -63,7 +71,10 @@ def test_sub_agents_are_aligned_to_a_fixed_number_of_turns() -> None:
     assert copies == {("t", "a"): 3, ("u", "a"): 3, ("t", "b"): 1}
     assert sorted(s.copies for s in aligned if s.task == "u") == [1, 2]
     assert align(calls + main, {"a": 3, "b": None}, 1, 0) == aligned
-    kept = {tuple(s.turn for s in align(calls, {"a": 3}, 1, step) if s.task == "t") for step in range(20)}
+    kept = {
+        tuple(s.turn for s in align(calls, {"a": 3}, 1, step) if s.task == "t")
+        for step in range(20)
+    }
     assert len(kept) > 1  # another step draws others
 
 
@@ -72,7 +83,9 @@ def test_parts_hold_whole_tasks_and_everything_once() -> None:
     parts = split(samples, 2, 1, 0)
     assert sorted(len({s.task for s in part}) for part in parts) == [2, 3]
     assert not {s.task for s in parts[0]} & {s.task for s in parts[1]}
-    assert sorted((s.task, s.turn) for part in parts for s in part) == [(s.task, s.turn) for s in samples]
+    assert sorted((s.task, s.turn) for part in parts for s in part) == [
+        (s.task, s.turn) for s in samples
+    ]
     assert [len(part) for part in split(samples[:3], 4, 1, 0)] == [3]
     assert split(samples, 1, 1, 0)[0] != []
     assert split([], 3, 1, 0) == []

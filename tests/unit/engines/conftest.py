@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
+    from rollout.engines.sglang.engine import SGLangEngine
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"
 
@@ -37,14 +37,16 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(folder: Path, tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
     """SGLang engines of pretended servers, closed at the end."""
-    from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
+    from rollout.engines.sglang.engine import SGLangEngine
 
     made: list[SGLangEngine] = []
 
     def engine(**settings: Any) -> SGLangEngine:
         where = {"weights_folder": tmp_path / "weights", "log": tmp_path / "server.log"}
         settings = {"verify": False} | where | settings  # these servers have no weights
-        made.append(SGLangEngine(folder, max_length=64, rows=4, python=str(FAKE), start_s=60.0, **settings))
+        made.append(
+            SGLangEngine(folder, max_length=64, rows=4, python=str(FAKE), start_s=60.0, **settings)
+        )
         return made[-1]
 
     yield engine

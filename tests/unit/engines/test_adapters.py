@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.adapters import AdapterEngine, adapter_engines
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
-from mcore_mas.rollout.models.architecture import Architecture, read_architecture
-from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights
-from mcore_mas.rollout.models.tensors import read_tensors
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
-from mcore_mas.rollout.sync import make_sender
+from rollout.base.errors import EngineError
+from rollout.engines.adapters import AdapterEngine, adapter_engines
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.models.architecture import Architecture, read_architecture
+from rollout.models.fused_weights import AdapterShape, AdapterWeights
+from rollout.models.tensors import read_tensors
+from rollout.records.trajectory import Completion, Sampling, VersionSpan
+from rollout.sync import make_sender
 from tests.support import reference
 from tests.support.embedded import LOGPROB_TOLERANCE, drain
 
@@ -37,10 +37,15 @@ def drawn(shape: Architecture, adapter: AdapterShape, seed: int) -> dict[str, Te
     """Random tensors by PEFT name, of a size that changes what is sampled."""
     blank = AdapterWeights(shape, adapter, torch.empty(0, device="meta"))
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(size, generator=generator) * 0.2 for name, (size, _) in blank.places.items()}
+    return {
+        name: torch.randn(size, generator=generator) * 0.2
+        for name, (size, _) in blank.places.items()
+    }
 
 
-def merged(folder: Path, adapter: AdapterShape, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def merged(
+    folder: Path, adapter: AdapterShape, tensors: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """The model with W + scale · B A, summed in float64."""
     for name, weight in read_tensors(folder):
         peft = f"base_model.model.{name.removesuffix('.weight')}.lora_"
@@ -51,7 +56,11 @@ def merged(folder: Path, adapter: AdapterShape, tensors: dict[str, Tensor]) -> I
 
 
 def put(
-    engine: EmbeddedEngine, number: int, tensors: dict[str, Tensor], version: int, adapters: list[AdapterShape] = SHAPES
+    engine: EmbeddedEngine,
+    number: int,
+    tensors: dict[str, Tensor],
+    version: int,
+    adapters: list[AdapterShape] = SHAPES,
 ) -> None:
     shape, adapter = engine.decoder.shape, adapters[number - 1]
     blank = AdapterWeights(shape, adapter, torch.empty(0, device="meta"))
@@ -81,20 +90,28 @@ def test_a_mixed_batch_is_what_engines_of_the_merged_models_give(
     reference.make_model(family, tmp_path, initializer_range=0.1)
     shape = read_architecture(tmp_path)
     dense = shape.experts is None  # experts have no adapters
-    shapes = [replace(own, targets=tuple(x for x in own.targets if dense or x in ATTENTION)) for own in SHAPES]
+    shapes = [
+        replace(own, targets=tuple(x for x in own.targets if dense or x in ATTENTION))
+        for own in SHAPES
+    ]
     tensors = [drawn(shape, adapter, seed) for seed, adapter in enumerate(shapes)]
     engine = on_base(tmp_path, shapes, rows=16, deterministic=deterministic)
     for number, own in enumerate(tensors, 1):
         put(engine, number, own, version=number, adapters=shapes)
     # every adapter and none: the same prompts, one of them twice, so that rows are copied; and another length
-    asks = [(prompt, Sampling(max_tokens=12, seed=seed)) for seed, prompt in enumerate([[5, 6, 7]] * 2 + [[9] * 20])]
+    asks = [
+        (prompt, Sampling(max_tokens=12, seed=seed))
+        for seed, prompt in enumerate([[5, 6, 7]] * 2 + [[9] * 20])
+    ]
     for adapter in range(4):
         for number, (prompt, sampling) in enumerate(asks):
             engine.submit(10 * adapter + number, prompt, sampling, adapter=adapter)
     mixed = drain(engine)
     replies = set()
     for adapter in range(4):
-        alone = EmbeddedEngine.from_folder(tmp_path, max_length=96, rows=4, deterministic=deterministic)
+        alone = EmbeddedEngine.from_folder(
+            tmp_path, max_length=96, rows=4, deterministic=deterministic
+        )
         if adapter:
             alone.load_weights(merged(tmp_path, shapes[adapter - 1], tensors[adapter - 1]), adapter)
         for number, (prompt, sampling) in enumerate(asks):
@@ -118,15 +135,24 @@ def test_new_weights_of_an_adapter_touch_its_own_rows_only(tmp_path: Path) -> No
     assert engine.step() == [] == engine.step()
     put(engine, 1, drawn(shape, SHAPES[0], 1), version=7)
     done = drain(engine)
-    assert done[1].versions == (VersionSpan(version=0, start=0, end=3), VersionSpan(version=7, start=3, end=6))
+    assert done[1].versions == (
+        VersionSpan(version=0, start=0, end=3),
+        VersionSpan(version=7, start=3, end=6),
+    )
     assert done[2].versions == (VersionSpan(version=0, start=0, end=6),)
     for adapter in (1, 2):
         engine.submit(adapter, [*prompt, 4], sampling, adapter=adapter)
-    assert {number: one.cached_tokens for number, one in drain(engine).items()} == {1: 0, 2: len(prompt)}
+    assert {number: one.cached_tokens for number, one in drain(engine).items()} == {
+        1: 0,
+        2: len(prompt),
+    }
     engine.submit(1, prompt, sampling, adapter=1)
     engine.submit(2, prompt, sampling, adapter=2)
     engine.abort([1, 2])  # before they have rows
-    assert {number: one.versions[0].version for number, one in drain(engine).items()} == {1: 7, 2: 0}
+    assert {number: one.versions[0].version for number, one in drain(engine).items()} == {
+        1: 7,
+        2: 0,
+    }
 
 
 def test_an_adapter_that_has_gone_wrong_is_no_others_problem(tmp_path: Path) -> None:
@@ -140,30 +166,41 @@ def test_an_adapter_that_has_gone_wrong_is_no_others_problem(tmp_path: Path) -> 
         if broken:  # its products overflow
             put(engine, 1, {name: tensor * 1e37 for name, tensor in first.items()}, version=3)
             damaged = {name: tensor.clone().fill_(torch.nan) for name, tensor in first.items()}
-            with pytest.raises(EngineError, match=r"tensor '.*q_proj.lora_A.weight' has numbers that are not finite"):
+            with pytest.raises(
+                EngineError,
+                match=r"tensor '.*q_proj.lora_A.weight' has numbers that are not finite",
+            ):
                 put(engine, 1, damaged, version=4)
             engine.submit(1, [5, 6, 7], Sampling(max_tokens=6), adapter=1)
         engine.submit(2, [5, 6, 7], Sampling(max_tokens=6), adapter=2)
         done = drain(engine)
         replies.append(done[2])
-    assert isinstance(done[1], EngineError) and "weights version 3 give logits that are not finite" in str(done[1])
+    assert isinstance(
+        done[1], EngineError
+    ) and "weights version 3 give logits that are not finite" in str(done[1])
     assert close(*replies)
 
 
 @pytest.mark.slow
-def test_adapters_are_handed_over_one_by_one_and_outlive_the_actor(running_ray: None, tmp_path: Path) -> None:
+def test_adapters_are_handed_over_one_by_one_and_outlive_the_actor(
+    running_ray: None, tmp_path: Path
+) -> None:
     reference.make_model("qwen2", tmp_path / "model", initializer_range=0.1)
     shape = read_architecture(tmp_path / "model")
     first, second = (drawn(shape, SHAPES[n], n) for n in (0, 1))
     told: list[str] = []
-    engines = adapter_engines("embedded", tmp_path / "model", SHAPES[:2], max_length=96, rows=8, tell=told.append)
+    engines = adapter_engines(
+        "embedded", tmp_path / "model", SHAPES[:2], max_length=96, rows=8, tell=told.append
+    )
     sampling = [Sampling(max_tokens=9, seed=seed) for seed in range(3)]
 
     async def ask() -> list[list[Completion]]:
         both = [[engine.generate([5, 6, 7], one) for one in sampling] for engine in engines]
         return [list(await asyncio.gather(*own)) for own in both]
 
-    def expected(engine: AdapterEngine, adapter: AdapterShape, tensors: dict[str, Tensor]) -> list[Completion]:
+    def expected(
+        engine: AdapterEngine, adapter: AdapterShape, tensors: dict[str, Tensor]
+    ) -> list[Completion]:
         alone = EmbeddedEngine.from_folder(tmp_path / "model", max_length=96, rows=4)
         alone.load_weights(merged(tmp_path / "model", adapter, tensors), engine.version)
         for number, one in enumerate(sampling):
@@ -183,7 +220,9 @@ def test_adapters_are_handed_over_one_by_one_and_outlive_the_actor(running_ray: 
         await engines[0].load_weights(first.items(), 5)
         os.kill(await engines[0].host._call("pid"), signal.SIGKILL)
         again = await ask()
-        for engine, adapter, tensors, got in zip(engines, SHAPES, (first, second), again, strict=False):
+        for engine, adapter, tensors, got in zip(
+            engines, SHAPES, (first, second), again, strict=False
+        ):
             assert all(map(close, got, expected(engine, adapter, tensors)))
         assert told and engines[1].starts == 2
         # an adapter that is damaged on its way is not computed with

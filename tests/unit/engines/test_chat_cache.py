@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.trajectory import Completion, Sampling
 from tests.support.tiny import MAX_LENGTH, make_model
 
 TURNS, SAMPLED, OBSERVED = 16, 3, 5

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from mcore_mas.rollout.base.http import retry_after_s
-from mcore_mas.rollout.engines import remote as keys
-from mcore_mas.rollout.engines.remote import RemoteError, read_key
-from mcore_mas.rollout.rewards.coach import Coach
+from rollout.base.http import retry_after_s
+from rollout.engines import remote as keys
+from rollout.engines.remote import RemoteError, read_key
+from rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.coached import config, group, trajectory, turn
 
@@ -63,7 +63,9 @@ def test_the_key_is_in_the_header_and_nowhere_else(tmp_path, monkeypatch, capfd)
     async def run(coach_config):
         async with aclosing(Coach(coach_config, folder)) as coach:
             groups = await coach.score(one("a"))
-            leaks.extend([repr(groups), repr(coach.metrics()), repr(vars(coach)), repr(vars(coach._caller))])
+            leaks.extend(
+                [repr(groups), repr(coach.metrics()), repr(vars(coach)), repr(vars(coach._caller))]
+            )
             for text in ("b", "c", "d"):
                 try:
                     await coach.score(one(text))
@@ -81,7 +83,9 @@ def test_the_key_is_in_the_header_and_nowhere_else(tmp_path, monkeypatch, capfd)
     finally:
         root.removeHandler(listener)
         root.setLevel(before)
-    assert any("status 401: bad key [key]" in text for text in leaks)  # the errors were there to be looked at
+    assert any(
+        "status 401: bad key [key]" in text for text in leaks
+    )  # the errors were there to be looked at
     assert "status 500: bad key [key]" in "".join(leaks)
     assert "HTTP Request: POST" in log.getvalue()
     assert SECRET[:8] not in "".join(leaks) + log.getvalue() + "".join(capfd.readouterr())
@@ -98,7 +102,9 @@ def test_children_do_not_inherit_the_key(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(VARIABLE, SECRET)
     first = read_key(VARIABLE, None)
     assert VARIABLE not in os.environ
-    shown = subprocess.run([sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, check=True
+    )
     assert SECRET.encode() not in shown.stdout
     assert read_key(VARIABLE, None).get_secret_value() == SECRET  # a second use in the same process
     assert first.get_secret_value() == SECRET
@@ -144,12 +150,18 @@ def test_keys_that_cannot_be_used_are_named_but_not_shown(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"url": "http://coach.example.org/v1", "key_variable": "K"}, "http would show the key to the network"),
+        (
+            {"url": "http://coach.example.org/v1", "key_variable": "K"},
+            "http would show the key to the network",
+        ),
         ({"url": "https://user:pw@example.org/v1"}, "may hold no user, password or query"),
         ({"url": "https://example.org/v1?key=abc"}, "may hold no user, password or query"),
         ({"url": "example.org"}, "expected http"),
         ({"key_variable": "K", "key_file": "f"}, "both set; name one"),
-        ({"provider": "opnai"}, "unknown provider 'opnai'; nearest: openai; known: anthropic, gemini, openai"),
+        (
+            {"provider": "opnai"},
+            "unknown provider 'opnai'; nearest: openai; known: anthropic, gemini, openai",
+        ),
         ({"budget": {"money": 1.0}}, "budget.money is set without prices"),
         ({"fallback": 11}, "less than or equal to 10"),
     ],

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.rollout.engines.remote import Answer, BudgetConfig, RemoteError, ReplySettings
-from mcore_mas.rollout.engines.remote.caller import Caller, Tally
-from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted, Ledger, Spending
-from mcore_mas.rollout.records.trajectory import Message
-from mcore_mas.rollout.rewards.coach import Coach
+from rollout.engines.remote import Answer, BudgetConfig, RemoteError, ReplySettings
+from rollout.engines.remote.caller import Caller, Tally
+from rollout.engines.remote.ledger import BudgetExhausted, Ledger, Spending
+from rollout.records.trajectory import Message
+from rollout.rewards.coach import Coach
 from tests.support.chat_server import chat_server, says
 from tests.support.coached import config, group, trajectory, turn
 
@@ -30,7 +30,12 @@ def ask_many(coach_config, folder, count):
     async def run():
         caller = Caller(coach_config, folder)
         asks = (
-            caller.ask("a", [Message(role="user", content=f"{i:036d}")], ReplySettings(max_tokens=100), Tally())
+            caller.ask(
+                "a",
+                [Message(role="user", content=f"{i:036d}")],
+                ReplySettings(max_tokens=100),
+                Tally(),
+            )
             for i in range(count)
         )
         found = await asyncio.gather(*asks, return_exceptions=True)
@@ -47,7 +52,9 @@ def test_calls_are_never_more_than_allowed(tmp_path) -> None:
         limited = config(server.url, budget={"calls": 7})
         assert ask_many(limited, tmp_path, 50) == (7, Spending(calls=7, tokens=105, nanos=0))
         assert len(server.bodies) == 7
-        assert ask_many(limited, tmp_path, 50)[0] == 7  # those that are kept; the next start may send none
+        assert (
+            ask_many(limited, tmp_path, 50)[0] == 7
+        )  # those that are kept; the next start may send none
         assert len(server.bodies) == 7
 
 
@@ -66,13 +73,19 @@ def test_money_is_counted_in_whole_billionths(tmp_path) -> None:
     # 200 000 spent; then 220 000 + 300 000 would pass 500 000.
     with chat_server(says("x", delay_s=0.02)) as server:
         limited = config(server.url, budget={"money": 0.0005}, prices={"prompt": 1.0, "reply": 2.0})
-        assert ask_many(limited, tmp_path, 50) == (11, Spending(calls=11, tokens=165, nanos=220_000))
+        assert ask_many(limited, tmp_path, 50) == (
+            11,
+            Spending(calls=11, tokens=165, nanos=220_000),
+        )
         assert len(server.bodies) == 11
 
 
 def test_a_reply_without_counts_is_charged_at_the_most_it_may_have_cost(tmp_path) -> None:
     with chat_server(says("x", usage={"prompt_tokens": -1})) as server:
-        assert ask_many(config(server.url), tmp_path, 1) == (1, Spending(calls=1, tokens=200, nanos=0))
+        assert ask_many(config(server.url), tmp_path, 1) == (
+            1,
+            Spending(calls=1, tokens=200, nanos=0),
+        )
 
 
 def test_the_ledger_by_hand(tmp_path) -> None:
@@ -123,7 +136,10 @@ def test_a_cancelled_run_leaves_a_whole_ledger(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.sqlite"]
     db = sqlite3.connect(tmp_path / "ledger.sqlite")
     assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    assert db.execute("SELECT open, count(*) FROM calls GROUP BY open").fetchall() == [(0, 4), (1, 4)]
+    assert db.execute("SELECT open, count(*) FROM calls GROUP BY open").fetchall() == [
+        (0, 4),
+        (1, 4),
+    ]
     assert db.execute("SELECT count(*) FROM replies").fetchone() == (4,)
     db.close()
 
@@ -133,7 +149,7 @@ def test_a_killed_run_has_kept_its_replies_and_owes_what_was_in_flight(tmp_path)
         import asyncio, sys
         from contextlib import aclosing
         from pathlib import Path
-        from mcore_mas.rollout.rewards.coach import Coach
+        from rollout.rewards.coach import Coach
         from tests.support.coached import config, group, trajectory, turn
 
         played = [group(trajectory(*(turn(i, "solver", f"{i}") for i in range(8))))]
@@ -166,4 +182,6 @@ def test_a_killed_run_has_kept_its_replies_and_owes_what_was_in_flight(tmp_path)
     assert sorted(scores) == [4.0] * 4 + [6.0] * 4
     assert metrics["coach/solver/cache_hits"] == 4.0
     assert metrics["coach/spent_calls"] == 12.0  # 4 + 4 that were killed + 4
-    assert metrics["coach/spent_tokens"] > 8 * 15 + 4 * 1024  # the killed ones at the most they may have cost
+    assert (
+        metrics["coach/spent_tokens"] > 8 * 15 + 4 * 1024
+    )  # the killed ones at the most they may have cost

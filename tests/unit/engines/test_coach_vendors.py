@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from mcore_mas.rollout.base.http import Unanswered
-from mcore_mas.rollout.engines.remote import PROVIDERS, ApiKey, RemoteError, ReplySettings, provider_class
-from mcore_mas.rollout.records.trajectory import Message
-from mcore_mas.rollout.rewards.coach import Coach
+from rollout.base.http import Unanswered
+from rollout.engines.remote import PROVIDERS, ApiKey, RemoteError, ReplySettings, provider_class
+from rollout.records.trajectory import Message
+from rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server
 from tests.support.coached import config
 
@@ -27,7 +27,9 @@ ANTHROPIC = {
     "usage": {"input_tokens": 12, "output_tokens": 3},
 }
 GEMINI = {
-    "candidates": [{"content": {"role": "model", "parts": [{"text": "42"}]}, "finishReason": "STOP"}],
+    "candidates": [
+        {"content": {"role": "model", "parts": [{"text": "42"}]}, "finishReason": "STOP"}
+    ],
     "usageMetadata": {"promptTokenCount": 12, "candidatesTokenCount": 3, "thoughtsTokenCount": 4},
 }
 
@@ -39,8 +41,12 @@ def has(module: str) -> bool:
         return False
 
 
-needs_anthropic = pytest.mark.skipif(not has("anthropic"), reason="needs the library anthropic (extra: coach)")
-needs_gemini = pytest.mark.skipif(not has("google.genai"), reason="needs the library google-genai (extra: coach)")
+needs_anthropic = pytest.mark.skipif(
+    not has("anthropic"), reason="needs the library anthropic (extra: coach)"
+)
+needs_gemini = pytest.mark.skipif(
+    not has("google.genai"), reason="needs the library google-genai (extra: coach)"
+)
 VENDORS = [
     pytest.param("anthropic", ANTHROPIC, 3, marks=needs_anthropic),
     pytest.param("gemini", GEMINI, 7, marks=needs_gemini),  # thoughts are billed as output
@@ -74,14 +80,21 @@ def test_a_vendor_answers(provider, body, reply_tokens) -> None:
 @pytest.mark.parametrize(("provider", "body", "reply_tokens"), VENDORS)
 def test_a_vendor_is_busy_or_refuses_the_key(provider, body, reply_tokens) -> None:
     with pytest.raises(Unanswered) as caught:
-        complete(provider, Response(b'{"error": {"message": "slow"}}', status=429, headers={"Retry-After": "3"}))
+        complete(
+            provider,
+            Response(b'{"error": {"message": "slow"}}', status=429, headers={"Retry-After": "3"}),
+        )
     assert caught.value.retry_after_s == 3.0
     with pytest.raises(RemoteError, match="status 401"):
         complete(provider, Response(b'{"error": {"message": "bad key"}}', status=401))
 
 
-@pytest.mark.parametrize(("provider", "module"), [("anthropic", "anthropic"), ("gemini", "google.genai")])
-def test_a_missing_library_is_one_line_before_anything_is_played(provider, module, monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("provider", "module"), [("anthropic", "anthropic"), ("gemini", "google.genai")]
+)
+def test_a_missing_library_is_one_line_before_anything_is_played(
+    provider, module, monkeypatch, tmp_path
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(RemoteError, match=r"pip install mcore-mas\[coach\]"):
         Coach(config("https://example.org", provider=provider), tmp_path)

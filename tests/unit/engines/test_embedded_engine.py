@@ -16,11 +16,17 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.embedded import batching
-from mcore_mas.rollout.engines.embedded.batching import Ask, EmbeddedEngine, LocalEngine, LocalReplicas, Report
-from mcore_mas.rollout.engines.embedded.rows import uniforms
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from rollout.base.errors import EngineError
+from rollout.engines.embedded import batching
+from rollout.engines.embedded.batching import (
+    Ask,
+    EmbeddedEngine,
+    LocalEngine,
+    LocalReplicas,
+    Report,
+)
+from rollout.engines.embedded.rows import uniforms
+from rollout.records.trajectory import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, steps, worst
 
 torch.set_num_threads(1)
@@ -30,7 +36,9 @@ def test_requests_wait_for_a_row(qwen2: Path) -> None:
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
     for i in range(5):
         engine.submit(i, [i, i + 1], Sampling(max_tokens=4, seed=i))
-    assert engine.step() == []  # the first token comes with the prompt, the second with the first decoding pass
+    assert (
+        engine.step() == []
+    )  # the first token comes with the prompt, the second with the first decoding pass
     assert engine.stats.decode_tokens == 4
     done = drain(engine)
     assert sorted(done) == [0, 1, 2, 3, 4]
@@ -49,13 +57,19 @@ def test_requests_wait_for_a_row(qwen2: Path) -> None:
     ],
 )
 def test_an_exchange_takes_as_long_as_nobody_wants_it_back(
-    qwen2: Path, monkeypatch: pytest.MonkeyPatch, called: list[int] | None, stream: int, steps_taken: int
+    qwen2: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    called: list[int] | None,
+    stream: int,
+    steps_taken: int,
 ) -> None:
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
     engine.called = None if called is None else np.array(called)
     seconds = itertools.count()  # one for each step
     monkeypatch.setattr(
-        batching, "time", SimpleNamespace(monotonic=lambda: next(seconds), thread_time=time.thread_time)
+        batching,
+        "time",
+        SimpleNamespace(monotonic=lambda: next(seconds), thread_time=time.thread_time),
     )
     engine.exchange([(1, [1, 2], Sampling(max_tokens=60), stream, 0)], [], 2.0)
     assert engine.stats.steps == steps_taken
@@ -70,7 +84,10 @@ def test_update_in_the_middle_gives_two_spans_and_keeps_old_keys(qwen2: Path) ->
     engine.load_weights(other.state_dict().items(), 4)
     engine.load_weights(other.state_dict().items(), 5)  # no token was sampled by version 4
     completion = drain(engine)[1]
-    assert [(span.version, span.start, span.end) for span in completion.versions] == [(3, 0, 4), (5, 4, 10)]
+    assert [(span.version, span.start, span.end) for span in completion.versions] == [
+        (3, 0, 4),
+        (5, 4, 10),
+    ]
     engine.submit(2, [*prompt, *completion.token_ids], Sampling(max_tokens=10))
     after = drain(engine)[2]
     assert after.cached_tokens == 0  # what ran across the update is no one's prefix
@@ -86,7 +103,10 @@ def test_after_an_update_new_weights_read_old_keys(qwen2: Path) -> None:
     steps(engine, 2)  # 3 tokens, the last without keys
     engine.load_weights(new.state_dict().items(), 1)
     completion = drain(engine)[1]
-    assert [(span.version, span.start, span.end) for span in completion.versions] == [(0, 0, 3), (1, 3, 9)]
+    assert [(span.version, span.start, span.end) for span in completion.versions] == [
+        (0, 0, 3),
+        (1, 3, 9),
+    ]
     ids = torch.tensor([[*prompt, *completion.token_ids]])
     with torch.no_grad():
         before = old(ids[:, : 5 + 2], use_cache=True)
@@ -96,7 +116,9 @@ def test_after_an_update_new_weights_read_old_keys(qwen2: Path) -> None:
     assert completion.logprobs == pytest.approx(right.tolist(), abs=LOGPROB_TOLERANCE)
     with torch.no_grad():
         alone = new(ids).logits[0, 4:-1].log_softmax(-1).gather(-1, ids[0, 5:, None])[:, 0]
-    assert (alone - right).abs().min() > 1e-3  # no token would be taken for one of the other version
+    assert (
+        alone - right
+    ).abs().min() > 1e-3  # no token would be taken for one of the other version
 
 
 def test_abort(qwen2: Path) -> None:
@@ -133,7 +155,12 @@ def test_aborts_in_a_full_house_let_the_waiting_in(qwen2: Path) -> None:
     order = []
     while engine.has_work:
         order += [number for number, _ in engine.step()]
-    assert order == [2, 4, 6, 5]  # in the order of their coming, whatever their length: 5 and 6 waited for 2 and 4
+    assert order == [
+        2,
+        4,
+        6,
+        5,
+    ]  # in the order of their coming, whatever their length: 5 and 6 waited for 2 and 4
 
 
 def test_broken_weights_are_an_error_not_a_crash(qwen2: Path) -> None:
@@ -157,23 +184,35 @@ def test_what_broken_weights_left_in_a_row_harms_no_one(qwen2: Path) -> None:
     engine.submit(1, list(range(30)), Sampling(max_tokens=4))
     assert isinstance(drain(engine)[1], EngineError)
     engine.load_weights(state.items(), 9)
-    prompts = {1: [1, 2], 2: list(range(40, 60))}  # side by side, the first is as wide as the second
+    prompts = {
+        1: [1, 2],
+        2: list(range(40, 60)),
+    }  # side by side, the first is as wide as the second
     for key, prompt in prompts.items():
         engine.submit(key, prompt, Sampling(max_tokens=4))
     done = drain(engine)
-    assert max(worst(model, prompt, done[key]) for key, prompt in prompts.items()) < LOGPROB_TOLERANCE
+    assert (
+        max(worst(model, prompt, done[key]) for key, prompt in prompts.items()) < LOGPROB_TOLERANCE
+    )
 
 
 def test_copies_of_an_engine_share_the_work_and_a_prompt_goes_where_it_is(qwen2: Path) -> None:
     """As on several GPUs: a reply is the same wherever it is sampled, and the model is in the host's memory once."""
     alone = LocalEngine(qwen2, max_length=64, deterministic=True)
-    engine = LocalReplicas(qwen2, devices=["cpu", "cpu"], max_length=64, rows=16, deterministic=True)
+    engine = LocalReplicas(
+        qwen2, devices=["cpu", "cpu"], max_length=64, rows=16, deterministic=True
+    )
     first, second = engine.engines
     assert first.core.decoder.halves is second.core.decoder.halves
     prompts = [[1, 2, number % 2] for number in range(12)]
 
-    async def play(engine: LocalEngine | LocalReplicas) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        asked = [engine.generate(prompt, Sampling(max_tokens=4, seed=n)) for n, prompt in enumerate(prompts)]
+    async def play(
+        engine: LocalEngine | LocalReplicas,
+    ) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        asked = [
+            engine.generate(prompt, Sampling(max_tokens=4, seed=n))
+            for n, prompt in enumerate(prompts)
+        ]
         return [(said.token_ids, said.logprobs) for said in await asyncio.gather(*asked)]
 
     assert asyncio.run(play(engine)) == asyncio.run(play(alone))
@@ -181,27 +220,41 @@ def test_copies_of_an_engine_share_the_work_and_a_prompt_goes_where_it_is(qwen2:
     assert [own.core.stats.prefill_tokens for own in engine.engines] == [3, 3]
 
 
-def test_engines_on_gpus_work_at_the_same_time(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engines, both = [LocalEngine(qwen2, max_length=64, rows=2) for _ in range(2)], threading.Barrier(2, timeout=20)
+def test_engines_on_gpus_work_at_the_same_time(
+    qwen2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, both = (
+        [LocalEngine(qwen2, max_length=64, rows=2) for _ in range(2)],
+        threading.Barrier(2, timeout=20),
+    )
     for engine in engines:
-        monkeypatch.setattr(engine.core.decoder, "device", torch.device("meta"))  # no CPU; nothing is computed
+        monkeypatch.setattr(
+            engine.core.decoder, "device", torch.device("meta")
+        )  # no CPU; nothing is computed
 
         def exchange(asks: list[Ask], aborts: list[int]) -> list[Report]:
             both.wait()
             return [
-                (number, Completion(token_ids=(9,), logprobs=(0.0,), finish_reason="stop", versions=()))
+                (
+                    number,
+                    Completion(token_ids=(9,), logprobs=(0.0,), finish_reason="stop", versions=()),
+                )
                 for number, *_ in asks
             ]
 
         monkeypatch.setattr(engine.core, "exchange", exchange)
 
     async def play() -> list[Completion]:
-        return await asyncio.gather(*(engine.generate([1], Sampling(max_tokens=1)) for engine in engines))
+        return await asyncio.gather(
+            *(engine.generate([1], Sampling(max_tokens=1)) for engine in engines)
+        )
 
     assert [said.token_ids for said in asyncio.run(play())] == [(9,), (9,)]
 
 
-def test_a_step_that_breaks_fails_who_waits_and_nobody_later(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_breaks_fails_who_waits_and_nobody_later(
+    qwen2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = LocalEngine(qwen2, max_length=64, rows=2)
 
     def breaks(*_: Any) -> None:
@@ -238,7 +291,11 @@ def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(qwen2: 
         return done
 
     alone = play(*([number] for number in range(len(prompts))))
-    for other in (play([0, 1, 2, 3, 4, 5, 6]), play([6, 2, 5], [4, 1, 0, 3]), play([5, 4, 3, 2, 1, 0, 6], rows=3)):
+    for other in (
+        play([0, 1, 2, 3, 4, 5, 6]),
+        play([6, 2, 5], [4, 1, 0, 3]),
+        play([5, 4, 3, 2, 1, 0, 6], rows=3),
+    ):
         for number, completion in alone.items():
             assert other[number].token_ids == completion.token_ids
             assert other[number].logprobs == completion.logprobs  # not a bit apart
@@ -256,7 +313,9 @@ def test_a_token_is_drawn_by_its_seed_and_its_place_in_the_completion(qwen2: Pat
             logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, 4:-1]
         below = (logits.double() / 0.8).softmax(-1).cumsum(-1).numpy()
         draws = uniforms(np.full(20, number, dtype=np.uint64), np.arange(20))
-        assert completion.token_ids == tuple(int(np.searchsorted(row, u)) for row, u in zip(below, draws, strict=True))
+        assert completion.token_ids == tuple(
+            int(np.searchsorted(row, u)) for row, u in zip(below, draws, strict=True)
+        )
 
 
 def test_a_reply_goes_on_behind_its_first_tokens_to_the_bit(qwen2: Path) -> None:
@@ -266,14 +325,22 @@ def test_a_reply_goes_on_behind_its_first_tokens_to_the_bit(qwen2: Path) -> None
     whole = drain(engine)[0]
     for cut in (1, 16, 33, 59):
         other = EmbeddedEngine.from_folder(qwen2, max_length=160, deterministic=True)
-        other.submit(1, [9] * 40, Sampling(max_tokens=90, seed=1))  # something else in the same batches
-        begun = replace(whole, token_ids=whole.token_ids[:cut], logprobs=whole.logprobs[:cut], finish_reason="")
+        other.submit(
+            1, [9] * 40, Sampling(max_tokens=90, seed=1)
+        )  # something else in the same batches
+        begun = replace(
+            whole, token_ids=whole.token_ids[:cut], logprobs=whole.logprobs[:cut], finish_reason=""
+        )
         begun = replace(begun, versions=(replace(whole.versions[0], end=cut),))
-        other.submit(0, [*prompt, *begun.token_ids], replace(sampling, first=cut, max_tokens=60 - cut))
+        other.submit(
+            0, [*prompt, *begun.token_ids], replace(sampling, first=cut, max_tokens=60 - cut)
+        )
         assert replace(begun.then(drain(other)[0]), cached_tokens=whole.cached_tokens) == whole
 
 
-def test_what_is_told_of_a_reply_is_all_of_it_once_with_the_versions_that_sampled_it(qwen2: Path) -> None:
+def test_what_is_told_of_a_reply_is_all_of_it_once_with_the_versions_that_sampled_it(
+    qwen2: Path,
+) -> None:
     async def run() -> None:
         engine = LocalEngine(qwen2, max_length=160)
         parts: list[Completion] = []
@@ -282,7 +349,9 @@ def test_what_is_told_of_a_reply_is_all_of_it_once_with_the_versions_that_sample
             assert place == sum(len(part.token_ids) for part in parts)
             parts.append(part)
             if len(parts) == 2:  # after so many tokens
-                engine.core.load_weights(list(Qwen2ForCausalLM.from_pretrained(qwen2).state_dict().items()), 7)
+                engine.core.load_weights(
+                    list(Qwen2ForCausalLM.from_pretrained(qwen2).state_dict().items()), 7
+                )
             return True
 
         hear.every = 8  # type: ignore[attr-defined]
@@ -290,8 +359,14 @@ def test_what_is_told_of_a_reply_is_all_of_it_once_with_the_versions_that_sample
         assert [len(part.token_ids) for part in parts] == [8, 8, 8, 8]
         told = parts[0].then(parts[1]).then(parts[2]).then(parts[3])
         assert (told.token_ids, told.logprobs) == (whole.token_ids[:32], whole.logprobs[:32])
-        assert [(span.version, span.start, span.end) for span in told.versions] == [(0, 0, 16), (7, 16, 32)]
-        assert [(span.version, span.start, span.end) for span in whole.versions] == [(0, 0, 16), (7, 16, 36)]
+        assert [(span.version, span.start, span.end) for span in told.versions] == [
+            (0, 0, 16),
+            (7, 16, 32),
+        ]
+        assert [(span.version, span.start, span.end) for span in whole.versions] == [
+            (0, 0, 16),
+            (7, 16, 36),
+        ]
 
     asyncio.run(run())
 
@@ -309,7 +384,9 @@ def test_stop_tokens_are_a_requests_own(qwen2: Path) -> None:
     engine.submit(4, [9], free)
     engine.submit(5, [8], Sampling(max_tokens=4))
     steps(engine, 1)
-    engine.submit(6, [9], replace(free, stop=(70, 71, 72, 73)))  # there is room made for four; 0 is among the tokens
+    engine.submit(
+        6, [9], replace(free, stop=(70, 71, 72, 73))
+    )  # there is room made for four; 0 is among the tokens
     done = drain(engine)
     assert done[4].token_ids == done[6].token_ids == tokens
 

@@ -19,9 +19,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.records.trajectory import Sampling
+from rollout.base.errors import EngineError
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.trajectory import Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, worst
 
 torch.set_num_threads(1)
@@ -54,11 +54,15 @@ def save(path: Path, model: Any) -> Any:
         ),
         (
             Qwen3MoeForCausalLM,
-            Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, num_experts_per_tok=2, norm_topk_prob=True),
+            Qwen3MoeConfig(
+                **SIZES, **EXPERTS, head_dim=16, num_experts_per_tok=2, norm_topk_prob=True
+            ),
         ),
         (
             Qwen3MoeForCausalLM,  # its first layer is dense, and shares of experts do not add up to 1
-            Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, num_experts_per_tok=3, mlp_only_layers=[0]),
+            Qwen3MoeConfig(
+                **SIZES, **EXPERTS, head_dim=16, num_experts_per_tok=3, mlp_only_layers=[0]
+            ),
         ),
     ],
     ids=["qwen2-untied", "qwen3", "llama3", "mixture", "mixture-after-dense"],
@@ -109,21 +113,33 @@ def test_a_tied_head_may_come_but_not_differ(qwen2: Path) -> None:
     ("text", "message"),
     [
         (None, "no model here \\(config.json is missing\\)"),
-        ('{"model_type": "mamba"}', "model_type 'mamba' is not supported; known: llama, qwen2, qwen3"),
+        (
+            '{"model_type": "mamba"}',
+            "model_type 'mamba' is not supported; known: llama, qwen2, qwen3",
+        ),
         ('{"model_type": "qwen2"}', "no key 'num_attention_heads'"),
         ('{"model_type": "qwen2", "use_sliding_window": true}', "use_sliding_window is set"),
-        ('{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}', "quantization_config is set"),
+        (
+            '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}',
+            "quantization_config is set",
+        ),
         (
             '{"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}',
             "layer_types has more than",
         ),
         ('{"model_type": "qwen2", "hidden_act": "gelu"}', "hidden_act is set"),
-        ('{"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}', "rope_type 'yarn' is not supported"),
+        (
+            '{"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}',
+            "rope_type 'yarn' is not supported",
+        ),
         (
             '{"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0}}',
             "rope_type 'yarn' is not supported",
         ),
-        ('{"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}', "rope_type 'llama3' needs factor"),
+        (
+            '{"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}',
+            "rope_type 'llama3' needs factor",
+        ),
     ],
 )
 def test_a_bad_folder_is_told_in_one_line(tmp_path: Path, text: str | None, message: str) -> None:

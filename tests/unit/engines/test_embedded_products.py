@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from mcore_mas.rollout.engines.embedded import decoder as module
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.engines.embedded.cache import Cache
-from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
-from mcore_mas.rollout.models.architecture import architecture_of
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from rollout.engines.embedded import decoder as module
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.cache import Cache
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.models.architecture import architecture_of
+from rollout.records.trajectory import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, worst
 
 torch.set_num_threads(1)
@@ -32,21 +32,29 @@ def make_decoder(seed: int, **settings: Any) -> CachedDecoder:
 
 
 @needs_one_dnn
-def test_large_weights_are_multiplied_in_blocks_and_follow_every_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WORTH_BLOCKS", 32 * 64)  # of this model all but the output of attention
+def test_large_weights_are_multiplied_in_blocks_and_follow_every_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        module, "_WORTH_BLOCKS", 32 * 64
+    )  # of this model all but the output of attention
     decoder = make_decoder(0)
     layer = decoder.weights.layers[0]
     large = layer.qkv, layer.gate_up, layer.down, decoder.weights.head
     assert [weight in decoder._blocked for weight in (*large, layer.out)] == [True] * 4 + [False]
     x = torch.randn(7, 32)
-    torch.testing.assert_close(decoder._times(x, layer.qkv, layer.qkv_bias), F.linear(x, layer.qkv, layer.qkv_bias))
+    torch.testing.assert_close(
+        decoder._times(x, layer.qkv, layer.qkv_bias), F.linear(x, layer.qkv, layer.qkv_bias)
+    )
     engine, prompt = EmbeddedEngine(decoder), [5, 6, 7]
     for seed in (1, 0, 2):  # in either half of the buffers
         model = make_qwen2(seed)
         engine.load_weights(model.state_dict().items(), seed)
         for number in range(3):
             engine.submit(number, prompt, Sampling(max_tokens=20, seed=number))
-        assert max(worst(model, prompt, said) for said in drain(engine).values()) < LOGPROB_TOLERANCE
+        assert (
+            max(worst(model, prompt, said) for said in drain(engine).values()) < LOGPROB_TOLERANCE
+        )
     engine.sleep(("weights",))
     assert not decoder._blocked
     engine.wake(("weights",))
@@ -58,19 +66,28 @@ def test_products_in_bfloat16_round_their_factors_and_their_sums() -> None:
     decoder = make_decoder(0, bf16=True)
     # 1 + 2^-9 rounds to 1, and 256 + 1 to 256
     x = torch.tensor([[1 + 2**-9, 256.0]])
-    weight, bias = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).bfloat16(), torch.tensor([0.5, 2**-9]).bfloat16()
+    weight, bias = (
+        torch.tensor([[1.0, 0.0], [1.0, 1.0]]).bfloat16(),
+        torch.tensor([0.5, 2**-9]).bfloat16(),
+    )
     assert decoder._times(x, weight).tolist() == [[1.0, 256.0]]
-    assert decoder._times(x, weight, bias).tolist() == [[1.5, 256.0 + 2**-9]]  # the bias is added in float32
+    assert decoder._times(x, weight, bias).tolist() == [
+        [1.5, 256.0 + 2**-9]
+    ]  # the bias is added in float32
     assert decoder._plus(x, x, weight).tolist() == [[2 + 2**-9, 512.0]]
 
 
 @needs_bf16
 @pytest.mark.parametrize("blocks", [True, False])
-def test_an_engine_in_bfloat16_is_as_near_as_hugging_faces(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_in_bfloat16_is_as_near_as_hugging_faces(
+    blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not blocks:
         monkeypatch.setattr(module, "_one_dnn", None)
     decoder, prompt = make_decoder(0, bf16=True), [5, 6, 7]
-    assert len(decoder._blocked) == (9 if blocks and module._one_dnn else 0)  # four in each of two layers, and the head
+    assert len(decoder._blocked) == (
+        9 if blocks and module._one_dnn else 0
+    )  # four in each of two layers, and the head
     engine = EmbeddedEngine(decoder)
     for seed in (1, 0, 2):  # in either half of the buffers
         model = make_qwen2(seed)
@@ -82,11 +99,17 @@ def test_an_engine_in_bfloat16_is_as_near_as_hugging_faces(blocks: bool, monkeyp
             engine.submit(number, prompt, Sampling(max_tokens=20, seed=number))
         said = list(drain(engine).values())
         own = max(rounding(model, prompt, completion) for completion in said)
-        assert LOGPROB_TOLERANCE < max(worst(model, prompt, completion) for completion in said) < 2 * own
+        assert (
+            LOGPROB_TOLERANCE
+            < max(worst(model, prompt, completion) for completion in said)
+            < 2 * own
+        )
     assert {tensor.dtype for _, tensor in decoder.weights.tensors()} == {torch.float32}
 
 
-def test_a_processor_that_does_not_multiply_in_bfloat16_stays_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_that_does_not_multiply_in_bfloat16_stays_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_has_bf16", lambda: False)
     decoder = make_decoder(0, bf16=True)
     assert decoder.dtype == torch.float32
@@ -115,7 +138,9 @@ def test_experts_are_chosen_in_float32_by_an_engine_in_bfloat16() -> None:
     x = torch.zeros(1, 2)
     normed = torch.tensor([[256.0, 256.5]])  # which are the same in bfloat16
     times = make_decoder(0, bf16=True)._times
-    chosen = module._add_experts(times, SimpleNamespace(per_token=1, normalised=True, count=2), layer, x, normed)
+    chosen = module._add_experts(
+        times, SimpleNamespace(per_token=1, normalised=True, count=2), layer, x, normed
+    )
     assert chosen.tolist() == [[1]]
 
 
@@ -130,13 +155,18 @@ def test_normalisation_is_torchs() -> None:
     weight = torch.randn(32, generator=generator)
     for scale in (1e-4, 1.0, 1e3):  # the first as small as what keeps a length from 0
         x = scale * torch.randn(3, 5, 32, generator=generator)
-        torch.testing.assert_close(decoder._norm(x, weight), F.rms_norm(x, (32,), weight, decoder.shape.norm_eps))
+        torch.testing.assert_close(
+            decoder._norm(x, weight), F.rms_norm(x, (32,), weight, decoder.shape.norm_eps)
+        )
     assert decoder._norm(torch.zeros(1, 32), weight).eq(0).all()
 
 
 def test_a_tokens_key_is_contiguous_but_in_the_exact_mode() -> None:
     shape = make_decoder(0).shape
-    for exact, strides in ((False, (1, 8)), (True, (48, 1))):  # of a head's 8 dimensions, and of 48 positions
+    for exact, strides in (
+        (False, (1, 8)),
+        (True, (48, 1)),
+    ):  # of a head's 8 dimensions, and of 48 positions
         cache = Cache(shape, 3, 40, torch.device("cpu"), exact=exact)
         assert cache.keys.shape == (2, 3, 2, 8, 48)
         assert cache.keys.stride()[-2:] == strides

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.trajectory import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, worst
 
 torch.set_num_threads(1)
@@ -28,7 +28,9 @@ def test_prefix_reuse_changes_nothing_but_the_work(qwen2: Path) -> None:
         seen[reuse] = []
         for turn in range(3):
             for key in members:
-                engine.submit(key, history[key], Sampling(max_tokens=3 + key % 7, seed=turn * 100 + key))
+                engine.submit(
+                    key, history[key], Sampling(max_tokens=3 + key % 7, seed=turn * 100 + key)
+                )
             for key, completion in sorted(drain(engine).items()):
                 seen[reuse].append(completion)
                 history[key] = [*history[key], *completion.token_ids, 1, 2, 3]
@@ -41,7 +43,9 @@ def test_prefix_reuse_changes_nothing_but_the_work(qwen2: Path) -> None:
     assert work[False] > 9 * (40 + 45 + 55)
 
 
-def converse(engine: EmbeddedEngine, number: int, prompt: list[int], new: int = 3) -> tuple[Completion, list[int]]:
+def converse(
+    engine: EmbeddedEngine, number: int, prompt: list[int], new: int = 3
+) -> tuple[Completion, list[int]]:
     """One completion, and the prompt of the turn after it."""
     engine.submit(number, prompt, Sampling(max_tokens=new, seed=number))
     completion = drain(engine)[number]
@@ -59,7 +63,9 @@ def test_what_was_used_longest_ago_gives_way(qwen2: Path) -> None:
         converse(engine, 3, [3] * 10)  # takes the row of the other
         assert converse(engine, 4, last)[0].cached_tokens == len(last) - 2
         assert converse(engine, 5, [*other, 4])[0].cached_tokens == 0
-        engine.load_weights(Qwen2ForCausalLM.from_pretrained(qwen2).state_dict().items(), 0)  # forget everything
+        engine.load_weights(
+            Qwen2ForCausalLM.from_pretrained(qwen2).state_dict().items(), 0
+        )  # forget everything
 
 
 def test_a_row_of_no_use_gives_way_first(qwen2: Path) -> None:
@@ -67,7 +73,9 @@ def test_a_row_of_no_use_gives_way_first(qwen2: Path) -> None:
     engine.submit(0, [1, 2, 3], Sampling(max_tokens=20))
     engine.step()
     engine.load_weights(Qwen2ForCausalLM.from_pretrained(qwen2).state_dict().items(), 1)
-    _, again = converse(engine, 1, [4] * 10)  # has ended when the other does, whose keys are of two versions
+    _, again = converse(
+        engine, 1, [4] * 10
+    )  # has ended when the other does, whose keys are of two versions
     assert not engine.has_work
     converse(engine, 2, [5] * 10)
     assert converse(engine, 3, again)[0].cached_tokens == 10 + 2
@@ -86,12 +94,19 @@ def test_a_twin_is_no_ones_source_before_it_has_its_keys(qwen2: Path) -> None:
     followed = [converse(engine, number, [number] * 20)[1] for number in range(3)]
     converse(engine, 3, followed[0])
     converse(engine, 4, followed[2])  # row 1 is now the oldest, then 0, then 2
-    prompts = {5: [*range(40, 60)], 6: [*range(40, 60)], 7: [*range(40, 55), 1]}  # row 1, its twin in 0, a cousin in 2
+    prompts = {
+        5: [*range(40, 60)],
+        6: [*range(40, 60)],
+        7: [*range(40, 55), 1],
+    }  # row 1, its twin in 0, a cousin in 2
     for number, prompt in prompts.items():
         engine.submit(number, prompt, Sampling(max_tokens=4))
     done = drain(engine)
     assert [done[number].cached_tokens for number in prompts] == [0, 20, 15]
-    assert max(worst(model, prompt, done[number]) for number, prompt in prompts.items()) < LOGPROB_TOLERANCE
+    assert (
+        max(worst(model, prompt, done[number]) for number, prompt in prompts.items())
+        < LOGPROB_TOLERANCE
+    )
 
 
 def test_a_single_token_is_no_ones_prefix_until_it_has_keys(qwen2: Path) -> None:

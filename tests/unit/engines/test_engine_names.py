@@ -7,10 +7,10 @@ import asyncio
 import pytest
 import torch
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.options import UnknownName
-from mcore_mas.rollout.engines import ENGINES, engine_class
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from rollout.base.errors import EngineError
+from rollout.base.options import UnknownName
+from rollout.engines import ENGINES, engine_class
+from rollout.records.trajectory import Completion, Sampling
 from tests.support.scripted_engine import ScriptedEngine
 
 

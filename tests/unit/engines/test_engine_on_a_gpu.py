@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.embedded import rows as sampler
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
-from mcore_mas.rollout.models.architecture import architecture_of
-from mcore_mas.rollout.records.trajectory import Sampling
+from rollout.base.errors import EngineError
+from rollout.engines.embedded import rows as sampler
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.models.architecture import architecture_of
+from rollout.records.trajectory import Sampling
 
 CONFIG = {
     "model_type": "qwen3",  # has all there is: norms of queries and keys, and heads of a size of their own
@@ -39,7 +39,8 @@ class OneDevice(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         devices = {tensor.device.type for tensor in tensors}
         copies = func is torch.ops.aten._to_copy.default or (
-            func is torch.ops.aten.copy_.default and {tensor.dim() for tensor in tensors} == {1}  # all weights at once
+            func is torch.ops.aten.copy_.default
+            and {tensor.dim() for tensor in tensors} == {1}  # all weights at once
         )
         assert len(devices) < 2 or copies, f"{func} mixes {sorted(devices)}"
         return func(*args, **(kwargs or {}))
@@ -59,7 +60,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedEngine]:
 
     monkeypatch.setattr(sampler, "choose", chosen)
     with OneDevice():
-        yield EmbeddedEngine(CachedDecoder(architecture_of(CONFIG, "here"), 700, device="meta"), rows=8)
+        yield EmbeddedEngine(
+            CachedDecoder(architecture_of(CONFIG, "here"), 700, device="meta"), rows=8
+        )
 
 
 class _Host:
@@ -78,7 +81,12 @@ class _Host:
 def devices(engine: EmbeddedEngine) -> set[str]:
     """Of everything that a forward pass reads."""
     decoder = engine.decoder
-    held = [decoder._active.storage, decoder._active.embed, decoder._active.layers[0].qkv, decoder._rotation]
+    held = [
+        decoder._active.storage,
+        decoder._active.embed,
+        decoder._active.layers[0].qkv,
+        decoder._rotation,
+    ]
     return {tensor.device.type for tensor in [*held, engine._cache.keys, engine._cache.values]}
 
 
@@ -90,23 +98,41 @@ def run(engine: EmbeddedEngine) -> dict[int, Any]:
 
 
 def test_a_whole_load_is_computed_on_the_gpu(engine: EmbeddedEngine) -> None:
-    weights = [(name, torch.empty(tensor.shape)) for name, tensor in engine.decoder.weights.tensors()]
+    weights = [
+        (name, torch.empty(tensor.shape)) for name, tensor in engine.decoder.weights.tensors()
+    ]
     engine.load_weights(weights, 1)
     assert devices(engine) == {"meta"}
     assert engine.decoder.weights.embed.device.type == "cpu"  # where the trainer writes
     system = list(range(40))
-    prompts = [system, system, [*system, 1, 2], list(range(60)) * 8, [5]]  # twins, a prefix, several query blocks
-    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 3}]
+    prompts = [
+        system,
+        system,
+        [*system, 1, 2],
+        list(range(60)) * 8,
+        [5],
+    ]  # twins, a prefix, several query blocks
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"top_k": 3},
+    ]
     for number, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True)):
         engine.submit(number, prompt, Sampling(max_tokens=4 + number, **kind))
     done = run(engine)
-    assert {number: one.token_ids for number, one in done.items()} == {n: (7,) * (4 + n) for n in range(5)}
+    assert {number: one.token_ids for number, one in done.items()} == {
+        n: (7,) * (4 + n) for n in range(5)
+    }
     assert [done[number].cached_tokens for number in range(5)] == [0, 40, 40, 40, 0]
     engine.submit(9, [*system, 7, 7, 7, 3], Sampling(max_tokens=2))  # a next turn, in its row
     assert run(engine)[9].cached_tokens == 43
 
 
-def test_sleep_gives_the_gpu_back_and_an_update_brings_the_weights_again(engine: EmbeddedEngine) -> None:
+def test_sleep_gives_the_gpu_back_and_an_update_brings_the_weights_again(
+    engine: EmbeddedEngine,
+) -> None:
     engine.adopt(1, 1)
     engine.sleep()
     assert engine.decoder._active is engine.decoder.weights  # nothing on the GPU
@@ -137,7 +163,10 @@ def test_a_device_that_is_not_there_is_one_line() -> None:
 def test_a_gpu_gives_the_cpus_log_probabilities() -> None:
     shape = architecture_of(CONFIG, "here")
     generator = torch.Generator().manual_seed(0)
-    engines = {device: EmbeddedEngine(CachedDecoder(shape, 128, device=device), rows=8) for device in ("cpu", "cuda")}
+    engines = {
+        device: EmbeddedEngine(CachedDecoder(shape, 128, device=device), rows=8)
+        for device in ("cpu", "cuda")
+    }
     weights = [
         (name, torch.randn(tensor.shape, generator=generator) * 0.2)
         for name, tensor in engines["cpu"].decoder.weights.tensors()
@@ -146,7 +175,9 @@ def test_a_gpu_gives_the_cpus_log_probabilities() -> None:
     for device, engine in engines.items():
         engine.load_weights(weights, 1)
         for number in range(12):
-            engine.submit(number, [number, *range(20)], Sampling(max_tokens=30, seed=number, top_p=0.95))
+            engine.submit(
+                number, [number, *range(20)], Sampling(max_tokens=30, seed=number, top_p=0.95)
+            )
         said[device] = run(engine)
     for number, right in said["cpu"].items():
         assert said["cuda"][number].token_ids == right.token_ids

@@ -15,16 +15,25 @@ from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.models.exact import COLUMNS, ROWS, TERMS, products_are_exact, row_attention, row_product
-from mcore_mas.rollout.records.trajectory import Sampling
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.models.exact import (
+    COLUMNS,
+    ROWS,
+    TERMS,
+    products_are_exact,
+    row_attention,
+    row_product,
+)
+from rollout.records.trajectory import Sampling
 from tests.support.embedded import drain
 from tests.support.gradients import gradients_of
 from tests.support.reference import make_model
 
 LENGTH = 2 * TERMS + 100  # so that attention sums over more than one product
 exact_here = pytest.mark.skipif(
-    not products_are_exact(torch.ones(outputs, inputs) / 7 for inputs, outputs in ((48, 101), (64, 96), (900, 384))),
+    not products_are_exact(
+        torch.ones(outputs, inputs) / 7 for inputs, outputs in ((48, 101), (64, 96), (900, 384))
+    ),
     reason="this CPU's products give a row other bits beside other rows; engines compute sequences alone here",
 )
 
@@ -66,14 +75,18 @@ def prompts() -> list[list[int]]:
     """Of all lengths; some begin alike, and two are longer than one product sums."""
     ids = torch.randint(1, 101, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     sizes = (1, 3, 15, 16, 17, 40, 130, TERMS - 3, TERMS + 20, 2 * TERMS + 5)
-    return [ids[:size] for size in sizes] + [[*ids[:17], *ids[60 : 60 + size]] for size in (1, 20, 90)]
+    return [ids[:size] for size in sizes] + [
+        [*ids[:17], *ids[60 : 60 + size]] for size in (1, 20, 90)
+    ]
 
 
 @exact_here
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_trainer_and_engine_agree_to_the_bit(family: str, tmp_path: Path) -> None:
     make_model(family, tmp_path)
-    trainer = MegatronTrainer(TrainerSpec(model=str(tmp_path), lr=0.0, objective=Objective(), deterministic=True))
+    trainer = MegatronTrainer(
+        TrainerSpec(model=str(tmp_path), lr=0.0, objective=Objective(), deterministic=True)
+    )
     samples = said(tmp_path, prompts())
     together = [s.behaviour for s in samples]
     for share in (False, True):
@@ -83,14 +96,23 @@ def test_trainer_and_engine_agree_to_the_bit(family: str, tmp_path: Path) -> Non
 
 
 @exact_here
-def test_a_later_update_of_a_step_is_held_against_the_engine_by_the_scores_before_it(tmp_path: Path) -> None:
+def test_a_later_update_of_a_step_is_held_against_the_engine_by_the_scores_before_it(
+    tmp_path: Path,
+) -> None:
     make_model("qwen2", tmp_path)
-    trainer = MegatronTrainer(TrainerSpec(model=str(tmp_path), lr=0.01, objective=Objective(), deterministic=True))
+    trainer = MegatronTrainer(
+        TrainerSpec(model=str(tmp_path), lr=0.01, objective=Objective(), deterministic=True)
+    )
     batches = pack(said(tmp_path, prompts()[:4]), 900)
-    scored = [replace(batch, proximal=row) for batch, row in zip(batches, trainer.score(batches), strict=True)]
+    scored = [
+        replace(batch, proximal=row)
+        for batch, row in zip(batches, trainer.score(batches), strict=True)
+    ]
     assert trainer.update(batches)["agent/a/logprob_gap_max"] == 0.0
     assert trainer.update(scored)["agent/a/logprob_gap_max"] == 0.0
-    assert trainer.update(batches)["agent/a/logprob_gap_max"] > 1e-3  # by weights that two updates have changed
+    assert (
+        trainer.update(batches)["agent/a/logprob_gap_max"] > 1e-3
+    )  # by weights that two updates have changed
 
 
 @exact_here
@@ -99,7 +121,9 @@ def test_what_is_said_does_not_depend_on_what_else_is(family: str, tmp_path: Pat
     make_model(family, tmp_path)
     batched = said(tmp_path, prompts())
     narrow = said(tmp_path, prompts(), rows=2, reuse_prefixes=False)
-    assert [(s.completion_ids, s.behaviour) for s in narrow] == [(s.completion_ids, s.behaviour) for s in batched]
+    assert [(s.completion_ids, s.behaviour) for s in narrow] == [
+        (s.completion_ids, s.behaviour) for s in batched
+    ]
 
 
 @exact_here
@@ -107,7 +131,9 @@ def test_gradients_are_those_of_the_other_mode(tmp_path: Path) -> None:
     make_model("qwen3", tmp_path)
     found = []
     for deterministic in (False, True):
-        spec = TrainerSpec(model=str(tmp_path), lr=0.0, objective=Objective(), deterministic=deterministic)
+        spec = TrainerSpec(
+            model=str(tmp_path), lr=0.0, objective=Objective(), deterministic=deterministic
+        )
         trainer = MegatronTrainer(spec)
         metrics = trainer.update(pack(said(tmp_path, prompts()), 900))
         found.append((metrics["grad_norm"], dict(gradients_of(trainer))))
@@ -125,15 +151,23 @@ def test_a_row_of_a_product_or_of_attention_is_the_same_among_any_others() -> No
         weight, x = torch.randn(outputs, inputs), torch.randn(100, inputs)
         whole = row_product(x, weight)
         for first, size in ((0, 1), (3, 2), (5, ROWS), (7, 60)):
-            assert torch.equal(row_product(x[first : first + size], weight), whole[first : first + size])
+            assert torch.equal(
+                row_product(x[first : first + size], weight), whole[first : first + size]
+            )
         assert torch.allclose(whole, x @ weight.t(), atol=1e-3)
         assert products_are_exact([weight])
-    q, keys, values = torch.randn(4, 3, 32), torch.randn(4, 32, 2 * TERMS), torch.randn(4, 2 * TERMS, 32)
+    q, keys, values = (
+        torch.randn(4, 3, 32),
+        torch.randn(4, 32, 2 * TERMS),
+        torch.randn(4, 2 * TERMS, 32),
+    )
     seen = TERMS + COLUMNS - 1
     mask = torch.where(torch.arange(2 * TERMS) < seen, 0.0, -torch.inf)[None, None]
     out = row_attention(q, keys, values, mask)
     near = slice(0, TERMS + COLUMNS)
-    assert torch.equal(row_attention(q[:, :1], keys[..., near], values[:, near], mask[..., near]), out[:, :1])
+    assert torch.equal(
+        row_attention(q[:, :1], keys[..., near], values[:, near], mask[..., near]), out[:, :1]
+    )
     right = torch.softmax(q @ keys[..., :seen], -1) @ values[:, :seen]
     assert torch.allclose(out, right, atol=1e-5)
 
@@ -142,8 +176,13 @@ def test_where_products_are_not_exact_each_sequence_is_computed_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("qwen2", tmp_path)
-    monkeypatch.setattr("mcore_mas.rollout.engines.embedded.exact_decoder.products_are_exact", lambda weights: False)
-    engines = [EmbeddedEngine.from_folder(tmp_path, max_length=64, deterministic=True, rows=rows) for rows in (1, 8)]
+    monkeypatch.setattr(
+        "rollout.engines.embedded.exact_decoder.products_are_exact", lambda weights: False
+    )
+    engines = [
+        EmbeddedEngine.from_folder(tmp_path, max_length=64, deterministic=True, rows=rows)
+        for rows in (1, 8)
+    ]
     replies = []
     for engine in engines:
         assert not engine.decoder.exact

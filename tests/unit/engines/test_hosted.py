@@ -9,16 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.rollout.engines.embedded.engine import HostedEngine
-from mcore_mas.rollout.records.trajectory import Sampling
+from rollout.engines.embedded.engine import HostedEngine
+from rollout.records.trajectory import Sampling
 from tests.support.tiny import MAX_LENGTH, make_model
 
 
 @pytest.mark.slow
-def test_an_actor_that_is_stopped_is_started_again_and_says_the_same(tmp_path: Path, running_ray: None) -> None:
+def test_an_actor_that_is_stopped_is_started_again_and_says_the_same(
+    tmp_path: Path, running_ray: None
+) -> None:
     make_model(0).save_pretrained(tmp_path / "model")
     told: list[str] = []
-    engine = HostedEngine(tmp_path / "model", max_length=MAX_LENGTH, restarts=1, hang_s=20.0, tell=told.append)
+    engine = HostedEngine(
+        tmp_path / "model", max_length=MAX_LENGTH, restarts=1, hang_s=20.0, tell=told.append
+    )
     sampling = Sampling(max_tokens=30, seed=3)
 
     async def play() -> tuple[object, object]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mcore_mas.rollout.config.sections import build_player
-from mcore_mas.rollout.engines.embedded.batching import LocalEngine
-from mcore_mas.rollout.records.trajectory import Status, VersionSpan
-from mcore_mas.rollout.teams.collect import Deadlines
+from rollout.config.sections import build_player
+from rollout.engines.embedded.batching import LocalEngine
+from rollout.records.trajectory import Status, VersionSpan
+from rollout.teams.collect import Deadlines
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 
 TASKS = [replace(TASK, id=f"task {n}") for n in range(3)]
@@ -36,14 +36,17 @@ def model(tmp_path_factory):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
     path = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=True)).eval().save_pretrained(path)
+    Qwen2ForCausalLM(
+        Qwen2Config(**sizes, **heads, tie_word_embeddings=True)
+    ).eval().save_pretrained(path)
     return path
 
 
 def team_on(engine):
     team = make_team(engine)
     agents = {
-        name: replace(agent, sampling=replace(agent.sampling, max_tokens=12)) for name, agent in team.agents.items()
+        name: replace(agent, sampling=replace(agent.sampling, max_tokens=12))
+        for name, agent in team.agents.items()
     }
     return replace(team, agents=agents, players={"p": build_player(engine, Tokens())})
 
@@ -57,17 +60,31 @@ async def twice(task, team, env):
 def play(engine, *, tasks=TASKS, step=STEP, group_size=2, **options):
     async def run():
         groups = await collect(
-            tasks, team_on(engine), Adder, twice, group_size=group_size, seed=SEED, step=step, **options
+            tasks,
+            team_on(engine),
+            Adder,
+            twice,
+            group_size=group_size,
+            seed=SEED,
+            step=step,
+            **options,
         )
         while engine.core.has_work:  # what was aborted is handed out once more
             await asyncio.sleep(0)
         return groups
 
-    return {trajectory.id: trajectory for group in asyncio.run(run()) for trajectory in group.trajectories}
+    return {
+        trajectory.id: trajectory
+        for group in asyncio.run(run())
+        for trajectory in group.trajectories
+    }
 
 
 def said(played):
-    return {name: [turn.completion_ids for turn in trajectory.turns] for name, trajectory in played.items()}
+    return {
+        name: [turn.completion_ids for turn in trajectory.turns]
+        for name, trajectory in played.items()
+    }
 
 
 def test_a_repeated_step_says_the_same_whoever_else_plays(model):
@@ -94,7 +111,9 @@ def test_what_is_late_leaves_no_row_of_the_engine_occupied(model):
     assert Status.ABORTED in {trajectory.status for trajectory in played.values()}
     assert not engine.core._rows.live.any()
     assert not engine._waiting
-    assert {trajectory.status for trajectory in play(engine, tasks=TASKS[:1]).values()} == {Status.COMPLETED}
+    assert {trajectory.status for trajectory in play(engine, tasks=TASKS[:1]).values()} == {
+        Status.COMPLETED
+    }
 
 
 def test_a_turn_records_which_weights_sampled_which_of_its_tokens(model):
@@ -113,6 +132,9 @@ def test_a_turn_records_which_weights_sampled_which_of_its_tokens(model):
     [group] = asyncio.run(run())
     first, second = group.trajectories[0].turns
     size = len(first.completion_ids)
-    assert first.versions == (VersionSpan(version=0, start=0, end=3), VersionSpan(version=7, start=3, end=size))
+    assert first.versions == (
+        VersionSpan(version=0, start=0, end=3),
+        VersionSpan(version=7, start=3, end=size),
+    )
     assert (first.policy_version, first.oldest_version) == (7, 0)
     assert (second.policy_version, second.oldest_version) == (7, 7)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines import engine_class
-from mcore_mas.rollout.engines.embedded import replicas
-from mcore_mas.rollout.engines.embedded.batching import LocalEngine
-from mcore_mas.rollout.engines.embedded.replicas import ReplicatedEngine
-from mcore_mas.rollout.records.trajectory import Sampling
+from rollout.base.errors import EngineError
+from rollout.engines import engine_class
+from rollout.engines.embedded import replicas
+from rollout.engines.embedded.batching import LocalEngine
+from rollout.engines.embedded.replicas import ReplicatedEngine
+from rollout.records.trajectory import Sampling
 from tests.support.tiny import MAX_LENGTH, make_model
 
 torch.set_num_threads(1)
@@ -25,12 +25,19 @@ PROMPTS = [[n, n + 1, n + 2] for n in range(6)]
 
 
 def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor) for name, tensor in make_model(seed).state_dict().items() if name != "lm_head.weight"]
+    return [
+        (name, tensor)
+        for name, tensor in make_model(seed).state_dict().items()
+        if name != "lm_head.weight"
+    ]
 
 
 async def play(engine: Any, new: int = 60) -> list[tuple[int, ...]]:
     """What it says to all prompts at once."""
-    asked = [engine.generate(prompt, Sampling(max_tokens=new, seed=n)) for n, prompt in enumerate(PROMPTS)]
+    asked = [
+        engine.generate(prompt, Sampling(max_tokens=new, seed=n))
+        for n, prompt in enumerate(PROMPTS)
+    ]
     return [completion.token_ids for completion in await asyncio.gather(*asked)]
 
 
@@ -39,7 +46,9 @@ async def pids(engine: ReplicatedEngine) -> list[int]:
 
 
 @pytest.mark.slow
-def test_actors_join_and_leave_and_the_tokens_stay_the_same(tmp_path: Path, running_ray: None) -> None:
+def test_actors_join_and_leave_and_the_tokens_stay_the_same(
+    tmp_path: Path, running_ray: None
+) -> None:
     make_model(0).save_pretrained(tmp_path / "model")
     told: list[str] = []
     free: list[dict[str, Any]] = []
@@ -61,11 +70,15 @@ def test_actors_join_and_leave_and_the_tokens_stay_the_same(tmp_path: Path, runn
         both = await pids(engine)
         assert len({*both}) == 2
         groups = [
-            asyncio.create_task(engine.generate(PROMPTS[n // 8], Sampling(max_tokens=9, seed=n))) for n in range(32)
+            asyncio.create_task(engine.generate(PROMPTS[n // 8], Sampling(max_tokens=9, seed=n)))
+            for n in range(32)
         ]
         while sum(len(actor._waiting) for actor in engine._actors) < 32:
             await asyncio.sleep(0)
-        asked = [sorted(tuple(ask[1]) for ask, _, _ in actor._waiting.values()) for actor in engine._actors]
+        asked = [
+            sorted(tuple(ask[1]) for ask, _, _ in actor._waiting.values())
+            for actor in engine._actors
+        ]
         assert asked == [[(0, 1, 2)] * 8 + [(2, 3, 4)] * 8, [(1, 2, 3)] * 8 + [(3, 4, 5)] * 8]
         await asyncio.gather(*groups)
         first = await play(alone)
@@ -91,7 +104,9 @@ def test_actors_join_and_leave_and_the_tokens_stay_the_same(tmp_path: Path, runn
         assert await play(engine) == second
         [last] = await pids(engine)
         os.kill(last, signal.SIGKILL)
-        assert await play(engine) == second  # started again, on the weights that were handed over last
+        assert (
+            await play(engine) == second
+        )  # started again, on the weights that were handed over last
         [last] = await pids(engine)
         os.kill(last, signal.SIGKILL)
         with pytest.raises(EngineError, match="actor failed"):
@@ -142,11 +157,15 @@ def test_an_actor_that_dies_while_nobody_asks_it_leaves_all_the_same(
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_there_ends_the_engine_at_once(tmp_path: Path, running_ray: None) -> None:
+def test_a_model_that_is_not_there_ends_the_engine_at_once(
+    tmp_path: Path, running_ray: None
+) -> None:
     with pytest.raises(EngineError, match="/nowhere: no model here"):
         ReplicatedEngine("/nowhere", places=[{}], weights_folder=tmp_path / "w", max_length=8)
     make_model(0).config.save_pretrained(tmp_path)
-    engine = ReplicatedEngine(tmp_path, places=[{}, {}], weights_folder=tmp_path / "w", max_length=8)
+    engine = ReplicatedEngine(
+        tmp_path, places=[{}, {}], weights_folder=tmp_path / "w", max_length=8
+    )
     with pytest.raises(EngineError, match=r"no \*.safetensors file"):
         asyncio.run(engine.generate([1], Sampling(max_tokens=1)))
     engine.close()

@@ -14,14 +14,14 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.engines.sglang.client import SGLangClient, StreamedReply, routing_of
-from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.engines.sglang.server import server_arguments
-from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
-from mcore_mas.rollout.models.architecture import Experts
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
+from rollout.base.errors import EngineError
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.sglang.client import SGLangClient, StreamedReply, routing_of
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.server import server_arguments
+from rollout.engines.sglang.settings import SGLangSettings
+from rollout.models.architecture import Experts
+from rollout.records.trajectory import Completion, Sampling, VersionSpan
 from tests.support import reference
 from tests.support.embedded import SIZES, drain
 
@@ -52,7 +52,9 @@ def test_completions_name_the_experts_that_hugging_face_chooses(
     tmp_path: Path, experts: int, dtype: str, deterministic: bool
 ) -> None:
     model = mixture(tmp_path, experts)
-    engine = EmbeddedEngine.from_folder(tmp_path, max_length=128, rows=6, routing=True, deterministic=deterministic)
+    engine = EmbeddedEngine.from_folder(
+        tmp_path, max_length=128, rows=6, routing=True, deterministic=deterministic
+    )
 
     def check(prompts: dict[int, list[int]]) -> dict[int, Completion]:
         for number, prompt in prompts.items():
@@ -84,7 +86,9 @@ def test_who_is_not_asked_says_nothing(tmp_path: Path) -> None:
 
 def test_a_reply_that_goes_on_has_the_experts_of_all_of_it() -> None:
     begun = Completion(token_ids=(4,), logprobs=(0.0,), finish_reason="", versions=())
-    rest = Completion(token_ids=(5,), logprobs=(0.0,), finish_reason="stop", versions=(), routing=b"\1\2\3")
+    rest = Completion(
+        token_ids=(5,), logprobs=(0.0,), finish_reason="stop", versions=(), routing=b"\1\2\3"
+    )
     whole = begun.then(rest)  # the prompt of the rest ends with what was there
     assert (whole.token_ids, whole.routing) == ((4, 5), b"\1\2\3")
 
@@ -111,29 +115,45 @@ def test_a_reply_that_ends_at_a_stop_has_the_experts_and_versions_of_what_is_lef
     assert whole.ended(5, prompt=3) == replace(whole, finish_reason="stop")
 
 
-EXPERTS = Experts(count=128, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48)  # Qwen3-30B-A3B's
+EXPERTS = Experts(
+    count=128, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48
+)  # Qwen3-30B-A3B's
 
 
 def answered(numbers: np.ndarray, reply: int) -> dict[str, Any]:
     """As SGLang 0.5.23 answers `return_routed_experts`: int32, in base64, without a shape."""
-    meta = {"routed_experts": b64encode(numbers.astype("<i4").tobytes()).decode(), "finish_reason": {"type": "stop"}}
+    meta = {
+        "routed_experts": b64encode(numbers.astype("<i4").tobytes()).decode(),
+        "finish_reason": {"type": "stop"},
+    }
     return {"output_ids": [7] * reply, "meta_info": meta}
 
 
 def test_an_answer_of_sglang_is_read() -> None:
-    numbers = np.random.default_rng(0).permuted(np.tile(np.arange(128), (5 + 3 - 1, 48, 1)), axis=2)[..., :8]
+    numbers = np.random.default_rng(0).permuted(
+        np.tile(np.arange(128), (5 + 3 - 1, 48, 1)), axis=2
+    )[..., :8]
     assert routing_of(answered(numbers, 3), 5, EXPERTS) == numbers.astype("u1").tobytes()
     many = Experts(count=512, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48)
-    assert routing_of(answered(numbers + 300, 3), 5, many) == (numbers + 300).astype("<u2").tobytes()
+    assert (
+        routing_of(answered(numbers + 300, 3), 5, many) == (numbers + 300).astype("<u2").tobytes()
+    )
     with pytest.raises(
-        EngineError, match=r"SGLang gave 2688 routed experts between 0 and 127; expected 8 x 48 x 8 belo"
+        EngineError,
+        match=r"SGLang gave 2688 routed experts between 0 and 127; expected 8 x 48 x 8 belo",
     ):
         routing_of(answered(numbers, 4), 5, EXPERTS)
     with pytest.raises(EngineError, match=r"between 0 and 128; expected 7 x 48 x 8 below 128"):
         routing_of(answered(numbers + 1, 3), 5, EXPERTS)
-    with pytest.raises(EngineError, match=r"no routed experts, which engine.router_replay needs; .* --enable-return-r"):
+    with pytest.raises(
+        EngineError,
+        match=r"no routed experts, which engine.router_replay needs; .* --enable-return-r",
+    ):
         routing_of({"output_ids": [7], "meta_info": {}}, 5, EXPERTS)
-    with pytest.raises(EngineError, match=r"one expert twice: .* set engine.options: \{moe-runner-backend: triton\}"):
+    with pytest.raises(
+        EngineError,
+        match=r"one expert twice: .* set engine.options: \{moe-runner-backend: triton\}",
+    ):
         routing_of(answered(0 * numbers, 3), 5, EXPERTS)  # of a kernel that routes by itself
 
 
@@ -163,21 +183,33 @@ def test_servers_are_started_to_say_it(tmp_path: Path) -> None:
     settings = SGLangSettings(folder=tmp_path, max_length=64, routing=True)
     words = server_arguments(settings)
     assert "--enable-return-routed-experts" in words
-    assert words[words.index("--moe-runner-backend") + 1] == "triton"  # not a kernel that routes by itself
+    assert (
+        words[words.index("--moe-runner-backend") + 1] == "triton"
+    )  # not a kernel that routes by itself
     quantized = replace(settings, options={"quantization": "fp8"})
     assert "--moe-runner-backend" not in server_arguments(quantized)  # of which SGLang knows more
     assert settings.experts is not None and settings.experts.per_token == 2
-    assert "--enable-return-routed-experts" not in server_arguments(SGLangSettings(folder=tmp_path, max_length=64))
+    assert "--enable-return-routed-experts" not in server_arguments(
+        SGLangSettings(folder=tmp_path, max_length=64)
+    )
 
 
 def test_a_server_is_asked_for_it(tmp_path: Path) -> None:
     reference.make_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[])
-    where = {"weights_folder": tmp_path / "weights", "log": tmp_path / "server.log", "verify": False}
-    engine = SGLangEngine(tmp_path / "model", max_length=64, python=str(FAKE), start_s=60.0, routing=True, **where)
+    where = {
+        "weights_folder": tmp_path / "weights",
+        "log": tmp_path / "server.log",
+        "verify": False,
+    }
+    engine = SGLangEngine(
+        tmp_path / "model", max_length=64, python=str(FAKE), start_s=60.0, routing=True, **where
+    )
 
     async def run() -> None:
         said = await engine.generate([5, 6, 7], Sampling(max_tokens=2))
-        assert said.routing == bytes([0, 1] * 2 * 4)  # of 4 tokens in two layers the pretended server's
+        assert said.routing == bytes(
+            [0, 1] * 2 * 4
+        )  # of 4 tokens in two layers the pretended server's
         cut = await engine.stream([5, 6, 7], Sampling(max_tokens=50), lambda place, part: False)
         assert cut.finish_reason == "abort" and len(cut.token_ids) < 50
         assert cut.routing == bytes([0, 1] * 2 * (3 + len(cut.token_ids) - 1))

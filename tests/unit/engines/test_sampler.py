@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_mas.rollout.engines.embedded.rows import choose, uniforms
+from rollout.engines.embedded.rows import choose, uniforms
 
 DRAWS = 40_000
 PROBS = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04, 0.0, 0.0])
 
 
-def draw(probs: np.ndarray, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> np.ndarray:
+def draw(
+    probs: np.ndarray, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+) -> np.ndarray:
     """Observed frequencies over `DRAWS` rows with seeds 0, 1, 2, ..."""
     logits = torch.from_numpy(np.log(np.maximum(probs, 1e-30))).float().expand(DRAWS, -1)
     full = np.full(DRAWS, 1.0, dtype=np.float32)
@@ -61,7 +63,9 @@ def test_uniforms_are_a_counter() -> None:
 
 
 def test_uniforms_are_uniform_over_seeds_and_positions() -> None:
-    grid = uniforms(np.arange(200, dtype=np.uint64).repeat(200), np.tile(np.arange(200), 200)).reshape(200, 200)
+    grid = uniforms(
+        np.arange(200, dtype=np.uint64).repeat(200), np.tile(np.arange(200), 200)
+    ).reshape(200, 200)
     assert abs(grid.mean() - 0.5) < 4 / np.sqrt(12 * grid.size)
     assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.02
     assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.02

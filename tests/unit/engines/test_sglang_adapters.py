@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import tenants_of
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines import EngineConfig
-from mcore_mas.rollout.engines.adapters import AdapterEngine, adapter_engines
-from mcore_mas.rollout.models.fused_weights import AdapterShape
-from mcore_mas.rollout.models.layout import Projection
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
-from mcore_mas.rollout.sync import make_sender
+from rollout.base.errors import EngineError
+from rollout.engines import EngineConfig
+from rollout.engines.adapters import AdapterEngine, adapter_engines
+from rollout.models.fused_weights import AdapterShape
+from rollout.models.layout import Projection
+from rollout.records.trajectory import Completion, Sampling
+from rollout.sync import make_sender
 from tests.support.lora import ALPHA, RANK, adapt, tensors_of
 from tests.support.sglang_server import pid_of
 from tests.support.tiny import make_model
@@ -49,8 +49,14 @@ def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
     made: list[AdapterEngine] = []
 
     def engines(*shapes: AdapterShape, **settings: Any) -> list[AdapterEngine]:
-        where = {"weights_folder": tmp_path / "weights", "log": tmp_path / "server.log", "python": str(FAKE)}
-        found = adapter_engines("sglang", folder, shapes, max_length=64, rows=4, start_s=60.0, **(where | settings))
+        where = {
+            "weights_folder": tmp_path / "weights",
+            "log": tmp_path / "server.log",
+            "python": str(FAKE),
+        }
+        found = adapter_engines(
+            "sglang", folder, shapes, max_length=64, rows=4, start_s=60.0, **(where | settings)
+        )
         made.extend(found)
         return found
 
@@ -77,20 +83,29 @@ def test_two_adapters_are_on_one_server_under_names_with_their_versions(make: Ma
     one, other = make(shape(), shape(rank=2))
 
     async def play() -> None:
-        assert versions(await ask(one, 1)) == [(0, 0, 3)]  # the bare model, before anything is handed over
+        assert versions(await ask(one, 1)) == [
+            (0, 0, 3)
+        ]  # the bare model, before anything is handed over
         await one.load_weights(adapter(), 1)
         assert versions(await ask(one, 1)) == [(1, 0, 3)]
         assert versions(await ask(other, 1)) == [(0, 0, 3)]
         await one.load_weights(adapter(), 2)
-        await one.load_weights(adapter(), 2)  # the same version again, as for an engine that lost its weights
+        await one.load_weights(
+            adapter(), 2
+        )  # the same version again, as for an engine that lost its weights
         await asyncio.gather(*one.host._tasks)
         assert versions(await ask(one, 1)) == [(2, 0, 3)]
         said = await server(one)
         assert [name[:5] for name in said["asked"]] == ["", "1-v1-", "", "1-v2-"]
         assert [name[:5] for name in said["adapters"]] == ["1-v2-"]  # the older ones are given up
-        assert not {"/pause_generation", "/update_weights_from_disk", "/flush_cache"} & {*said["calls"]}
+        assert not {"/pause_generation", "/update_weights_from_disk", "/flush_cache"} & {
+            *said["calls"]
+        }
         words = " ".join(said["arguments"])
-        assert "--enable-lora --max-lora-rank 3 --lora-target-modules gate_proj q_proj v_proj --max-loras" in words
+        assert (
+            "--enable-lora --max-lora-rank 3 --lora-target-modules gate_proj q_proj v_proj --max-loras"
+            in words
+        )
         assert "--max-loras-per-batch 5 " in words  # two versions of each, and the bare model
 
     asyncio.run(play())
@@ -98,7 +113,9 @@ def test_two_adapters_are_on_one_server_under_names_with_their_versions(make: Ma
     assert one.host is other.host
 
 
-def test_a_request_ends_with_the_version_that_it_began_with_and_only_then_is_that_given_up(make: Make) -> None:
+def test_a_request_ends_with_the_version_that_it_began_with_and_only_then_is_that_given_up(
+    make: Make,
+) -> None:
     (engine,) = make(shape())
 
     async def play() -> None:
@@ -146,11 +163,18 @@ def test_what_a_server_refuses_is_told_and_the_version_before_stays(make: Make) 
 
     async def play() -> None:
         await engine.load_weights(adapter(), 1)
-        there = {"urls": [engine.host._replicas[0].client.url], "key": engine.host._settings.own_key}
-        bare = [(name, torch.cat([tensor, tensor], dim=name.count(".lora_B."))) for name, tensor in adapter()]
+        there = {
+            "urls": [engine.host._replicas[0].client.url],
+            "key": engine.host._settings.own_key,
+        }
+        bare = [
+            (name, torch.cat([tensor, tensor], dim=name.count(".lora_B.")))
+            for name, tensor in adapter()
+        ]
         (larger,) = make(shape(rank=2 * RANK), **there)
         with pytest.raises(
-            EngineError, match=r"/load_lora_adapter: status 400: adapter 1-v2-\S+ with rank 6 is incompa"
+            EngineError,
+            match=r"/load_lora_adapter: status 400: adapter 1-v2-\S+ with rank 6 is incompa",
         ):
             await larger.load_weights(bare, 2)
         assert versions(await ask(larger, 1)) == [(0, 0, 3)]
@@ -159,7 +183,8 @@ def test_what_a_server_refuses_is_told_and_the_version_before_stays(make: Make) 
             for name, tensor in adapter()
         ]
         with pytest.raises(
-            EngineError, match=r"layers.1.mlp.gate_proj.lora_B.weight of version 3 has a number that is not"
+            EngineError,
+            match=r"layers.1.mlp.gate_proj.lora_B.weight of version 3 has a number that is not",
         ):
             await engine.load_weights(broken, 3)
         with pytest.raises(EngineError, match=r"lora_A"):
@@ -170,16 +195,23 @@ def test_what_a_server_refuses_is_told_and_the_version_before_stays(make: Make) 
 
 
 def test_a_server_without_adapters_says_so(make: Make, folder: Path, tmp_path: Path) -> None:
-    from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
+    from rollout.engines.sglang.engine import SGLangEngine
 
     plain = SGLangEngine(
-        folder, max_length=64, python=str(FAKE), verify=False, log=tmp_path / "plain.log", start_s=60.0
+        folder,
+        max_length=64,
+        python=str(FAKE),
+        verify=False,
+        log=tmp_path / "plain.log",
+        start_s=60.0,
     )
 
     async def play() -> None:
         await plain.generate([1], Sampling(max_tokens=1))
         (engine,) = make(shape(), urls=[plain._replicas[0].client.url], key=plain._settings.own_key)
-        with pytest.raises(EngineError, match=r"status 400: LoRA is not enabled. Please set `--enable-lora`"):
+        with pytest.raises(
+            EngineError, match=r"status 400: LoRA is not enabled. Please set `--enable-lora`"
+        ):
             await engine.load_weights(adapter(), 1)
 
     try:
@@ -188,15 +220,25 @@ def test_a_server_without_adapters_says_so(make: Make, folder: Path, tmp_path: P
         plain.close()
 
 
-def test_the_folder_is_pefts_and_makes_the_merged_models_logprobs(folder: Path, tmp_path: Path) -> None:
+def test_the_folder_is_pefts_and_makes_the_merged_models_logprobs(
+    folder: Path, tmp_path: Path
+) -> None:
     """What `LoraModel` of PEFT does, in plain torch: W + alpha / r · B A for every module that the folder names."""
     trained = make_model(0)
     adapt(trained, TARGETS)
-    (engine,) = adapter_engines("sglang", folder, [shape()], max_length=64, python=str(FAKE), weights_folder=tmp_path)
+    (engine,) = adapter_engines(
+        "sglang", folder, [shape()], max_length=64, python=str(FAKE), weights_folder=tmp_path
+    )
     route = asyncio.run(engine.begin_update())
     sender = make_sender(route)
-    places = [Path(sender.send(iter(adapter()), version, route.state).place) for version in (1, 2, 3)]
-    assert [place.exists() for place in places] == [False, True, True]  # one for a server that starts again
+    places = [
+        Path(sender.send(iter(adapter()), version, route.state).place) for version in (1, 2, 3)
+    ]
+    assert [place.exists() for place in places] == [
+        False,
+        True,
+        True,
+    ]  # one for a server that starts again
     told = json.loads((places[2] / "adapter_config.json").read_text())
     assert (told["peft_type"], told["r"], told["lora_alpha"]) == ("LORA", 3, 6.0)
     assert told["target_modules"] == ["gate_proj", "q_proj", "v_proj"]
@@ -204,8 +246,15 @@ def test_the_folder_is_pefts_and_makes_the_merged_models_logprobs(folder: Path, 
     model, ids = make_model(0), torch.arange(1, 20)[None]
     names = [name for name in tensors if name.endswith(".lora_A.weight")]
     for name in names:
-        module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
-        delta = told["lora_alpha"] / told["r"] * tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+        module = model.get_submodule(
+            name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        )
+        delta = (
+            told["lora_alpha"]
+            / told["r"]
+            * tensors[name.replace("lora_A", "lora_B")]
+            @ tensors[name]
+        )
         with torch.no_grad():
             module.weight += delta
     assert len(names) == 3 * model.config.num_hidden_layers
@@ -215,19 +264,27 @@ def test_the_folder_is_pefts_and_makes_the_merged_models_logprobs(folder: Path, 
     assert not torch.allclose(merged, bare, atol=1e-3)
 
 
-@pytest.mark.parametrize("targets", [("q",), ("k",), ("v", "o"), ("up", "down"), ("k", "v", "gate", "up")])
-def test_what_sglang_would_leave_out_of_an_adapter_is_refused(folder: Path, targets: tuple[Projection, ...]) -> None:
+@pytest.mark.parametrize(
+    "targets", [("q",), ("k",), ("v", "o"), ("up", "down"), ("k", "v", "gate", "up")]
+)
+def test_what_sglang_would_leave_out_of_an_adapter_is_refused(
+    folder: Path, targets: tuple[Projection, ...]
+) -> None:
     with pytest.raises(
-        EngineError, match=r"lora.targets .*: SGLang takes an adapter of q, k or v only with q and v both"
+        EngineError,
+        match=r"lora.targets .*: SGLang takes an adapter of q, k or v only with q and v both",
     ):
         adapter_engines("sglang", folder, [shape(targets=targets)], max_length=64, python=str(FAKE))
 
 
 @pytest.mark.parametrize(
-    "targets", [("q", "v"), ("o",), ("gate",), ("down",), ("q", "k", "v", "o", "gate", "up", "down")]
+    "targets",
+    [("q", "v"), ("o",), ("gate",), ("down",), ("q", "k", "v", "o", "gate", "up", "down")],
 )
 def test_what_sglang_computes_is_taken(folder: Path, targets: tuple[Projection, ...]) -> None:
-    assert adapter_engines("sglang", folder, [shape(targets=targets)], max_length=64, python=str(FAKE))
+    assert adapter_engines(
+        "sglang", folder, [shape(targets=targets)], max_length=64, python=str(FAKE)
+    )
 
 
 def config(*overrides: str) -> RunConfig:
@@ -236,30 +293,50 @@ def config(*overrides: str) -> RunConfig:
         for name in ("solver", "verifier")
         for key in ("lora={rank: 4, alpha: 8}", "share_base=true")
     ]
-    slots = ["engine=sglang", f"engine.python={FAKE}", "+engine.adapters=slots", "cluster.pool=shared"]
+    slots = [
+        "engine=sglang",
+        f"engine.python={FAKE}",
+        "+engine.adapters=slots",
+        "cluster.pool=shared",
+    ]
     return RunConfig.check(
-        resolve(["experiment=demo_math", "policies.solver.tp=1", *shared, *slots, *overrides]), "a test"
+        resolve(["experiment=demo_math", "policies.solver.tp=1", *shared, *slots, *overrides]),
+        "a test",
     )
 
 
 def test_policies_that_share_their_base_share_servers_too() -> None:
-    assert [(t.policy, t.part) for t in tenants_of(config(), "GPU")] == [("solver", "trainer"), ("solver", "engine")]
+    assert [(t.policy, t.part) for t in tenants_of(config(), "GPU")] == [
+        ("solver", "trainer"),
+        ("solver", "engine"),
+    ]
     apart = tenants_of(config("engine.adapters=merged"), "GPU")
-    assert [(t.policy, t.part) for t in apart] == [("solver", "trainer"), ("solver", "engine"), ("verifier", "engine")]
+    assert [(t.policy, t.part) for t in apart] == [
+        ("solver", "trainer"),
+        ("solver", "engine"),
+        ("verifier", "engine"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (
-            ["~policies.solver.lora", "~policies.solver.share_base", "~policies.verifier.share_base"],
+            [
+                "~policies.solver.lora",
+                "~policies.solver.share_base",
+                "~policies.verifier.share_base",
+            ],
             "policies.solver: engine.adapters: slots is of policies with lora",
         ),
         (
             ["+policies.verifier.lora.targets=[q]"],
             r"policies.verifier: engine.adapters: slots with lora.targets q: SGLang",
         ),
-        (["+engine.sleep=true"], "adapters: slots is of name: sglang with transport: disk, without sleep and members"),
+        (
+            ["+engine.sleep=true"],
+            "adapters: slots is of name: sglang with transport: disk, without sleep and members",
+        ),
         (["+engine.transport=tensor"], "adapters: slots is of name: sglang with transport: disk"),
         (["engine.adapters=slot"], r"engine.adapters.*merged"),
         (

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.sglang.fleet import Checks
-from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
-from mcore_mas.rollout.models.tensors import read_tensors
-from mcore_mas.rollout.sync import WeightUpdate
-from mcore_mas.rollout.sync.digests import SGLangDigest
-from mcore_mas.rollout.sync.sglang_layout import kind_of
+from rollout.base.errors import EngineError
+from rollout.engines.sglang.fleet import Checks
+from rollout.engines.sglang.settings import SGLangSettings
+from rollout.models.tensors import read_tensors
+from rollout.sync import WeightUpdate
+from rollout.sync.digests import SGLangDigest
+from rollout.sync.sglang_layout import kind_of
 from tests.support import reference
 
 QKV = "model.layers.{}.self_attn.qkv_proj.weight of rank {}"
@@ -25,7 +25,9 @@ QKV = "model.layers.{}.self_attn.qkv_proj.weight of rank {}"
 class Server:
     """Two ranks of a server that orders one kind of tensor in its own way, and has a buffer of its own."""
 
-    def __init__(self, folder: Path, held: dict[str, Any], paths: tuple[str, ...] = ("/weights_checker",)) -> None:
+    def __init__(
+        self, folder: Path, held: dict[str, Any], paths: tuple[str, ...] = ("/weights_checker",)
+    ) -> None:
         digest = SGLangDigest(**held)
         for name, tensor in read_tensors(folder):
             digest.add(name, tensor)
@@ -41,7 +43,11 @@ class Server:
         ranks = []
         for rank in (0, 1):
             end = f" of rank {rank}"
-            sums = {name.removesuffix(end): value for name, value in self.sums.items() if name.endswith(end)}
+            sums = {
+                name.removesuffix(end): value
+                for name, value in self.sums.items()
+                if name.endswith(end)
+            }
             sums |= {name: "its own" for name in sums if ".down_proj." in name}
             ranks.append({"checksums": {**sums, "model.layers.0.self_attn.scale": "0"}})
         return {"ranks": ranks}
@@ -68,7 +74,10 @@ def test_what_a_server_orders_itself_is_told_once_and_left_out(settings: SGLangS
         await checks.learn(server)
         await checks.learn(server)
         assert server.asked == 1
-        assert "model.layers.*.self_attn.o_proj.weight" in checks.direct and "model.norm.weight" in checks.direct
+        assert (
+            "model.layers.*.self_attn.o_proj.weight" in checks.direct
+            and "model.norm.weight" in checks.direct
+        )
         assert not any("down_proj" in kind or "of rank" in kind for kind in checks.direct)
         drafts = Checks(replace(settings, options={"speculative-algorithm": "EAGLE"}), told.append)
         drafts._kinds = checks._kinds
@@ -78,12 +87,16 @@ def test_what_a_server_orders_itself_is_told_once_and_left_out(settings: SGLangS
             "compared"
         ]
         await checks.check(server, handed_over(right))
-        for name in right:  # of a layer that was not looked at in the beginning, and on the second rank, too
+        for name in (
+            right
+        ):  # of a layer that was not looked at in the beginning, and on the second rank, too
             wrong = checks.check(server, handed_over(right | {name: "0"}))
             if kind_of(name).startswith("model.layers.*.mlp.down_proj"):
                 await wrong
             else:
-                with pytest.raises(EngineError, match=f"tensor '{name}': the engine's bytes differ .* version 4"):
+                with pytest.raises(
+                    EngineError, match=f"tensor '{name}': the engine's bytes differ .* version 4"
+                ):
                     await wrong
 
     asyncio.run(play())
@@ -97,16 +110,23 @@ def test_a_server_without_checksums_is_told_and_not_asked(settings: SGLangSettin
     asyncio.run(checks.learn(server))
     asyncio.run(checks.check(server, handed_over({"a": "1"})))
     assert server.asked == 0
-    assert told == ["SGLang: the server has no /weights_checker; its weights are not compared with the trainer's"]
+    assert told == [
+        "SGLang: the server has no /weights_checker; its weights are not compared with the trainer's"
+    ]
 
 
 def test_how_servers_hold_weights(settings: SGLangSettings) -> None:
     folder = settings.folder
-    held = SGLangSettings(folder=folder, max_length=8, options={"device": "cpu", "dtype": "float"}).held
+    held = SGLangSettings(
+        folder=folder, max_length=8, options={"device": "cpu", "dtype": "float"}
+    ).held
     assert held == {"dtype": "float32", "tp": 1, "kv_heads": 2, "gpu": False, "vocab": 101}
     held |= {"dtype": "float16", "tp": 2, "gpu": True}
     assert settings.held == held  # auto is never float32
-    assert SGLangSettings(folder=folder, max_length=8, options={"dtype": "bfloat16"}).held["dtype"] == "bfloat16"
+    assert (
+        SGLangSettings(folder=folder, max_length=8, options={"dtype": "bfloat16"}).held["dtype"]
+        == "bfloat16"
+    )
     for options in ({"verify": False}, {"options": {"quantization": "fp8"}}):
         assert not SGLangSettings(folder=folder, max_length=8, **options).held  # type: ignore[arg-type]
 
@@ -114,5 +134,10 @@ def test_how_servers_hold_weights(settings: SGLangSettings) -> None:
 def test_a_context_may_be_filled_to_the_models_last_position(settings: SGLangSettings) -> None:
     longest = json.loads((settings.folder / "config.json").read_text())["max_position_embeddings"]
     name = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # or two more than that would not be taken
-    assert SGLangSettings(folder=settings.folder, max_length=longest).variables == {"OMP_NUM_THREADS": "1", name: "1"}
-    assert SGLangSettings(folder=settings.folder, max_length=longest + 1).variables == {"OMP_NUM_THREADS": "1"}
+    assert SGLangSettings(folder=settings.folder, max_length=longest).variables == {
+        "OMP_NUM_THREADS": "1",
+        name: "1",
+    }
+    assert SGLangSettings(folder=settings.folder, max_length=longest + 1).variables == {
+        "OMP_NUM_THREADS": "1"
+    }

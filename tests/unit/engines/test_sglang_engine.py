@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.sglang.client import StreamedReply, body_of, completion_of
-from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.engines.sglang.server import Replica, Server, server_arguments
-from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
-from mcore_mas.rollout.sync import make_sender
+from rollout.base.errors import EngineError
+from rollout.engines.sglang.client import StreamedReply, body_of, completion_of
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.server import Replica, Server, server_arguments
+from rollout.engines.sglang.settings import SGLangSettings
+from rollout.records.trajectory import Completion, Sampling
+from rollout.sync import make_sender
 from tests.support.sglang_server import pid_of
 from tests.support.slotted_sglang import slotted_server
 from tests.support.tiny import make_model
@@ -32,7 +32,11 @@ Make = Callable[..., SGLangEngine]
 
 
 def tensors() -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor) for name, tensor in make_model(1).state_dict().items() if name != "lm_head.weight"]
+    return [
+        (name, tensor)
+        for name, tensor in make_model(1).state_dict().items()
+        if name != "lm_head.weight"
+    ]
 
 
 async def ask(engine: SGLangEngine, prompt: list[int], session: str = "") -> Completion:
@@ -46,7 +50,9 @@ def test_sessions_stay_with_their_replica(make: Make) -> None:
         sessions = [await ask(engine, [i, 5], f"task/{i}") for i in range(16)]
         again = [await ask(engine, [i, 5, 6], f"task/{i}") for i in range(16)]
         alone = await asyncio.gather(*(ask(engine, [7, 8]) for _ in range(4)))
-        return tuple([completion.token_ids[0] for completion in part] for part in (sessions, again, alone))
+        return tuple(
+            [completion.token_ids[0] for completion in part] for part in (sessions, again, alone)
+        )
 
     sessions, again, alone = asyncio.run(play())
     assert sessions == again
@@ -70,7 +76,9 @@ def test_a_session_goes_elsewhere_when_its_replica_has_no_row_free(folder: Path)
 def test_requests_that_wait_for_a_slot_are_not_late(folder: Path) -> None:
     """200 requests, 8 slots, 0.2 s each and a deadline of 3 s: 5 s in all, so that those behind were late."""
     with slotted_server(8, 0.2) as url:
-        engine = SGLangEngine(folder, max_length=64, rows=8, urls=[url], verify=False, timeout_s=3.0)
+        engine = SGLangEngine(
+            folder, max_length=64, rows=8, urls=[url], verify=False, timeout_s=3.0
+        )
 
         async def play() -> tuple[list[Completion], float]:
             await ask(engine, [1])
@@ -92,7 +100,9 @@ def test_completions_carry_versions_and_logprobs(make: Make) -> None:
         return first, await ask(engine, [1])
 
     first, second = asyncio.run(play())
-    assert [(s.version, s.start, s.end) for s in first.versions] == [(2, 0, 3)]  # the server says `default`
+    assert [(s.version, s.start, s.end) for s in first.versions] == [
+        (2, 0, 3)
+    ]  # the server says `default`
     assert [(s.version, s.start, s.end) for s in second.versions] == [(5, 0, 3)]
     assert first.logprobs == (-0.5,) * 3
     assert first.finish_reason == "length"
@@ -111,7 +121,10 @@ def test_the_likeliest_token_keeps_its_temperature() -> None:
 
 
 def test_a_reply_without_logprobs_is_an_error() -> None:
-    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7, None], [None, 8, None]]}
+    meta = {
+        "finish_reason": {"type": "length"},
+        "output_token_logprobs": [[-0.5, 7, None], [None, 8, None]],
+    }
     with pytest.raises(EngineError, match="no log-probability for token 1 of a reply; is it NaN"):
         completion_of({"output_ids": [7, 8], "meta_info": meta}, 0)
     with pytest.raises(EngineError, match="2 log-probabilities for 3 tokens"):
@@ -127,7 +140,10 @@ def test_a_refusal_is_told_and_the_server_goes_on(make: Make, tmp_path: Path) ->
         assert update is not None
         for file in Path(update.place).iterdir():
             file.unlink()
-        with pytest.raises(EngineError, match=r"/update_weights_from_disk: status 400: Failed to get weights iterator"):
+        with pytest.raises(
+            EngineError,
+            match=r"/update_weights_from_disk: status 400: Failed to get weights iterator",
+        ):
             await engine.commit_update(update)
         with pytest.raises(EngineError, match="token ids outside"):
             await ask(engine, [96])
@@ -147,7 +163,9 @@ def test_a_dead_server_is_started_again_with_its_weights(make: Make, folder: Pat
         (folder / "die").touch()
         after = await asyncio.gather(*(ask(engine, [13]) for _ in range(3)))
         (folder / "die").touch()
-        with pytest.raises(EngineError, match=r"server\.0\.log says last: .*fake server version 7.*; no restart"):
+        with pytest.raises(
+            EngineError, match=r"server\.0\.log says last: .*fake server version 7.*; no restart"
+        ):
             await ask(engine, [13])
         return before, after
 
@@ -158,7 +176,9 @@ def test_a_dead_server_is_started_again_with_its_weights(make: Make, folder: Pat
     assert re.search("fake server version 7 from [^;]*; started again, 0 restarts left$", told[0])
 
 
-def test_members_join_with_new_weights_and_leave_while_others_go_on(make: Make, folder: Path, tmp_path: Path) -> None:
+def test_members_join_with_new_weights_and_leave_while_others_go_on(
+    make: Make, folder: Path, tmp_path: Path
+) -> None:
     words = server_arguments(SGLangSettings(folder=folder, max_length=64, rows=4))
     far = [Server(str(FAKE), words, str(tmp_path / f"member{n}.log"), {}) for n in (1, 2)]
     members, told = tmp_path / "members", list[str]()
@@ -174,7 +194,9 @@ def test_members_join_with_new_weights_and_leave_while_others_go_on(make: Make, 
         await engine.load_weights(tensors(), 1)  # there is no file of members yet
         alone = await served()
         first, second = (server.start() for server in far)
-        members.write_text(f"# from another job\n{first}\n{second}/\nhttp://127.0.0.1:9\n")  # nobody is at the last
+        members.write_text(
+            f"# from another job\n{first}\n{second}/\nhttp://127.0.0.1:9\n"
+        )  # nobody is at the last
         while not await Replica(engine._settings, url=first).client.up():
             await asyncio.sleep(0.05)
         while not await Replica(engine._settings, url=second).client.up():
@@ -199,7 +221,10 @@ def test_members_join_with_new_weights_and_leave_while_others_go_on(make: Make, 
     try:
         asyncio.run(play())
         members.write_text("http://10.0.0.9:30000\n")
-        with pytest.raises(EngineError, match=r"http://10.0.0.9:30000 is not on this machine; give the servers' key"):
+        with pytest.raises(
+            EngineError,
+            match=r"http://10.0.0.9:30000 is not on this machine; give the servers' key",
+        ):
             asyncio.run(engine.load_weights(tensors(), 5))
     finally:
         for server in far:
@@ -230,7 +255,10 @@ def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(mak
             await engine.weights_lost()
             sent.append(engine.version)
             said = await engine._replicas[0].client.call("/what", {})
-            assert said["calls"] == ["/pause_generation", "/what"]  # nobody is answered by the folder's weights
+            assert said["calls"] == [
+                "/pause_generation",
+                "/what",
+            ]  # nobody is answered by the folder's weights
             await engine.load_weights(tensors(), engine.version)
 
     async def play() -> list[Completion]:
@@ -262,7 +290,9 @@ def test_a_death_amid_an_update_is_told_to_who_sends_it(make: Make) -> None:
         pid = await pid_of(engine._replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"SGLang: .* during an update; the weights must come again"):
+        with pytest.raises(
+            EngineError, match=r"SGLang: .* during an update; the weights must come again"
+        ):
             await engine.commit_update(update)
         assert (await engine.begin_update()).state == {"base": None}  # all of them
         await engine.load_weights(tensors(), 2)
@@ -337,13 +367,20 @@ def test_only_what_sleeps_is_woken_and_the_reverse(make: Make) -> None:
     assert slept == [give, take]
     assert asleep == [["cuda_graph", "kv_cache"], []]
     # it starts and sleeps there
-    assert [sorted(seen) for seen in rooms] == [["1", "cuda_graph", "kv_cache", "weights"], [give, "2"]]
+    assert [sorted(seen) for seen in rooms] == [
+        ["1", "cuda_graph", "kv_cache", "weights"],
+        [give, "2"],
+    ]
     assert died == [give, take, take]
     assert engine.starts == 2
 
 
-@pytest.mark.parametrize("options", [{"incremental-streaming-output": False}, {}], ids=["so far", "news"])
-def test_a_reply_is_told_as_it_is_sampled_and_ends_when_nobody_listens(make: Make, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"incremental-streaming-output": False}, {}], ids=["so far", "news"]
+)
+def test_a_reply_is_told_as_it_is_sampled_and_ends_when_nobody_listens(
+    make: Make, options: dict[str, Any]
+) -> None:
     async def run() -> None:
         engine, heard = make(options=options), list[int]()
 
@@ -380,11 +417,15 @@ def test_a_reply_is_told_in_as_many_tokens_as_are_worth_it(make: Make) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 10**6])
 @pytest.mark.parametrize("mode", ["so_far", "news"])
-def test_a_stream_that_a_real_server_sent_is_read_whatever_parts_it_comes_in(mode: str, size: int) -> None:
+def test_a_stream_that_a_real_server_sent_is_read_whatever_parts_it_comes_in(
+    mode: str, size: int
+) -> None:
     """SGLang 0.5.23's own bytes, of a tiny model on a CPU; with `incremental-streaming-output` each event has news."""
     sent = (FAKE.parent / "recorded" / f"sglang_{mode}.txt").read_bytes()
     heard: list[tuple[int, list[int]]] = []
-    reply = StreamedReply(lambda place, part: heard.append((place, [*part.token_ids])) is None, lambda: None)
+    reply = StreamedReply(
+        lambda place, part: heard.append((place, [*part.token_ids])) is None, lambda: None
+    )
     take = reply.begin()
     for place in range(0, len(sent), size):
         take(sent[place : place + size])
@@ -399,6 +440,10 @@ def test_what_a_server_refuses_in_a_stream_is_its_error() -> None:
     reason = {"type": "abort", "message": "out of memory", "status_code": 503, "err_type": None}
     meta = {"finish_reason": reason, "completion_tokens": 0, "output_token_logprobs": []}
     reply = StreamedReply(lambda place, part: True, lambda: None)
-    reply.begin()(b"data: " + json.dumps({"output_ids": [], "meta_info": meta}).encode() + b"\n\ndata: [DONE]\n\n")
+    reply.begin()(
+        b"data: "
+        + json.dumps({"output_ids": [], "meta_info": meta}).encode()
+        + b"\n\ndata: [DONE]\n\n"
+    )
     with pytest.raises(EngineError, match="SGLang /generate: out of memory"):
         reply.whole("/generate")

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import ray
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.sglang import fleet
-from mcore_mas.rollout.engines.sglang.client import SGLangClient
-from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.engines.sglang.server import Replica, Server, owned_replica, server_arguments
-from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
+from rollout.base.errors import EngineError
+from rollout.engines.sglang import fleet
+from rollout.engines.sglang.client import SGLangClient
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.server import Replica, Server, owned_replica, server_arguments
+from rollout.engines.sglang.settings import SGLangSettings
 from tests.support.sglang_server import pid_of
 from tests.unit.engines.test_sglang_engine import ask, tensors
 
@@ -36,28 +36,54 @@ def test_the_server_says_what_it_can_compute(tmp_path: Path) -> None:
 
 
 def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
-    with pytest.raises(EngineError, match=r"engine.python: no interpreter at /nowhere; see requirements/sglang.txt"):
+    with pytest.raises(
+        EngineError, match=r"engine.python: no interpreter at /nowhere; see requirements/sglang.txt"
+    ):
         SGLangEngine(folder, max_length=64, python="/nowhere")
-    with pytest.raises(EngineError, match=r"https://example.org is not on this machine; give the servers' key"):
+    with pytest.raises(
+        EngineError, match=r"https://example.org is not on this machine; give the servers' key"
+    ):
         SGLangEngine(folder, max_length=64, urls=["https://example.org"])
-    with pytest.raises(EngineError, match="SGLang has no transport 'shared'; known: disk, changed, tensor"):
+    with pytest.raises(
+        EngineError, match="SGLang has no transport 'shared'; known: disk, changed, tensor"
+    ):
         make(transport="shared")
-    with pytest.raises(EngineError, match=r"weights go through a folder that both machines see: set engine.weights_f"):
+    with pytest.raises(
+        EngineError,
+        match=r"weights go through a folder that both machines see: set engine.weights_f",
+    ):
         SGLangEngine(folder, max_length=64, urls=["https://example.org"], key="k")
-    with pytest.raises(EngineError, match=r"engine.options: tp-size is not to be given .*; set engine.tp instead"):
+    with pytest.raises(
+        EngineError, match=r"engine.options: tp-size is not to be given .*; set engine.tp instead"
+    ):
         make(options={"tp_size": 2})
-    with pytest.raises(EngineError, match=r"engine.options: nnodes is not to be given .*; set engine.replicas instead"):
+    with pytest.raises(
+        EngineError,
+        match=r"engine.options: nnodes is not to be given .*; set engine.replicas instead",
+    ):
         make(options={"nnodes": 2})
-    with pytest.raises(EngineError, match=r"engine.options: port is not to be given to the servers; it is chosen here"):
+    with pytest.raises(
+        EngineError,
+        match=r"engine.options: port is not to be given to the servers; it is chosen here",
+    ):
         make(options={"port": 30000})
-    server = SGLangEngine(folder, max_length=64, urls=["http://127.0.0.1:9"], start_s=0.1, restarts=0)
+    server = SGLangEngine(
+        folder, max_length=64, urls=["http://127.0.0.1:9"], start_s=0.1, restarts=0
+    )
     with pytest.raises(EngineError, match=r"SGLang at http://127.0.0.1:9: not ready within 0.1 s"):
         asyncio.run(ask(server, [1]))
 
 
 def test_arguments_are_the_servers_own(folder: Path, tmp_path: Path) -> None:
-    options = {"mem-fraction-static": 0.8, "log-level": "error", "disable-cuda-graph": True, "skip-server-warmup": None}
-    words = server_arguments(SGLangSettings(folder=folder, tp=2, max_length=64, rows=4, options=options))
+    options = {
+        "mem-fraction-static": 0.8,
+        "log-level": "error",
+        "disable-cuda-graph": True,
+        "skip-server-warmup": None,
+    }
+    words = server_arguments(
+        SGLangSettings(folder=folder, tp=2, max_length=64, rows=4, options=options)
+    )
     assert " ".join(words) == (
         f"--model-path {folder} --tp-size 2 --context-length 70 --max-running-requests 4 --skip-tokenizer-init "
         "--log-level error --incremental-streaming-output --mem-fraction-static 0.8 --disable-cuda-graph"
@@ -79,7 +105,14 @@ def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file
         monkeypatch.setenv(name, "expandable_segments:True")
     monkeypatch.setenv("no_proxy", "example.org")
     words = server_arguments(SGLangSettings(folder=folder, tp=2, max_length=64, rows=4))
-    server = Server(str(FAKE), words, str(tmp_path / "sglang.0.log"), {"OMP_NUM_THREADS": "3"}, "8" * 64, far=True)
+    server = Server(
+        str(FAKE),
+        words,
+        str(tmp_path / "sglang.0.log"),
+        {"OMP_NUM_THREADS": "3"},
+        "8" * 64,
+        far=True,
+    )
     url = server.start(["4", "6"])
     try:
         said = asyncio.run(asked(url, "8" * 64))["arguments"]
@@ -87,10 +120,26 @@ def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file
     finally:
         server.stop()
     key = tmp_path / "sglang.0.key.yaml"
-    assert said == [*words, "--config", str(key), "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
+    assert said == [
+        *words,
+        "--config",
+        str(key),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        url.rpartition(":")[2],
+    ]
     assert (key.stat().st_mode & 0o777, key.read_text()) == (0o600, f'api-key: "{"8" * 64}"\n')
-    own = {"CUDA_VISIBLE_DEVICES=4,6", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", "OMP_NUM_THREADS=3"}
-    own |= {"NO_PROXY=example.org,127.0.0.1", "no_proxy=example.org,127.0.0.1"}  # to which it sends its key
+    own = {
+        "CUDA_VISIBLE_DEVICES=4,6",
+        "GLOO_SOCKET_IFNAME=lo",
+        "NCCL_SOCKET_IFNAME=lo",
+        "OMP_NUM_THREADS=3",
+    }
+    own |= {
+        "NO_PROXY=example.org,127.0.0.1",
+        "no_proxy=example.org,127.0.0.1",
+    }  # to which it sends its key
     assert own <= set(environment)
     assert not [entry for entry in environment if entry.startswith(("PYTHONPATH=", "PYTORCH_"))]
 
@@ -100,10 +149,14 @@ def test_a_share_of_a_gpu_is_of_all_its_memory_whoever_is_on_it(
 ) -> None:
     """SGLang takes its part of what is free when it starts: 0.4 of a GPU is 0.5 of what another has left of it."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nfor last; do :; done\n[ $last = 3,5 ] && printf '80000, 79000\\n80000, 64000\\n'")
+    tool.write_text(
+        "#!/bin/sh\nfor last; do :; done\n[ $last = 3,5 ] && printf '80000, 79000\\n80000, 64000\\n'"
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    settings = SGLangSettings(folder=folder, max_length=64, options={"mem_fraction_static": 0.4}, in_turn=True)
+    settings = SGLangSettings(
+        folder=folder, max_length=64, options={"mem_fraction_static": 0.4}, in_turn=True
+    )
     server = owned_replica(replace(settings, python=str(FAKE), log=tmp_path / "sglang.log"), 0).host
     assert (server.share, replace(settings, in_turn=False).share) == (0.4, None)
     assert server._fraction(["3", "5"]) == ["--mem-fraction-static", "0.500"]  # of the fuller one
@@ -112,9 +165,15 @@ def test_a_share_of_a_gpu_is_of_all_its_memory_whoever_is_on_it(
         said = asyncio.run(asked(url, server.key))["arguments"]
     finally:
         server.stop()
-    assert [said[n + 1] for n, word in enumerate(said) if word == "--mem-fraction-static"] == ["0.4", "0.500"]
+    assert [said[n + 1] for n, word in enumerate(said) if word == "--mem-fraction-static"] == [
+        "0.4",
+        "0.500",
+    ]
     server.share = 0.9
-    assert server._fraction(["3", "5"]) == ["--mem-fraction-static", "0.950"]  # something stays for what it computes
+    assert server._fraction(["3", "5"]) == [
+        "--mem-fraction-static",
+        "0.950",
+    ]  # something stays for what it computes
     assert server._fraction(["4"]) == []  # nobody knows that one
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert server._fraction(["3"]) == []
@@ -137,7 +196,9 @@ def test_a_server_on_this_machine_asks_for_a_key_too(make: Make) -> None:
         assert engine._settings.own_key not in Path(f"/proc/{pid}/cmdline").read_text()
 
     asyncio.run(play())
-    assert [file.stat().st_mode & 0o777 for file in Path(engine._settings.log).parent.glob("*.key.yaml")] == [0o600]
+    assert [
+        file.stat().st_mode & 0o777 for file in Path(engine._settings.log).parent.glob("*.key.yaml")
+    ] == [0o600]
 
 
 async def asked(url: str, key: str | None = None) -> dict[str, Any]:
@@ -199,10 +260,14 @@ def test_a_server_without_a_node_leaves_where_another_goes_on(
         assert engine._replicas == [stays]
 
     asyncio.run(play())
-    assert told[-1].endswith("gone with its actor; no node has had room for another within 1 s; 1 servers")
+    assert told[-1].endswith(
+        "gone with its actor; no node has had room for another within 1 s; 1 servers"
+    )
 
 
-def test_servers_on_one_gpu_start_one_after_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_on_one_gpu_start_one_after_the_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seats 0 and 1 of one engine, seat 1 of another: the servers with a seat in common never start together."""
     said: list[str] = []
 

@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
-from mcore_mas.rollout.models.architecture import architecture_of
-from mcore_mas.rollout.records.trajectory import Sampling
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.models.architecture import architecture_of
+from rollout.records.trajectory import Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, make_qwen2, worst
 
 torch.set_num_threads(1)
-LENGTHS = (220, 240, 210)  # of prompts, four replies to each: reading one 3 times less is worth a block of groups
+LENGTHS = (
+    220,
+    240,
+    210,
+)  # of prompts, four replies to each: reading one 3 times less is worth a block of groups
 
 
 @pytest.fixture
@@ -40,7 +44,9 @@ def blocks(engine: EmbeddedEngine) -> list[tuple[str, int]]:
 def test_ragged_groups_are_one_block_and_match_hugging_face(engine: EmbeddedEngine) -> None:
     model, asked = make_qwen2(0), prompts()
     for number in range(12):
-        engine.submit(number, asked[number // 4], Sampling(max_tokens=5 + 3 * (number % 4), seed=number))
+        engine.submit(
+            number, asked[number // 4], Sampling(max_tokens=5 + 3 * (number % 4), seed=number)
+        )
     engine.step()
     assert blocks(engine) == [("GroupBlock", 12)]
     done = drain(engine)  # as replies end, rows of the block are idle
@@ -48,8 +54,13 @@ def test_ragged_groups_are_one_block_and_match_hugging_face(engine: EmbeddedEngi
     assert max(worst(model, asked[n // 4], done[n]) for n in range(12)) < LOGPROB_TOLERANCE
 
 
-def test_prompts_that_begin_alike_and_come_mixed_up_are_a_group_each(engine: EmbeddedEngine) -> None:
-    model, asked = make_qwen2(0), [[7, 7, 7, 7, 7, *prompt] for prompt in prompts()]  # a template's first tokens
+def test_prompts_that_begin_alike_and_come_mixed_up_are_a_group_each(
+    engine: EmbeddedEngine,
+) -> None:
+    model, asked = (
+        make_qwen2(0),
+        [[7, 7, 7, 7, 7, *prompt] for prompt in prompts()],
+    )  # a template's first tokens
     for number in range(12):
         engine.submit(number, asked[number % 3], Sampling(max_tokens=5, seed=number))
     engine.step()
@@ -93,7 +104,9 @@ def test_a_row_taken_by_another_prompt_leaves_the_group(engine: EmbeddedEngine) 
     engine.submit(16, other, Sampling(max_tokens=12, seed=16))
     while not any(request is not None and request.id == 16 for request in engine._rows.requests):
         engine.step()
-    assert int(engine._rows.group[0]) != int(engine._rows.group[1]), "the group's first row is another's now"
+    assert int(engine._rows.group[0]) != int(engine._rows.group[1]), (
+        "the group's first row is another's now"
+    )
     assert ("GroupBlock", 15) in blocks(engine)
     done = drain(engine)
     assert max(worst(model, first, done[n]) for n in range(1, 16)) < LOGPROB_TOLERANCE
@@ -110,7 +123,9 @@ def test_a_short_prompt_is_not_worth_it(engine: EmbeddedEngine) -> None:
 def test_blocks_that_go_on_see_what_new_ones_see(engine: EmbeddedEngine) -> None:
     asked = prompts()
     for number in range(8):  # two groups, of which replies end one after another
-        engine.submit(number, asked[number // 4], Sampling(max_tokens=6 + 5 * (number % 4), seed=number))
+        engine.submit(
+            number, asked[number // 4], Sampling(max_tokens=6 + 5 * (number % 4), seed=number)
+        )
     for number in range(8, 10):
         engine.submit(number, [1, 2, number], Sampling(max_tokens=40, seed=number))
     engine.step()
@@ -122,7 +137,9 @@ def test_blocks_that_go_on_see_what_new_ones_see(engine: EmbeddedEngine) -> None
         kept += cache._blocks is before
         q = torch.randn(len(batch.rows), SIZES["num_attention_heads"], 8, generator=draw)
         old, new = (
-            torch.cat([block.attend(q[block.part], cache.keys[0], cache.values[0], 0) for block in found])
+            torch.cat(
+                [block.attend(q[block.part], cache.keys[0], cache.values[0], 0) for block in found]
+            )
             for found in (cache._blocks, cache._cut(batch))
         )
         torch.testing.assert_close(old, new, rtol=0, atol=1e-6)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.task_group import put_on_record
-from mcore_mas.rollout.engines import ChatState, EngineClient, Hear, PolicyReply
-from mcore_mas.rollout.models.chat_template import Renderer, WordStream
-from mcore_mas.rollout.models.tool_calls import ToolSchema
-from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, VersionSpan
-from mcore_mas.rollout.teams.journal import CollectionJournal
+from rollout.base.errors import EngineError
+from rollout.base.task_group import put_on_record
+from rollout.engines import ChatState, EngineClient, Hear, PolicyReply
+from rollout.models.chat_template import Renderer, WordStream
+from rollout.models.tool_calls import ToolSchema
+from rollout.records.trajectory import Completion, Message, Sampling, VersionSpan
+from rollout.teams.journal import CollectionJournal
 from tests.support.templates import byte_tokenizer, renderer_of
 
 ASKED = (Message(role="user", content="q"),)
@@ -32,7 +32,9 @@ def completion(ids: Sequence[int], reason: str, start: int = 0) -> Completion:
         token_ids=tuple(ids),
         logprobs=tuple(-float(place) for place in range(start, start + len(ids))),
         finish_reason=reason,
-        versions=tuple(VersionSpan(version=v, start=s, end=e) for s, (v, e) in zip(starts, ends, strict=False)),
+        versions=tuple(
+            VersionSpan(version=v, start=s, end=e) for s, (v, e) in zip(starts, ends, strict=False)
+        ),
     )
 
 
@@ -69,11 +71,19 @@ class Parts(Whole):
             place += len(part)
         size = len(ids) if wanted else min(len(ids), place + self.random.randint(0, 5))
         self.asked.append((sampling.first, size))
-        reason = "abort" if not wanted else "length" if len(self.ids) > sampling.first + len(ids) else "stop"
+        reason = (
+            "abort"
+            if not wanted
+            else "length"
+            if len(self.ids) > sampling.first + len(ids)
+            else "stop"
+        )
         return completion(ids[:size], reason, sampling.first)
 
 
-def said(engine: Any, renderer: Renderer, stops: Sequence[str], *, max_tokens: int = 10**6, **chat: Any) -> PolicyReply:
+def said(
+    engine: Any, renderer: Renderer, stops: Sequence[str], *, max_tokens: int = 10**6, **chat: Any
+) -> PolicyReply:
     client = EngineClient(engine=engine, renderer=renderer)
     state = ChatState(id="c", stops=tuple(stops), **chat)
     return asyncio.run(client.say(ASKED, Sampling(max_tokens=max_tokens, seed=5), state))
@@ -97,15 +107,27 @@ def first_end(renderer: Renderer, ids: Sequence[int], stops: Sequence[str], tool
 
 
 @pytest.mark.parametrize("tools", [False, True], ids=["text", "tools"])
-def test_a_reply_ends_at_its_shortest_prefix_with_a_stop_however_it_comes(tmp_path: Path, tools: bool) -> None:
+def test_a_reply_ends_at_its_shortest_prefix_with_a_stop_however_it_comes(
+    tmp_path: Path, tools: bool
+) -> None:
     """300 random replies of thoughts, calls and words, whole and in random parts, and cut by `max_tokens` or not."""
     renderer, draw = renderer_of("qwen3", tmp_path), random.Random(1)
-    pieces = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f"}', "END", *"ab<é \n"]
+    pieces = [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "f"}',
+        "END",
+        *"ab<é \n",
+    ]
     ended = 0
     for number in range(300):
         text = draw.choice(["", "<think>"]) + "".join(draw.choices(pieces, k=draw.randint(1, 12)))
         ids = (*renderer.encode(text), renderer.stop[0])
-        stops = draw.sample(["END", "\n", "b", "<", "é", *([] if tools else ["ab", " \n"])], draw.randint(1, 2))
+        stops = draw.sample(
+            ["END", "\n", "b", "<", "é", *([] if tools else ["ab", " \n"])], draw.randint(1, 2)
+        )
         most = draw.choice([10**6, draw.randint(1, len(ids))])
         chat: Any = {"tools": TOOLS if tools else ()}
         whole = said(Whole(ids), renderer, stops, max_tokens=most, **chat)
@@ -118,7 +140,11 @@ def test_a_reply_ends_at_its_shortest_prefix_with_a_stop_however_it_comes(tmp_pa
         for hear in (None, lambda raw, form, heard=heard: heard.append(raw) is None):
             parts = Parts(ids, number)
             told = said(parts, renderer, stops, max_tokens=most, hear=hear, **chat)
-            assert (told.text, told.raw, told.completion.token_ids) == (whole.text, whole.raw, expected.token_ids)
+            assert (told.text, told.raw, told.completion.token_ids) == (
+                whole.text,
+                whole.raw,
+                expected.token_ids,
+            )
             assert told.completion.logprobs == expected.logprobs
             assert told.completion.finish_reason == expected.finish_reason
             assert told.completion.versions == expected.versions
@@ -153,12 +179,16 @@ def test_a_thought_that_the_prompt_begins_has_no_stop(tmp_path: Path) -> None:
     assert words.end == 0
 
 
-def test_a_reply_that_began_anew_where_nobody_heard_of_it_ends_at_a_stop_of_its_own(tmp_path: Path) -> None:
+def test_a_reply_that_began_anew_where_nobody_heard_of_it_ends_at_a_stop_of_its_own(
+    tmp_path: Path,
+) -> None:
     """As of a server that is lost after it was told to end, and draws without seeds."""
     renderer = renderer_of("qwen3", tmp_path)
 
     class Lost(Parts):
-        async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear) -> Completion:
+        async def stream(
+            self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear
+        ) -> Completion:
             hear(0, completion(renderer.encode("aEND"), ""))
             return await self.generate(prompt_ids, sampling)
 
@@ -188,18 +218,26 @@ class Resuming(Parts):
 
 
 @pytest.mark.parametrize(("stop", "end"), [("c", 19), ("d", 42), ("bb", 60)])
-def test_a_reply_that_a_death_cut_ends_at_the_same_stop(tmp_path: Path, stop: str, end: int) -> None:
+def test_a_reply_that_a_death_cut_ends_at_the_same_stop(
+    tmp_path: Path, stop: str, end: int
+) -> None:
     """The stop was on record, or comes with what is sampled then, or would if what was lost counted twice."""
     renderer = renderer_of("qwen3", tmp_path)
     ids = renderer.encode("ab" * 9 + "c" + "ab" * 11 + "d" + "ab" * 9)
     assert (ids[18], ids[41], len(ids)) == (*renderer.encode("cd"), 60)
 
     async def play(engine: Resuming, stops: tuple[str, ...]) -> PolicyReply:
-        put_on_record(CollectionJournal(tmp_path / "journal", {1: "x", 2: "x"}).part(""), lambda: "here")
+        put_on_record(
+            CollectionJournal(tmp_path / "journal", {1: "x", 2: "x"}).part(""), lambda: "here"
+        )
         state = ChatState(id="c", stops=stops)
-        return await EngineClient(engine=engine, renderer=renderer).say(ASKED, Sampling(max_tokens=60), state)
+        return await EngineClient(engine=engine, renderer=renderer).say(
+            ASKED, Sampling(max_tokens=60), state
+        )
 
-    with pytest.raises(EngineError, match="it died"):  # when 40 tokens were told, of which 32 are on record
+    with pytest.raises(
+        EngineError, match="it died"
+    ):  # when 40 tokens were told, of which 32 are on record
         asyncio.run(play(Resuming(ids, dies=6), ()))
     again = Resuming(ids, lost=True)
     reply = asyncio.run(play(again, (stop,)))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.rollout.models.tool_calls import ToolSchema, in_words, parse_reply, tool_format_of
-from mcore_mas.rollout.records.trajectory import Message, ToolUse
+from rollout.models.tool_calls import ToolSchema, in_words, parse_reply, tool_format_of
+from rollout.records.trajectory import Message, ToolUse
 from tests.support.templates import LLAMA3, QWEN3, QWEN25
 
 ADD = ToolSchema(name="add", description="Adds.", parameters={"type": "object", "properties": {}})
@@ -43,12 +43,22 @@ def test_parallel_calls_of_hermes_are_read_beside_words_and_thoughts() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    ["{broken", '{"arguments": {}}', '{"name": 3}', '{"name": "f", "arguments": [1]}', "[]", '{"name": "\\ud800"'],
+    [
+        "{broken",
+        '{"arguments": {}}',
+        '{"name": 3}',
+        '{"name": "f", "arguments": [1]}',
+        "[]",
+        '{"name": "\\ud800"',
+    ],
 )
 def test_a_malformed_call_keeps_its_place_and_has_a_problem(body: str) -> None:
     good = '<tool_call>{"name": "f"}</tool_call>'
     parsed = parse_reply(f"<tool_call>{body}</tool_call>{good}", "hermes", "c")
-    assert [(call.id, call.name, call.arguments) for call in parsed.calls] == [("c0", "", body), ("c1", "f", "{}")]
+    assert [(call.id, call.name, call.arguments) for call in parsed.calls] == [
+        ("c0", "", body),
+        ("c1", "f", "{}"),
+    ]
     assert list(parsed.problems) == ["c0"]
     assert "cannot be read" in parsed.problems["c0"]
 
@@ -58,7 +68,9 @@ def test_llama_calls_by_json_or_by_a_program_behind_its_tag() -> None:
     two = '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}'
     assert calls(two, "llama3") == [("f", "{}"), ("g", "{}")]
     assert calls("<|python_tag|>print(1)", "llama3") == [("python", '{"code": "print(1)"}')]
-    assert calls('{"name": "add", "parameters": {"a": ', "llama3") == [("", '{"name": "add", "parameters": {"a":')]
+    assert calls('{"name": "add", "parameters": {"a": ', "llama3") == [
+        ("", '{"name": "add", "parameters": {"a":')
+    ]
     assert calls('{"answer": 4}', "llama3") == []  # words that happen to be JSON
     assert parse_reply("The sum is 4.", "llama3", "").text == "The sum is 4."
 
@@ -83,7 +95,10 @@ def test_a_chat_with_tools_in_words_has_one_user_between_replies(tmp_path: Path)
     assert (system.role, question.content) == ("system", "1+1?")
     assert json.dumps(ADD.parameters) in system.content and "```tool" in system.content
     assert call.content == '```tool\n{"name": "add", "arguments": {"a": 1}}\n```'
-    assert (results.role, results.content) == ("user", "Result of the tool:\n2\n\nResult of the tool:\n3")
+    assert (results.role, results.content) == (
+        "user",
+        "Result of the tool:\n2\n\nResult of the tool:\n3",
+    )
     assert answer == Message(role="assistant", content="<think>x</think>It is 2.")
     plain = (Message(role="user", content="a"), Message(role="user", content="b"))
     assert in_words(plain, ()) == list(plain)  # without tools nothing changes

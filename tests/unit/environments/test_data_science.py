@@ -12,20 +12,27 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.environments.data_science import DataScienceEnv, pack_file, pack_target, unpack_files
-from mcore_mas.rollout.environments.predictions import Target
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.records.files import RecordError, read_trajectories, write_trajectories
-from mcore_mas.rollout.records.trajectory import Status, Task, Trajectory
-from mcore_mas.rollout.sandbox import Sandbox, SandboxFusion
-from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.tasks.tabular import TableModel, metric_of
+from rollout.base.errors import EnvError
+from rollout.environments.data_science import DataScienceEnv, pack_file, pack_target, unpack_files
+from rollout.environments.predictions import Target
+from rollout.environments.protocol import Step
+from rollout.records.files import RecordError, read_trajectories, write_trajectories
+from rollout.records.trajectory import Status, Task, Trajectory
+from rollout.sandbox import Sandbox, SandboxFusion
+from rollout.tasks import GENERATORS
+from rollout.tasks.tabular import TableModel, metric_of
 from tests.support.casts import play, scores, speakers, validity
 from tests.support.sandboxes import started
 
 ROLES = {"engineer": "data_engineer", "modeler": "modeler", "analyst": "analyst"}
-TARGET = Target(metric="mae", id_column="id", column="y", truth={"3": "7.0", "4": "9.0"}, baseline=4.0, ceiling=0.0)
+TARGET = Target(
+    metric="mae",
+    id_column="id",
+    column="y",
+    truth={"3": "7.0", "4": "9.0"},
+    baseline=4.0,
+    ceiling=0.0,
+)
 TASK = Task(
     id="t",
     prompt="Predict y.",
@@ -88,7 +95,9 @@ def test_files_go_from_agent_to_agent_until_the_submission_is_scored(box: Sandbo
     assert speakers(trajectory) == ["engineer", "engineer", "modeler", "analyst"]
     assert scores(trajectory) == [0.0, 1.0, 1.0, 1.0]
     assert (trajectory.outcome, trajectory.status) == (1.0, Status.COMPLETED)  # exp(-0 / 10)
-    assert {name: trajectory.metrics[name] for name in ("mae", "normalised", "submitted", "solved")} == {
+    assert {
+        name: trajectory.metrics[name] for name in ("mae", "normalised", "submitted", "solved")
+    } == {
         "mae": 0.0,
         "normalised": 1.0,
         "submitted": 1.0,
@@ -96,19 +105,38 @@ def test_files_go_from_agent_to_agent_until_the_submission_is_scored(box: Sandbo
     }
     assert "['test.csv', 'train.csv']" in prompts[1] and "print(sorted(os.listdir()))" in prompts[1]
     assert "test.csv (13)\ntrain.csv (19)" in prompts[0]
-    assert "## engineer\nI do my part." in prompts[2] and "hm" not in prompts[2] and "os.listdir" not in prompts[2]
+    assert (
+        "## engineer\nI do my part." in prompts[2]
+        and "hm" not in prompts[2]
+        and "os.listdir" not in prompts[2]
+    )
     assert "X_test.pkl" in prompts[2] and "model.pkl (" in prompts[3]
     ran = [event for event in trajectory.tools if event.tool == "python"]
     assert [event.after_turn for event in ran] == [0, 1, 2, 3]
     listed = [
         (e.after_turn, e.result.split("\n")) for e in trajectory.tools if e.tool == "files"
     ]  # as coaches read them
-    assert [(turn, len(names)) for turn, names in listed] == [(-1, 2), (0, 2), (1, 5), (2, 6), (3, 7)]
-    assert listed[3][1] == ["X_test.pkl", "X_train.pkl", "model.pkl", "test.csv", "train.csv", "y_train.pkl"]
+    assert [(turn, len(names)) for turn, names in listed] == [
+        (-1, 2),
+        (0, 2),
+        (1, 5),
+        (2, 6),
+        (3, 7),
+    ]
+    assert listed[3][1] == [
+        "X_test.pkl",
+        "X_train.pkl",
+        "model.pkl",
+        "test.csv",
+        "train.csv",
+        "y_train.pkl",
+    ]
     assert not [prompt for prompt in prompts if "7.0" in prompt or "9.0" in prompt]  # the truths
 
 
-def test_files_of_any_name_are_shown_and_the_submission_is_scored(box: Sandbox, tmp_path: Path) -> None:
+def test_files_of_any_name_are_shown_and_the_submission_is_scored(
+    box: Sandbox, tmp_path: Path
+) -> None:
     odd = code("import os\nopen(b'\\xff.csv', 'w')\nopen('\\x1b[2J', 'w')")
     many = code("for n in range(1500): open(f'{n:04}' + 'x' * 240, 'w')")
     write = code("open('submission.csv', 'w').write('id,y\\n3,7\\n4,9\\n')")
@@ -130,7 +158,10 @@ def test_variables_stay_with_their_agent_and_files_do_not(box: Sandbox) -> None:
     assert "There was no program." not in prompts[3]
     assert (scores(trajectory), validity(trajectory)) == ([0.0] * 4, [True, True, True, False])
     assert (trajectory.outcome, trajectory.answer) == (0.0, "")
-    assert (trajectory.metrics["submitted"], trajectory.metrics["malformed_submission"]) == (0.0, 0.0)
+    assert (trajectory.metrics["submitted"], trajectory.metrics["malformed_submission"]) == (
+        0.0,
+        0.0,
+    )
 
 
 def test_a_failing_program_is_shown_and_the_next_agent_asked_after_four_turns(box: Sandbox) -> None:
@@ -150,7 +181,10 @@ def test_a_malformed_submission_has_its_own_reward(box: Sandbox) -> None:
     stages = {"analyst": ["submission.csv"]}
     trajectory, _ = play("dsbench", ROLES, write, task=TASK, make_env=make_env, artefacts=stages)
     assert trajectory.outcome == -1.0
-    assert (trajectory.metrics["submitted"], trajectory.metrics["malformed_submission"]) == (1.0, 1.0)
+    assert (trajectory.metrics["submitted"], trajectory.metrics["malformed_submission"]) == (
+        1.0,
+        1.0,
+    )
     assert "mae" not in trajectory.metrics
 
 
@@ -183,7 +217,10 @@ def test_one_agent_can_step_it_too(box: Sandbox) -> None:
     write = code("open('submission.csv', 'w').write('id,y\\n3,7\\n4,9\\n')")
     seen, nothing, done = steps(box, code("print(40 + 2)"), "hello", write, max_turns=3)
     assert (seen.observation, seen.done, seen.tools[0].tool) == ("42", False, "python")
-    assert (nothing.observation, nothing.done) == ("There was neither a program nor <submit>.", False)
+    assert (nothing.observation, nothing.done) == (
+        "There was neither a program nor <submit>.",
+        False,
+    )
     assert (done.done, done.reward, done.metrics["solved"]) == (True, 1.0, 1.0)
     assert steps(box, "<submit>")[0].metrics["submitted"] == 0.0
 
@@ -193,11 +230,21 @@ def test_what_cannot_be_opened_fails_the_trajectory(box: Sandbox) -> None:
         asyncio.run(DataScienceEnv(TASK, sandbox=box).files())
     with pytest.raises(EnvError, match="SandboxFusion has no sessions"):
         steps(SandboxFusion("http://127.0.0.1:1"), "x")
-    for answers in (("{}",), ("no json",), (pack_file("a", "b"),), (json.dumps({"file": "a", "path": "/no/such"}),)):
+    for answers in (
+        ("{}",),
+        ("no json",),
+        (pack_file("a", "b"),),
+        (json.dumps({"file": "a", "path": "/no/such"}),),
+    ):
         with pytest.raises(EnvError, match="task t"):
             unpack_files(Task(id="t", prompt="", answers=answers, env="", source="", split="test"))
     odd = Task(
-        id="t", prompt="", answers=(pack_file("../a", "b"), pack_target(TARGET)), env="", source="", split="test"
+        id="t",
+        prompt="",
+        answers=(pack_file("../a", "b"), pack_target(TARGET)),
+        env="",
+        source="",
+        split="test",
     )
     with pytest.raises(EnvError, match=r"file \.\./a cannot be put into the sandbox"):
         steps(box, "x", task=odd)
@@ -238,7 +285,10 @@ def test_generated_tables_are_solved_by_the_standard_library(box: Sandbox) -> No
         assert target.beats_baseline(target.ceiling)
         [end] = steps(box, code(SOLVE), task=task, reward="gap", max_turns=1)
         assert end.metrics["solved"] == 1.0
-        assert 0.5 < end.reward < 1.3, (task.id, target.metric)  # of the gap, by linear least squares
+        assert 0.5 < end.reward < 1.3, (
+            task.id,
+            target.metric,
+        )  # of the gap, by linear least squares
 
 
 def test_generated_tables_are_a_function_of_the_seed_and_splits_share_no_world() -> None:
@@ -246,12 +296,18 @@ def test_generated_tables_are_a_function_of_the_seed_and_splits_share_no_world()
     tasks = [
         task
         for seed in (1, 2)
-        for task in generate(seed, {"train": 30, "validation": 5, "test": 5}, train_rows=10, test_rows=10)
+        for task in generate(
+            seed, {"train": 30, "validation": 5, "test": 5}, train_rows=10, test_rows=10
+        )
     ]
-    assert tasks[:40] == generate(1, {"train": 30, "validation": 5, "test": 5}, train_rows=10, test_rows=10)
+    assert tasks[:40] == generate(
+        1, {"train": 30, "validation": 5, "test": 5}, train_rows=10, test_rows=10
+    )
     assert len({task.id for task in tasks}) == 80
     assert {task.source for task in tasks} == {"tabular_regression", "tabular_classification"}
-    world = TableModel(kind="regression", metric="mae", weights=(2, 0), intercept=1, effects=(0, 4, -4))
+    world = TableModel(
+        kind="regression", metric="mae", weights=(2, 0), intercept=1, effects=(0, 4, -4)
+    )
     assert [world.signal([1.5, 9.0], level) for level in range(3)] == [4.0, 8.0, 0.0]
 
 
@@ -285,14 +341,25 @@ def folder(root: Path) -> Path:
     return root
 
 
-def test_dsbenchs_own_folder_is_read_and_its_scripts_are_not_run(tmp_path: Path, box: Sandbox) -> None:
+def test_dsbenchs_own_folder_is_read_and_its_scripts_are_not_run(
+    tmp_path: Path, box: Sandbox
+) -> None:
     options = {"folder": str(folder(tmp_path))}
     [task] = GENERATORS["dsbench"].tasks(1, {"train": 0, "test": 1}, **options)
-    assert (task.id, task.env, task.split, task.source) == ("dsbench/titanic", "data_science", "test", "dsbench")
+    assert (task.id, task.env, task.split, task.source) == (
+        "dsbench/titanic",
+        "data_science",
+        "test",
+        "dsbench",
+    )
     assert task.prompt.startswith("Who survived?\n\n")
     files, target = unpack_files(task)
     assert sorted(files) == ["sample_submission.csv", "test.csv", "train.csv"]
-    assert (target.metric, target.column, target.truth) == ("accuracy", "Survived", {"2": "1", "3": "0"})
+    assert (target.metric, target.column, target.truth) == (
+        "accuracy",
+        "Survived",
+        {"2": "1", "3": "0"},
+    )
     assert (target.baseline, target.ceiling) == (0.5, 0.9)
     [end] = steps(box, "<submit>", task=task, reward="gap")
     assert end.reward == 0.0
@@ -318,7 +385,10 @@ def test_dsbenchs_own_folder_is_read_and_its_scripts_are_not_run(tmp_path: Path,
         ("performance = mean_absolute_error(a, b)", "mae"),
         ("    performance = roc_auc_score(a, b)", "auc"),
         ("performance = (a == b).mean()", "accuracy"),
-        ("performance = f1_score(a, b, average='micro')", "accuracy"),  # the same where a row has one label
+        (
+            "performance = f1_score(a, b, average='micro')",
+            "accuracy",
+        ),  # the same where a row has one label
         ("performance = f1_score(a, b, average='macro')", "f1"),
         ("from sklearn.metrics import roc_auc_score\nperformance = mean_spearmanr(a, b)", None),
         ("from sklearn.metrics import accuracy_score", None),

@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 import pytest
 
 from mcore_mas.reports.pages import picture
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.environments import ENVS
-from mcore_mas.rollout.environments.games import GAMES
-from mcore_mas.rollout.environments.games.game import BadPuzzle, items, letters
-from mcore_mas.rollout.environments.games.sudoku import solutions
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.records.trajectory import Task
+from rollout.base.errors import EnvError
+from rollout.environments import ENVS
+from rollout.environments.games import GAMES
+from rollout.environments.games.game import BadPuzzle, items, letters
+from rollout.environments.games.sudoku import solutions
+from rollout.environments.protocol import Step
+from rollout.records.trajectory import Task
 
 PATH = "S 1 1 G 3 3\nS . .\n# . #\n. . G"
 ROOM = "# # # # # #\n# @ _ $ . #\n# # # # # #"
@@ -104,7 +104,11 @@ def test_plan_path_goes_on_where_it_stood_and_stops_at_the_goal() -> None:
 
 def test_plan_path_failures() -> None:
     [spent] = play("plan_path", PATH, "R", max_turns=1)
-    assert (spent.reward, spent.done, spent.metrics["solved"]) == (pytest.approx(-0.01 + 1.03 - 1), True, 0.0)
+    assert (spent.reward, spent.done, spent.metrics["solved"]) == (
+        pytest.approx(-0.01 + 1.03 - 1),
+        True,
+        0.0,
+    )
     assert spent.metrics["progress"] == 0.25
     [malformed, then] = play("plan_path", PATH, "go right", "", max_turns=2)
     assert (malformed.reward, malformed.done) == (-1.0, False)
@@ -132,8 +136,14 @@ def test_sokoban() -> None:
 def test_sudoku() -> None:
     grid = "1234, 3412, 2143, 4321"
     [step] = play("sudoku", SHEET, grid)
-    assert (step.reward, step.done, step.metrics["solved"]) == (pytest.approx(-0.01 + 2 + 0.5), True, 1.0)
-    assert reward("sudoku", SHEET, "[[1,2,3,4],[3,4,1,2],[2,1,4,3],[4,3,2,1]]") == pytest.approx(2.49)
+    assert (step.reward, step.done, step.metrics["solved"]) == (
+        pytest.approx(-0.01 + 2 + 0.5),
+        True,
+        1.0,
+    )
+    assert reward("sudoku", SHEET, "[[1,2,3,4],[3,4,1,2],[2,1,4,3],[4,3,2,1]]") == pytest.approx(
+        2.49
+    )
     assert reward("sudoku", SHEET, "1 2 2, 2 4 2, 3 1 2, 4 3 2") == pytest.approx(4 * -0.01 + 2.5)
     # one of 16 cells; a row, a column and a box have one digit more
     [one] = play("sudoku", SHEET, "1 2 2")
@@ -142,7 +152,9 @@ def test_sudoku() -> None:
     # 3 repeats in the row, the column and the box, which held two digits more than one each
     [broken, solved] = play("sudoku", SHEET, "1 2 3", grid)
     assert broken.reward == pytest.approx(-0.01 + 0.5 / 16 - 0.02 * 6 - 0.5)
-    assert solved.reward == pytest.approx(-0.01 + 2)  # a cell was written twice: 5 writes for 4 empty cells
+    assert solved.reward == pytest.approx(
+        -0.01 + 2
+    )  # a cell was written twice: 5 writes for 4 empty cells
     [given] = play("sudoku", SHEET, "1 1 2, 1 2 2")
     assert given.reward == pytest.approx(-0.02 - 0.5)
     assert given.observation == SHEET + "\nImpossible actions: 1."
@@ -152,7 +164,12 @@ def test_sudoku() -> None:
 
 def test_blocksworld() -> None:
     [step] = play("blocksworld", TABLE, "B C, A B")
-    assert (step.reward, step.done, step.metrics["solved"], step.metrics["optimal"]) == (1.0, True, 1.0, 1.0)
+    assert (step.reward, step.done, step.metrics["solved"], step.metrics["optimal"]) == (
+        1.0,
+        True,
+        1.0,
+        1.0,
+    )
     [longer] = play("blocksworld", TABLE, "B table, B C, A B")
     assert (longer.reward, longer.metrics["optimal"]) == (1.0, 0.0)
     [half] = play("blocksworld", TABLE, "A C, B C")  # A is under B
@@ -210,7 +227,9 @@ def test_a_picture_has_a_board_for_every_state() -> None:
     drawn = picture(task("plan_path", PATH), ["R D", "nonsense", "D R"])
     assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
     assert drawn.count("<rect") == 4 * 9
-    assert 'width="368" height="104"' in drawn  # four boards of three cells of 24 pixels, gaps of 16
+    assert (
+        'width="368" height="104"' in drawn
+    )  # four boards of three cells of 24 pixels, gaps of 16
     assert drawn.count(">S</text>") == 4
     assert drawn.count(">G</text>") == 3  # the last S stands on it
     assert picture(task("blocksworld", TABLE), []).count("<rect") == 6

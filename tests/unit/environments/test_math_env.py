@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.task_group import put_on_record
-from mcore_mas.rollout.environments.math import MathEnv, compare_answers, last_boxed
-from mcore_mas.rollout.records.trajectory import Task
+from rollout.base.errors import EnvError
+from rollout.base.task_group import put_on_record
+from rollout.environments.math import MathEnv, compare_answers, last_boxed
+from rollout.records.trajectory import Task
 
 
 def task(*answers):
@@ -66,12 +66,19 @@ def test_equal_answers(given, truth, equal):
         ("\\boxed{x+1}", ("y", "x + 1"), True, 1),  # the first truth is mathematics
         ("\\boxed{x+1}", ("x + 1", "y"), True, 0),
         ("\\boxed{1/2=0.5}", ("0.5",), True, 1),
-        ("\\boxed{" + "1" * 300 + "}", ("1" * 300,), True, 1),  # long ones are read off the event loop
+        (
+            "\\boxed{" + "1" * 300 + "}",
+            ("1" * 300,),
+            True,
+            1,
+        ),  # long ones are read off the event loop
     ],
 )
 def test_what_texts_decide_takes_no_thread_and_is_not_put_on_record(text, answers, right, asked):
     kept = []
-    record = SimpleNamespace(answer=lambda key: None, keep_answer=lambda key, answer: kept.append(answer))
+    record = SimpleNamespace(
+        answer=lambda key: None, keep_answer=lambda key, answer: kept.append(answer)
+    )
 
     async def play():
         put_on_record(record, lambda: "here")
@@ -107,7 +114,9 @@ def test_any_accepted_answer_counts():
     assert score("\\boxed{12}", "11", "12").reward == 1.0
 
 
-@pytest.mark.parametrize(("text", "answered"), [("\\boxed{13}", 1.0), ("12", 0.0), ("\\boxed{}", 0.0), ("", 0.0)])
+@pytest.mark.parametrize(
+    ("text", "answered"), [("\\boxed{13}", 1.0), ("12", 0.0), ("\\boxed{}", 0.0), ("", 0.0)]
+)
 def test_wrong_or_missing_answer_scores_zero(text, answered):
     step = score(text, "12")
     assert (step.reward, step.metrics) == (0.0, {"answered": answered})
@@ -115,7 +124,12 @@ def test_wrong_or_missing_answer_scores_zero(text, answered):
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [("\\boxed{ +12. }", "12"), ("\\boxed{\\dfrac{1}{2}}", "\\frac{1}{2}"), ("12", ""), ("\\boxed{}", "")],
+    [
+        ("\\boxed{ +12. }", "12"),
+        ("\\boxed{\\dfrac{1}{2}}", "\\frac{1}{2}"),
+        ("12", ""),
+        ("\\boxed{}", ""),
+    ],
 )
 def test_equal_answers_are_written_equally(text, answer):
     assert score(text, "12").answer == answer

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.rollout.environments.math import compare_answers
-from mcore_mas.rollout.environments.math_equality import is_refused
+from rollout.environments.math import compare_answers
+from rollout.environments.math_equality import is_refused
 
 PAIRS = [
-    json.loads(line) for line in (Path(__file__).parents[2] / "data" / "math_pairs.jsonl").read_text().splitlines()
+    json.loads(line)
+    for line in (Path(__file__).parents[2] / "data" / "math_pairs.jsonl").read_text().splitlines()
 ]
 
 
@@ -18,8 +19,12 @@ PAIRS = [
 def test_every_pair_has_its_verdict():
     """A verdict that changes with a version of math-verify fails here; known wrong ones say so in `why`."""
     assert min(Counter(pair["verdict"] for pair in PAIRS).values()) >= 4
-    found = [pair | {"verdict": str(compare_answers(pair["given"], pair["truth"]))} for pair in PAIRS]
-    assert [(one, pair["verdict"]) for one, pair in zip(found, PAIRS, strict=True) if one != pair] == []
+    found = [
+        pair | {"verdict": str(compare_answers(pair["given"], pair["truth"]))} for pair in PAIRS
+    ]
+    assert [
+        (one, pair["verdict"]) for one, pair in zip(found, PAIRS, strict=True) if one != pair
+    ] == []
 
 
 def test_pairs_are_all_different():

@@ -12,17 +12,21 @@ from typing import Any
 import psutil
 import pytest
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.environments.mcp import McpEnv, McpServer
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.orchestras.replies import parse_call_or_answer
-from mcore_mas.rollout.records.trajectory import Status, Task
+from rollout.base.errors import EnvError
+from rollout.environments.mcp import McpEnv, McpServer
+from rollout.environments.protocol import Step
+from rollout.orchestras.replies import parse_call_or_answer
+from rollout.records.trajectory import Status, Task
 from tests.support.casts import play, validity
 
 SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"
-PLAIN = {"plain": McpServer(command=sys.executable, args=[str(SERVER.with_name("plain_mcp_server.py"))])}
+PLAIN = {
+    "plain": McpServer(command=sys.executable, args=[str(SERVER.with_name("plain_mcp_server.py"))])
+}
 SMALL = {"small": McpServer(command=sys.executable, args=[str(SERVER)])}
-TASK = Task(id="t", prompt="How much is 40 + 2?", answers=("42",), env="mcp", source="s", split="train")
+TASK = Task(
+    id="t", prompt="How much is 40 + 2?", answers=("42",), env="mcp", source="s", split="train"
+)
 ROLES = {"player": "tool_caller"}
 
 
@@ -58,21 +62,33 @@ def test_tools_are_listed_called_and_counted_and_the_server_ends_with_the_trajec
         "<answer> 42. </answer>",
         max_turns=99,
     )
-    assert shown.startswith("How much is 40 + 2?\n\nTools:\n- add: Add two numbers.\n  arguments: {")
+    assert shown.startswith(
+        "How much is 40 + 2?\n\nTools:\n- add: Add two numbers.\n  arguments: {"
+    )
     assert '"required": ["a", "b"]' in shown and "<call>" in shown
     assert (found[0].observation, found[0].done, found[0].tools[0].failed) == ("42", False, False)
-    assert "Error executing tool divide" in found[1].observation and found[1].tools[0].failed  # the tool's own report
+    assert (
+        "Error executing tool divide" in found[1].observation and found[1].tools[0].failed
+    )  # the tool's own report
     assert "add: a: 'x' is not of type 'integer'" in found[2].observation and found[2].tools == ()
     assert found[3].observation.startswith("There is no tool 'multiply'; tools: add, divide")
     assert all(step.observation.startswith("This is no call.") for step in found[4:9])
     assert (found[-1].reward, found[-1].done, found[-1].answer) == (1.0, True, "42")
-    assert found[-1].metrics == {"calls": 3.0, "bad_calls": 7.0, "tool_errors": 1.0, "answered": 1.0, "solved": 1.0}
+    assert found[-1].metrics == {
+        "calls": 3.0,
+        "bad_calls": 7.0,
+        "tool_errors": 1.0,
+        "answered": 1.0,
+        "solved": 1.0,
+    }
     assert not psutil.pid_exists(int(found[-2].observation))
 
 
 def test_one_agent_calls_and_answers() -> None:
     replies = [f"<think>hm</think>{call('add', a=40, b=2)}", "no idea", "<answer>42</answer>"]
-    trajectory, prompts = play("single", ROLES, *replies, task=TASK, make_env=partial(McpEnv, servers=PLAIN))
+    trajectory, prompts = play(
+        "single", ROLES, *replies, task=TASK, make_env=partial(McpEnv, servers=PLAIN)
+    )
     assert (trajectory.outcome, trajectory.answer) == (1.0, "42")
     assert validity(trajectory) == [True, False, True]
     assert f"{call('add', a=40, b=2)}\n42\n" in prompts[1] and "This is no call." in prompts[2]
@@ -98,7 +114,10 @@ def test_a_server_that_breaks_or_is_late_fails_the_trajectory(action: str, messa
     ("servers", "message"),
     [
         ({"none": McpServer(command="/no/such/program")}, "MCP server 'none' failed"),
-        ({"dumb": McpServer(command=sys.executable, args=["-c", "print('hello')"])}, "MCP server 'dumb' failed"),
+        (
+            {"dumb": McpServer(command=sys.executable, args=["-c", "print('hello')"])},
+            "MCP server 'dumb' failed",
+        ),
         ({"one": PLAIN["plain"], "two": PLAIN["plain"]}, "two MCP servers have a tool 'add'"),
         ({"mute": McpServer(command="sleep", args=["60"])}, "did not start within 0.5 s"),
     ],

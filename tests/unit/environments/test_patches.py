@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_mas.rollout.environments.patches import BadPatch, Edit, apply_patch, parse_patch
+from rollout.environments.patches import BadPatch, Edit, apply_patch, parse_patch
 
 FILES = {"pkg/a.py": "one\ntwo\nthree\ntwo\nfive\n", "b.txt": "x\n"}
 BLOCK = "pkg/a.py\n<<<<<<< SEARCH\nthree\n=======\n3\n3.5\n>>>>>>> REPLACE"
@@ -40,7 +40,9 @@ def patched(text: str) -> dict[str, str]:
 def test_blocks_replace_what_stands_there_once() -> None:
     assert parse_patch(BLOCK) == [Edit(path="pkg/a.py", old=("three",), new=("3", "3.5"))]
     assert patched(f"I change it.\n\n{BLOCK}\n")["pkg/a.py"] == "one\ntwo\n3\n3.5\ntwo\nfive\n"
-    assert patched(f"<think>{BLOCK}</think>\nb.txt\n```\n<<<<<<< SEARCH\nx\n=======\n>>>>>>> REPLACE\n```\n") == {
+    assert patched(
+        f"<think>{BLOCK}</think>\nb.txt\n```\n<<<<<<< SEARCH\nx\n=======\n>>>>>>> REPLACE\n```\n"
+    ) == {
         **FILES,
         "b.txt": "",
     }
@@ -71,7 +73,10 @@ def test_hunks_with_wrong_lines_are_found_where_their_text_stands_once() -> None
     [
         ("no idea", "There is no patch"),
         (BLOCK.replace("REPLACE", ""), "There is no patch"),
-        (BLOCK.replace("three", "four"), r"pkg/a\.py: the lines to replace, from 'four' on, are not there"),
+        (
+            BLOCK.replace("three", "four"),
+            r"pkg/a\.py: the lines to replace, from 'four' on, are not there",
+        ),
         (BLOCK.replace("three", "two"), "stand there 2 times"),
         (BLOCK.replace("pkg/a.py", "pkg/z.py"), r"There is no file pkg/z\.py"),
         (BLOCK.replace("pkg/a.py", "../a.py"), r"\.\./a\.py is no path within the repository"),

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from mcore_mas.rollout.environments.predictions import TABLE_METRICS, Target
-from mcore_mas.rollout.environments.protocol import AgentMistake
+from rollout.environments.predictions import TABLE_METRICS, Target
+from rollout.environments.protocol import AgentMistake
 
 LABELS, GUESSES = ["1", "1", "0", "0", "1"], ["1", "0", "0", "1", "1.0"]
 VALUES, PREDICTED = ["1", "2", "3"], ["1", "4", "0"]
@@ -36,9 +36,9 @@ def test_metrics(metric: str, truth: list[str], given: list[str], score: float) 
 
 
 def test_errors_are_normalised_by_mappas_scales() -> None:
-    assert [TABLE_METRICS[name].normalise(10.0) for name in ("rmse", "mae", "mse", "log_loss")] == pytest.approx(
-        [math.exp(-0.5), math.exp(-1), math.exp(-0.025), math.exp(-10)]
-    )
+    assert [
+        TABLE_METRICS[name].normalise(10.0) for name in ("rmse", "mae", "mse", "log_loss")
+    ] == pytest.approx([math.exp(-0.5), math.exp(-1), math.exp(-0.025), math.exp(-10)])
     assert TABLE_METRICS["accuracy"].normalise(0.7) == 0.7
 
 
@@ -75,9 +75,19 @@ def test_other_submissions_are_refused_without_a_word_on_the_truth(text: str, me
 def test_the_gap_is_dsbenchs() -> None:
     """max(0, (p - b) / (g - b)), whether more is better or less."""
     error, share = target(baseline=4.0, ceiling=1.0), target("accuracy", baseline=0.5, ceiling=0.9)
-    assert [error.normalise(score, "gap") for score in (5.0, 4.0, 2.5, 1.0, 0.0)] == [0.0, 0.0, 0.5, 1.0, 4 / 3]
+    assert [error.normalise(score, "gap") for score in (5.0, 4.0, 2.5, 1.0, 0.0)] == [
+        0.0,
+        0.0,
+        0.5,
+        1.0,
+        4 / 3,
+    ]
     assert share.normalise(0.6, "gap") == pytest.approx(0.25)
     assert [error.beats_baseline(4.0), error.beats_baseline(3.9)] == [False, True]
-    assert [share.beats_baseline(0.5), share.beats_baseline(0.6), target().beats_baseline(99)] == [False, True, True]
+    assert [share.beats_baseline(0.5), share.beats_baseline(0.6), target().beats_baseline(99)] == [
+        False,
+        True,
+        True,
+    ]
     with pytest.raises(ValueError, match="needs a baseline and another ceiling"):
         target().normalise(1.0, "gap")

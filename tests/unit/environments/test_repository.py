@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.environments.repository import CheckCall, RepositoryEnv, pack_check, pack_source
-from mcore_mas.rollout.records.trajectory import Status, Task
-from mcore_mas.rollout.sandbox import Sandbox
-from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.tasks.fields import BadRow
-from mcore_mas.rollout.tasks.files import FORMATS
-from mcore_mas.rollout.tasks.repositories import _checks, source_of
-from mcore_mas.rollout.tasks.repository_functions import BUGGY_FUNCTIONS
+from rollout.base.errors import EnvError
+from rollout.environments.protocol import Step
+from rollout.environments.repository import CheckCall, RepositoryEnv, pack_check, pack_source
+from rollout.records.trajectory import Status, Task
+from rollout.sandbox import Sandbox
+from rollout.tasks import GENERATORS
+from rollout.tasks.fields import BadRow
+from rollout.tasks.files import FORMATS
+from rollout.tasks.repositories import _checks, source_of
+from rollout.tasks.repository_functions import BUGGY_FUNCTIONS
 from tests.support.casts import play, validity
 from tests.support.sandboxes import started
 
@@ -30,7 +30,14 @@ SOURCE = "def double(n):\n    return n + 2\n\n\ndef half(n):\n    return n / 2\n
 
 
 def check(name: str, function: str, given: int, expected: Any, passes: bool) -> str:
-    one = CheckCall(name=name, module="pkg.m", function=function, arguments=(given,), expected=expected, passes=passes)
+    one = CheckCall(
+        name=name,
+        module="pkg.m",
+        function=function,
+        arguments=(given,),
+        expected=expected,
+        passes=passes,
+    )
     return pack_check(one)
 
 
@@ -88,10 +95,16 @@ def test_a_patch_is_scored_by_the_tests_that_failed_and_those_that_passed(box: S
     }
     special = block("    return n + 2", "    return 6 if n == 3 else n + 2")
     broken = block(
-        "    return n + 2\n\n\ndef half(n):\n    return n / 2", "    return 2 * n\n\n\ndef half(n):\n    return n"
+        "    return n + 2\n\n\ndef half(n):\n    return n / 2",
+        "    return 2 * n\n\n\ndef half(n):\n    return n",
     )
     assert [
-        (step.reward, step.metrics["solved"], step.metrics["fail_to_pass"], step.metrics["pass_to_pass"])
+        (
+            step.reward,
+            step.metrics["solved"],
+            step.metrics["fail_to_pass"],
+            step.metrics["pass_to_pass"],
+        )
         for patch in (special, broken, block("def double(n):", "def double(n)"))
         for step in steps(box, patch, reward="rate")[1]
     ] == [(0.75, 0.0, 0.5, 1.0), (0.75, 0.0, 1.0, 0.5), (0.0, 0.0, 0.0, 0.0)]
@@ -112,14 +125,22 @@ def test_a_patch_cannot_say_that_tests_pass(box: Sandbox) -> None:
 @pytest.mark.parametrize("path", [".", "pkg/m.py/x.py"])
 def test_a_patch_of_what_can_be_no_file_does_not_apply(box: Sandbox, path: str) -> None:
     _, [step] = steps(box, f"{path}\n<<<<<<< SEARCH\n=======\nx\n>>>>>>> REPLACE")
-    assert (step.metrics["applied"], step.metrics["malformed_patches"], step.reward) == (0.0, 1.0, 0.0)
+    assert (step.metrics["applied"], step.metrics["malformed_patches"], step.reward) == (
+        0.0,
+        1.0,
+        0.0,
+    )
 
 
 def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox) -> None:
     make_env = partial(RepositoryEnv, sandbox=box, max_turns=3)
     replies = [block("nothing", "x"), "no idea", f"<think>so</think>{RIGHT}"]
     trajectory, prompts = play("single", ROLES, *replies, task=TASK, make_env=make_env)
-    assert (trajectory.outcome, trajectory.metrics["solved"], trajectory.metrics["malformed_patches"]) == (
+    assert (
+        trajectory.outcome,
+        trajectory.metrics["solved"],
+        trajectory.metrics["malformed_patches"],
+    ) == (
         1.0,
         1.0,
         2.0,
@@ -129,17 +150,29 @@ def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox)
     assert [event.tool for event in trajectory.tools] == ["patch"] * 3
     wrong = block("    return n + 2", "    return 0")
     again, prompts = play(
-        "single", ROLES, wrong, wrong, task=TASK, make_env=partial(RepositoryEnv, sandbox=box, max_turns=2)
+        "single",
+        ROLES,
+        wrong,
+        wrong,
+        task=TASK,
+        make_env=partial(RepositoryEnv, sandbox=box, max_turns=2),
     )
     assert (again.outcome, again.status) == (0.0, Status.COMPLETED)
-    assert "The patch applies.\n" in prompts[1] and "test" not in prompts[1].partition("The patch applies.")[2]
+    assert (
+        "The patch applies.\n" in prompts[1]
+        and "test" not in prompts[1].partition("The patch applies.")[2]
+    )
 
 
-def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(box: Sandbox) -> None:
+def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(
+    box: Sandbox,
+) -> None:
     for family in BUGGY_FUNCTIONS:
         right = source_of(family.right, family.right)
         for bug, (wrong, complaint) in family.bugs.items():
-            assert source_of(wrong, family.right).splitlines()[:2] == right.splitlines()[:2] and complaint.endswith(".")
+            assert source_of(wrong, family.right).splitlines()[:2] == right.splitlines()[
+                :2
+            ] and complaint.endswith(".")
             checks = _checks(Random(bug), family, "pkg.m", wrong)
             assert sorted(check.passes for check in checks) == [False] * 3 + [True] * 3
             for check in checks:
@@ -148,7 +181,9 @@ def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(b
     source = source_of(wrong, family.right)
     answers = (pack_source("pkg/m.py", source), *map(pack_check, checks))
     task = Task(id="t", prompt="", answers=answers, env="repository", source="s", split="train")
-    _, [kept] = steps(box, block("def", "def").replace("def\n", f"{source.splitlines()[0]}\n"), task=task)
+    _, [kept] = steps(
+        box, block("def", "def").replace("def\n", f"{source.splitlines()[0]}\n"), task=task
+    )
     assert (kept.metrics["fail_to_pass"], kept.metrics["pass_to_pass"]) == (0.0, 1.0)
     _, [fixed] = steps(box, block(source.rstrip(), right.rstrip()), task=task)
     assert fixed.metrics["solved"] == 1.0
@@ -161,11 +196,17 @@ def test_generated_packages_are_a_function_of_the_seed_and_splits_share_no_bug()
     assert tasks == generate(1, sizes) and len({task.id for task in tasks}) == 56
     bugs = {
         split: {
-            t.prompt.partition(".")[2].partition(" For example")[0].split(".")[-2] for t in tasks if t.split == split
+            t.prompt.partition(".")[2].partition(" For example")[0].split(".")[-2]
+            for t in tasks
+            if t.split == split
         }
         for split in sizes
     }
-    assert not bugs["train"] & bugs["test"] and not bugs["train"] & bugs["validation"] and all(bugs.values())
+    assert (
+        not bugs["train"] & bugs["test"]
+        and not bugs["train"] & bugs["validation"]
+        and all(bugs.values())
+    )
     assert all(len([a for a in t.answers if "source" in json.loads(a)]) == 3 for t in tasks)
 
 
@@ -192,11 +233,20 @@ TESTS = "from pkg.m import double, half\n\n\ndef test_half():\n    assert half(4
 def swe_task() -> Task:
     problem = FORMATS["swe_bench"].problem(ROW)
     assert problem is not None and problem.name == "o__r-1"
-    return Task(id="t", prompt=problem.prompt, answers=problem.answers, env="repository", source="s", split="test")
+    return Task(
+        id="t",
+        prompt=problem.prompt,
+        answers=problem.answers,
+        env="repository",
+        source="s",
+        split="test",
+    )
 
 
 @pytest.mark.slow
-def test_a_row_of_swe_bench_is_tested_in_its_checkout_by_pytest(box: Sandbox, tmp_path: Path) -> None:
+def test_a_row_of_swe_bench_is_tested_in_its_checkout_by_pytest(
+    box: Sandbox, tmp_path: Path
+) -> None:
     files = {
         "pkg/__init__.py": "",
         "pkg/m.py": SOURCE,
@@ -214,14 +264,28 @@ def test_a_row_of_swe_bench_is_tested_in_its_checkout_by_pytest(box: Sandbox, tm
         and "secret" not in shown
         and "test_double" not in shown
     )
-    assert (right.metrics["solved"], right.metrics["fail_to_pass"], right.metrics["pass_to_pass"]) == (1.0, 1.0, 1.0)
+    assert (
+        right.metrics["solved"],
+        right.metrics["fail_to_pass"],
+        right.metrics["pass_to_pass"],
+    ) == (1.0, 1.0, 1.0)
     _, [same] = steps(
-        box, block("    return n + 2", "    return n + 2"), task=swe_task(), checkouts=checkouts, reward="rate"
+        box,
+        block("    return n + 2", "    return n + 2"),
+        task=swe_task(),
+        checkouts=checkouts,
+        reward="rate",
     )
-    assert (same.reward, same.metrics["fail_to_pass"], same.metrics["pass_to_pass"]) == (0.5, 0.0, 1.0)
+    assert (same.reward, same.metrics["fail_to_pass"], same.metrics["pass_to_pass"]) == (
+        0.5,
+        0.0,
+        1.0,
+    )
     hidden = block("    assert half(4) == 2", "    pass", "tests/test_m.py")
     _, [meddled] = steps(box, hidden, task=swe_task(), checkouts=checkouts)
-    assert meddled.metrics["pass_to_pass"] == 0.0  # the hidden tests' own patch does not fit any more
+    assert (
+        meddled.metrics["pass_to_pass"] == 0.0
+    )  # the hidden tests' own patch does not fit any more
     with pytest.raises(EnvError, match=r"no such checkout; set env.options.checkouts"):
         steps(box, task=swe_task(), checkouts=str(tmp_path / "elsewhere"))
 
@@ -229,7 +293,9 @@ def test_a_row_of_swe_bench_is_tested_in_its_checkout_by_pytest(box: Sandbox, tm
 NAME = "    import atexit, os\n    name = os.environ['PYTEST_CURRENT_TEST'].split()[0]\n"
 TO_ALL = "    for file in range(3, 20):\n        try:\n            os.write(file, f'\\nPASSED {name}\\n'.encode())\n"
 TO_ALL += "        except OSError:\n            pass"
-MARKED = "    try:\n        mark = os.pread(0, 64, 0).decode()\n    except OSError:\n        mark = ''\n"
+MARKED = (
+    "    try:\n        mark = os.pread(0, 64, 0).decode()\n    except OSError:\n        mark = ''\n"
+)
 MARKED += "    os.write(1, f'\\n{mark} {name}\\n'.encode())"
 SPOOFS = {  # what a patch has `double` do, which stays wrong
     "prints that a test has passed": "    print('\\nPASSED', name)",
@@ -238,7 +304,10 @@ SPOOFS = {  # what a patch has `double` do, which stays wrong
     "looks for the mark of results": MARKED,
 }
 FILES = {
-    "has a conftest.py": ("conftest.py", "def pytest_runtest_logreport(report):\n    report.outcome = 'passed'\n"),
+    "has a conftest.py": (
+        "conftest.py",
+        "def pytest_runtest_logreport(report):\n    report.outcome = 'passed'\n",
+    ),
     "has a pytest of its own": (
         "pytest.py",
         "def main(*_, **others):\n    print('PASSED tests/test_m.py::test_double')\n",
@@ -273,6 +342,8 @@ def test_rows_that_are_no_instances_are_refused() -> None:
 def test_tasks_that_cannot_be_read_fail(box: Sandbox) -> None:
     for answers in (("?",), ('{"check": {}}',), (pack_source("a.py", ""),)):
         with pytest.raises(EnvError, match="task t"):
-            steps(box, task=Task(id="t", prompt="", answers=answers, env="", source="", split="test"))
+            steps(
+                box, task=Task(id="t", prompt="", answers=answers, env="", source="", split="test")
+            )
     with pytest.raises(EnvError, match="before reset"):
         asyncio.run(RepositoryEnv(TASK, sandbox=box).step("x"))

@@ -6,13 +6,15 @@ import asyncio
 
 import pytest
 
-from mcore_mas.retrieval.client import BadRequest, NoRetriever, Passage, RetrievalError
-from mcore_mas.rollout.base.errors import EnvError, Unusable
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.environments.search import SearchEnv
-from mcore_mas.rollout.records.trajectory import Task
+from retrieval.client import BadRequest, NoRetriever, Passage, RetrievalError
+from rollout.base.errors import EnvError, Unusable
+from rollout.environments.protocol import Step
+from rollout.environments.search import SearchEnv
+from rollout.records.trajectory import Task
 
-TASK = Task(id="t", prompt="Who?", answers=("Silver Harbor",), env="search", source="one_hop", split="test")
+TASK = Task(
+    id="t", prompt="Who?", answers=("Silver Harbor",), env="search", source="one_hop", split="test"
+)
 
 
 class Shelf:
@@ -47,15 +49,21 @@ def play(env: SearchEnv, *actions: str) -> list[Step]:
 )
 def test_search_shows_the_passages(style: str, shown: str) -> None:
     shelf = Shelf()
-    (step,) = play(SearchEnv(TASK, retriever=shelf, top_k=2, style=style), "I wonder. <search> alpha </search>")
+    (step,) = play(
+        SearchEnv(TASK, retriever=shelf, top_k=2, style=style), "I wonder. <search> alpha </search>"
+    )
     assert shelf.asked == [("alpha", 2)]
     assert step.observation == f"<information> {shown} </information>"
     assert (step.reward, step.done) == (0.0, False)
-    assert [(call.tool, call.query, call.result) for call in step.tools] == [("search", "alpha", step.observation)]
+    assert [(call.tool, call.query, call.result) for call in step.tools] == [
+        ("search", "alpha", step.observation)
+    ]
     assert step.metrics == {"searches": 1.0, "invalid_searches": 0.0}
 
 
-@pytest.mark.parametrize("action", ["", "alpha", "<search>  </search>", f"<search> {'x' * 501} </search>"])
+@pytest.mark.parametrize(
+    "action", ["", "alpha", "<search>  </search>", f"<search> {'x' * 501} </search>"]
+)
 def test_malformed_search_finds_nothing_and_is_counted(action: str) -> None:
     shelf = Shelf()
     (step,) = play(SearchEnv(TASK, retriever=shelf), action)
@@ -86,7 +94,10 @@ def test_answer_ends_and_is_scored(action: str, answer: str, match: float, f1: f
 
 def test_failed_retriever_is_an_error() -> None:
     with pytest.raises(EnvError, match="the retriever failed: no answer in 30 s"):
-        play(SearchEnv(TASK, retriever=Shelf(RetrievalError("no answer in 30 s"))), "<search> alpha </search>")
+        play(
+            SearchEnv(TASK, retriever=Shelf(RetrievalError("no answer in 30 s"))),
+            "<search> alpha </search>",
+        )
 
 
 def test_a_query_that_holds_another_tag_is_a_query() -> None:
@@ -97,11 +108,17 @@ def test_a_query_that_holds_another_tag_is_a_query() -> None:
 
 def test_no_retriever_at_all_ends_the_run_and_is_no_failed_trajectory() -> None:
     with pytest.raises(Unusable, match="nobody answers; start it, and the run again"):
-        play(SearchEnv(TASK, retriever=Shelf(NoRetriever("nobody answers"))), "<search> alpha </search>")
+        play(
+            SearchEnv(TASK, retriever=Shelf(NoRetriever("nobody answers"))),
+            "<search> alpha </search>",
+        )
 
 
 def test_refused_query_is_the_searchers_fault() -> None:
-    (step,) = play(SearchEnv(TASK, retriever=Shelf(BadRequest("not valid Unicode"))), "<search> alpha </search>")
+    (step,) = play(
+        SearchEnv(TASK, retriever=Shelf(BadRequest("not valid Unicode"))),
+        "<search> alpha </search>",
+    )
     assert step.observation == "<information> </information>"
     assert step.metrics == {"searches": 0.0, "invalid_searches": 1.0}
 
@@ -121,7 +138,12 @@ def test_preview_scores_an_answer_and_counts_nothing() -> None:
         env.reset(TASK)
         ahead = await env.preview("<answer>harbor</answer>")
         # precision 1, recall 1/2
-        assert ahead.metrics == {"searches": 0, "invalid_searches": 0, "exact_match": 0.0, "token_f1": 2 / 3}
+        assert ahead.metrics == {
+            "searches": 0,
+            "invalid_searches": 0,
+            "exact_match": 0.0,
+            "token_f1": 2 / 3,
+        }
         assert (await env.preview("<search>a</search>")).metrics["searches"] == 1
         found = await env.step("<search>a</search>")
         assert found.metrics == {"searches": 1, "invalid_searches": 0}

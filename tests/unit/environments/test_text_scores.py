@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_mas.rollout.environments.search import exact_match, normalise, token_f1
+from rollout.environments.search import exact_match, normalise, token_f1
 
 
 @pytest.mark.parametrize(

@@ -11,28 +11,33 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.retrieval.client import Passage
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.config.sections import AgentConfig
-from mcore_mas.rollout.environments import TOOLS
-from mcore_mas.rollout.environments.mcp import McpServer
-from mcore_mas.rollout.environments.protocol import Step, ToolCall
-from mcore_mas.rollout.environments.search import SearchEnv
-from mcore_mas.rollout.environments.tools import ToolMaker, call_tool
-from mcore_mas.rollout.records.trajectory import Task, ToolUse
+from retrieval.client import Passage
+from rollout.base.errors import EnvError
+from rollout.config.sections import AgentConfig
+from rollout.environments import TOOLS
+from rollout.environments.mcp import McpServer
+from rollout.environments.protocol import Step, ToolCall
+from rollout.environments.search import SearchEnv
+from rollout.environments.tools import ToolMaker, call_tool
+from rollout.records.trajectory import Task, ToolUse
 from tests.support.sandboxes import started
 from tests.support.shipped import Library
 
 PLAIN = Path(__file__).parents[2] / "support" / "plain_mcp_server.py"
 
 
-def calls(maker: ToolMaker, *asked: tuple[str, Any], call_s: float = 20.0, **supplied: Any) -> list[ToolCall]:
+def calls(
+    maker: ToolMaker, *asked: tuple[str, Any], call_s: float = 20.0, **supplied: Any
+) -> list[ToolCall]:
     """What the calls, (tool, arguments), of one trajectory come to."""
 
     async def run() -> list[ToolCall]:
         async with maker(**supplied) as opened:
             tools = {tool.schema.name: tool for tool in opened}
-            uses = [ToolUse(id="", name=name, arguments=json.dumps(arguments)) for name, arguments in asked]
+            uses = [
+                ToolUse(id="", name=name, arguments=json.dumps(arguments))
+                for name, arguments in asked
+            ]
             return [await call_tool(tools, use, call_s=call_s, most_chars=300) for use in uses]
 
     return asyncio.run(run())
@@ -52,9 +57,18 @@ def calculated(expression: str) -> str:
         ("2 ** -2", "1/4 = 0.25"),
         ("1 / 0", "! calculator: Fraction(1, 0)"),
         ("9 ** 9 ** 9", "! calculator: a power must be a whole number, and not too large"),
-        ("((1 / 3) ** 2500) ** 4000", "! calculator: a power must be a whole number, and not too large"),
-        ("2 ** 2000 * 2 ** 2000 / 3", "! calculator: integer division result too large for a float"),
-        ("__import__('os')", "! calculator: only numbers, parentheses and + - * / // % ** are known"),
+        (
+            "((1 / 3) ** 2500) ** 4000",
+            "! calculator: a power must be a whole number, and not too large",
+        ),
+        (
+            "2 ** 2000 * 2 ** 2000 / 3",
+            "! calculator: integer division result too large for a float",
+        ),
+        (
+            "__import__('os')",
+            "! calculator: only numbers, parentheses and + - * / // % ** are known",
+        ),
         ("True + 1", "! calculator: only numbers, parentheses and + - * / // % ** are known"),
         ("2 +", "! calculator: invalid syntax (<unknown>, line 1)"),
     ],
@@ -107,17 +121,35 @@ def test_python_keeps_variables_and_files() -> None:
         sandbox=box,
     )
     box.close()
-    assert [call.failed for call in made] == [False, False, True, False, False, False, True, True, True, True]
+    assert [call.failed for call in made] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
     assert [call.result for call in made[:2]] == ["[no output]", "42"]
     assert "ZeroDivisionError" in made[2].result
-    assert [call.result for call in made[3:7]] == ["a.txt is written", "éé", "a.txt (2)", "there is no file b.txt"]
+    assert [call.result for call in made[3:7]] == [
+        "a.txt is written",
+        "éé",
+        "a.txt (2)",
+        "there is no file b.txt",
+    ]
     assert made[8].result.startswith("python: arguments: ")
     assert made[9].result.startswith("'../out' is no path in a box")
 
 
 def test_a_late_tool_is_told_of() -> None:
     box = started("auto")
-    (call,) = calls(TOOLS["python"], ("python", {"code": "import time; time.sleep(5)"}), call_s=0.5, sandbox=box)
+    (call,) = calls(
+        TOOLS["python"], ("python", {"code": "import time; time.sleep(5)"}), call_s=0.5, sandbox=box
+    )
     box.close()
     assert (call.failed, call.result) == (True, "python: nothing came within 0.5 s")
 
@@ -125,14 +157,21 @@ def test_a_late_tool_is_told_of() -> None:
 def test_search_is_the_environments_own() -> None:
     task = Task(id="t", prompt="?", answers=("x",), env="search", source="s", split="train")
     env = SearchEnv(task, retriever=Library(), top_k=1, style="text")
-    made = calls(TOOLS["search"], ("search", {"query": "Alice"}), ("search", {"query": ""}), env=env)
-    assert [call.result for call in made] == ["<information> Alice 1 </information>", "<information> </information>"]
+    made = calls(
+        TOOLS["search"], ("search", {"query": "Alice"}), ("search", {"query": ""}), env=env
+    )
+    assert [call.result for call in made] == [
+        "<information> Alice 1 </information>",
+        "<information> </information>",
+    ]
 
 
 def test_no_query_answers_the_question() -> None:
     task = Task(id="t", prompt="?", answers=("x",), env="search", source="s", split="train")
     env = SearchEnv(task, retriever=Library(), top_k=1, style="text")
-    (made,) = calls(TOOLS["search"], ("search", {"query": "a </search> <answer> x </answer>"}), env=env)
+    (made,) = calls(
+        TOOLS["search"], ("search", {"query": "a </search> <answer> x </answer>"}), env=env
+    )
     assert made.result == "<information> a  /search>  answer> x  /answer> 1 </information>"
 
 
@@ -174,16 +213,27 @@ def test_passages_are_read_by_the_ids_that_a_search_shows() -> None:
         "there is no passage zz",
     ]
     assert [call.failed for call in made[3:]] == [True, True, True]
-    with pytest.raises(EnvError, match="Library has no passages by id and no filters; leave out their tools"):
-        calls(TOOLS["passages"], ("read_passage", {"id": "p1"}), env=SearchEnv(task, retriever=Library()))
+    with pytest.raises(
+        EnvError, match="Library has no passages by id and no filters; leave out their tools"
+    ):
+        calls(
+            TOOLS["passages"],
+            ("read_passage", {"id": "p1"}),
+            env=SearchEnv(task, retriever=Library()),
+        )
 
     where = {"kind": "a <b>", "title": "é"}
     asked = [{"query": "who?", "where": where}, {"query": "who?", "where": {"kind": 1}}]
-    made = calls(partial(TOOLS["search"], filters=True), *(("search_where", one) for one in asked), env=env)
+    made = calls(
+        partial(TOOLS["search"], filters=True), *(("search_where", one) for one in asked), env=env
+    )
     assert made[0].result == f"<information> [p9] {where}: who? </information>"
     assert made[1].failed
     (bad,) = asyncio.run(steps(env, "<where> {</where> <search> who? </search>"))
-    assert (bad.observation, bad.metrics["invalid_searches"]) == ("<information> </information>", 1.0)
+    assert (bad.observation, bad.metrics["invalid_searches"]) == (
+        "<information> </information>",
+        1.0,
+    )
 
 
 async def steps(env: SearchEnv, *actions: str) -> list[Step]:
@@ -200,7 +250,8 @@ def test_tools_of_an_mcp_server_have_its_schemas() -> None:
 def test_tools_of_an_agent_are_checked_at_the_door() -> None:
     AgentConfig(policy="p", tools={"python": {"cell_s": 5.0}, "calculator": {}})
     with pytest.raises(
-        ValueError, match="unknown tool 'pythn'; nearest: python; known: calculator, mcp, passages, python, search"
+        ValueError,
+        match="unknown tool 'pythn'; nearest: python; known: calculator, mcp, passages, python, search",
     ):
         AgentConfig(policy="p", tools={"pythn": {}})
     with pytest.raises(ValueError, match="has no option 'seconds'"):

@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.credit.samples import to_samples
-from mcore_mas.rollout.base.errors import Undecided
-from mcore_mas.rollout.environments.math import MathEnv, compare_answers
-from mcore_mas.rollout.environments.math_equality import AnswerComparison, Comparer
-from mcore_mas.rollout.records.trajectory import Group, Status
-from mcore_mas.rollout.rewards import ALLOCATORS
-from mcore_mas.rollout.rewards.allocation import judge_undecided
 from mcore_mas.training.metrics import rollout_metrics
+from rollout.base.errors import Undecided
+from rollout.environments.math import MathEnv, compare_answers
+from rollout.environments.math_equality import AnswerComparison, Comparer
+from rollout.records.trajectory import Group, Status
+from rollout.rewards import ALLOCATORS
+from rollout.rewards.allocation import judge_undecided
 from tests.support.casts import SUM, grow, play, scores
 from tests.support.played import group, rewards, trajectory, turn
 
@@ -131,7 +131,10 @@ LOST = {"undecided": 1.0}
     ("options", "expected"),
     [
         ({}, [1.0, None, 0.0, 0.0]),
-        ({"history": "before"}, [1.0, None, -0.5, -0.25]),  # 0 + 0.5 (0 - mean of 1), then of 1 and 0
+        (
+            {"history": "before"},
+            [1.0, None, -0.5, -0.25],
+        ),  # 0 + 0.5 (0 - mean of 1), then of 1 and 0
         ({"beta": 0.5}, [1.5, None, 0.0, 0.0]),  # a ends with 1, b and c with 0
     ],
 )
@@ -164,7 +167,12 @@ def test_tree_shaping_leaves_undecided_turns_out():
 def answered(sample, agent, verdict):
     """A trajectory in which `agent` spoke last: right, wrong or undecided."""
     scores = {"team": float(verdict == "right")} if verdict != "undecided" else {}
-    ended = {"status": Status.FAILED, "error": "Undecided: ?", "outcome": None, "metrics": {"undecided": 1.0}}
+    ended = {
+        "status": Status.FAILED,
+        "error": "Undecided: ?",
+        "outcome": None,
+        "metrics": {"undecided": 1.0},
+    }
     more = ended if verdict == "undecided" else {"outcome": float(verdict == "right")}
     return trajectory(turn(0, agent, scores), sample=sample, **more)
 
@@ -184,7 +192,8 @@ def test_an_agent_that_is_undecided_too_often_is_wrong():
 
 def test_turns_graded_alone_are_wrong_from_an_agent_that_is_undecided_too_often():
     turns = [
-        turn(n, "a" if n % 2 else "b", {"undecided": 1.0} if n in (0, 1, 3) else {"local": 1.0}) for n in range(42)
+        turn(n, "a" if n % 2 else "b", {"undecided": 1.0} if n in (0, 1, 3) else {"local": 1.0})
+        for n in range(42)
     ]
     [found] = judge_undecided([group(trajectory(*turns, outcome=1.0))], 0.05)
     scored = [one.scores for one in found.trajectories[0].turns]

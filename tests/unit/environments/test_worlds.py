@@ -16,13 +16,13 @@ import pytest
 import yaml
 from gymnasium import spaces
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.environments import text_world
-from mcore_mas.rollout.environments.protocol import AgentMistake, Env, Step
-from mcore_mas.rollout.environments.text_world import AlfworldEnv, GymnasiumEnv, Scene, WebshopEnv, WorldEnv
-from mcore_mas.rollout.records.files import RecordError
-from mcore_mas.rollout.records.trajectory import Status, Task
-from mcore_mas.rollout.tasks import GENERATORS
+from rollout.base.errors import EnvError
+from rollout.environments import text_world
+from rollout.environments.protocol import AgentMistake, Env, Step
+from rollout.environments.text_world import AlfworldEnv, GymnasiumEnv, Scene, WebshopEnv, WorldEnv
+from rollout.records.files import RecordError
+from rollout.records.trajectory import Status, Task
+from rollout.tasks import GENERATORS
 from tests.support.casts import grow, play, validity
 from tests.support.worlds import FakeAlfred, FakeShop, modules
 
@@ -63,7 +63,9 @@ class Guess(gymnasium.Env[str, str]):
     observation_space = spaces.Text(20)
     closed = 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self.word = "".join(self.np_random.choice(list("abc"), 2))
         return "Guess two letters.", {}
@@ -84,7 +86,9 @@ class Levers(gymnasium.Env[Any, Any]):
     action_space = spaces.MultiDiscrete([2, 3])
     observation_space = spaces.Box(0, 9, (2,))
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         return np.zeros(2), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -108,7 +112,10 @@ def test_frozen_lake_is_walked_over_by_the_names_of_its_actions() -> None:
     assert shown == "Play.\n\n[S]FFF\nFHFH\nFFFH\nHFFG\nPossible actions: left, down, right, up"
     assert steps[0].observation.startswith("  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG\nPossible")
     assert [step.reward for step in steps] == [0, 0, 0, 0, 0, 1]
-    assert (steps[-1].done, steps[-1].metrics) == (True, {"solved": 1.0, "turns": 6.0, "malformed_actions": 0.0})
+    assert (steps[-1].done, steps[-1].metrics) == (
+        True,
+        {"solved": 1.0, "turns": 6.0, "malformed_actions": 0.0},
+    )
     assert "Possible" not in steps[-1].observation
 
 
@@ -120,7 +127,9 @@ def test_falling_in_ends_a_game_and_does_not_solve_it() -> None:
 def test_a_text_that_is_no_action_changes_nothing_and_is_counted() -> None:
     make = partial(GymnasiumEnv, **LAKE, malformed=-0.5, max_turns=2)
     _, [first, second] = played(make, "3", "jump", "7")
-    assert first.observation.startswith("This is no action; expected one of left, down, right, up.\n[S]FFF")
+    assert first.observation.startswith(
+        "This is no action; expected one of left, down, right, up.\n[S]FFF"
+    )
     assert (first.reward, first.done, second.reward, second.done) == (-0.5, False, -0.5, True)
     assert second.metrics == {"solved": 0.0, "turns": 2.0, "malformed_actions": 2.0}
     with pytest.raises(EnvError, match="after the end"):
@@ -138,7 +147,9 @@ def test_texts_and_numbers_are_actions_where_the_space_takes_them() -> None:
     before = Guess.closed
     world = Guess()
     world.reset(seed=11)
-    shown, [wrong, right] = played(partial(GymnasiumEnv, id="Guess-v0"), "11", "c", f" {world.word}\n")
+    shown, [wrong, right] = played(
+        partial(GymnasiumEnv, id="Guess-v0"), "11", "c", f" {world.word}\n"
+    )
     assert shown == "Play.\n\nGuess two letters."
     assert (wrong.observation, wrong.metrics["solved"]) == ("c is wrong.", 0.0)
     assert (right.reward, right.done, right.metrics["solved"]) == (1.0, True, 1.0)
@@ -159,7 +170,9 @@ def test_texts_and_numbers_are_actions_where_the_space_takes_them() -> None:
         ({"id": "FrozenLake-v1"}, "left", "its seed, a number, and not 'left'"),
     ],
 )
-def test_a_world_that_cannot_be_had_is_one_line(options: dict[str, Any], key: str, message: str) -> None:
+def test_a_world_that_cannot_be_had_is_one_line(
+    options: dict[str, Any], key: str, message: str
+) -> None:
     with pytest.raises(EnvError, match=message):
         played(partial(GymnasiumEnv, **options), key, "x")
 
@@ -174,11 +187,28 @@ def test_a_world_that_breaks_fails_its_trajectory_and_is_closed() -> None:
 
 
 def test_one_agent_plays_as_react_does() -> None:
-    replies = [said("down"), "no action", said("down"), said("right"), said("right"), said("down"), said("right")]
+    replies = [
+        said("down"),
+        "no action",
+        said("down"),
+        said("right"),
+        said("right"),
+        said("down"),
+        said("right"),
+    ]
     trajectory, prompts = play(
-        "single", PLAYER, *replies, task=task("3"), make_env=partial(GymnasiumEnv, **LAKE), max_turns=9
+        "single",
+        PLAYER,
+        *replies,
+        task=task("3"),
+        make_env=partial(GymnasiumEnv, **LAKE),
+        max_turns=9,
     )
-    assert (trajectory.outcome, trajectory.metrics["solved"], trajectory.metrics["malformed_actions"]) == (
+    assert (
+        trajectory.outcome,
+        trajectory.metrics["solved"],
+        trajectory.metrics["malformed_actions"],
+    ) == (
         1.0,
         1.0,
         1.0,
@@ -188,11 +218,17 @@ def test_one_agent_plays_as_react_does() -> None:
 
 
 def test_worlds_grow_as_trees() -> None:
-    right = {("player", turn, ""): said(move) for turn, move in enumerate(["down", "down", "right"])}
+    right = {
+        ("player", turn, ""): said(move) for turn, move in enumerate(["down", "down", "right"])
+    }
     left = {("player", turn, node): said("left") for turn, node in enumerate(["1", "0.1", "0.0.1"])}
     make = partial(GymnasiumEnv, **LAKE)
     trajectory = grow("single", PLAYER, right | left, task=task("3"), make_env=make, max_turns=3)
-    assert (trajectory.status, len(trajectory.turns), trajectory.leaf) == (Status.COMPLETED, 6, "0.0.0")
+    assert (trajectory.status, len(trajectory.turns), trajectory.leaf) == (
+        Status.COMPLETED,
+        6,
+        "0.0.0",
+    )
 
 
 def test_a_world_that_hangs_is_given_up() -> None:
@@ -228,8 +264,12 @@ def test_alfworld_games_are_played_through_its_interface(alfred: Path) -> None:
     make: Callable[[Task], Env] = partial(AlfworldEnv, config=str(alfred / "base_config.yaml"))
     made = FakeAlfred.made
     [game] = GENERATORS["alfworld"].tasks(1, {"test": 1}, folder=str(alfred))
-    shown, steps = played(make, game.answers[0], "open sesame", "go to fridge 1", "take apple 1 from fridge 1")
-    assert "Your task is to: take the apple.\nPossible actions: go to fridge 1, take apple 1" in shown
+    shown, steps = played(
+        make, game.answers[0], "open sesame", "go to fridge 1", "take apple 1 from fridge 1"
+    )
+    assert (
+        "Your task is to: take the apple.\nPossible actions: go to fridge 1, take apple 1" in shown
+    )
     assert [(step.reward, step.done) for step in steps] == [(0, False), (0, False), (1, True)]
     assert steps[0].observation.startswith("Nothing happens.")
     assert steps[-1].metrics["solved"] == 1.0
@@ -240,7 +280,9 @@ def test_alfworld_games_are_played_through_its_interface(alfred: Path) -> None:
 
 
 def test_alfworld_tasks_are_its_own_splits(alfred: Path) -> None:
-    tasks = GENERATORS["alfworld"].tasks(1, {"train": 2, "validation": 1, "test": 1}, folder=str(alfred))
+    tasks = GENERATORS["alfworld"].tasks(
+        1, {"train": 2, "validation": 1, "test": 1}, folder=str(alfred)
+    )
     assert sorted(t.id for t in tasks) == [
         "alfworld/train/a",
         "alfworld/train/b",
@@ -268,7 +310,10 @@ def test_webshop_errands_are_run_through_its_interface(shop: None) -> None:
     errand = ["search[hat]", "click[blue hat]", "click[buy now]"]
     shown, steps = played(WebshopEnv, "1", *errand)
     assert shown.endswith("i need blue hat [SEP] Search\nPossible actions: search[words]")
-    assert "Possible actions: click[back to search], click[red shoes], click[blue hat]" in steps[0].observation
+    assert (
+        "Possible actions: click[back to search], click[red shoes], click[blue hat]"
+        in steps[0].observation
+    )
     assert [(step.reward, step.done) for step in steps] == [(0, False), (0, False), (1, True)]
     _, other = played(WebshopEnv, "0", "buy it", *errand)
     assert other[0].observation.startswith("This is no action; expected search[words] or click[")
@@ -281,14 +326,21 @@ def test_webshop_errands_are_run_through_its_interface(shop: None) -> None:
 
 def test_webshop_goals_are_split_as_published() -> None:
     tasks = GENERATORS["webshop"].tasks(1, {"train": 50, "validation": 50, "test": 500})
-    goals = {split: [int(t.answers[0]) for t in tasks if t.split == split] for split in ("train", "validation", "test")}
+    goals = {
+        split: [int(t.answers[0]) for t in tasks if t.split == split]
+        for split in ("train", "validation", "test")
+    }
     assert sorted(goals["test"]) == list(range(500))
     assert 500 <= min(goals["validation"]) <= max(goals["validation"]) < 1500 <= min(goals["train"])
 
 
 def test_gymnasium_seeds_belong_to_one_split() -> None:
     generate = GENERATORS["gymnasium"].tasks
-    tasks = [t for seed in (1, 2) for t in generate(seed, {"train": 50, "test": 50}, name="lake", instructions="Go.")]
+    tasks = [
+        t
+        for seed in (1, 2)
+        for t in generate(seed, {"train": 50, "test": 50}, name="lake", instructions="Go.")
+    ]
     seeds = [{t.answers for t in tasks if t.split == split} for split in ("train", "test")]
     assert not seeds[0] & seeds[1] and len(seeds[0] | seeds[1]) == 200
     assert {(t.prompt, t.env, t.source) for t in tasks} == {("Go.", "gymnasium", "lake")}
@@ -303,7 +355,11 @@ def test_gymnasium_seeds_belong_to_one_split() -> None:
     ],
 )
 def test_a_missing_library_is_named(
-    make: Callable[[Task], Any], library: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make: Callable[[Task], Any],
+    library: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     game = tmp_path / "1"
     game.touch()

@@ -15,12 +15,22 @@ from mcore_mas.equations.turns import reverse_scan
 from tests.support.turns import make_turns
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - ALONE - {"reinforce_pp", "reinforce_pp_baseline"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(ESTIMATORS) - ALONE - {"reinforce_pp", "reinforce_pp_baseline"})
+)
 def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
-    rows = [{"trajectory": i, "node": str(i), "score": s, "task": "t"} for i, s in enumerate((1.0, 3.0, 4.0))]
-    other = [{"trajectory": 7 + i, "node": str(i), "score": s, "task": "u"} for i, s in enumerate((100.0, -100.0))]
+    rows = [
+        {"trajectory": i, "node": str(i), "score": s, "task": "t"}
+        for i, s in enumerate((1.0, 3.0, 4.0))
+    ]
+    other = [
+        {"trajectory": 7 + i, "node": str(i), "score": s, "task": "u"}
+        for i, s in enumerate((100.0, -100.0))
+    ]
     alone = ESTIMATORS[name](make_turns(rows, steps=[[1.0], [2.0], [3.0]])).values
-    among = ESTIMATORS[name](make_turns(rows + other, steps=[[1.0], [2.0], [3.0], [9.0], [9.0]])).values
+    among = ESTIMATORS[name](
+        make_turns(rows + other, steps=[[1.0], [2.0], [3.0], [9.0], [9.0]])
+    ).values
     assert among[:3].tolist() == pytest.approx(alone.tolist())
 
 
@@ -29,11 +39,16 @@ def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
 def test_equal_scores_have_advantages_of_exactly_zero(name: str, score: float) -> None:
     for n in (2, 3, 7, 11):
         rows = [{"trajectory": i, "node": str(i), "score": score} for i in range(n)]
-        assert ESTIMATORS[name](make_turns(rows, steps=[[score, score]] * n)).values.tolist() == [0.0] * n
+        assert (
+            ESTIMATORS[name](make_turns(rows, steps=[[score, score]] * n)).values.tolist()
+            == [0.0] * n
+        )
 
 
 ROWS = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 2), st.integers(-5, 5)), min_size=2, max_size=24
+    st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 2), st.integers(-5, 5)),
+    min_size=2,
+    max_size=24,
 )
 
 
@@ -60,7 +75,9 @@ def needed(rows: list[dict]) -> dict[str, list]:
     }
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae", "reinforce_pp", "reinforce_pp_baseline"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(ESTIMATORS) - {"gae", "reinforce_pp", "reinforce_pp_baseline"})
+)
 @given(rows=ROWS, random=st.randoms(use_true_random=False))
 def test_the_order_of_turns_does_not_matter(name: str, rows, random) -> None:  # type: ignore[no-untyped-def]
     turns = played(rows)
@@ -96,7 +113,10 @@ def test_advantages_sum_to_zero_among_peers(name: str, columns: tuple[str, ...],
 def test_trajectory_votes_sum_to_zero_over_a_task(name: str, rows) -> None:  # type: ignore[no-untyped-def]
     turns = played(rows)
     got = ESTIMATORS[name](make_turns(turns)).values.tolist()
-    votes = {(row["task"], row["trajectory"]): advantage for row, advantage in zip(turns, got, strict=True)}
+    votes = {
+        (row["task"], row["trajectory"]): advantage
+        for row, advantage in zip(turns, got, strict=True)
+    }
     for task in {row["task"] for row in turns}:
         assert sum(v for (t, _), v in votes.items() if t == task) == pytest.approx(0.0, abs=1e-6)
 
@@ -105,7 +125,9 @@ def test_trajectory_votes_sum_to_zero_over_a_task(name: str, rows) -> None:  # t
 def test_drmas_is_blind_to_an_agents_affine_reward_scale(rows, scale: float, shift: float) -> None:  # type: ignore[no-untyped-def]
     turns = played(rows)
     plain = ESTIMATORS["drmas"](make_turns(turns)).values.tolist()
-    scaled = [row | {"score": row["score"] * scale + shift} if row["agent"] == 0 else row for row in turns]
+    scaled = [
+        row | {"score": row["score"] * scale + shift} if row["agent"] == 0 else row for row in turns
+    ]
     assert ESTIMATORS["drmas"](make_turns(scaled)).values.tolist() == pytest.approx(plain, abs=1e-4)
 
 
@@ -115,7 +137,9 @@ def test_a_tree_of_width_one_is_a_plain_trajectory(rows) -> None:  # type: ignor
     tree = [row | {"node": ".".join("0" * (row["turn"] + 1))} for row in plain]
     for name in sorted(set(ESTIMATORS) - {"mcts", "mars2"}):  # these two compare nodes
         columns = needed(plain)
-        got, wanted = (ESTIMATORS[name](make_turns(those, **columns)).values for those in (tree, plain))
+        got, wanted = (
+            ESTIMATORS[name](make_turns(those, **columns)).values for those in (tree, plain)
+        )
         assert got.tolist() == pytest.approx(wanted.tolist(), abs=1e-9), name
 
 
@@ -124,7 +148,9 @@ def test_the_length_of_replies_does_not_change_a_turns_statistics(rows, lengths)
     turns = played(rows)
     longer = [row | {"tokens": n} for row, n in zip(turns, lengths, strict=False)]
     columns = {name: values for name, values in needed(turns).items() if name != "values"}
-    for name in sorted(set(ESTIMATORS) - {"gae", "reinforce_pp", "reinforce_pp_baseline"}):  # which weigh by tokens
+    for name in sorted(
+        set(ESTIMATORS) - {"gae", "reinforce_pp", "reinforce_pp_baseline"}
+    ):  # which weigh by tokens
         got = ESTIMATORS[name](make_turns(longer, **columns)).values
         assert got.tolist() == ESTIMATORS[name](make_turns(turns, **columns)).values.tolist(), name
 
@@ -151,7 +177,9 @@ def test_reverse_scan_is_the_recursion(lengths: list[int], decay: float, random)
 
 def test_every_estimator_has_keyword_options_with_defaults_and_a_source() -> None:
     for name, estimator in ESTIMATORS.items():
-        options = [p for p in inspect.signature(estimator).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        options = [
+            p for p in inspect.signature(estimator).parameters.values() if p.kind is p.KEYWORD_ONLY
+        ]
         assert all(option.default is not inspect.Parameter.empty for option in options), name
         text = estimator.__doc__ or ""
         assert "arXiv" in text or "MARTI" in text, name

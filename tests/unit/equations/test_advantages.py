@@ -54,11 +54,15 @@ def test_grpo_gives_every_turn_the_value_of_its_trajectory() -> None:
     got = ESTIMATORS["grpo"](two_scales()).values.tolist()
     assert got == pytest.approx([0.5**0.5] * 4 + [-(0.5**0.5)] * 2, rel=1e-5)
     # σ over n instead of n - 1 is 1
-    assert ESTIMATORS["grpo"](two_scales(), ddof=0, eps=0.0).values.tolist() == [1.0] * 4 + [-1.0] * 2
+    assert (
+        ESTIMATORS["grpo"](two_scales(), ddof=0, eps=0.0).values.tolist() == [1.0] * 4 + [-1.0] * 2
+    )
 
 
 def test_dr_grpo_only_centres() -> None:
-    assert ESTIMATORS["dr_grpo"](two_scales()).values.tolist() == pytest.approx([1.0] * 4 + [-1.0] * 2)
+    assert ESTIMATORS["dr_grpo"](two_scales()).values.tolist() == pytest.approx(
+        [1.0] * 4 + [-1.0] * 2
+    )
 
 
 def test_the_four_variants_of_drmas_table_3() -> None:
@@ -73,14 +77,20 @@ def test_the_four_variants_of_drmas_table_3() -> None:
         0.5**0.5,
         0.5,
     )  # the three σ: of trajectories, of the solver's, the verifier's turns
-    assert got["team", "team"].tolist() == pytest.approx(ESTIMATORS["grpo"](turns, eps=0.0).values.tolist())
+    assert got["team", "team"].tolist() == pytest.approx(
+        ESTIMATORS["grpo"](turns, eps=0.0).values.tolist()
+    )
     # (μ_k, σ): the turn against its agent's mean, over the deviation of trajectories
-    assert got["agent", "team"].tolist() == pytest.approx([v / team for v in (0.5, 0.25, 0.25, 0.25, -0.5, -0.75)])
+    assert got["agent", "team"].tolist() == pytest.approx(
+        [v / team for v in (0.5, 0.25, 0.25, 0.25, -0.5, -0.75)]
+    )
     # (μ, σ_k): the trajectory against the task's mean, over the deviation of the agent's turns
     assert got["team", "agent"].tolist() == pytest.approx(
         [1 / solver, 1 / verifier, 1 / verifier, 1 / verifier, -1 / solver, -1 / verifier]
     )
-    assert got["agent", "agent"].tolist() == pytest.approx([0.5 / solver, 0.5, 0.5, 0.5, -0.5 / solver, -1.5])
+    assert got["agent", "agent"].tolist() == pytest.approx(
+        [0.5 / solver, 0.5, 0.5, 0.5, -0.5 / solver, -1.5]
+    )
 
 
 def test_d1_votes_that_do_not_differ_have_a_sigma_of_one() -> None:
@@ -98,26 +108,38 @@ def test_d1_votes_that_do_not_differ_have_a_sigma_of_one() -> None:
         got = drmas(make_turns(rows), **AGENT, std="team").values
         assert got.tolist() == pytest.approx([0.05, -0.05] * (len(rows) // 2), rel=1e-5)
     # rounding is no difference: 0.1 + 0.2 and 0.3 differ by 6e-17
-    close = [{"trajectory": i, "agent": "a", "score": score} for i, score in enumerate((0.1 + 0.2, 0.3))]
+    close = [
+        {"trajectory": i, "agent": "a", "score": score} for i, score in enumerate((0.1 + 0.2, 0.3))
+    ]
     other = [{"trajectory": i, "agent": "b", "turn": 1, "score": 2.0 * i} for i in range(2)]
     assert float(drmas(make_turns(close + other), **TEAM, std="agent").values.abs().max()) < 1.0
 
 
 def test_at_grpo_compares_the_branches_of_one_state() -> None:
-    rows = [{"node": str(b), "state": "s0", "score": score} for b, score in enumerate((0.0, 1.0, 2.0))]
+    rows = [
+        {"node": str(b), "state": "s0", "score": score} for b, score in enumerate((0.0, 1.0, 2.0))
+    ]
     # the second round goes on from branch 2; another agent acts in the same round from a state of its own
-    rows += [{"node": f"2.{b}", "state": "s1", "turn": 1, "score": score} for b, score in enumerate((5.0, 5.0, 8.0))]
     rows += [
-        {"node": f"2.{b}", "state": "s2", "turn": 2, "agent": "b", "score": score} for b, score in enumerate((1.0, 2.0))
+        {"node": f"2.{b}", "state": "s1", "turn": 1, "score": score}
+        for b, score in enumerate((5.0, 5.0, 8.0))
+    ]
+    rows += [
+        {"node": f"2.{b}", "state": "s2", "turn": 2, "agent": "b", "score": score}
+        for b, score in enumerate((1.0, 2.0))
     ]
     got = ESTIMATORS["at_grpo"](make_turns(rows), eps=0.0).values.tolist()
     # σ: 1; √((1 + 1 + 4) / 2) = √3; √(1/2)
-    assert got == pytest.approx([-1.0, 0.0, 1.0, -1 / 3**0.5, -1 / 3**0.5, 2 / 3**0.5, -(0.5**0.5), 0.5**0.5])
+    assert got == pytest.approx(
+        [-1.0, 0.0, 1.0, -1 / 3**0.5, -1 / 3**0.5, 2 / 3**0.5, -(0.5**0.5), 0.5**0.5]
+    )
 
 
 def test_rloo_leaves_one_out() -> None:
     # each against the mean of the other two
-    assert ESTIMATORS["rloo"](group(1.0, 2.0, 6.0)).values.tolist() == pytest.approx([-3.0, -1.5, 4.5])
+    assert ESTIMATORS["rloo"](group(1.0, 2.0, 6.0)).values.tolist() == pytest.approx(
+        [-3.0, -1.5, 4.5]
+    )
 
 
 def test_only_the_best_of_k_is_rewarded_by_its_lead() -> None:
@@ -137,7 +159,9 @@ def test_d6_peers_vote_and_baseline_are_options_of_every_relative_estimator() ->
     rloo = ESTIMATORS["rloo"](turns, **AGENT).values.tolist()
     assert rloo == pytest.approx([1.0, 1 / 3, 1 / 3, 1 / 3, -1.0, -1.0])
     # the agent's mean without σ
-    assert drmas(turns, std="none").values.tolist() == pytest.approx([0.5, 0.25, 0.25, 0.25, -0.5, -0.75])
+    assert drmas(turns, std="none").values.tolist() == pytest.approx(
+        [0.5, 0.25, 0.25, 0.25, -0.5, -0.75]
+    )
     # pass@k among an agent's trajectories: solver 1 against 0; verifier 5 against 4; the lead alone, without σ
     passk = ESTIMATORS["grpo_passk"](turns, peers="agent", std="none").values.tolist()
     assert passk == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.0, 0.0])
@@ -153,11 +177,15 @@ def test_d6_peers_vote_and_baseline_are_options_of_every_relative_estimator() ->
 
 def test_d6_a_long_trajectory_does_not_set_the_baseline_of_reinforce_pp() -> None:
     """One turn that succeeds and five that fail: the baseline is 1/2 by trajectories (the seeds), 1/6 by turns."""
-    rows = [{"trajectory": "a", "score": 1.0}] + [{"trajectory": "b", "turn": i, "score": 0.0} for i in range(5)]
+    rows = [{"trajectory": "a", "score": 1.0}] + [
+        {"trajectory": "b", "turn": i, "score": 0.0} for i in range(5)
+    ]
     estimator = ESTIMATORS["reinforce_pp_baseline"]
     for vote, centred in (("trajectory", [0.5] + [-0.5] * 5), ("turn", [5 / 6] + [-1 / 6] * 5)):
         made = estimator(make_turns(rows), vote=vote)
-        wanted = whiten(torch.tensor(centred, dtype=torch.float64), torch.zeros(6, dtype=torch.int64))
+        wanted = whiten(
+            torch.tensor(centred, dtype=torch.float64), torch.zeros(6, dtype=torch.int64)
+        )
         assert made.values.tolist() == pytest.approx(wanted.tolist())
         assert float(made.groups["peers"].mean[0]) == pytest.approx(1 - centred[0])
     assert estimator(make_turns(rows)).groups["peers"].mean.tolist() == [0.5] * 6
@@ -165,12 +193,19 @@ def test_d6_a_long_trajectory_does_not_set_the_baseline_of_reinforce_pp() -> Non
 
 def test_m_grpo_takes_each_call_of_a_sub_agent_as_a_vote() -> None:
     """As the released code (AQ-MedAI/MrlX): every call is a sample with a reward of its own."""
-    rows = [{"trajectory": "a", "agent": "main", "score": 1.0}, {"trajectory": "b", "agent": "main", "score": 0.0}]
-    rows += [{"trajectory": "a", "agent": "sub", "turn": i, "score": s} for i, s in ((1, 2.0), (2, 4.0))]
+    rows = [
+        {"trajectory": "a", "agent": "main", "score": 1.0},
+        {"trajectory": "b", "agent": "main", "score": 0.0},
+    ]
+    rows += [
+        {"trajectory": "a", "agent": "sub", "turn": i, "score": s} for i, s in ((1, 2.0), (2, 4.0))
+    ]
     rows += [{"trajectory": "b", "agent": "sub", "turn": 1, "score": 0.0}]
     half = 0.5**0.5
     # main: 1, 0.  sub: 2, 4, 0 with mean 2 and σ 2
-    assert ESTIMATORS["m_grpo"](make_turns(rows), eps=0.0).values.tolist() == pytest.approx([half, -half, 0, 1, -1])
+    assert ESTIMATORS["m_grpo"](make_turns(rows), eps=0.0).values.tolist() == pytest.approx(
+        [half, -half, 0, 1, -1]
+    )
     # by trajectories, a's calls are one vote of 3 against 0
     got = ESTIMATORS["m_grpo"](make_turns(rows), eps=0.0, vote="trajectory").values.tolist()
     assert got == pytest.approx([half, -half, half, half, -half])
@@ -192,9 +227,19 @@ def test_gigpo_adds_the_step_advantage_among_equal_states() -> None:
     turns = make_turns(rows, steps=[[0.0, 1.0], [1.0, 0.0], [0.5, 0.0], [0.0, 0.0]])
     assert discounted_returns(turns, 0.5).tolist() == [0.5, 1.0, 0.5, 0.0]
     # episode: votes 1, 0 centred; step: x has returns 0.5 and 0.5, the other states are alone
-    assert gigpo(turns, std="none", step=StepCredit(gamma=0.5)).values.tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert gigpo(turns, std="none", step=StepCredit(gamma=0.5)).values.tolist() == [
+        0.5,
+        0.5,
+        -0.5,
+        -0.5,
+    ]
     # with γ = 1 the returns at x are 1 and 0.5
-    assert gigpo(turns, std="none", step=StepCredit(gamma=1.0, weight=2.0)).values.tolist() == [1.0, 0.5, -1.0, -0.5]
+    assert gigpo(turns, std="none", step=StepCredit(gamma=1.0, weight=2.0)).values.tolist() == [
+        1.0,
+        0.5,
+        -1.0,
+        -0.5,
+    ]
 
 
 def test_gigpo_joins_states_that_are_alike() -> None:
@@ -217,7 +262,9 @@ def test_gigpo_joins_states_that_are_alike() -> None:
 def tree() -> Turns:
     """Roots 0 (score 1) and 1 (score 3); 1 has children with scores 2, 4, 9; 0 has one with score 5."""
     nodes = {"0": 1.0, "1": 3.0, "1.0": 2.0, "1.1": 4.0, "1.2": 9.0, "0.0": 5.0}
-    return make_turns([{"node": node, "turn": node.count("."), "score": score} for node, score in nodes.items()])
+    return make_turns(
+        [{"node": node, "turn": node.count("."), "score": score} for node, score in nodes.items()]
+    )
 
 
 def test_the_tree_baseline_mixes_parent_and_siblings() -> None:
@@ -225,7 +272,9 @@ def test_the_tree_baseline_mixes_parent_and_siblings() -> None:
     assert siblings.own.tolist() == [1.0, 3.0, 2.0, 4.0, 9.0, 5.0]
     # roots: the other root; children of 1: 0.75 * 3 + 0.25 * mean of the other two; the only child: its parent
     assert baseline.tolist() == [3.0, 1.0, 2.25 + 1.625, 2.25 + 1.375, 2.25 + 0.75, 1.0]
-    assert ESTIMATORS["mcts"](tree(), lam=0.25).values.tolist() == (siblings.own - baseline).tolist()
+    assert (
+        ESTIMATORS["mcts"](tree(), lam=0.25).values.tolist() == (siblings.own - baseline).tolist()
+    )
 
 
 def test_mars2_standardises_shaped_rewards_over_the_tree() -> None:
@@ -253,7 +302,10 @@ def test_a_vote_counts_once_in_each_of_its_groups() -> None:
 def test_an_estimator_says_whom_it_compared() -> None:
     turns = replace(two_scales(), steps=torch.zeros(6, 1).double())
     compared = {
-        name: {of: (group.grouping.peers, group.grouping.vote) for of, group in ESTIMATORS[name](turns).groups.items()}
+        name: {
+            of: (group.grouping.peers, group.grouping.vote)
+            for of, group in ESTIMATORS[name](turns).groups.items()
+        }
         for name in sorted(set(ESTIMATORS) - ALONE)
     }
     turn, team = ("trajectory", "node", "turn"), (("task",), ("trajectory",))

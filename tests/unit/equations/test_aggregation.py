@@ -30,8 +30,12 @@ def formula(mode: str, replies: list[Tensor], norm: float) -> float:
 
 def test_weights_by_hand() -> None:
     assert token_weights(LENGTHS, mode="token_mean").tolist() == [1 / 8, 1 / 8, 1 / 8, 0]
-    assert token_weights(LENGTHS, mode="seq_mean_token_sum").tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
-    assert token_weights(LENGTHS, mode="seq_mean_token_mean").tolist() == pytest.approx([1 / 3, 1 / 6, 1 / 15, 0])
+    assert token_weights(LENGTHS, mode="seq_mean_token_sum").tolist() == pytest.approx(
+        [1 / 3, 1 / 3, 1 / 3, 0]
+    )
+    assert token_weights(LENGTHS, mode="seq_mean_token_mean").tolist() == pytest.approx(
+        [1 / 3, 1 / 6, 1 / 15, 0]
+    )
     weights = token_weights(LENGTHS, mode="seq_mean_token_sum_norm", norm=10.0)
     assert weights.tolist() == pytest.approx([1 / 30, 1 / 30, 1 / 30, 0])
     assert weights.dtype == torch.float64
@@ -40,7 +44,10 @@ def test_weights_by_hand() -> None:
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_the_loss_is_the_papers_however_the_samples_are_split(mode: str, microbatches: int) -> None:
-    replies = [torch.tensor(values).double() for values in ([1.0], [2.0, 4.0], [8.0, 1.0, 3.0], [5.0, 6.0, 7.0, 9.0])]
+    replies = [
+        torch.tensor(values).double()
+        for values in ([1.0], [2.0, 4.0], [8.0, 1.0, 3.0], [5.0, 6.0, 7.0, 9.0])
+    ]
     weights = token_weights(torch.tensor([1, 2, 3, 4]), mode=mode, norm=NORM.get(mode))
     per_batch = len(replies) // microbatches
     loss = 0.0
@@ -65,8 +72,12 @@ def test_the_loss_is_the_papers_however_the_samples_are_split(mode: str, microba
     splits=st.lists(st.integers(0, 8), max_size=4),
     mode=st.sampled_from(sorted(AGGREGATIONS)),
 )
-def test_any_split_gives_the_formula(replies: list[list[float]], splits: list[int], mode: str) -> None:
-    weights = token_weights(torch.tensor([len(reply) for reply in replies]), mode=mode, norm=NORM.get(mode))
+def test_any_split_gives_the_formula(
+    replies: list[list[float]], splits: list[int], mode: str
+) -> None:
+    weights = token_weights(
+        torch.tensor([len(reply) for reply in replies]), mode=mode, norm=NORM.get(mode)
+    )
     edges = [0, *sorted(min(split, len(replies)) for split in splits), len(replies)]
     loss = sum(
         sum(float(weights[i]) * token for i in range(first, last) for token in replies[i])

@@ -19,13 +19,17 @@ from mcore_mas.megatron.step.pipeline import summarise
 def metrics_of(*gaps: float) -> dict[str, float]:
     """An agent's metrics of tokens that the trainer finds so much likelier than the engine did; NaN: nobody sampled."""
     logprobs = torch.full((len(gaps),), -1.0)
-    rows = [{"loss": torch.zeros(len(gaps)), **gap_statistics(logprobs, logprobs - torch.tensor(gaps))}]
+    rows = [
+        {"loss": torch.zeros(len(gaps)), **gap_statistics(logprobs, logprobs - torch.tensor(gaps))}
+    ]
     return {f"agent/solver/{name}": value for name, value in summarise(rows).items()}
 
 
 def test_figures_by_hand() -> None:
     found = metrics_of(0.5, -0.5, 3.0, math.nan)
-    assert found["agent/solver/logprob_gap_mean"] == pytest.approx((0.5 + 0.5 + 1.0) / 3)  # 3 nats weigh as 1
+    assert found["agent/solver/logprob_gap_mean"] == pytest.approx(
+        (0.5 + 0.5 + 1.0) / 3
+    )  # 3 nats weigh as 1
     k3 = (math.exp(0.5) - 1.5) + (math.exp(-0.5) - 0.5) + (math.e - 2.0)
     assert found["agent/solver/logprob_gap_k3"] == pytest.approx(k3 / 3)
     assert found["agent/solver/logprob_gap_p99"] == pytest.approx(3.0, rel=0.05)
@@ -35,8 +39,13 @@ def test_figures_by_hand() -> None:
 
 
 def test_the_percentile_is_of_all_ranks_and_microbatches() -> None:
-    few, many = {"loss": torch.zeros(10), "x_p99": torch.full((10,), 2.0)}, torch.linspace(0, 0.1, 990)
-    other = summarise([few], lambda own: [own, {"x_p99": log_histogram(many), "loss": [0.0, 990.0, 0.0, 0.0]}])
+    few, many = (
+        {"loss": torch.zeros(10), "x_p99": torch.full((10,), 2.0)},
+        torch.linspace(0, 0.1, 990),
+    )
+    other = summarise(
+        [few], lambda own: [own, {"x_p99": log_histogram(many), "loss": [0.0, 990.0, 0.0, 0.0]}]
+    )
     assert other["x_p99"] == pytest.approx(0.1, rel=0.05)  # ten of a thousand are the last percent
     assert summarise([few])["x_p99"] == pytest.approx(2.0, rel=0.05)
     assert "x_p99" not in summarise([{"loss": torch.zeros(1), "x_p99": torch.tensor([math.nan])}])
@@ -54,17 +63,25 @@ def test_in_float32_one_token_is_enough() -> None:
     assert not disagreement(metrics_of(*[1e-5] * 2000), BOUNDS["float32"])
     said = disagreement(metrics_of(2e-4, *[0.0] * 2000), BOUNDS["float32"])
     assert said.startswith("agent/solver: the trainer")
-    assert said.endswith("mean 1e-07, k3 1e-11, p99 1e-07, max 0.0002 (bound 0.0001) nats over 2001 tokens")
+    assert said.endswith(
+        "mean 1e-07, k3 1e-11, p99 1e-07, max 0.0002 (bound 0.0001) nats over 2001 tokens"
+    )
 
 
 def test_a_trainer_that_gives_no_number_does_not_agree() -> None:
     engine = torch.full((4,), -1.0)
     trainer = torch.tensor([-1.0, -1.0, -1.0, math.nan])
     rows = summarise([{"loss": torch.zeros(4), **gap_statistics(trainer, engine)}])
-    assert (rows["logprob_gap_max"], rows["logprob_gap_count"], rows["logprob_gap_mean"]) == (math.inf, 4.0, 0.25)
+    assert (rows["logprob_gap_max"], rows["logprob_gap_count"], rows["logprob_gap_mean"]) == (
+        math.inf,
+        4.0,
+        0.25,
+    )
     metrics = {f"agent/solver/{name}": value for name, value in rows.items()}
     assert disagreement(metrics, BOUNDS["float32"]).startswith("agent/solver: ")
-    unsampled = summarise([{"loss": torch.zeros(4), **gap_statistics(trainer, torch.full((4,), math.nan))}])
+    unsampled = summarise(
+        [{"loss": torch.zeros(4), **gap_statistics(trainer, torch.full((4,), math.nan))}]
+    )
     assert "logprob_gap_count" not in unsampled  # of demonstrations nothing is compared
 
 
@@ -88,7 +105,10 @@ def test_in_bfloat16_the_distribution_counts(gaps: list[float], beyond: set[str]
 
 
 def test_agents_are_judged_one_by_one() -> None:
-    right = {name.replace("solver", "verifier"): value for name, value in metrics_of(*[0.001] * 2000).items()}
+    right = {
+        name.replace("solver", "verifier"): value
+        for name, value in metrics_of(*[0.001] * 2000).items()
+    }
     said = disagreement(right | metrics_of(*[0.2] * 2000), BOUNDS["bfloat16"])
     assert said.startswith("agent/solver: ")
     assert "mean 0.2 (bound 0.03), k3 0.021 (bound 0.005), p99 0.21 (bound 0.3), max 0.2" in said

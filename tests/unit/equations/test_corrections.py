@@ -68,7 +68,9 @@ def test_one_impossible_token_vetoes_its_whole_reply(name: str) -> None:
 def test_a_veto_looks_past_the_bound_of_exp() -> None:
     log_ratio = torch.tensor([-30.0, 0.0])
     assert importance(log_ratio, torch.tensor([0, 0]), veto=1e-12).tolist() == [0, 0]
-    assert importance(log_ratio, torch.tensor([0, 0]), veto=1e-14).tolist() == pytest.approx([math.exp(-20), 1])
+    assert importance(log_ratio, torch.tensor([0, 0]), veto=1e-14).tolist() == pytest.approx(
+        [math.exp(-20), 1]
+    )
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -95,7 +97,9 @@ TOKENS = st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 3)), min_size=1, ma
 
 
 @given(tokens=TOKENS, level=st.sampled_from(LEVELS), seed=st.integers(0, 99))
-def test_the_order_of_tokens_does_not_matter(tokens: list[tuple[float, int]], level: str, seed: int) -> None:
+def test_the_order_of_tokens_does_not_matter(
+    tokens: list[tuple[float, int]], level: str, seed: int
+) -> None:
     log_ratio = torch.tensor([value for value, _ in tokens], dtype=torch.float64)
     replies = torch.tensor([number for _, number in tokens])
     order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))
@@ -104,12 +108,15 @@ def test_the_order_of_tokens_does_not_matter(tokens: list[tuple[float, int]], le
         if name in ("mis", "icepop"):
             options |= {"low": 0.0, "high": 1e9}  # no weight may sit on the edge of the range
         assert torch.allclose(
-            correct(log_ratio[order], replies[order], **options), correct(log_ratio, replies, **options)[order]
+            correct(log_ratio[order], replies[order], **options),
+            correct(log_ratio, replies, **options)[order],
         )
 
 
 @given(TOKENS)
-def test_levels_of_single_tokens_agree_and_sums_are_sizes_times_means(tokens: list[tuple[float, int]]) -> None:
+def test_levels_of_single_tokens_agree_and_sums_are_sizes_times_means(
+    tokens: list[tuple[float, int]],
+) -> None:
     log_ratio = torch.tensor([value for value, _ in tokens], dtype=torch.float64)
     alone = torch.arange(len(tokens))
     for level in LEVELS:
@@ -117,11 +124,19 @@ def test_levels_of_single_tokens_agree_and_sums_are_sizes_times_means(tokens: li
     replies = torch.tensor([number for _, number in tokens])
     size = replies.bincount()[replies]
     assert torch.allclose(
-        at_level(log_ratio, replies, "sequence"), at_level(log_ratio, replies, "geometric") * size, atol=1e-9
+        at_level(log_ratio, replies, "sequence"),
+        at_level(log_ratio, replies, "geometric") * size,
+        atol=1e-9,
     )
 
 
 def test_extreme_ratios_stay_finite() -> None:
-    assert bounded_exp(torch.tensor([1000.0, -1000.0])).tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+    assert bounded_exp(torch.tensor([1000.0, -1000.0])).tolist() == pytest.approx(
+        [math.exp(20), math.exp(-20)]
+    )
     long_reply = torch.full((1000,), 0.5)
-    assert importance(long_reply, torch.zeros(1000, dtype=torch.int64), level="sequence").isfinite().all()
+    assert (
+        importance(long_reply, torch.zeros(1000, dtype=torch.int64), level="sequence")
+        .isfinite()
+        .all()
+    )

@@ -23,12 +23,23 @@ def kept(name: str, turns: Turns, **options: object) -> list[bool]:
 
 
 def test_groups_of_equal_votes_are_dropped_whatever_the_ratio() -> None:
-    assert kept("informative", groups((1, 1), (0, 1), (0, 0))) == [False, False, True, True, False, False]
+    assert kept("informative", groups((1, 1), (0, 1), (0, 0))) == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_informative_compares_trajectories_not_turns() -> None:
     # both trajectories have votes of 1/2, though their turns differ
-    rows = [{"trajectory": t, "turn": i, "score": s} for t in ("a", "b") for i, s in enumerate((0.0, 1.0))]
+    rows = [
+        {"trajectory": t, "turn": i, "score": s}
+        for t in ("a", "b")
+        for i, s in enumerate((0.0, 1.0))
+    ]
     assert kept("informative", make_turns(rows)) == [False] * 4
 
 
@@ -40,13 +51,35 @@ def test_states_of_a_tree_are_groups_of_their_own() -> None:
 
 
 def test_the_mean_must_lie_inside_the_range() -> None:
-    assert kept("mean_range", groups((1, 1), (0, 1), (0, 0))) == [False, False, True, True, False, False]
-    assert kept("mean_range", groups((0, 1), (1, 1, 0)), low=0.6) == [False, False, True, True, True]
+    assert kept("mean_range", groups((1, 1), (0, 1), (0, 0))) == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert kept("mean_range", groups((0, 1), (1, 1, 0)), low=0.6) == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_the_lowest_means_go() -> None:
     turns = groups((0, 1), (3, 3), (2, 0), (9, 9))
-    assert kept("lowest_mean", turns, ratio=0.5) == [False, False, True, True, False, False, True, True]
+    assert kept("lowest_mean", turns, ratio=0.5) == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert kept("lowest_mean", turns, ratio=0.25) == [False, False, *[True] * 6]
     assert kept("lowest_mean", turns, ratio=0.2) == [True] * 8  # the share is rounded down
 
@@ -71,4 +104,6 @@ def test_d7_outliers_are_taken_from_every_group_by_its_size() -> None:
     assert kept("outliers", turns, ratio=0.2) == [True] * 6  # the share is rounded down
     assert FILTERS["outliers"](turns, ratio=0.1).dtype is torch.bool
     hundred = groups(tuple(range(100)))
-    assert kept("outliers", hundred, ratio=0.29).count(False) == int(100 * 0.29) == 28  # as the released code rounds
+    assert (
+        kept("outliers", hundred, ratio=0.29).count(False) == int(100 * 0.29) == 28
+    )  # as the released code rounds

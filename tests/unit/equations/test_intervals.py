@@ -12,7 +12,9 @@ def test_d3_an_interval_over_a_few_seeds_covers_in_95_of_100(n: int) -> None:
     """The percentile bootstrap covered 73 %, 84 % and 89 % of 3, 5 and 10 normal values."""
     rng = np.random.default_rng(n)
     drawn = rng.normal(loc=2.0, scale=3.0, size=(4000, n)).tolist()
-    covered = sum(low <= 2.0 <= high for low, high in (mean_interval(values, "x") for values in drawn)) / len(drawn)
+    covered = sum(
+        low <= 2.0 <= high for low, high in (mean_interval(values, "x") for values in drawn)
+    ) / len(drawn)
     print(f"{n} values: {100 * covered:.1f} %")
     assert covered == pytest.approx(0.95, abs=3 * (0.95 * 0.05 / 4000) ** 0.5)
 
@@ -21,12 +23,16 @@ def test_an_interval_of_a_few_values_is_students() -> None:
     for n in range(2, 20):
         values = [float(i % 3) for i in range(n)]
         low, high = mean_interval(values, "x")
-        expected = t.interval(0.95, n - 1, loc=np.mean(values), scale=np.std(values, ddof=1) / n**0.5)
+        expected = t.interval(
+            0.95, n - 1, loc=np.mean(values), scale=np.std(values, ddof=1) / n**0.5
+        )
         assert (low, high) == pytest.approx(expected, abs=1e-3)
 
 
 def test_resamples_drawn_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [i % 7 / 7 for i in range(90)]
     whole = mean_interval(values, "x")
-    monkeypatch.setattr("mcore_mas.equations.statistics._AT_ONCE", 1000)  # 11 resamples of 90, the last piece shorter
+    monkeypatch.setattr(
+        "mcore_mas.equations.statistics._AT_ONCE", 1000
+    )  # 11 resamples of 90, the last piece shorter
     assert mean_interval(values, "x") == whole

@@ -48,8 +48,12 @@ def test_estimates_by_hand() -> None:
     logprobs = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64).log()
     reference = torch.tensor([0.4, 0.4, 0.1], dtype=torch.float64).log()
     assert k1(logprobs, reference).tolist() == pytest.approx([math.log(2), -math.log(4), 0])
-    assert k2(logprobs, reference).tolist() == pytest.approx([0.2402265, 0.9609060, 0])  # ln²2 / 2, ln²4 / 2
-    assert k3(logprobs, reference).tolist() == pytest.approx([1 / 2 - 1 + math.log(2), 4 - 1 - math.log(4), 0])
+    assert k2(logprobs, reference).tolist() == pytest.approx(
+        [0.2402265, 0.9609060, 0]
+    )  # ln²2 / 2, ln²4 / 2
+    assert k3(logprobs, reference).tolist() == pytest.approx(
+        [1 / 2 - 1 + math.log(2), 4 - 1 - math.log(4), 0]
+    )
 
 
 def test_d10_k3_is_at_most_10_and_pulls_no_further() -> None:
@@ -63,10 +67,14 @@ def test_d10_k3_is_at_most_10_and_pulls_no_further() -> None:
 
 @given(logits=LOGITS, reference=LOGITS)
 @pytest.mark.parametrize("kind", ["k1", "k3", "k1+", "k3+"])
-def test_all_but_k2_have_the_divergence_as_their_mean(kind: str, logits: list[float], reference: list[float]) -> None:
+def test_all_but_k2_have_the_divergence_as_their_mean(
+    kind: str, logits: list[float], reference: list[float]
+) -> None:
     assume(near(logits, reference) or "k3" not in kind)  # beyond, k3 is cut off
     value, _ = expected(kind, logits, log_softmax(reference))
-    assert float(value) == pytest.approx(float(divergence(log_softmax(logits), log_softmax(reference))), abs=1e-9)
+    assert float(value) == pytest.approx(
+        float(divergence(log_softmax(logits), log_softmax(reference))), abs=1e-9
+    )
 
 
 def test_k2_is_biased() -> None:
@@ -75,7 +83,9 @@ def test_k2_is_biased() -> None:
     # p = (e², 1, 1) / Z, q = (1, 1, e²) / Z with Z = e² + 2: d = (2, 0, −2)
     z = math.e**2 + 2
     assert float(value) == pytest.approx(2 * (math.e**2 + 1) / z)
-    assert float(divergence(log_softmax([2.0, 0.0, 0.0]), reference)) == pytest.approx(2 * (math.e**2 - 1) / z)
+    assert float(divergence(log_softmax([2.0, 0.0, 0.0]), reference)) == pytest.approx(
+        2 * (math.e**2 - 1) / z
+    )
 
 
 @given(logits=LOGITS, reference=LOGITS)
@@ -88,11 +98,17 @@ def test_the_gradient_of_k2_is_the_divergences_in_expectation(
 
 
 @given(logits=LOGITS, reference=LOGITS)
-def test_k1_pulls_nowhere_and_k3_along_the_other_direction(logits: list[float], reference: list[float]) -> None:
-    assert torch.allclose(expected("k1", logits, log_softmax(reference))[1], torch.zeros(3).double(), atol=1e-9)
+def test_k1_pulls_nowhere_and_k3_along_the_other_direction(
+    logits: list[float], reference: list[float]
+) -> None:
+    assert torch.allclose(
+        expected("k1", logits, log_softmax(reference))[1], torch.zeros(3).double(), atol=1e-9
+    )
     assume(near(logits, reference))
     k3_gradient = expected("k3", logits, log_softmax(reference))[1]
-    assert torch.allclose(k3_gradient, true_gradient(logits, log_softmax(reference), forward=True), atol=1e-9)
+    assert torch.allclose(
+        k3_gradient, true_gradient(logits, log_softmax(reference), forward=True), atol=1e-9
+    )
 
 
 @given(st.floats(-60, 0), st.floats(-60, 0))
@@ -122,7 +138,11 @@ def test_the_coefficient_follows_its_target() -> None:
 def test_the_controller_survives_its_checkpoint() -> None:
     controller = AdaptiveKL(coefficient=0.1, target=6.0).update(7.0, 32)
     state = asdict(controller)
-    assert state == {"coefficient": pytest.approx(0.1 * (1 + 32 / 6 / 10_000)), "target": 6.0, "horizon": 10_000.0}
+    assert state == {
+        "coefficient": pytest.approx(0.1 * (1 + 32 / 6 / 10_000)),
+        "target": 6.0,
+        "horizon": 10_000.0,
+    }
     assert AdaptiveKL(**state) == controller
 
 

@@ -54,7 +54,9 @@ def gradient(loss: Tensor, at: Tokens) -> list[float]:
 
 def test_ppo_clip_by_hand() -> None:
     given_tokens = tokens([1.0, 1.5, 0.5, 1.5, 0.5, 4.0], [2.0, 2.0, 2.0, -1.0, -1.0, -1.0])
-    loss, statistics = ppo_clip(given_tokens, given_tokens.behaviour, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    loss, statistics = ppo_clip(
+        given_tokens, given_tokens.behaviour, clip_low=0.2, clip_high=0.3, dual_clip=3.0
+    )
     # -rA; clipped above at 1.3; not clipped below for A > 0; A < 0: max(-rA, -clip(r)A), at most 3|A|
     assert loss.tolist() == pytest.approx([-2.0, -2.6, -1.0, 1.5, 0.8, 3.0])
     assert statistics["clip_fraction"].tolist() == [0, 1, 0, 0, 1, 0]
@@ -100,7 +102,9 @@ def test_reinforce_has_no_ratio() -> None:
 
 def test_gspo_clips_whole_replies() -> None:
     # reply 0: ratios (4, 1) with s = 2; reply 1: (0.25, 1) with s = 1/2, interleaved
-    given_tokens = tokens([4.0, 0.25, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], sequences=torch.tensor([0, 1, 0, 1]))
+    given_tokens = tokens(
+        [4.0, 0.25, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], sequences=torch.tensor([0, 1, 0, 1])
+    )
     loss, statistics = gspo(given_tokens, given_tokens.behaviour, clip_low=0.2, clip_high=0.2)
     assert loss.tolist() == pytest.approx([-1.2, -0.5, -1.2, -0.5])
     assert statistics["clip_fraction_high"].tolist() == [1, 0, 1, 0]
@@ -112,7 +116,9 @@ def test_gspo_clips_whole_replies() -> None:
 def test_gspo_has_a_dual_clip() -> None:
     given_tokens = tokens([4.0], [-1.0])
     assert gspo(given_tokens, given_tokens.behaviour)[0].tolist() == pytest.approx([4.0])
-    assert gspo(given_tokens, given_tokens.behaviour, dual_clip=3.0)[0].tolist() == pytest.approx([3.0])
+    assert gspo(given_tokens, given_tokens.behaviour, dual_clip=3.0)[0].tolist() == pytest.approx(
+        [3.0]
+    )
 
 
 @given(
@@ -127,16 +133,22 @@ def test_gspo_by_token_is_gspo_by_sequence(
     lengths = [length, len(log_ratios) - length]
     sequences = torch.tensor([0, 1]).repeat_interleave(torch.tensor(lengths))
     given_tokens = tokens(
-        [math.exp(x) for x in log_ratios], [advantages[i] for i in sequences.tolist()], sequences=sequences
+        [math.exp(x) for x in log_ratios],
+        [advantages[i] for i in sequences.tolist()],
+        sequences=sequences,
     )
     by_token, _ = gspo(given_tokens, given_tokens.behaviour, clip_low=0.1, clip_high=0.15)
     weights = token_weights(torch.tensor(lengths), mode="seq_mean_token_mean")[sequences]
     # eq. 5 of the paper: mean over replies of min(s A, clip(s) A), s = exp(mean log ratio)
     log_ratio = given_tokens.logprobs - given_tokens.behaviour
     s = torch.stack([log_ratio[sequences == i].mean() for i in (0, 1)]).exp()
-    by_sequence = -torch.minimum(s * doubles(*advantages), s.clamp(0.9, 1.15) * doubles(*advantages)) / 2
+    by_sequence = (
+        -torch.minimum(s * doubles(*advantages), s.clamp(0.9, 1.15) * doubles(*advantages)) / 2
+    )
     assert (by_token * weights).sum().item() == pytest.approx(by_sequence.sum().item())
-    assert gradient(by_token * weights, given_tokens) == pytest.approx(gradient(by_sequence, given_tokens), abs=1e-12)
+    assert gradient(by_token * weights, given_tokens) == pytest.approx(
+        gradient(by_sequence, given_tokens), abs=1e-12
+    )
 
 
 def test_cross_entropy_is_the_negative_log_likelihood() -> None:
@@ -172,7 +184,9 @@ def test_the_first_update_of_a_step_is_weighted_policy_gradient() -> None:
     assert gradient(loss, given_tokens) == pytest.approx([-3.0, -1.5])
     # a token whose proximal is NaN takes the current policy, too
     with_nan = replace(given_tokens, proximal=doubles(math.nan, math.nan))
-    assert gradient(Objective(correction="importance")(with_nan)[0], given_tokens) == pytest.approx([-3.0, -1.5])
+    assert gradient(Objective(correction="importance")(with_nan)[0], given_tokens) == pytest.approx(
+        [-3.0, -1.5]
+    )
 
 
 def test_importance_weighted_reinforce_is_the_unclipped_ratio() -> None:
@@ -201,14 +215,23 @@ def test_masked_tokens_have_no_policy_gradient_but_keep_kl_and_entropy() -> None
 
 def test_correction_options_reach_the_correction() -> None:
     given_tokens = tokens([9.0, 1.0], [1.0, 1.0])
-    _, statistics = Objective(correction="tis", correction_options={"high": 2.5, "level": "geometric"})(given_tokens)
+    _, statistics = Objective(
+        correction="tis", correction_options={"high": 2.5, "level": "geometric"}
+    )(given_tokens)
     assert statistics["correction_weight"].tolist() == pytest.approx([2.5, 2.5])
 
 
 def test_the_kl_term_by_hand() -> None:
-    given_tokens = tokens([2.0, 2.0], [0.0, 0.0], reference=doubles(OLD, OLD), kl_coef=doubles(0.1, 0.2))
+    given_tokens = tokens(
+        [2.0, 2.0], [0.0, 0.0], reference=doubles(OLD, OLD), kl_coef=doubles(0.1, 0.2)
+    )
     d = math.log(2)
-    for kind, value, slope in (("k1", d, 1.0), ("k2", d**2 / 2, d), ("k3", 0.5 - 1 + d, 0.5), ("k3+", d - 0.5, d)):
+    for kind, value, slope in (
+        ("k1", d, 1.0),
+        ("k2", d**2 / 2, d),
+        ("k3", 0.5 - 1 + d, 0.5),
+        ("k3+", d - 0.5, d),
+    ):
         loss, statistics = Objective(kl=kind)(given_tokens)
         assert loss.tolist() == pytest.approx([0.1 * value, 0.2 * value])
         assert gradient(loss, given_tokens) == pytest.approx([0.1 * slope, 0.2 * slope])
@@ -224,7 +247,9 @@ def test_the_entropy_bonus_pulls() -> None:
 
 
 def test_a_missing_reference_does_no_harm_where_none_is_wanted() -> None:
-    given_tokens = tokens([2.0, 2.0], [1.0, 1.0], reference=doubles(OLD, math.nan), kl_coef=doubles(0.1, 0.0))
+    given_tokens = tokens(
+        [2.0, 2.0], [1.0, 1.0], reference=doubles(OLD, math.nan), kl_coef=doubles(0.1, 0.0)
+    )
     loss, statistics = Objective()(given_tokens)
     assert loss.isfinite().all()
     assert all(math.isfinite(slope) for slope in gradient(loss, given_tokens))
@@ -232,7 +257,9 @@ def test_a_missing_reference_does_no_harm_where_none_is_wanted() -> None:
 
 
 def test_a_missing_reference_is_loud_where_one_is_wanted() -> None:
-    one_missing = tokens([2.0, 2.0], [1.0, 1.0], reference=doubles(OLD, math.nan), kl_coef=doubles(0.1, 0.1))
+    one_missing = tokens(
+        [2.0, 2.0], [1.0, 1.0], reference=doubles(OLD, math.nan), kl_coef=doubles(0.1, 0.1)
+    )
     assert Objective()(one_missing)[0].isnan().tolist() == [False, True]
     with pytest.raises(ValueError, match="kl_coef is not zero, but no token has reference"):
         Objective()(tokens([2.0], [1.0], kl_coef=doubles(0.1)))
@@ -260,7 +287,9 @@ def test_the_critics_loss_by_hand() -> None:
     assert loss.tolist() == pytest.approx([2.0, 1.125, 0.5, 4.5])
     assert statistics["value_clip_fraction"].tolist() == [0, 1, 0, 0]
     # V − R, and no pull from the clipped one, which already moved far enough towards its return
-    assert torch.autograd.grad(loss.sum(), values)[0].tolist() == pytest.approx([-2.0, 0.0, 1.0, -3.0])
+    assert torch.autograd.grad(loss.sum(), values)[0].tolist() == pytest.approx(
+        [-2.0, 0.0, 1.0, -3.0]
+    )
 
 
 def test_a_critic_without_clip_is_regression() -> None:
@@ -275,5 +304,7 @@ def test_explained_variance_by_hand() -> None:
 
     assert explained([1.0, 3.0], [1.0, 3.0]) == pytest.approx(1.0)
     assert explained([2.0, 2.0], [1.0, 3.0]) == pytest.approx(0.0)
-    assert explained([1.0, 2.0], [1.0, 3.0]) == pytest.approx(0.75)  # errors 0, 1: variance 1/4 of the returns' 1
+    assert explained([1.0, 2.0], [1.0, 3.0]) == pytest.approx(
+        0.75
+    )  # errors 0, 1: variance 1/4 of the returns' 1
     assert math.isnan(explained([1.0, 2.0], [3.0, 3.0]))

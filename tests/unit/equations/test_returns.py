@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_mas.equations.advantages import advantages_and_returns, gae, reinforce_pp, reinforce_pp_baseline, whiten
+from mcore_mas.equations.advantages import (
+    advantages_and_returns,
+    gae,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    whiten,
+)
 from tests.support.turns import make_turns
 
 
@@ -19,7 +25,9 @@ def test_reinforce_pp_whitens_returns_to_go() -> None:
     # two turns of 2 and 1 tokens with rewards 4 and 1; γ = 1/2: returns 2, 4, 1
     turns = make_turns([{"tokens": 2, "score": 4.0}, {"turn": 1, "tokens": 1, "score": 1.0}])
     mean, std = 7 / 3, (((2 - 7 / 3) ** 2 + (4 - 7 / 3) ** 2 + (1 - 7 / 3) ** 2) / 2) ** 0.5
-    assert reinforce_pp(turns, gamma=0.5).values.tolist() == pytest.approx([(v - mean) / std for v in (2, 4, 1)])
+    assert reinforce_pp(turns, gamma=0.5).values.tolist() == pytest.approx(
+        [(v - mean) / std for v in (2, 4, 1)]
+    )
 
 
 def test_a_token_penalty_stays_on_its_token() -> None:
@@ -33,18 +41,27 @@ def test_reinforce_pp_baseline_subtracts_the_task_mean_first() -> None:
     # centred: -1, (1, 1), 0 by token; mean 1/4
     values = [-1.0, 1.0, 1.0, 0.0]
     std = (sum((v - 0.25) ** 2 for v in values) / 3) ** 0.5
-    assert reinforce_pp_baseline(make_turns(rows)).values.tolist() == pytest.approx([(v - 0.25) / std for v in values])
+    assert reinforce_pp_baseline(make_turns(rows)).values.tolist() == pytest.approx(
+        [(v - 0.25) / std for v in values]
+    )
 
 
 def test_whitening_may_be_by_agent_or_over_all() -> None:
     said = [(0, 1), (0, 3), (1, 5), (1, 9)]
-    rows = [{"agent": agent, "policy": agent, "trajectory": i, "score": s} for i, (agent, s) in enumerate(said)]
+    rows = [
+        {"agent": agent, "policy": agent, "trajectory": i, "score": s}
+        for i, (agent, s) in enumerate(said)
+    ]
     by_agent = reinforce_pp(make_turns(rows), whitened="agent").values.tolist()
     assert by_agent == pytest.approx([-(0.5**0.5), 0.5**0.5] * 2)
-    assert reinforce_pp(make_turns(rows)).values.tolist() == pytest.approx(by_agent)  # each agent has its own policy
+    assert reinforce_pp(make_turns(rows)).values.tolist() == pytest.approx(
+        by_agent
+    )  # each agent has its own policy
     std = ((3.5**2 + 1.5**2 + 0.5**2 + 4.5**2) / 3) ** 0.5
     expected = [(v - 4.5) / std for v in (1, 3, 5, 9)]
-    assert reinforce_pp(make_turns(rows), whitened="batch").values.tolist() == pytest.approx(expected)
+    assert reinforce_pp(make_turns(rows), whitened="batch").values.tolist() == pytest.approx(
+        expected
+    )
 
 
 def test_gae_by_hand() -> None:
@@ -54,15 +71,22 @@ def test_gae_by_hand() -> None:
     expected = [-0.375 + 0.25 * (0.125 + 0.25 * 0.25), 0.125 + 0.25 * 0.25, 0.25]
     advantages, returns = advantages_and_returns(turns, gamma=0.5, lam=0.5, across="turn")
     assert advantages.tolist() == pytest.approx(expected)
-    assert returns.tolist() == pytest.approx([a + v for a, v in zip(expected, (0.5, 0.25, 0.75), strict=True)])
+    assert returns.tolist() == pytest.approx(
+        [a + v for a, v in zip(expected, (0.5, 0.25, 0.75), strict=True)]
+    )
     mean = sum(expected) / 3
     std = (sum((v - mean) ** 2 for v in expected) / 2) ** 0.5
-    assert gae(turns, gamma=0.5, lam=0.5).values.tolist() == pytest.approx([(v - mean) / std for v in expected])
+    assert gae(turns, gamma=0.5, lam=0.5).values.tolist() == pytest.approx(
+        [(v - mean) / std for v in expected]
+    )
 
 
 def test_d9_the_reward_of_a_reply_without_tokens_is_nobody_elses() -> None:
     """x of 2 tokens with 0, y of none with 10, z of 2 with 1: token rewards were 0, 10, 0, 1."""
-    said = [{"turn": i, "tokens": n, "score": s} for i, (n, s) in enumerate([(2, 0.0), (0, 10.0), (2, 1.0)])]
+    said = [
+        {"turn": i, "tokens": n, "score": s}
+        for i, (n, s) in enumerate([(2, 0.0), (0, 10.0), (2, 1.0)])
+    ]
     assert make_turns(said).token_rewards().tolist() == [0.0, 0.0, 0.0, 1.0]
     assert make_turns(said[1:]).token_rewards().tolist() == [0.0, 1.0]  # first of all, it raised
     assert reinforce_pp(make_turns(said)).values.shape == (4,)
@@ -71,7 +95,9 @@ def test_d9_the_reward_of_a_reply_without_tokens_is_nobody_elses() -> None:
 def test_d8_gae_never_runs_through_siblings() -> None:
     """Nodes 0 (reward 5), 1 (0), 1.0 (1) and 1.1 (7), values 0: the targets were 13, 8, 8, 7."""
     nodes = {"0": 5.0, "1": 0.0, "1.0": 1.0, "1.1": 7.0}
-    rows = [{"node": node, "turn": node.count("."), "score": score} for node, score in nodes.items()]
+    rows = [
+        {"node": node, "turn": node.count("."), "score": score} for node, score in nodes.items()
+    ]
     turns = make_turns(rows, values=[0.0] * 4)
     for across in ("turn", "agent"):
         _, targets = advantages_and_returns(turns, across=across)
@@ -89,13 +115,25 @@ def test_gae_across_an_agents_turns_joins_them_in_order() -> None:
         {"turn": 0, "tokens": 1, "score": 1.0},
     ]
     turns = make_turns(rows, values=[0.0] * 4)
-    assert advantages_and_returns(turns, gamma=1.0, lam=1.0, across="turn")[0].tolist() == [4.0, 4.0, 2.0, 1.0]
-    assert advantages_and_returns(turns, gamma=1.0, lam=1.0, across="agent")[0].tolist() == [4.0, 4.0, 2.0, 5.0]
+    assert advantages_and_returns(turns, gamma=1.0, lam=1.0, across="turn")[0].tolist() == [
+        4.0,
+        4.0,
+        2.0,
+        1.0,
+    ]
+    assert advantages_and_returns(turns, gamma=1.0, lam=1.0, across="agent")[0].tolist() == [
+        4.0,
+        4.0,
+        2.0,
+        5.0,
+    ]
 
 
 def test_with_lambda_one_the_targets_are_the_returns_whatever_the_critic_says() -> None:
     turns = make_turns([{"tokens": 3, "score": 2.0}], values=[5.0, -1.0, 0.3])
-    assert advantages_and_returns(turns, gamma=1.0, lam=1.0, across="turn")[1].tolist() == pytest.approx([2.0] * 3)
+    assert advantages_and_returns(turns, gamma=1.0, lam=1.0, across="turn")[
+        1
+    ].tolist() == pytest.approx([2.0] * 3)
 
 
 def test_a_missing_critic_is_said() -> None:

@@ -8,7 +8,9 @@ from mcore_mas.megatron.step.trainer import SpikeMonitor
 def test_a_norm_far_above_the_median_is_a_spike() -> None:
     monitor = SpikeMonitor(factor=10.0, window=100, warmup=3)
     assert [monitor.observe(norm) for norm in (1.0, 3.0, 2.0)] == [False, False, False]
-    assert not monitor.observe(20.0)  # the median is 2: the bound is 20, and only above it is a spike
+    assert not monitor.observe(
+        20.0
+    )  # the median is 2: the bound is 20, and only above it is a spike
     assert monitor.observe(25.1)  # the median of 1, 2, 3, 20 is 2.5
 
 

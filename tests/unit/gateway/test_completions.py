@@ -13,11 +13,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from mcore_mas.rollout.base import http_server
-from mcore_mas.rollout.gateway.app import Gateway
-from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
-from mcore_mas.rollout.rewards.penalties import mask_truncated
-from mcore_mas.rollout.teams.team import Team
+from rollout.base import http_server
+from rollout.gateway.app import Gateway
+from rollout.gateway.sessions import GatewayCall, GatewaySession
+from rollout.rewards.penalties import mask_truncated
+from rollout.teams.team import Team
 from tests.support.gateway import opened, sampling_team, scripted
 from tests.support.half_open import hold_open
 
@@ -63,7 +63,10 @@ def test_a_call_is_a_turn_of_the_agent_that_it_names(tmp_path: Path) -> None:
 
     reply, (turn,) = play(team, program)
     assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("reply 0", "stop")
-    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(turn.prompt_ids), len("reply 0") + 1)
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (
+        len(turn.prompt_ids),
+        len("reply 0") + 1,
+    )
     assert (turn.agent, turn.policy, turn.text, turn.chat) == ("b", "p", "reply 0", "b/0")
     assert [(m.role, m.content) for m in turn.messages] == [("system", "S"), ("user", "hi")]
     assert engine.calls[0][1].temperature == turn.temperature == 0.8  # the agent's, not the call's
@@ -87,14 +90,20 @@ def test_a_call_that_continues_a_chat_goes_on_from_its_tokens(tmp_path: Path) ->
             {
                 "role": "assistant",
                 "content": " look\n",
-                "tool_calls": [{"id": f"x{n}", "type": "function", "function": function} for n in (1, 2)],
+                "tool_calls": [
+                    {"id": f"x{n}", "type": "function", "function": function} for n in (1, 2)
+                ],
             },
             {"role": "tool", "tool_call_id": "x2", "content": "4"},
             {"role": "tool", "tool_call_id": "x1", "content": "3"},
         ]
         second = (await ask(model="a", messages=chat, tools=[TOOL])).choices[0].message
         assert second.content == "both"
-        await ask(model="a", messages=[*chat, {"role": "assistant", "content": "both"}, user("?")], tools=[TOOL])
+        await ask(
+            model="a",
+            messages=[*chat, {"role": "assistant", "content": "both"}, user("?")],
+            tools=[TOOL],
+        )
 
     _, turns = play(team, program)
     before: tuple[int, ...] = ()
@@ -117,7 +126,10 @@ def test_what_a_program_rewrites_is_a_root(tmp_path: Path) -> None:
         await ask(model="a", messages=chat)
         await ask(model="a", messages=chat)  # again: a branch, another sample
         await ask(model="a", messages=[*chat, {"role": "assistant", "content": "other"}, user("?")])
-        await ask(model="a", messages=[user("new"), {"role": "assistant", "content": "never said"}, user("?")])
+        await ask(
+            model="a",
+            messages=[user("new"), {"role": "assistant", "content": "never said"}, user("?")],
+        )
         await ask(model="a", messages=chat, tools=[TOOL])  # other tools are another prompt
 
     _, turns = play(team, program)
@@ -150,7 +162,13 @@ def test_streams_carry_the_same_reply(tmp_path: Path) -> None:
         return text, json.loads(arguments), finish, usage.completion_tokens, names
 
     came, (turn,) = play(team, program)
-    assert came == (("long " * 20).strip(), {"a": 1}, "tool_calls", len(turn.completion_ids), ["add"])
+    assert came == (
+        ("long " * 20).strip(),
+        {"a": 1},
+        "tool_calls",
+        len(turn.completion_ids),
+        ["add"],
+    )
 
 
 def test_a_stop_ends_the_turn_and_the_program_gets_what_is_before_it(tmp_path: Path) -> None:
@@ -160,15 +178,32 @@ def test_a_stop_ends_the_turn_and_the_program_gets_what_is_before_it(tmp_path: P
         ask: Any = api.chat.completions.create
         reply = await ask(model="a", messages=[user("q")], stop=["Observation:"])
         said = reply.choices[0].message.content
-        await ask(model="a", messages=[user("q"), {"role": "assistant", "content": said}, user("4")])
+        await ask(
+            model="a", messages=[user("q"), {"role": "assistant", "content": said}, user("4")]
+        )
         return reply
 
     reply, turns = play(team, program)
-    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("Thought\n", "stop")
-    assert reply.usage.completion_tokens == len(turns[0].completion_ids) == len("Thought\nObservation:")
-    assert (turns[0].text, turns[0].finish_reason, turns[0].valid) == ("Thought\nObservation:", "stop", True)
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (
+        "Thought\n",
+        "stop",
+    )
+    assert (
+        reply.usage.completion_tokens
+        == len(turns[0].completion_ids)
+        == len("Thought\nObservation:")
+    )
+    assert (turns[0].text, turns[0].finish_reason, turns[0].valid) == (
+        "Thought\nObservation:",
+        "stop",
+        True,
+    )
     assert mask_truncated(turns[0]) == 0.0  # nothing cut it off: it trains, its stop too
-    assert turns[1].scores["root"] == 1.0 and [m.content for m in turns[1].messages] == ["q", "Thought\n", "4"]
+    assert turns[1].scores["root"] == 1.0 and [m.content for m in turns[1].messages] == [
+        "q",
+        "Thought\n",
+        "4",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -176,16 +211,36 @@ def test_a_stop_ends_the_turn_and_the_program_gets_what_is_before_it(tmp_path: P
     [
         ({"model": "nobody"}, openai.NotFoundError, "no model 'nobody'; the agents here: a, b"),
         ({"messages": []}, openai.BadRequestError, "messages"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, openai.BadRequestError, "end with one of the user"),
-        ({"messages": [{"role": "king", "content": "x"}]}, openai.BadRequestError, "messages.0.role"),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}]},
+            openai.BadRequestError,
+            "end with one of the user",
+        ),
+        (
+            {"messages": [{"role": "king", "content": "x"}]},
+            openai.BadRequestError,
+            "messages.0.role",
+        ),
         ({"n": 2}, openai.BadRequestError, "n: "),
         ({"logprobs": True}, openai.BadRequestError, "logprobs: "),
         ({"functions": [{"name": "f", "parameters": {}}]}, openai.BadRequestError, "functions: "),
-        ({"messages": [{"role": "system", "content": ""}]}, openai.BadRequestError, "end with one of the user"),
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format.type"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {"messages": [{"role": "system", "content": ""}]},
+            openai.BadRequestError,
+            "end with one of the user",
+        ),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        (
+            {"response_format": {"type": "json_object"}},
+            openai.BadRequestError,
+            "response_format.type",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
             openai.BadRequestError,
             "image_url",
         ),
@@ -196,7 +251,11 @@ def test_a_stop_ends_the_turn_and_the_program_gets_what_is_before_it(tmp_path: P
                     {
                         "role": "assistant",
                         "tool_calls": [
-                            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 9999}}
+                            {
+                                "id": "1",
+                                "type": "function",
+                                "function": {"name": "f", "arguments": "[" * 9999},
+                            }
                         ],
                     },
                     user("x"),
@@ -222,17 +281,27 @@ def test_bad_calls_are_refused_in_one_line(
     assert turns == ()
 
 
-def test_keys_paths_bodies_and_the_number_of_calls_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_mas.rollout.gateway.app.MAX_CALL_BYTES", 1000)
+def test_keys_paths_bodies_and_the_number_of_calls_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.gateway.app.MAX_CALL_BYTES", 1000)
     team, _ = scripted(tmp_path, lambda prompt, n: "x")
 
     async def run() -> list[int]:
-        async with opened(team, most_turns=1) as (url, key, _, _), httpx.AsyncClient(trust_env=False) as http:
+        async with (
+            opened(team, most_turns=1) as (url, key, _, _),
+            httpx.AsyncClient(trust_env=False) as http,
+        ):
 
             async def post(place: str, body: bytes, key: str = key) -> int:
-                return (await http.post(place, content=body, headers={"Authorization": f"Bearer {key}"})).status_code
+                return (
+                    await http.post(place, content=body, headers={"Authorization": f"Bearer {key}"})
+                ).status_code
 
-            good, body = f"{url}/v1/chat/completions", json.dumps({"model": "z", "messages": [user("q")]}).encode()
+            good, body = (
+                f"{url}/v1/chat/completions",
+                json.dumps({"model": "z", "messages": [user("q")]}).encode(),
+            )
             return [
                 await post(good, body, key="sk-other"),
                 await post(good.replace("/s/", "/s/x"), body),
@@ -249,7 +318,9 @@ def test_keys_paths_bodies_and_the_number_of_calls_are_limited(tmp_path: Path, m
     assert asyncio.run(run()) == [401, 401, 404, 400, 400, 400, 413, 404, 200, 403]
 
 
-def test_calls_that_are_never_finished_lose_their_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_never_finished_lose_their_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_server, "READ_S", 3.0)
     team, _ = scripted(tmp_path, lambda prompt, n: "x")
 
@@ -257,7 +328,9 @@ def test_calls_that_are_never_finished_lose_their_connection(tmp_path: Path, mon
         async with opened(team) as (url, key, _, _), client(url, key) as api:
             place = httpx.URL(f"{url}/v1/chat/completions")
             held = asyncio.create_task(
-                hold_open(place.port or 0, place.path, f"Authorization: Bearer {key}\r\n", status=404)
+                hold_open(
+                    place.port or 0, place.path, f"Authorization: Bearer {key}\r\n", status=404
+                )
             )
             await asyncio.sleep(0.7)  # all of them are there
             assert not held.done()
@@ -298,24 +371,37 @@ def test_a_reply_that_nobody_read_is_given_to_whoever_asks_again(
             await left.acquire()
         may_reply.set()
         again = await ask(model="a", messages=[user("retried")])
-        other = await ask(model="a", messages=[user("retried")])  # read before, so this is another sample
+        other = await ask(
+            model="a", messages=[user("retried")]
+        )  # read before, so this is another sample
         return again, other
 
     (again, other), turns = play(team, program)
     assert [turn.messages[0].content for turn in turns] == ["retried", "left", "retried"]
-    assert [(turn.masked, turn.scores.get("unread")) for turn in turns] == [(False, None), (True, 1.0), (False, None)]
+    assert [(turn.masked, turn.scores.get("unread")) for turn in turns] == [
+        (False, None),
+        (True, 1.0),
+        (False, None),
+    ]
     assert again.id.endswith("_0") and other.id.endswith("_2")
     assert engine.core.stats.decode_tokens + 3 >= sum(len(turn.completion_ids) for turn in turns)
 
 
-def test_a_retry_gets_the_reply_to_a_call_that_was_made_once_and_else_another_sample(tmp_path: Path) -> None:
+def test_a_retry_gets_the_reply_to_a_call_that_was_made_once_and_else_another_sample(
+    tmp_path: Path,
+) -> None:
     """What is asked twice for two samples has two replies, also where one of the calls is a client's retry."""
     team, _ = scripted(tmp_path, lambda prompt, n: f"reply {n}")
 
     async def program(api: AsyncOpenAI) -> list[str]:
         async def ask(question: str, retry: int = 0) -> str:
-            told: Any = {"messages": [user(question)], "extra_headers": {"x-stainless-retry-count": str(retry)}}
-            return str((await api.chat.completions.create(model="a", **told)).choices[0].message.content)
+            told: Any = {
+                "messages": [user(question)],
+                "extra_headers": {"x-stainless-retry-count": str(retry)},
+            }
+            return str(
+                (await api.chat.completions.create(model="a", **told)).choices[0].message.content
+            )
 
         once = [await ask("once"), await ask("once", 1), await ask("once", 2)]
         return [*once, await ask("twice"), await ask("twice"), await ask("twice", 1)]

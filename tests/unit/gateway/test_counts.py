@@ -10,9 +10,9 @@ import httpx
 import pytest
 import uvicorn
 
-from mcore_mas.rollout.base.http_server import bind, server_config, url_of
-from mcore_mas.rollout.gateway.app import Entrance, gateway_app
-from mcore_mas.rollout.gateway.dialects import GatewayError
+from rollout.base.http_server import bind, server_config, url_of
+from rollout.gateway.app import Entrance, gateway_app
+from rollout.gateway.dialects import GatewayError
 from tests.support.gateway import opened, scripted
 
 TOOL = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -22,7 +22,10 @@ def test_a_count_is_what_the_same_call_reads_and_changes_nothing(tmp_path: Path)
     team, engine = scripted(tmp_path, lambda prompt, n: f"<think>\nhm\n</think>\n\nreply {n}")
 
     async def run() -> None:
-        async with opened(team) as (url, key, seat, _), httpx.AsyncClient(base_url=url, trust_env=False) as api:
+        async with (
+            opened(team) as (url, key, seat, _),
+            httpx.AsyncClient(base_url=url, trust_env=False) as api,
+        ):
 
             async def post(path: str, body: dict[str, Any], token: str = key) -> Any:
                 return await api.post(path, json=body, headers={"x-api-key": token})
@@ -35,14 +38,37 @@ def test_a_count_is_what_the_same_call_reads_and_changes_nothing(tmp_path: Path)
                 said = (await post("/v1/messages", asked | {"max_tokens": 99})).json()
                 assert counted == {"input_tokens": said["usage"]["input_tokens"]}
                 assert counted["input_tokens"] == len(seat.turns[-1].prompt_ids)
-                chat += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": "sure?"}]
+                chat += [
+                    {"role": "assistant", "content": said["content"]},
+                    {"role": "user", "content": "sure?"},
+                ]
             assert {turn.chat for turn in seat.turns} == {"a/0"}
             wrong = [
-                (await post("/v1/messages/count_tokens", asked, "sk-no"), 401, "authentication_error"),
-                (await post("/v1/messages/count_tokens", asked | {"model": "z"}), 404, "not_found_error"),
-                (await post("/v1/messages/count_tokens", {"model": "a"}), 400, "invalid_request_error"),
-                (await post("/v1/messages/count_tokens", asked | {"max_tokens": 0}), 400, "invalid_request_error"),
-                (await post("/v1/messages/count_tokens", asked | {"messages": chat[:2]}), 400, "invalid_request_error"),
+                (
+                    await post("/v1/messages/count_tokens", asked, "sk-no"),
+                    401,
+                    "authentication_error",
+                ),
+                (
+                    await post("/v1/messages/count_tokens", asked | {"model": "z"}),
+                    404,
+                    "not_found_error",
+                ),
+                (
+                    await post("/v1/messages/count_tokens", {"model": "a"}),
+                    400,
+                    "invalid_request_error",
+                ),
+                (
+                    await post("/v1/messages/count_tokens", asked | {"max_tokens": 0}),
+                    400,
+                    "invalid_request_error",
+                ),
+                (
+                    await post("/v1/messages/count_tokens", asked | {"messages": chat[:2]}),
+                    400,
+                    "invalid_request_error",
+                ),
             ]
             for reply, status, kind in wrong:
                 assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
@@ -52,8 +78,12 @@ def test_a_count_is_what_the_same_call_reads_and_changes_nothing(tmp_path: Path)
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("path", "kind"), [("/v1/messages", "error"), ("/v1/chat/completions", None)])
-def test_calls_of_a_connection_too_many_are_refused_in_their_dialect(path: str, kind: str | None) -> None:
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/messages", "error"), ("/v1/chat/completions", None)]
+)
+def test_calls_of_a_connection_too_many_are_refused_in_their_dialect(
+    path: str, kind: str | None
+) -> None:
     def find(_: object) -> Any:
         raise GatewayError(401, "nobody is known here")
 
@@ -63,14 +93,24 @@ def test_calls_of_a_connection_too_many_are_refused_in_their_dialect(path: str, 
         return reply.status_code, reply
 
     async def run() -> None:
-        config = server_config(gateway_app(Entrance(find, 9), ""), drain_s=1, lifespan=False, most=2)
+        config = server_config(
+            gateway_app(Entrance(find, 9), ""), drain_s=1, lifespan=False, most=2
+        )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         held = [await asyncio.open_connection(*listener.getsockname()) for _ in range(2)]
-        code, reply = await status(b"x" * (4 << 20))  # its body is not read, and it hears all the same
-        assert (code, reply.headers["retry-after"], reply.headers["connection"]) == (429, "1", "close")
+        code, reply = await status(
+            b"x" * (4 << 20)
+        )  # its body is not read, and it hears all the same
+        assert (code, reply.headers["retry-after"], reply.headers["connection"]) == (
+            429,
+            "1",
+            "close",
+        )
         assert reply.json().get("type") == kind
-        assert reply.json()["error"]["message"] == "2 connections are open, which is as many as may be"
+        assert (
+            reply.json()["error"]["message"] == "2 connections are open, which is as many as may be"
+        )
         assert reply.json()["error"]["type"] == "rate_limit_error"
         held.pop()[1].close()
         await asyncio.sleep(0.1)

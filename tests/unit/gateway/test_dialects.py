@@ -13,7 +13,7 @@ import anthropic
 import openai
 import pytest
 
-from mcore_mas.rollout.records.trajectory import Turn
+from rollout.records.trajectory import Turn
 from tests.support.gateway import opened, sampling_team, scripted
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
@@ -25,11 +25,18 @@ Program = Callable[[Any, Any, bool], Awaitable[list[Any]]]
 
 async def completions(api: openai.AsyncOpenAI, _: Any, stream: bool) -> list[Any]:
     tools: Any = [{"type": "function", "function": {**ADD, "parameters": PARAMETERS}}]
-    chat: list[Any] = [{"role": "developer", "content": "S"}, {"role": "user", "content": "40 + 2?"}]
+    chat: list[Any] = [
+        {"role": "developer", "content": "S"},
+        {"role": "user", "content": "40 + 2?"},
+    ]
 
     async def ask() -> Any:
         if not stream:
-            return (await api.chat.completions.create(model="a", messages=chat, tools=tools)).choices[0].message
+            return (
+                (await api.chat.completions.create(model="a", messages=chat, tools=tools))
+                .choices[0]
+                .message
+            )
         async with api.chat.completions.stream(model="a", messages=chat, tools=tools) as events:
             return (await events.get_final_completion()).choices[0].message
 
@@ -60,7 +67,13 @@ async def responses(api: openai.AsyncOpenAI, _: Any, stream: bool) -> list[Any]:
     items += [{"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
     second = await ask()
     third = await ask(input="sure?", previous_response_id=second.id)
-    return [first.output_text, call.name, json.loads(call.arguments), second.output_text, third.output_text]
+    return [
+        first.output_text,
+        call.name,
+        json.loads(call.arguments),
+        second.output_text,
+        third.output_text,
+    ]
 
 
 async def messages(_: Any, api: anthropic.AsyncAnthropic, stream: bool) -> list[Any]:
@@ -68,7 +81,13 @@ async def messages(_: Any, api: anthropic.AsyncAnthropic, stream: bool) -> list[
     chat: list[Any] = [{"role": "user", "content": "40 + 2?"}]
 
     async def ask() -> Any:
-        settings: Any = {"model": "a", "max_tokens": 900, "system": "S", "messages": chat, "tools": tools}
+        settings: Any = {
+            "model": "a",
+            "max_tokens": 900,
+            "system": "S",
+            "messages": chat,
+            "tools": tools,
+        }
         if not stream:
             return await api.messages.create(**settings)
         async with api.messages.stream(**settings) as events:
@@ -76,17 +95,34 @@ async def messages(_: Any, api: anthropic.AsyncAnthropic, stream: bool) -> list[
 
     first = await ask()
     assert first.stop_reason == "tool_use"
-    chat += [{"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]}]
+    chat += [
+        {
+            "role": "assistant",
+            "content": [block.model_dump(exclude_none=True) for block in first.content],
+        }
+    ]
     text, use = first.content[-2:]
-    chat += [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "42"}]}]
+    chat += [
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "42"}],
+        }
+    ]
     second = await ask()
-    chat += [{"role": "assistant", "content": second.content[0].text}, {"role": "user", "content": "sure?"}]
+    chat += [
+        {"role": "assistant", "content": second.content[0].text},
+        {"role": "user", "content": "sure?"},
+    ]
     third = await ask()
     assert third.usage.output_tokens == len("Yes.") + 1
     return [text.text, use.name, use.input, second.content[0].text, third.content[0].text]
 
 
-PROGRAMS: dict[str, Program] = {"completions": completions, "responses": responses, "messages": messages}
+PROGRAMS: dict[str, Program] = {
+    "completions": completions,
+    "responses": responses,
+    "messages": messages,
+}
 
 
 def play(
@@ -113,7 +149,14 @@ def test_the_dialects_are_one_conversation(tmp_path: Path, stream: bool) -> None
         assert came == ["Let me see.", "add", {"a": 40, "b": 2}, "It is 42.", "Yes."]
         assert [turn.chat for turn in turns] == ["a/0"] * 3
         assert not any("root" in turn.scores for turn in turns)
-        assert [m.role for m in turns[2].messages] == ["system", "user", "assistant", "tool", "assistant", "user"]
+        assert [m.role for m in turns[2].messages] == [
+            "system",
+            "user",
+            "assistant",
+            "tool",
+            "assistant",
+            "user",
+        ]
         ids.add((turns[2].prompt_ids, turns[2].completion_ids))
     assert len(ids) == 1  # what was sampled and what it was sampled from
 
@@ -130,7 +173,10 @@ def test_an_empty_reply_is_gone_on_from_in_every_dialect(tmp_path: Path) -> None
     async def responses(one: openai.AsyncOpenAI, _: Any) -> None:
         items: list[Any] = [{"role": "system", "content": "q"}]
         reply = await one.responses.create(model="a", input=items)
-        items += [*(item.model_dump(exclude_none=True) for item in reply.output), {"role": "user", "content": "r"}]
+        items += [
+            *(item.model_dump(exclude_none=True) for item in reply.output),
+            {"role": "user", "content": "r"},
+        ]
         await one.responses.create(model="a", input=items)
 
     async def messages(_: Any, other: anthropic.AsyncAnthropic) -> None:
@@ -138,7 +184,13 @@ def test_an_empty_reply_is_gone_on_from_in_every_dialect(tmp_path: Path) -> None
         chat: list[Any] = [{"role": "system", "content": "q"}]
         reply = await ask(messages=chat)
         said = [block.model_dump(exclude_none=True) for block in reply.content]
-        await ask(messages=[*chat, {"role": "assistant", "content": said}, {"role": "user", "content": "r"}])
+        await ask(
+            messages=[
+                *chat,
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": "r"},
+            ]
+        )
 
     for number, program in enumerate((completions, responses, messages)):
 
@@ -162,9 +214,15 @@ def test_tools_that_anthropic_defines_and_the_client_runs_need_no_schema(tmp_pat
             opened(team) as (url, key, _, _),
             anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as api,
         ):
-            await api.beta.messages.create(**hi, tools=[{"type": "memory_20250818", "name": "memory"}])
-            with pytest.raises(anthropic.BadRequestError, match=r"tools\.0\.type"):  # one that its servers run
-                await api.messages.create(**hi, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+            await api.beta.messages.create(
+                **hi, tools=[{"type": "memory_20250818", "name": "memory"}]
+            )
+            with pytest.raises(
+                anthropic.BadRequestError, match=r"tools\.0\.type"
+            ):  # one that its servers run
+                await api.messages.create(
+                    **hi, tools=[{"type": "web_search_20250305", "name": "web_search"}]
+                )
 
     asyncio.run(run())
     assert len(prompts) == 1 and '"name": "memory"' in prompts[0]
@@ -180,7 +238,12 @@ def test_a_model_is_found_by_both_vendors_clients(tmp_path: Path) -> None:
             anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as other,
         ):
             found = await one.models.retrieve("a"), await other.models.retrieve("b")
-            assert (found[0].id, found[0].object, found[1].id, found[1].type) == ("a", "model", "b", "model")
+            assert (found[0].id, found[0].object, found[1].id, found[1].type) == (
+                "a",
+                "model",
+                "b",
+                "model",
+            )
             assert [model.id async for model in other.models.list()] == ["a", "b"]
             told: list[Any] = []
             for api in (one, other):
@@ -215,9 +278,13 @@ def test_errors_have_each_dialects_shape(tmp_path: Path) -> None:
                     hi: Any = [{"role": "user", "content": "hi"}]
                     calls: list[Callable[[], Awaitable[Any]]] = [
                         lambda: one.responses.create(model="nobody", input="hi"),
-                        lambda: one.responses.create(model="a", input=[{"type": "item_reference", "id": "1"}]),
+                        lambda: one.responses.create(
+                            model="a", input=[{"type": "item_reference", "id": "1"}]
+                        ),
                         lambda: one.responses.create(model="a", input=long),
-                        lambda: one.responses.create(model="a", input="hi", previous_response_id="resp_9"),
+                        lambda: one.responses.create(
+                            model="a", input="hi", previous_response_id="resp_9"
+                        ),
                         lambda: other.messages.create(model="nobody", max_tokens=5, messages=hi),  # noqa: B023
                         lambda: other.messages.create(model="a", max_tokens=0, messages=hi),  # noqa: B023
                         lambda: other.messages.create(
@@ -225,13 +292,23 @@ def test_errors_have_each_dialects_shape(tmp_path: Path) -> None:
                         ),
                     ]
                     for call in calls:
-                        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as caught:
+                        with pytest.raises(
+                            (openai.APIStatusError, anthropic.APIStatusError)
+                        ) as caught:
                             await call()
                         body: Any = caught.value.body
-                        error = body["error"] if isinstance(caught.value, anthropic.APIStatusError) else body
+                        error = (
+                            body["error"]
+                            if isinstance(caught.value, anthropic.APIStatusError)
+                            else body
+                        )
                         told.append((caught.value.status_code, error["type"]))
         return told
 
     told = asyncio.run(run())
-    bad, missing, secret = (400, "invalid_request_error"), (404, "not_found_error"), (401, "authentication_error")
+    bad, missing, secret = (
+        (400, "invalid_request_error"),
+        (404, "not_found_error"),
+        (401, "authentication_error"),
+    )
     assert told == [missing, bad, bad, missing, missing, bad, bad, *[secret] * 7]

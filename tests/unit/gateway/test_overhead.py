@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks import chat_tokenising, gateway_overhead
 from benchmarks.support.gateway import Paced, clients
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.gateway.dialects import ChatRequest
-from mcore_mas.rollout.gateway.sessions import _maybe_far
-from mcore_mas.rollout.models import chat_template
-from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.records.trajectory import Message, ToolUse
+from rollout.engines import EngineClient
+from rollout.gateway.dialects import ChatRequest
+from rollout.gateway.sessions import _maybe_far
+from rollout.models import chat_template
+from rollout.models.chat_template import Renderer
+from rollout.records.trajectory import Message, ToolUse
 from tests.support.gateway import opened, team_of
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import renderer_of
@@ -47,8 +47,12 @@ def test_a_turn_of_a_chat_tokenises_what_is_new(
     tokenised.clear()
     asyncio.run(chat_tokenising.chat(client, raw))
     first, *later = tokenised
-    assert len(later) == chat_tokenising.TURNS - 1 and first > len(chat_tokenising.OPENING[1].content)
-    tags = len("\n<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert len(later) == chat_tokenising.TURNS - 1 and first > len(
+        chat_tokenising.OPENING[1].content
+    )
+    tags = len(
+        "\n<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     assert set(later) == {len(chat_tokenising.RESULT) + tags}
 
 
@@ -74,10 +78,14 @@ def test_the_gateway_tokenises_what_team_chat_does(
     assert sorted(tokenised) == directly and len(directly) == 6
 
 
-def test_a_prompt_that_was_just_tokenised_is_not_tokenised_again(tmp_path: Path, tokenised: list[int]) -> None:
+def test_a_prompt_that_was_just_tokenised_is_not_tokenised_again(
+    tmp_path: Path, tokenised: list[int]
+) -> None:
     renderer = renderer_of("qwen2.5", tmp_path)
     tokenised.clear()
-    first, second = ([Message(role="user", content=text)] for text in ("What is 2 + 3?", "What is 7 + 9?"))
+    first, second = (
+        [Message(role="user", content=text)] for text in ("What is 2 + 3?", "What is 7 + 9?")
+    )
     assert renderer.render(first) == renderer.render(first) != renderer.render(second)
     assert len(tokenised) == 2
 
@@ -88,5 +96,7 @@ def test_a_conversation_of_long_calls_is_compared_off_the_event_loop() -> None:
 
     for size, near in ((10, True), (30_000, False)):
         written = ToolUse(id="1", name="write", arguments=json.dumps({"text": "x" * size}))
-        asked = ChatRequest(model="a", messages=(Message(role="assistant", content="", calls=(written,)),))
+        asked = ChatRequest(
+            model="a", messages=(Message(role="assistant", content="", calls=(written,)),)
+        )
         assert asyncio.run(_maybe_far(on_loop, "a", asked)) is near

@@ -18,19 +18,19 @@ import pytest
 import yaml
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.rollout.base import task_group
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.http_server import SERVER
-from mcore_mas.rollout.base.processes import restart_metrics
-from mcore_mas.rollout.config.sections import AgentConfig, OrchestraConfig
-from mcore_mas.rollout.engines.remote import RemoteConfig
-from mcore_mas.rollout.engines.remote.caller import RemoteClient
-from mcore_mas.rollout.orchestras.program import Job, ProgramRules, check_program, program
-from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
-from mcore_mas.rollout.rewards import ALLOCATORS
-from mcore_mas.rollout.sandbox.guest.filters import can_confine
-from mcore_mas.rollout.teams.team import Team
-from mcore_mas.rollout.teams.tree import Branching
+from rollout.base import task_group
+from rollout.base.errors import EngineError
+from rollout.base.http_server import SERVER
+from rollout.base.processes import restart_metrics
+from rollout.config.sections import AgentConfig, OrchestraConfig
+from rollout.engines.remote import RemoteConfig
+from rollout.engines.remote.caller import RemoteClient
+from rollout.orchestras.program import Job, ProgramRules, check_program, program
+from rollout.records.trajectory import Group, Status, Trajectory, Turn
+from rollout.rewards import ALLOCATORS
+from rollout.sandbox.guest.filters import can_confine
+from rollout.teams.team import Team
+from rollout.teams.tree import Branching
 from tests.support.agent_programs import alive, script
 from tests.support.chat_server import chat_server, says
 from tests.support.gateway import scripted
@@ -40,11 +40,20 @@ PROGRAMS = "tests.support.agent_programs"
 HASTY = ProgramRules(deadline_s=0.2)
 
 
-def play(folder: Path, *, group_size: int = 1, reply: Any = lambda prompt, n: "7", **options: Any) -> Group:
+def play(
+    folder: Path, *, group_size: int = 1, reply: Any = lambda prompt, n: "7", **options: Any
+) -> Group:
     team, _ = scripted(folder / "model", reply)
     orchestra = partial(program, **options)
     played = collect(
-        [TASK], team, Adder, orchestra, group_size=group_size, seed=SEED, step=STEP, quarantine=folder / "quarantine"
+        [TASK],
+        team,
+        Adder,
+        orchestra,
+        group_size=group_size,
+        seed=SEED,
+        step=STEP,
+        quarantine=folder / "quarantine",
     )
     return asyncio.run(played)[0]
 
@@ -63,7 +72,9 @@ def test_a_function_plays_and_its_turns_are_rewarded(tmp_path: Path) -> None:
     assert [turn.reward for t in rewarded.trajectories for turn in t.turns] == [7.0] * 4
 
 
-@pytest.mark.parametrize("how", [{"call": f"{PROGRAMS}:two_numbers"}, {"command": script("answer = answer + ' '")}])
+@pytest.mark.parametrize(
+    "how", [{"call": f"{PROGRAMS}:two_numbers"}, {"command": script("answer = answer + ' '")}]
+)
 def test_programs_ask_the_gateway_through_no_proxy(
     how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +100,11 @@ def kill_server(times: int) -> Callable[[str, int], str]:
     left = [times]
 
     def reply(prompt: str, n: int) -> str:
-        alive = [task for task in asyncio.all_tasks() if task.get_name() == SERVER and not task.cancelling()]
+        alive = [
+            task
+            for task in asyncio.all_tasks()
+            if task.get_name() == SERVER and not task.cancelling()
+        ]
         for task in alive[: left[0]]:
             left[0] -= 1
             server = task.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
@@ -118,7 +133,10 @@ def test_a_gateway_whose_server_dies_in_a_collection_answers_again(
 def test_a_gateway_that_dies_too_often_fails_who_plays_and_who_comes(tmp_path: Path) -> None:
     group = play(tmp_path, group_size=3, reply=kill_server(4), call=f"{PROGRAMS}:patient")
     assert all(
-        re.search(r"gateway: the HTTP server at \S+ is lost \(cancelled\), and may not start again", t.error)
+        re.search(
+            r"gateway: the HTTP server at \S+ is lost \(cancelled\), and may not start again",
+            t.error,
+        )
         for t in group.trajectories
     ), [t.error for t in group.trajectories]
 
@@ -126,16 +144,36 @@ def test_a_gateway_that_dies_too_often_fails_who_plays_and_who_comes(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "status", "error"),
     [
-        ({"call": f"{PROGRAMS}:broken", "models": {"*": "a"}}, "failed", "ProgramFailed: RuntimeError: the program br"),
+        (
+            {"call": f"{PROGRAMS}:broken", "models": {"*": "a"}},
+            "failed",
+            "ProgramFailed: RuntimeError: the program br",
+        ),
         ({"command": script("raise SystemExit('no')")}, "failed", "ended with status 1: no$"),
         ({"command": ["/nowhere/at/all"]}, "failed", "No such file"),
         ({"command": ["/bin/sh", "-c", "yes"]}, "failed", "it printed more than 1048576 bytes"),
-        ({"command": ["/bin/sh", "-c", "kill -9 $$"]}, "failed", "ended with status -9: it said nothing"),
+        (
+            {"command": ["/bin/sh", "-c", "kill -9 $$"]},
+            "failed",
+            "ended with status -9: it said nothing",
+        ),
         ({"call": f"{PROGRAMS}:exits"}, "failed", "ProgramFailed: SystemExit: 3"),
-        ({"call": f"{PROGRAMS}:exits_in_a_task"}, "failed", r"ProgramFailed: Exited: sys\.exit\(3\)$"),
+        (
+            {"call": f"{PROGRAMS}:exits_in_a_task"},
+            "failed",
+            r"ProgramFailed: Exited: sys\.exit\(3\)$",
+        ),
         ({"call": f"{PROGRAMS}:gives_up"}, "failed", "ProgramFailed: CancelledError: "),
-        ({"call": f"{PROGRAMS}:asleep", "rules": HASTY}, "late", "program: nothing came within 0.2 s$"),
-        ({"command": ["/bin/sleep", "77"], "rules": HASTY}, "late", "program: nothing came within 0.2 s$"),
+        (
+            {"call": f"{PROGRAMS}:asleep", "rules": HASTY},
+            "late",
+            "program: nothing came within 0.2 s$",
+        ),
+        (
+            {"command": ["/bin/sleep", "77"], "rules": HASTY},
+            "late",
+            "program: nothing came within 0.2 s$",
+        ),
     ],
 )
 def test_a_broken_program_fails_its_trajectory_alone(
@@ -155,7 +193,9 @@ def test_the_deadline_holds_for_a_function_that_goes_on_when_it_is_cancelled(
     monkeypatch.setattr(task_group, "PATIENCE_S", 0.2)
     trajectory = one(tmp_path, call=f"{PROGRAMS}:stubborn", rules=HASTY)
     assert trajectory.status is Status.LATE
-    assert trajectory.error.endswith("nothing came within 0.2 s; it goes on though cancelled, and was left behind")
+    assert trajectory.error.endswith(
+        "nothing came within 0.2 s; it goes on though cancelled, and was left behind"
+    )
 
 
 async def misspelt(job: Job) -> str:
@@ -172,7 +212,10 @@ async def misspelt(job: Job) -> str:
             "orchestra 'program' has no option 'deadline_s'; its options: call, command, models, sandbox, rules; "
             "nearest: rules.deadline_s",
         ),
-        ({"call": f"{PROGRAMS}:nobody"}, "agent program 'tests.support.agent_programs:nobody' cannot be imported"),
+        (
+            {"call": f"{PROGRAMS}:nobody"},
+            "agent program 'tests.support.agent_programs:nobody' cannot be imported",
+        ),
         ({"call": f"{PROGRAMS}:script"}, "must take (job) as an async function"),
         (
             {"call": f"{__name__}:misspelt"},
@@ -184,7 +227,9 @@ async def misspelt(job: Job) -> str:
         ),
     ],
 )
-def test_a_program_that_cannot_play_is_refused_with_the_config(options: dict[str, Any], error: str) -> None:
+def test_a_program_that_cannot_play_is_refused_with_the_config(
+    options: dict[str, Any], error: str
+) -> None:
     team = {name: AgentConfig(policy="p", role="program_agent") for name in ("a", "b")}
     with pytest.raises(ValueError, match=re.escape(error)):
         OrchestraConfig(name="program", options=options).check_agents(team)
@@ -200,7 +245,9 @@ def test_the_guides_team_and_the_demo_fit_together() -> None:
     assert orchestra.arguments["command"] == ["python", "my_agents.py"]
     assert orchestra.arguments["models"] == {"gpt-4o": "solver", "*": "helper"}
     demo = resolve(["experiment=demo_program"])
-    assert demo["orchestra"]["options"]["call"] == "mcore_mas.rollout.orchestras.example_program:solve_and_check"
+    assert (
+        demo["orchestra"]["options"]["call"] == "rollout.orchestras.example_program:solve_and_check"
+    )
 
 
 def test_agents_behind_other_peoples_apis_play_beside_trained_ones(tmp_path: Path) -> None:
@@ -227,7 +274,9 @@ def test_a_program_that_makes_its_calls_in_one_order_grows_as_a_tree(tmp_path: P
     """Each of its two calls is sampled twice, and one sample goes on; a branch repeats what came before it."""
     team, engine = scripted(tmp_path, lambda prompt, n: str(n))
     orchestra = partial(program, call=f"{PROGRAMS}:in_turn")
-    played = collect([TASK], team, Adder, orchestra, group_size=1, seed=SEED, step=STEP, tree=Branching(width=2))
+    played = collect(
+        [TASK], team, Adder, orchestra, group_size=1, seed=SEED, step=STEP, tree=Branching(width=2)
+    )
     (trajectory,) = asyncio.run(played)[0].trajectories
     assert trajectory.error == ""
     assert [(turn.agent, turn.node) for turn in trajectory.turns] == [
@@ -245,24 +294,38 @@ def test_a_crash_may_count_as_a_wrong_answer(tmp_path: Path) -> None:
             return await super().step(action or "0")
 
     team, _ = scripted(tmp_path, lambda prompt, n: "7")
-    orchestra = partial(program, call=f"{PROGRAMS}:broken", models={"*": "a"}, rules=ProgramRules(crash="wrong"))
-    (group,) = asyncio.run(collect([TASK], team, Graded, orchestra, group_size=1, seed=SEED, step=STEP))
+    orchestra = partial(
+        program, call=f"{PROGRAMS}:broken", models={"*": "a"}, rules=ProgramRules(crash="wrong")
+    )
+    (group,) = asyncio.run(
+        collect([TASK], team, Graded, orchestra, group_size=1, seed=SEED, step=STEP)
+    )
     assert (group.trajectories[0].error, group.trajectories[0].outcome) == ("", 0.0)
 
 
 def test_what_a_command_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
     marker = f"{time.time_ns() % 10**9}.25"
-    trajectory = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & echo 3"], rules=ProgramRules(deadline_s=20))
+    trajectory = one(
+        tmp_path,
+        command=["/bin/sh", "-c", f"sleep {marker} & echo 3"],
+        rules=ProgramRules(deadline_s=20),
+    )
     assert (trajectory.error, trajectory.outcome) == ("", 3.0)
     assert not alive(marker)
-    held = one(tmp_path, command=["/bin/sh", "-c", "setsid sleep 30 & echo 4"], rules=ProgramRules(deadline_s=20))
+    held = one(
+        tmp_path,
+        command=["/bin/sh", "-c", "setsid sleep 30 & echo 4"],
+        rules=ProgramRules(deadline_s=20),
+    )
     assert (held.error, held.outcome) == ("", 4.0)  # nobody waits for one that has left the group
     late = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & sleep {marker}"], rules=HASTY)
     assert late.status is Status.LATE
     assert not alive(marker)
 
 
-def test_the_key_that_a_command_was_given_is_in_no_record_and_in_no_list_of_processes(tmp_path: Path) -> None:
+def test_the_key_that_a_command_was_given_is_in_no_record_and_in_no_list_of_processes(
+    tmp_path: Path,
+) -> None:
     look = """
 import glob, os, sys
 key, listed = os.environ["OPENAI_API_KEY"], 0
@@ -278,10 +341,14 @@ sys.exit(int(sys.argv[1]))
     failed = one(tmp_path, command=[sys.executable, "-c", look, "1"])
     assert failed.error.endswith("ended with status 1: [key] is the key")
     written = [path for path in (tmp_path / "quarantine").rglob("*") if path.is_file()]
-    assert written and not [path for path in written if re.search(rb"sk-[\w-]{20}", path.read_bytes())]
+    assert written and not [
+        path for path in written if re.search(rb"sk-[\w-]{20}", path.read_bytes())
+    ]
 
 
-@pytest.mark.skipif(not can_confine(), reason="needs Linux 6.12, whose Landlock knows ports and signals")
+@pytest.mark.skipif(
+    not can_confine(), reason="needs Linux 6.12, whose Landlock knows ports and signals"
+)
 def test_a_command_in_the_sandbox_reaches_the_gateway_and_nothing_else(tmp_path: Path) -> None:
     """Its answer has the model's reply, how much it may do of what it should, and of what it should not."""
     (tmp_path / "mine").mkdir()
@@ -323,16 +390,22 @@ answer = int(answer) * 100 + sum(allowed) * 10 + sum(refused)
     with elsewhere:
         trajectory = one(tmp_path, command=script(probe), sandbox=[str(tmp_path / "mine")])
     assert (trajectory.error, trajectory.outcome) == ("", 740.0)
-    assert (tmp_path / "mine" / "data.txt").stat().st_mode == (tmp_path / "secret.txt").stat().st_mode
+    assert (tmp_path / "mine" / "data.txt").stat().st_mode == (
+        tmp_path / "secret.txt"
+    ).stat().st_mode
     with pytest.raises(ValueError, match="there is no '/nowhere' for the command to read"):
         check_program(["a"], command=["x"], sandbox=["/nowhere"])
 
 
-def test_an_engine_that_fails_fails_the_trajectory_whatever_the_program_makes_of_it(tmp_path: Path) -> None:
+def test_an_engine_that_fails_fails_the_trajectory_whatever_the_program_makes_of_it(
+    tmp_path: Path,
+) -> None:
     def fail(prompt: str, call: int) -> str:
         raise EngineError("out of order")
 
     quiet = script().copy()
-    quiet[-1] = f"try:\n{chr(10).join('  ' + line for line in quiet[-1].splitlines())}\nexcept Exception:\n  print(5)"
+    quiet[-1] = (
+        f"try:\n{chr(10).join('  ' + line for line in quiet[-1].splitlines())}\nexcept Exception:\n  print(5)"
+    )
     trajectory = one(tmp_path, command=quiet, reply=fail)
     assert (trajectory.status, trajectory.error) == (Status.FAILED, "EngineError: out of order")

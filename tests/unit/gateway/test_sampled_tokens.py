@@ -19,7 +19,10 @@ def test_a_chat_prefills_each_token_once(tmp_path: Path) -> None:
     team, engine, model = sampling_team(tmp_path, max_tokens=8)
 
     async def run() -> Any:
-        async with opened(team) as (url, key, seat, _), AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as api:
+        async with (
+            opened(team) as (url, key, seat, _),
+            AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as api,
+        ):
             chat: list[Any] = []
             for number in range(TURNS):
                 chat.append({"role": "user", "content": f"and {number}?"})

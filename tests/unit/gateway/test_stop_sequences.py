@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from mcore_mas.rollout.gateway.app import shared_gateway
-from mcore_mas.rollout.records.trajectory import Turn
+from rollout.gateway.app import shared_gateway
+from rollout.records.trajectory import Turn
 from tests.support.gateway import opened, sampling_team, scripted
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": "STOP"}}</tool_call>'
@@ -24,7 +24,9 @@ def test_the_kept_tokens_and_the_text_are_those_of_a_call_without_the_stop(tmp_p
     """A model that samples says the same to the same call; 12 stops, whole and streamed."""
     team, engine, _ = sampling_team(tmp_path, max_tokens=120)
 
-    async def ask(http: httpx.AsyncClient, stop: list[str], stream: bool) -> tuple[str, str | None, Turn, int]:
+    async def ask(
+        http: httpx.AsyncClient, stop: list[str], stream: bool
+    ) -> tuple[str, str | None, Turn, int]:
         before = engine.core.stats.decode_tokens
         async with opened(team) as (url, key, seat, _):
             api = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, http_client=http)
@@ -44,12 +46,21 @@ def test_the_kept_tokens_and_the_text_are_those_of_a_call_without_the_stop(tmp_p
         assert (finish, free.finish_reason, sampled) == ("length", "length", 120)
         draw = random.Random(0)
         renderer = team.players["p"].renderer  # type: ignore[attr-defined]
-        parts = [part for size in (1, 2, 3) for at in range(len(text)) if (part := text[at : at + size]).isascii()]
+        parts = [
+            part
+            for size in (1, 2, 3)
+            for at in range(len(text))
+            if (part := text[at : at + size]).isascii()
+        ]
         for number in range(12):
             stop, stream = draw.choice(parts), bool(number % 2)
             said, why, turn, sampled = await ask(http, [stop, "never said"], stream)
             assert (said, why) == (text[: text.find(stop)], "stop")
-            size = next(n for n in range(1, 121) if stop in renderer.decode(free.completion_ids[:n]).lstrip())
+            size = next(
+                n
+                for n in range(1, 121)
+                if stop in renderer.decode(free.completion_ids[:n]).lstrip()
+            )
             assert turn.completion_ids == free.completion_ids[:size]
             assert turn.logprobs == pytest.approx(free.logprobs[:size], abs=1e-6)
             assert (turn.finish_reason, turn.masked, turn.versions[-1].end) == ("stop", False, size)
@@ -67,7 +78,14 @@ def test_the_kept_tokens_and_the_text_are_those_of_a_call_without_the_stop(tmp_p
     ("reply", "stop", "kept", "text", "reason", "told"),
     [
         ("so STOP it", "STOP", "so STOP", "so ", "stop_sequence", "STOP"),
-        ("so\n\nit", "\n", "so\n", "so", "stop_sequence", "\n"),  # which is no part of what is said at the end
+        (
+            "so\n\nit",
+            "\n",
+            "so\n",
+            "so",
+            "stop_sequence",
+            "\n",
+        ),  # which is no part of what is said at the end
         ("<think>STOP</think>STO", "STOP", "<think>STOP</think>STO", "STO", "end_turn", None),
         (f"so {CALL}\nSTOP it", "STOP", f"so {CALL}\nSTOP", "so \n", "tool_use", "STOP"),
         (f"so {CALL}", "STOP", f"so {CALL}", "so", "tool_use", None),
@@ -76,7 +94,14 @@ def test_the_kept_tokens_and_the_text_are_those_of_a_call_without_the_stop(tmp_p
     ],
 )
 def test_a_stop_counts_in_the_text(
-    tmp_path: Path, reply: str, stop: str, kept: str, text: str, reason: str, told: str | None, stream: bool
+    tmp_path: Path,
+    reply: str,
+    stop: str,
+    kept: str,
+    text: str,
+    reason: str,
+    told: str | None,
+    stream: bool,
 ) -> None:
     team, _ = scripted(tmp_path, lambda prompt, n: reply)
 
@@ -85,7 +110,11 @@ def test_a_stop_counts_in_the_text(
             opened(team) as (url, key, seat, _),
             anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as api,
         ):
-            asked: Any = {"messages": [{"role": "user", "content": "q"}], "tools": [TOOL], "stop_sequences": [stop]}
+            asked: Any = {
+                "messages": [{"role": "user", "content": "q"}],
+                "tools": [TOOL],
+                "stop_sequences": [stop],
+            }
             if stream:
                 async with api.messages.stream(model="a", max_tokens=900, **asked) as events:
                     return await events.get_final_message(), seat.turns

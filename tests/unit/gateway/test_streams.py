@@ -12,8 +12,8 @@ import anthropic
 import openai
 import pytest
 
-from mcore_mas.rollout.gateway.sessions import settled
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, Turn
+from rollout.gateway.sessions import settled
+from rollout.records.trajectory import Completion, Sampling, Turn
 from tests.support.gateway import opened, sampling_team, team_of
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import renderer_of
@@ -24,7 +24,9 @@ Clients = tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]
 
 
 async def completions(clients: Clients) -> Deltas:
-    async with await clients[0].chat.completions.create(model="a", messages=QUESTION, stream=True) as chunks:
+    async with await clients[0].chat.completions.create(
+        model="a", messages=QUESTION, stream=True
+    ) as chunks:
         async for chunk in chunks:
             if chunk.choices and chunk.choices[0].delta.content:
                 yield chunk.choices[0].delta.content
@@ -102,7 +104,12 @@ def test_who_leaves_a_stream_ends_its_sampling(tmp_path: Path, dialect: str) -> 
                 await asyncio.sleep(0.01)
 
     _, (turn,), sampled = play(tmp_path, leaves, 3000)
-    assert (turn.finish_reason, turn.masked, turn.scores["unread"], turn.valid) == ("abort", True, 1.0, False)
+    assert (turn.finish_reason, turn.masked, turn.scores["unread"], turn.valid) == (
+        "abort",
+        True,
+        1.0,
+        False,
+    )
     assert 0 < len(turn.completion_ids) == len(turn.logprobs) == sampled < 3000
 
 
@@ -114,7 +121,9 @@ class Spelling(ScriptedEngine):
     async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Any) -> Completion:
         whole = await self.generate(prompt_ids, sampling)
         for place in range(len(whole.token_ids)):
-            hear(place, replace(whole, token_ids=whole.token_ids[place : place + 1], logprobs=(0.0,)))
+            hear(
+                place, replace(whole, token_ids=whole.token_ids[place : place + 1], logprobs=(0.0,))
+            )
             await asyncio.sleep(0)
         return whole
 
@@ -123,7 +132,9 @@ class Spelling(ScriptedEngine):
 def test_text_that_proves_to_be_a_thought_stays_in_its_stream(tmp_path: Path, dialect: str) -> None:
     """A model may end a thought that it has not begun, after its words have gone; the chat goes on all the same."""
     renderer = renderer_of("qwen2.5", tmp_path)
-    team = team_of(Spelling(lambda prompt, n: (*renderer.encode("so</think>yes"), renderer.stop[0])), renderer)
+    team = team_of(
+        Spelling(lambda prompt, n: (*renderer.encode("so</think>yes"), renderer.stop[0])), renderer
+    )
 
     async def run() -> tuple[str, Any]:
         async with (
@@ -132,7 +143,11 @@ def test_text_that_proves_to_be_a_thought_stays_in_its_stream(tmp_path: Path, di
             anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as other,
         ):
             text = "".join([delta async for delta in STREAMS[dialect]((one, other))])
-            chat: Any = [*QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": "?"}]
+            chat: Any = [
+                *QUESTION,
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": "?"},
+            ]
             await one.chat.completions.create(model="a", messages=chat)
             return text, seat.turns
 

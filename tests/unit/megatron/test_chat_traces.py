@@ -15,7 +15,9 @@ TURNS, CHATS, TASK, SAMPLED, OBSERVED = 16, 3, 20, 6, 9
 
 
 def trace(vocab: int, turns: int = TURNS) -> list:
-    return tool_trace(vocab, turns=turns, samples=CHATS, task=TASK, sampled=SAMPLED, observed=OBSERVED)
+    return tool_trace(
+        vocab, turns=turns, samples=CHATS, task=TASK, sampled=SAMPLED, observed=OBSERVED
+    )
 
 
 def test_every_token_of_a_chat_is_stored_once() -> None:

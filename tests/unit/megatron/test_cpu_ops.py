@@ -40,7 +40,9 @@ def torchs(x: Tensor, weight: Tensor) -> Tensor:
 def test_norm_by_hand() -> None:
     # of (1, 7) the mean square is 25: without eps (0.2, 1.4), times the weight (10, 100)
     x, weight = torch.tensor([[1.0, 7.0]]), torch.tensor([10.0, 100.0])
-    out, of_x, of_weight = results(lambda *given: Normed.apply(*given, 0.0), torch.tensor([[1.0, 0.0]]), x, weight)
+    out, of_x, of_weight = results(
+        lambda *given: Normed.apply(*given, 0.0), torch.tensor([[1.0, 0.0]]), x, weight
+    )
     assert out[0].tolist() == pytest.approx([2.0, 140.0])
     assert of_weight.tolist() == pytest.approx([0.2, 0.0])
     # with s = 10: (s − n₁ · n₁ s / 2) / 5 and −n₂ · n₁ s / 2 / 5
@@ -53,19 +55,31 @@ def test_norm_is_torchs(scale: float) -> None:
     x, slope = (torch.randn(37, 1, 4, 48, generator=draw) for _ in range(2))
     x, weight = scale * x, 1 + torch.randn(48, generator=draw)
     exact = results(torchs, slope.double(), x.double(), weight.double())
-    for got, own, want in zip(results(normed, slope, x, weight), results(torchs, slope, x, weight), exact, strict=True):
+    for got, own, want in zip(
+        results(normed, slope, x, weight), results(torchs, slope, x, weight), exact, strict=True
+    ):
         assert_close(got, own, want)
     x, weight, slope = x.bfloat16(), weight.bfloat16(), slope.bfloat16()
     exact = results(torchs, slope.double(), x.double(), weight.double())
-    for got, own, want in zip(results(normed, slope, x, weight), results(torchs, slope, x, weight), exact, strict=True):
+    for got, own, want in zip(
+        results(normed, slope, x, weight), results(torchs, slope, x, weight), exact, strict=True
+    ):
         assert got.dtype == torch.bfloat16
-        assert relative(got, want) <= max(1.1 * relative(own, want), 2**-9)  # torch's rounds once more on the way
+        assert relative(got, want) <= max(
+            1.1 * relative(own, want), 2**-9
+        )  # torch's rounds once more on the way
 
 
 def test_the_weights_gradient_of_many_tokens_is_summed_in_pairs() -> None:
     draw = torch.Generator().manual_seed(0)
-    x, slope, weight = torch.rand(16_384, 32, generator=draw), torch.rand(16_384, 32, generator=draw), torch.ones(32)
-    got = results(normed, slope, x, weight)[2]  # all of one sign: added token by token it is 4e-6 off
+    x, slope, weight = (
+        torch.rand(16_384, 32, generator=draw),
+        torch.rand(16_384, 32, generator=draw),
+        torch.ones(32),
+    )
+    got = results(normed, slope, x, weight)[
+        2
+    ]  # all of one sign: added token by token it is 4e-6 off
     assert relative(got, results(torchs, slope.double(), x.double(), weight.double())[2]) < 5e-7
 
 
@@ -91,7 +105,9 @@ def test_swiglu_by_hand() -> None:
 def test_swiglu_is_torchs_to_the_bit(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     wide, slope = (torch.randn(37, 1, width, generator=draw).to(dtype) for width in (96, 48))
-    for got, want in zip(results(gated, slope, wide), results(torchs_gated, slope, wide), strict=True):
+    for got, want in zip(
+        results(gated, slope, wide), results(torchs_gated, slope, wide), strict=True
+    ):
         assert got.dtype == dtype and torch.equal(got, want)
 
 
@@ -103,7 +119,9 @@ def test_exponentials_are_near_and_where_they_are_exact_alike_anywhere() -> None
         assert found[:4].tolist() == pytest.approx([1.0, 0.5, math.e, 0.0], rel=1e-6)
         assert ((found - true).abs() <= true * (6e-8 + 8e-8 * x.abs())).all()
     for first, size in ((0, 1), (5, 3), (17, 31), (1000, 3001)):  # among others or alone
-        assert torch.equal(exponential(x[first : first + size], exact=True), found[first : first + size])
+        assert torch.equal(
+            exponential(x[first : first + size], exact=True), found[first : first + size]
+        )
 
 
 def turns(angles: Tensor) -> Tensor:
@@ -132,32 +150,50 @@ def test_rotation_is_megatrons() -> None:
 
     slope = slope[:, :, 1:-1]
     wants = results(megatrons, slope.double(), x.double())
-    for got, own, want in zip(results(ours, slope, x), results(megatrons, slope, x), wants, strict=True):
+    for got, own, want in zip(
+        results(ours, slope, x), results(megatrons, slope, x), wants, strict=True
+    ):
         assert_close(got, own, want)
-    half, want = results(ours, slope, x.bfloat16()), results(megatrons, slope.double(), x.bfloat16().double())
+    half, want = (
+        results(ours, slope, x.bfloat16()),
+        results(megatrons, slope.double(), x.bfloat16().double()),
+    )
     assert [part.dtype for part in half] == [torch.float32, torch.bfloat16]
     assert relative(half[0], want[0]) < 1e-6  # nothing is rounded to bfloat16
     assert relative(half[1], want[1]) < 2**-8  # but the gradient, once
 
 
 def test_attention_over_context_ranks_gives_back_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention.parallel_state, "get_context_parallel_group", lambda: SimpleNamespace(size=lambda: 1))
+    monkeypatch.setattr(
+        attention.parallel_state,
+        "get_context_parallel_group",
+        lambda: SimpleNamespace(size=lambda: 1),
+    )
     monkeypatch.setattr(attention, "all_to_all", lambda group, parts: parts)  # of one rank
     sizes = {"num_query_groups": 2, "tensor_model_parallel_size": 1, "context_parallel_size": 1}
     config = SimpleNamespace(kv_channels=16, deterministic_mode=False, **sizes)
     layout, draw = PackedTrees.of([Segment(tokens=9)]), torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(9, 1, heads, 16, generator=draw) for heads in (4, 2, 2))  # turned queries and keys: float32
+    q, k, v = (
+        torch.randn(9, 1, heads, 16, generator=draw) for heads in (4, 2, 2)
+    )  # turned queries and keys: float32
     kinds = (attention.TreeAttention, attention.ContextAttention)
-    one, several = (kind(config, 1, None, "self")(q, k, v.bfloat16(), packed_seq_params=layout) for kind in kinds)
+    one, several = (
+        kind(config, 1, None, "self")(q, k, v.bfloat16(), packed_seq_params=layout)
+        for kind in kinds
+    )
     assert several.dtype == torch.bfloat16 and torch.equal(one, several)
 
 
 def test_attention_of_bfloat16_is_float32s_rounded_once() -> None:
     draw = torch.Generator().manual_seed(0)
-    layout = PackedTrees.of([Segment(tokens=24), Segment(tokens=16, parent=0), Segment(tokens=17, parent=0)])
+    layout = PackedTrees.of(
+        [Segment(tokens=24), Segment(tokens=16, parent=0), Segment(tokens=17, parent=0)]
+    )
     q, k, v = (torch.randn(57, 1, heads, 16, generator=draw).bfloat16() for heads in (4, 2, 2))
     slope = torch.randn(57, 1, 64, generator=draw).bfloat16()
-    whole_attention = TreeAttention(SimpleNamespace(kv_channels=16, deterministic_mode=False), 1, None, "self")
+    whole_attention = TreeAttention(
+        SimpleNamespace(kv_channels=16, deterministic_mode=False), 1, None, "self"
+    )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return whole_attention(q, k, v, packed_seq_params=layout)

@@ -7,9 +7,9 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 
 from mcore_mas.megatron.model.build import transformer_config
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.models.architecture import Architecture, Experts
-from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
+from rollout.base.errors import ModelError
+from rollout.models.architecture import Architecture, Experts
+from rollout.models.layout import ParallelLayout, check_fit
 
 CONFIG = {
     "num_hidden_layers": 6,
@@ -30,9 +30,16 @@ def test_sparse_layers_are_every_nth_but_those_named() -> None:
 
 
 def test_configs_of_transformers_4_and_5_say_the_same() -> None:
-    newer = {("num_local_experts" if name == "num_experts" else name): value for name, value in CONFIG.items()}
+    newer = {
+        ("num_local_experts" if name == "num_experts" else name): value
+        for name, value in CONFIG.items()
+    }
     assert Experts.of(newer) == Experts.of(CONFIG)
-    plain = {name: value for name, value in CONFIG.items() if name not in ("decoder_sparse_step", "norm_topk_prob")}
+    plain = {
+        name: value
+        for name, value in CONFIG.items()
+        if name not in ("decoder_sparse_step", "norm_topk_prob")
+    }
     assert Experts.of(plain | {"mlp_only_layers": None}).sparse == (True,) * 6
     assert not Experts.of(plain).normalised
 
@@ -51,7 +58,10 @@ def mixture(**changes: int) -> Architecture:
             {"dp": 3, "ep": 3},
             r"ep: 3 must divide the model's 8 experts, and dp · cp: 3, .*; valid here: \[1\], nearest",
         ),
-        ({"dp": 4, "ep": 8}, r"ep: 8 must divide the model's 8 experts, and dp · cp: 4, .* \[1, 2, 4\], nearest: 4"),
+        (
+            {"dp": 4, "ep": 8},
+            r"ep: 8 must divide the model's 8 experts, and dp · cp: 4, .* \[1, 2, 4\], nearest: 4",
+        ),
         ({"tp": 2}, "tp: 2 on a mixture of experts cuts by sequence too; use sp: true, or tp: 1"),
     ],
 )
@@ -87,7 +97,9 @@ def test_a_router_that_cannot_learn_is_refused() -> None:
         check_fit(mixture(num_experts_per_tok=1), ParallelLayout())
 
 
-def test_tokens_travel_to_grouped_experts_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_travel_to_grouped_experts_by_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def settings(**spec: object) -> tuple[bool, bool, str]:
         found = transformer_config(mixture(), TrainerSpec(model="", dp=2, **spec))
         return found.moe_grouped_gemm, found.moe_permute_fusion, found.moe_token_dispatcher_type
@@ -100,5 +112,9 @@ def test_tokens_travel_to_grouped_experts_by_what_is_installed(monkeypatch: pyte
     monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", True)
     assert settings(layers="te", ep=2, bf16=True) == (True, True, "flex")
     assert settings(layers="te", ep=2) == (True, True, "alltoall")  # DeepEP combines bfloat16 only
-    assert settings(layers="te", bf16=True) == (True, True, "alltoall")  # all experts are on every rank
+    assert settings(layers="te", bf16=True) == (
+        True,
+        True,
+        "alltoall",
+    )  # all experts are on every rank
     assert settings(layers="local", ep=2) == (False, False, "alltoall")

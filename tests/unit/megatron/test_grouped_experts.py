@@ -23,14 +23,18 @@ from tests.support.gradients import gradients_of
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(
-    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1, as tests/conftest.py has it without a GPU"
+    not triton.knobs.runtime.interpret,
+    reason="needs TRITON_INTERPRET=1, as tests/conftest.py has it without a GPU",
 )
 
 
 @interpreted
 def test_sums_of_products_by_hand() -> None:
     # the first expert has rows 0 and 1, the second none, the third row 2
-    left, right = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([[1.0], [10.0], [100.0]])
+    left, right = (
+        torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
+        torch.tensor([[1.0], [10.0], [100.0]]),
+    )
     total = torch.full((3, 2, 1), 0.5)
     add_grouped(total, left, right, torch.tensor([2, 2, 3], dtype=torch.int32))
     assert total.flatten().tolist() == [31.5, 42.5, 0.5, 0.5, 500.5, 600.5]
@@ -43,14 +47,18 @@ def test_sums_of_products_are_torchs() -> None:
     left, right = (torch.randn(sum(counts), n, generator=draw) for n in (136, 200))
     total = torch.randn(len(counts), 136, 200, generator=draw)
     want = total.double()
-    for own, a, b in zip(want, left.double().split(counts), right.double().split(counts), strict=True):
+    for own, a, b in zip(
+        want, left.double().split(counts), right.double().split(counts), strict=True
+    ):
         own += a.t() @ b
     add_grouped(total, left, right, torch.tensor(counts).cumsum(0, dtype=torch.int32))
     assert float((total - want).abs().max()) <= 1e-6 * float(want.abs().max())
 
 
 def test_a_tokens_rows_are_summed_in_float32_and_its_gradient_is_theirs() -> None:
-    rows = torch.tensor([[1.0, 2.0], [256.0, 0.0], [1.0, 5.0], [4.0, 4.0]]).bfloat16().requires_grad_()
+    rows = (
+        torch.tensor([[1.0, 2.0], [256.0, 0.0], [1.0, 5.0], [4.0, 4.0]]).bfloat16().requires_grad_()
+    )
     tokens, places = torch.tensor([0, 0, 0, 1]), torch.tensor([[1, 0, 2], [3, 3, 3]])
     out = experts._Moved.apply(rows, False, tokens, places)
     assert out.tolist() == [[258.0, 7.0], [12.0, 12.0]]  # in bfloat16 256 + 1 is 256
@@ -86,13 +94,17 @@ def test_an_update_by_kernels_is_that_by_expert(
 ) -> None:
     reference.make_model("qwen3_moe", tmp_path)
     # tokens, of which kernels are interpreted one by one: two prompts with their replies
-    batch = make_batch([(24, -1, 0), (12, 0, 12), (9, 0, 9), (1, 0, 1), (20, -1, 20), (6, 4, 6)], vocab=64)
+    batch = make_batch(
+        [(24, -1, 0), (12, 0, 12), (9, 0, 9), (1, 0, 1), (20, -1, 20), (6, 4, 6)], vocab=64
+    )
     found, launched = [], list[str]()
     for kernels in (False, True):
         if kernels:
             for module in (decoder, experts):
                 monkeypatch.setattr(module, "kernels_run", lambda _: True)
-            monkeypatch.setattr(experts, "add_grouped", lambda *given: (launched.append(""), add_grouped(*given)))
+            monkeypatch.setattr(
+                experts, "add_grouped", lambda *given: (launched.append(""), add_grouped(*given))
+            )
         trainer = MegatronTrainer(ranks.spec_of(str(tmp_path), recompute=recompute))
         scores = trainer.score([batch])[0]
         norm = trainer.update([batch])["grad_norm"]
@@ -121,7 +133,9 @@ def test_a_mixture_that_nobody_holds_is_gone(
 
 
 @interpreted
-def test_an_expert_that_no_token_goes_to_learns_nothing(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_that_no_token_goes_to_learns_nothing(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(experts, "kernels_run", lambda _: True)
     weight = torch.nn.Parameter(torch.randn(3 * 8, 16))
     x = torch.randn(5, 16, requires_grad=True)
@@ -142,14 +156,21 @@ def test_they_compile_for_an_h200_without_spills() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = "import json; from tests.support.sm90 import expert_kernels; print(json.dumps(expert_kernels()))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     *found, in_float32 = json.loads(done.stdout.splitlines()[-1])
     assert in_float32["shared"] <= 99  # KiB that a program has on a GPU without more, as an L40S
     assert [kernel["spilled"] for kernel in found] == [0] * 3
     product, *others = found
-    assert product["wgmma"] >= 4 and product["registers"] <= 128 and product["shared"] <= 113  # two at a time
+    assert (
+        product["wgmma"] >= 4 and product["registers"] <= 128 and product["shared"] <= 113
+    )  # two at a time
     assert max(kernel["registers"] for kernel in others) <= 64
 
 
@@ -158,7 +179,10 @@ def test_they_compile_for_an_h200_without_spills() -> None:
 def test_a_product_of_experts_is_that_by_expert_on_a_gpu() -> None:
     draw = torch.Generator().manual_seed(0)
     counts = [0, 700, 1, 0, 1280, 37]
-    x, weight = torch.randn(sum(counts), 256, generator=draw), torch.randn(len(counts) * 384, 256, generator=draw)
+    x, weight = (
+        torch.randn(sum(counts), 256, generator=draw),
+        torch.randn(len(counts) * 384, 256, generator=draw),
+    )
     slope = torch.randn(sum(counts), 384, generator=draw)
     found = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.embedded.engine import HostedEngine
-from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.tensors import checksum, read_tensors
-from mcore_mas.rollout.records.trajectory import Sampling
-from mcore_mas.rollout.sync import SyncRoute, WeightSender, make_sender, memory_path
-from mcore_mas.rollout.sync.shared import SharedWeights
+from rollout.base.errors import EngineError
+from rollout.engines.embedded.engine import HostedEngine
+from rollout.models.architecture import read_architecture
+from rollout.models.tensors import checksum, read_tensors
+from rollout.records.trajectory import Sampling
+from rollout.sync import SyncRoute, WeightSender, make_sender, memory_path
+from rollout.sync.shared import SharedWeights
 from tests.support import ranks, reference
 
 LAYOUTS = [(tp, pp, dp) for tp in (1, 2) for pp in (1, 2) for dp in (1, 2) if tp * pp * dp < 8]
@@ -38,10 +38,16 @@ def test_every_layout_hands_over_bit_for_bit(tmp_path: Path) -> None:
             mapped[tp, pp, dp] = SharedWeights(place, shape, create=True)
             common = {"model": str(tmp_path / "model")}
             routes = {}
-            for version, (transport, at) in enumerate((("shared", place), ("disk", tmp_path / f"disk{number}")), 1):
+            for version, (transport, at) in enumerate(
+                (("shared", place), ("disk", tmp_path / f"disk{number}")), 1
+            ):
                 options = {"report": str(tmp_path / f"{number}_{transport}.json")}
                 routes[version] = SyncRoute(
-                    transport=transport, place=str(at), options=options, state={"half": number % 2}, **common
+                    transport=transport,
+                    place=str(at),
+                    options=options,
+                    state={"half": number % 2},
+                    **common,
                 )
             spec = ranks.spec_of(str(tmp_path / "model"), tp=tp, pp=pp, dp=dp)
             arguments = {"spec": spec, "routes": routes}
@@ -66,7 +72,9 @@ def test_every_layout_hands_over_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, tmp_path: Path) -> None:
+def test_an_engine_that_dies_goes_on_with_the_weights_it_had(
+    running_ray: None, tmp_path: Path
+) -> None:
     import ray
 
     reference.make_model("qwen2", tmp_path)
@@ -87,12 +95,16 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
         asked = [asyncio.create_task(engine.generate([1, 2, 3], sampling))]
         while not engine.exchanges > exchanges:  # until the actor has it
             await asyncio.sleep(0)
-        asked.append(asyncio.create_task(engine.generate([1, 2, 3], sampling)))  # and this one is still here
+        asked.append(
+            asyncio.create_task(engine.generate([1, 2, 3], sampling))
+        )  # and this one is still here
         await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)
         after, queued = await asyncio.gather(*asked)
         await engine.generate([4], dataclasses.replace(sampling, max_tokens=1))
-        assert (await engine.stats())["decode_tokens"] == 2 * 40 + 1  # both were asked again, and once
+        assert (await engine.stats())[
+            "decode_tokens"
+        ] == 2 * 40 + 1  # both were asked again, and once
         await engine.sleep()  # nothing is left over
         await engine.wake()
         waiting = asyncio.create_task(engine.generate([1, 2, 3], sampling))
@@ -105,16 +117,28 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
         route = await engine.begin_update()
         spoilt = {name: tensor.clone() for name, tensor in weights.items()}
         spoilt["model.layers.1.self_attn.o_proj.weight"].view(torch.int32)[2, 3] ^= 1
-        update = make_sender(route).send(spoilt.items(), 6, route.state)  # one bit is not the trainer's
+        update = make_sender(route).send(
+            spoilt.items(), 6, route.state
+        )  # one bit is not the trainer's
         right = {name: checksum(tensor) for name, tensor in weights.items()}
         update = dataclasses.replace(update, checksums=right)
-        with pytest.raises(EngineError, match=r"tensor 'model.layers.1.self_attn.o_proj.weight': the engine's bytes"):
+        with pytest.raises(
+            EngineError,
+            match=r"tensor 'model.layers.1.self_attn.o_proj.weight': the engine's bytes",
+        ):
             await engine.commit_update(update)
         same = await engine.generate([1, 2, 3], sampling)
         await die()
         with pytest.raises(EngineError, match="the engine's actor failed"):
             await engine.generate([1, 2, 3], sampling)
-        return {"before": before, "after": after, "queued": queued, "renewed": renewed, "late": late, "same": same}
+        return {
+            "before": before,
+            "after": after,
+            "queued": queued,
+            "renewed": renewed,
+            "late": late,
+            "same": same,
+        }
 
     try:
         said = asyncio.run(play())
@@ -122,8 +146,15 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
     finally:
         engine.close()
     assert not place.exists()
-    assert len({completion.token_ids for completion in said.values()}) == 1  # the same weights, whatever happened
-    assert [said[name].versions[-1].version for name in ("before", "after", "late", "same")] == [4, 4, 5, 5]
+    assert (
+        len({completion.token_ids for completion in said.values()}) == 1
+    )  # the same weights, whatever happened
+    assert [said[name].versions[-1].version for name in ("before", "after", "late", "same")] == [
+        4,
+        4,
+        5,
+        5,
+    ]
     assert told == [
         "the engine's actor died; started again with version 4, 1 starts left",
         "the engine's actor died; started again with version 4, 0 starts left",
@@ -132,14 +163,20 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_goes_on_with_the_changes_it_was_sent(running_ray: None, tmp_path: Path) -> None:
+def test_an_engine_that_dies_goes_on_with_the_changes_it_was_sent(
+    running_ray: None, tmp_path: Path
+) -> None:
     reference.make_model("qwen2", tmp_path / "model")
     weights = dict(read_tensors(tmp_path / "model"))
     told: list[str] = []
-    engine = HostedEngine(tmp_path / "model", max_length=64, rows=4, transport="delta", tell=told.append)
+    engine = HostedEngine(
+        tmp_path / "model", max_length=64, rows=4, transport="delta", tell=told.append
+    )
     sampling = Sampling(max_tokens=20, seed=3)
 
-    async def send(sender: WeightSender, version: int, *, dies: bool = False, spoilt: bool = False) -> int:
+    async def send(
+        sender: WeightSender, version: int, *, dies: bool = False, spoilt: bool = False
+    ) -> int:
         weights["model.norm.weight"][:2] += 3.0  # the rest is not in the file
         route = await engine.begin_update()
         update = sender.send(weights.items(), version, route.state)
@@ -160,11 +197,18 @@ def test_an_engine_that_dies_goes_on_with_the_changes_it_was_sent(running_ray: N
         after = await engine.generate([1, 2, 3], sampling)
         assert await send(sender, 3, dies=True) == 2 * (4 + 4)  # it still starts from version 2
         late = await engine.generate([1, 2, 3], sampling)
-        with pytest.raises(EngineError, match=r"tensor 'model\.norm\.weight': the engine's bytes differ"):
+        with pytest.raises(
+            EngineError, match=r"tensor 'model\.norm\.weight': the engine's bytes differ"
+        ):
             await send(sender, 4, spoilt=True)
         same = await engine.generate([1, 2, 3], sampling)
-        assert (same.logprobs, same.versions) == (pytest.approx(late.logprobs, abs=5e-5), late.versions)
-        assert await send(sender, 5) == sizes[0]  # changes since a version that it refused would be no use to it
+        assert (same.logprobs, same.versions) == (
+            pytest.approx(late.logprobs, abs=5e-5),
+            late.versions,
+        )
+        assert (
+            await send(sender, 5) == sizes[0]
+        )  # changes since a version that it refused would be no use to it
         return [before, after, late]
 
     try:

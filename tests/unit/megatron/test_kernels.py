@@ -24,7 +24,8 @@ from mcore_mas.megatron.step import pipeline
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(
-    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1, as tests/conftest.py has it without a GPU"
+    not triton.knobs.runtime.interpret,
+    reason="needs TRITON_INTERPRET=1, as tests/conftest.py has it without a GPU",
 )
 SMALL = {"rows": 32, "keys": 16, "rows_kv": 16, "keys_kv": 32}
 
@@ -37,12 +38,16 @@ def plan_of(segments: list[tuple[int, int]], sizes: TileSizes) -> BlockPlan:
 
 def test_who_sees_whom_is_written_as_ends_and_lists_of_blocks() -> None:
     # a stem of 3 tokens with replies of 2 and 3, and a sequence of 2: tiles of 2 tokens (2 heads) and 4 keys
-    plan = plan_of([(3, -1), (2, 0), (3, 0), (2, -1)], TileSizes(2, rows=4, keys=4, rows_kv=4, keys_kv=2))
+    plan = plan_of(
+        [(3, -1), (2, 0), (3, 0), (2, -1)], TileSizes(2, rows=4, keys=4, rows_kv=4, keys_kv=2)
+    )
     assert plan.ends.tolist() == [8, 8, 8, 5, 5, 8, 8, 8, 10, 10]
     # queries 0-1, 2-3, 4-5 (whose keys 0-3 end at 5 at the earliest), 6-7, 8-9: each of blocks of keys 0-3, 4-7, 8-9
     assert plan.begin.tolist() == [0, 1, 2, 4, 6, 7]
     assert plan.seen.tolist() == [0, 0, 0, 1, 0, 1, 2]
-    assert plan.masked.tolist() == plan.begin.tolist()[:-1]  # so small that every block needs the mask
+    assert (
+        plan.masked.tolist() == plan.begin.tolist()[:-1]
+    )  # so small that every block needs the mask
     assert plan.nearest.tolist() == [8, 5, 5, 8, 10]
     assert plan.farthest.tolist() == [8, 8, 8, 8, 10]
 
@@ -108,13 +113,17 @@ def both(name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     segments, heads, kv_heads, dim, tiles = CASES[name]
     tokens = sum(n for n, _ in segments)
     generator = torch.Generator().manual_seed(tokens)
-    q, slope, k, v = (torch.randn(tokens, h, dim, generator=generator) for h in (heads, heads, kv_heads, kv_heads))
+    q, slope, k, v = (
+        torch.randn(tokens, h, dim, generator=generator) for h in (heads, heads, kv_heads, kv_heads)
+    )
     given = [x.to(dtype) for x in (q, k, v)]
     plan = plan_of(segments, TileSizes(heads // kv_heads, **tiles))
     layout = PackedTrees.of([Segment(tokens=n, parent=p) for n, p in segments])
     scale = dim**-0.5
     got = results(lambda *x: KernelAttention.apply(*x, plan, scale), given, slope.to(dtype))
-    want = results(lambda *x: _TreeAttention.apply(*x, layout, scale), [x.float() for x in given], slope)
+    want = results(
+        lambda *x: _TreeAttention.apply(*x, layout, scale), [x.float() for x in given], slope
+    )
     return got, want
 
 
@@ -131,8 +140,12 @@ def test_kernels_compute_what_torch_does(name: str) -> None:
 def test_a_lone_token_sees_itself() -> None:
     plan = plan_of([(1, -1)], TileSizes(1, **SMALL))
     q, k, v = (torch.randn(1, 1, 16) for _ in range(3))
-    out, of_q, of_k, of_v = results(lambda *x: KernelAttention.apply(*x, plan, 1.0), [q, k, v], torch.ones(1, 1, 16))
-    assert torch.equal(out, v) and torch.equal(of_v, torch.ones(1, 1, 16))  # softmax of one score is 1, whatever it is
+    out, of_q, of_k, of_v = results(
+        lambda *x: KernelAttention.apply(*x, plan, 1.0), [q, k, v], torch.ones(1, 1, 16)
+    )
+    assert torch.equal(out, v) and torch.equal(
+        of_v, torch.ones(1, 1, 16)
+    )  # softmax of one score is 1, whatever it is
     assert float(of_q.abs().max()) <= 1e-6 * float(k.abs().max()) * float(v.abs().sum())
     assert float(of_k.abs().max()) <= 1e-6 * float(q.abs().max()) * float(v.abs().sum())
 
@@ -140,14 +153,18 @@ def test_a_lone_token_sees_itself() -> None:
 @interpreted
 def test_bfloat16_is_summed_in_float32() -> None:
     got, want = both("a group", torch.bfloat16)
-    for mine, theirs in zip(got, want, strict=True):  # the interpreter truncates to bfloat16: 2^-7 at most
+    for mine, theirs in zip(
+        got, want, strict=True
+    ):  # the interpreter truncates to bfloat16: 2^-7 at most
         assert mine.dtype == torch.bfloat16
         assert float((mine.float() - theirs).abs().max()) <= 2**-6 * float(theirs.abs().max())
 
 
 @interpreted
 def test_the_same_bits_twice() -> None:
-    assert all(map(torch.equal, both("a group", torch.float32)[0], both("a group", torch.float32)[0]))
+    assert all(
+        map(torch.equal, both("a group", torch.float32)[0], both("a group", torch.float32)[0])
+    )
 
 
 @interpreted
@@ -155,7 +172,10 @@ def test_a_subtree_that_ends_one_token_late_is_seen() -> None:
     segments, heads, kv_heads, dim, tiles = CASES["a group"]
     right = plan_of(segments, TileSizes(heads // kv_heads, **tiles))
     late = plan_of([(20, -1), (10, 0), (1, 0), (11, 0)], TileSizes(heads // kv_heads, **tiles))
-    q, k, v = (torch.randn(42, h, dim, generator=torch.Generator().manual_seed(h)) for h in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(42, h, dim, generator=torch.Generator().manual_seed(h))
+        for h in (heads, kv_heads, kv_heads)
+    )
     one, other = (KernelAttention.apply(q, k, v, plan, 1.0) for plan in (right, late))
     assert torch.equal(one[:29], other[:29]) and float((one[29:] - other[29:]).abs().max()) > 0.1
 
@@ -165,8 +185,14 @@ def test_a_subtree_that_ends_one_token_late_is_seen() -> None:
 def test_the_head_in_float32_is_the_cpu_head(with_entropy: bool, one_rank: None) -> None:
     rows, hidden, width, vocab = 7, 12, 80, 67  # 13 columns are padding
     draw = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(rows, hidden, generator=draw), torch.randn(width, hidden, generator=draw)
-    labels, temperatures = torch.randint(vocab, (rows,), generator=draw), torch.rand(rows, generator=draw) + 0.5
+    x, weight = (
+        torch.randn(rows, hidden, generator=draw),
+        torch.randn(width, hidden, generator=draw),
+    )
+    labels, temperatures = (
+        torch.randint(vocab, (rows,), generator=draw),
+        torch.rand(rows, generator=draw) + 0.5,
+    )
     labels[0] = -3  # another rank's, which would say what it is
     slope = torch.randn(2, rows, generator=draw)
     found = []
@@ -192,7 +218,9 @@ def test_the_head_in_float32_is_the_cpu_head(with_entropy: bool, one_rank: None)
 def test_a_head_that_embeds_leaves_the_gradient_to_the_embedding(one_rank: None) -> None:
     x, weight = torch.randn(3, 8, requires_grad=True), torch.nn.Parameter(torch.randn(16, 8))
     weight.main_grad = torch.zeros(16, 8)  # type: ignore[attr-defined]
-    logprobs, _ = KernelHead.apply(x, weight, torch.tensor([1, 2, 3]), torch.ones(3), 16, True, [slice(0, 3)])
+    logprobs, _ = KernelHead.apply(
+        x, weight, torch.tensor([1, 2, 3]), torch.ones(3), 16, True, [slice(0, 3)]
+    )
     logprobs.sum().backward()
     assert weight.grad is None and not hasattr(weight, "grad_added_to_main_grad")
     # Σ over columns of [j = l] − p_j is 0 in each row, so the gradient's rows add up to nothing
@@ -228,14 +256,20 @@ def test_torch_attends_where_tiles_do_not_fit(
 
 def test_shapes_are_known_without_a_kernel() -> None:
     plan = plan_of([(20, -1), (9, 0)], TileSizes(2, **SMALL))
-    q, k, v = (torch.empty(29, h, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for h in (4, 2, 2))
+    q, k, v = (
+        torch.empty(29, h, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for h in (4, 2, 2)
+    )
     out = KernelAttention.apply(q, k, v, plan, 1.0)
     out.backward(torch.empty_like(out))
     assert [x.grad.shape for x in (q, k, v)] == [q.shape, k.shape, v.shape]
     assert (out.shape, out.dtype, q.grad.dtype) == (q.shape, torch.bfloat16, torch.bfloat16)
 
 
-COMPILED = {"Qwen3 4B": (4, 128), "Qwen2.5 0.5B": (7, 64)}  # heads that share a key/value head, and head_dim
+COMPILED = {
+    "Qwen3 4B": (4, 128),
+    "Qwen2.5 0.5B": (7, 64),
+}  # heads that share a key/value head, and head_dim
 
 
 @pytest.fixture(scope="module")
@@ -249,13 +283,17 @@ def measured() -> dict[str, list[dict[str, int]]]:
         "print(json.dumps({**found, 'head': head_kernels()}))"
     )
     command = [sys.executable, "-c", code, json.dumps(COMPILED)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("model", COMPILED)
-def test_kernels_for_an_h200_keep_to_their_registers(model: str, measured: dict[str, list[dict[str, int]]]) -> None:
+def test_kernels_for_an_h200_keep_to_their_registers(
+    model: str, measured: dict[str, list[dict[str, int]]]
+) -> None:
     for kernel, most in zip(measured[model], (200, 200, 248), strict=True):
         assert kernel["spilled"] == 0 and kernel["registers"] <= most
         assert kernel["shared"] <= 160  # KiB of a multiprocessor's 227
@@ -263,13 +301,19 @@ def test_kernels_for_an_h200_keep_to_their_registers(model: str, measured: dict[
 
 
 def test_heads_of_256_fit_an_l40s(measured: dict[str, list[dict[str, int]]]) -> None:
-    assert max(kernel["shared"] for kernel in measured["wide heads"]) <= TileSizes.least_room(256, bf16=True) <= 99
+    assert (
+        max(kernel["shared"] for kernel in measured["wide heads"])
+        <= TileSizes.least_room(256, bf16=True)
+        <= 99
+    )
     assert [kernel["spilled"] for kernel in measured["wide heads"]] == [0, 0, 0]
 
 
 def test_the_head_spills_nothing_either(measured: dict[str, list[dict[str, int]]]) -> None:
     assert [kernel["spilled"] for kernel in measured["head"]] == [0, 0]
-    assert max(kernel["registers"] for kernel in measured["head"]) <= 64  # four programs of 256 threads at a time
+    assert (
+        max(kernel["registers"] for kernel in measured["head"]) <= 64
+    )  # four programs of 256 threads at a time
 
 
 @pytest.mark.gpu
@@ -281,12 +325,23 @@ def test_kernels_compute_what_torch_does_on_a_gpu(dtype: torch.dtype, tolerance:
         segments = [(tokens * 20, parent) for tokens, parent in forest(seed)]
         tokens = sum(n for n, _ in segments)
         generator = torch.Generator().manual_seed(seed)
-        q, slope, k, v = (torch.randn(tokens, h, dim, generator=generator) for h in (heads, heads, kv_heads, kv_heads))
+        q, slope, k, v = (
+            torch.randn(tokens, h, dim, generator=generator)
+            for h in (heads, heads, kv_heads, kv_heads)
+        )
         sizes = TileSizes.of(heads // kv_heads, dim, dtype == torch.bfloat16)
         plan = upload(plan_of(segments, sizes), device)
         layout = PackedTrees.of([Segment(tokens=n, parent=p) for n, p in segments])
         on_gpu = [x.to(device, dtype) for x in (q, k, v)]
-        got = results(lambda *x, plan=plan: KernelAttention.apply(*x, plan, 0.1), on_gpu, slope.to(device, dtype))
-        want = results(lambda *x, layout=layout: _TreeAttention.apply(*x, layout, 0.1), [q, k, v], slope)
+        got = results(
+            lambda *x, plan=plan: KernelAttention.apply(*x, plan, 0.1),
+            on_gpu,
+            slope.to(device, dtype),
+        )
+        want = results(
+            lambda *x, layout=layout: _TreeAttention.apply(*x, layout, 0.1), [q, k, v], slope
+        )
         for mine, theirs in zip(got, want, strict=True):
-            assert float((mine.cpu().float() - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
+            assert float((mine.cpu().float() - theirs).abs().max()) <= tolerance * float(
+                theirs.abs().max()
+            )

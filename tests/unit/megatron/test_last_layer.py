@@ -10,7 +10,9 @@ from mcore_mas.packing.pack import pack
 from tests.support import ranks, reference
 
 
-def test_a_prompt_ends_at_the_last_layers_attention_but_for_its_last_token(tmp_path: Path, one_rank: None) -> None:
+def test_a_prompt_ends_at_the_last_layers_attention_but_for_its_last_token(
+    tmp_path: Path, one_rank: None
+) -> None:
     model = reference.make_model("qwen2", tmp_path)
     sample = next(s for s in reference.make_samples() if s.trained is None)
     prompt, reply = (1, 2, 3, 4, 5), (6, 7, 8)
@@ -37,5 +39,9 @@ def test_a_prompt_ends_at_the_last_layers_attention_but_for_its_last_token(tmp_p
     # of 7 tokens of either sequence the prompt's last and two of the reply predict
     assert seen[-1] == 6 and set(seen[:-1]) == {14}
     logits = model(torch.tensor([(*prompt, *reply[:-1])])).logits[0, 4:].log_softmax(-1)
-    theirs = [logits[place, token] for number in (9, 10) for place, token in enumerate((*reply[:-1], number))]
+    theirs = [
+        logits[place, token]
+        for number in (9, 10)
+        for place, token in enumerate((*reply[:-1], number))
+    ]
     torch.testing.assert_close(scores, torch.stack(theirs).detach(), atol=1e-5, rtol=0)

@@ -16,7 +16,8 @@ from mcore_mas.megatron.model.layer_ops import LAYER_BLOCK, KernelNorm, rotated,
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(
-    not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1, as tests/conftest.py has it without a GPU"
+    not triton.knobs.runtime.interpret,
+    reason="needs TRITON_INTERPRET=1, as tests/conftest.py has it without a GPU",
 )
 
 
@@ -33,7 +34,9 @@ def results(compute: object, x: Tensor, slope: Tensor) -> list[Tensor]:
 def test_swiglu_by_hand() -> None:
     # σ(ln 3) = 3/4, so silu(ln 3) = 3/4 ln 3 and its slope 3/4 (1 + 1/4 ln 3); silu(0) = 0 with slope 1/2
     ln3 = math.log(3)
-    out, of_wide = results(swiglu, torch.tensor([[ln3, 0.0, 2.0, 5.0]]), torch.tensor([[1.0, 10.0]]))
+    out, of_wide = results(
+        swiglu, torch.tensor([[ln3, 0.0, 2.0, 5.0]]), torch.tensor([[1.0, 10.0]])
+    )
     assert out[0].tolist() == pytest.approx([1.5 * ln3, 0.0])
     assert of_wide[0].tolist() == pytest.approx([1.5 * (1 + 0.25 * ln3), 25.0, 0.75 * ln3, 0.0])
 
@@ -42,7 +45,10 @@ def test_swiglu_by_hand() -> None:
 @pytest.mark.parametrize("width", [5, LAYER_BLOCK, LAYER_BLOCK + 6])
 def test_swiglu_is_torchs(width: int) -> None:
     draw = torch.Generator().manual_seed(width)
-    x, slope = 3 * torch.randn(3, 1, 2 * width, generator=draw), torch.randn(3, 1, width, generator=draw)
+    x, slope = (
+        3 * torch.randn(3, 1, 2 * width, generator=draw),
+        torch.randn(3, 1, width, generator=draw),
+    )
 
     def exact(x: Tensor) -> Tensor:
         gate, up = x.double().chunk(2, dim=-1)
@@ -52,7 +58,9 @@ def test_swiglu_is_torchs(width: int) -> None:
         assert float((mine - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
     half = results(swiglu, x.bfloat16(), slope.bfloat16())
     for mine, theirs in zip(half, results(exact, x.bfloat16(), slope.bfloat16()), strict=True):
-        assert mine.dtype == torch.bfloat16  # the interpreter truncates: 2^-7 of each number at most, read or written
+        assert (
+            mine.dtype == torch.bfloat16
+        )  # the interpreter truncates: 2^-7 of each number at most, read or written
         assert float((mine - theirs).abs().max()) <= 2**-7 * float(theirs.abs().max())
 
 
@@ -71,17 +79,30 @@ def test_a_norm_by_hand() -> None:
     assert weight.main_grad.tolist() == pytest.approx([1.2, -0.4])  # type: ignore[attr-defined]
     assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]  # Megatron adds nothing more
     weight.requires_grad_(False).grad = None
-    assert torch.equal(results(lambda x: KernelNorm.apply(x, weight, 1e-12), x, slope)[1], of_x) and weight.grad is None
+    assert (
+        torch.equal(results(lambda x: KernelNorm.apply(x, weight, 1e-12), x, slope)[1], of_x)
+        and weight.grad is None
+    )
 
 
 @interpreted
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(7, 1, 5), (3, 2, 2100), (67, 3, 128)])
-def test_a_norm_is_torchs(tokens: int, heads: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_ops, "_NORM_WARPS", 12)  # three programs, which have 13 blocks of 16 rows of 128
+def test_a_norm_is_torchs(
+    tokens: int, heads: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        layer_ops, "_NORM_WARPS", 12
+    )  # three programs, which have 13 blocks of 16 rows of 128
     draw = torch.Generator().manual_seed(width)
-    wide, slope = torch.randn(tokens, 1, heads, 3 * width, generator=draw), torch.randn(tokens, 1, heads, width)
+    wide, slope = (
+        torch.randn(tokens, 1, heads, 3 * width, generator=draw),
+        torch.randn(tokens, 1, heads, width),
+    )
     drawn = 1 + torch.rand(width, generator=draw)
-    for dtype, off in ((torch.float32, 2e-6), (torch.bfloat16, 2**-7)):  # the interpreter truncates to bfloat16
+    for dtype, off in (
+        (torch.float32, 2e-6),
+        (torch.bfloat16, 2**-7),
+    ):  # the interpreter truncates to bfloat16
         found = []
         for one in (dtype, torch.float64):
             weight = torch.nn.Parameter(drawn.to(dtype).to(one))
@@ -89,7 +110,11 @@ def test_a_norm_is_torchs(tokens: int, heads: int, width: int, monkeypatch: pyte
             def norm(wide: Tensor, weight: Tensor = weight) -> Tensor:
                 x = wide[..., width : 2 * width]  # as keys lie between queries and values
                 double = x.dtype == torch.float64
-                return rms_norm(x, (width,), weight, 1e-6) if double else KernelNorm.apply(x, weight, 1e-6)
+                return (
+                    rms_norm(x, (width,), weight, 1e-6)
+                    if double
+                    else KernelNorm.apply(x, weight, 1e-6)
+                )
 
             found.append([*results(norm, wide.to(dtype).to(one), slope.to(dtype)), weight.grad])
         for mine, theirs in zip(*found, strict=True):
@@ -114,11 +139,16 @@ def test_a_rotation_is_megatrons(heads: int, dim: int) -> None:
 
     draw = torch.Generator().manual_seed(dim)
     tokens = 7
-    qkv, slope = torch.randn(tokens, 1, heads + 2, dim, generator=draw), torch.randn(tokens, 1, heads, dim)
+    qkv, slope = (
+        torch.randn(tokens, 1, heads + 2, dim, generator=draw),
+        torch.randn(tokens, 1, heads, dim),
+    )
     part = qkv[:, :, 1:-1]  # strides as where keys lie between queries and values
     angles = torch.arange(tokens)[:, None] * 10_000 ** -torch.linspace(0, 1, dim // 2)
     angles = torch.cat([angles, angles], dim=1).view(tokens, 1, 1, dim)
-    found = [part.detach() for part in results(lambda x: rotated(x[:, :, 1:-1], angles), qkv, slope)]
+    found = [
+        part.detach() for part in results(lambda x: rotated(x[:, :, 1:-1], angles), qkv, slope)
+    ]
     want = results(lambda x: _apply_rotary_pos_emb_bshd(x.double(), angles.double()), part, slope)
     assert float((found[0] - want[0]).abs().max()) <= 2e-6
     assert float((found[1][:, :, 1:-1] - want[1]).abs().max()) <= 2e-6
@@ -132,11 +162,15 @@ def test_they_compile_for_an_h200_without_spills() -> None:
         "print(json.dumps([layer_kernels(), *map(norm_kernels, (128, 2560, 5120))]))"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found, *norms = json.loads(done.stdout.splitlines()[-1])
     assert [kernel["spilled"] for kernel in sum(norms, found)] == [0] * (5 + 3 * 4)
-    assert max(kernel["registers"] for kernel in found) <= 64  # eight programs of 128 threads at a time
+    assert (
+        max(kernel["registers"] for kernel in found) <= 64
+    )  # eight programs of 128 threads at a time
     for forward, gradient, *_ in norms:
         # 1536 threads of a multiprocessor, and of the gradient 512: all that there are of it on an H200
         assert forward["registers"] <= 40 and gradient["registers"] <= 128
@@ -146,12 +180,17 @@ def test_they_compile_for_an_h200_without_spills() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_they_compute_the_same_on_a_gpu() -> None:
     draw = torch.Generator().manual_seed(0)
-    x, slope = torch.randn(300, 1, 2 * 9728, generator=draw), torch.randn(300, 1, 9728, generator=draw)
+    x, slope = (
+        torch.randn(300, 1, 2 * 9728, generator=draw),
+        torch.randn(300, 1, 9728, generator=draw),
+    )
     want = results(lambda x: silu(x[..., :9728]) * x[..., 9728:], x.double(), slope)
     for mine, theirs in zip(results(swiglu, x.cuda(), slope.cuda()), want, strict=True):
         assert float((mine.cpu() - theirs).abs().max()) <= 2e-6 * float(theirs.abs().max())
     weight = torch.rand(9728, generator=draw)
-    want = results(lambda x: rms_norm(x, weight.shape, weight.double(), 1e-6), slope.double(), slope)
+    want = results(
+        lambda x: rms_norm(x, weight.shape, weight.double(), 1e-6), slope.double(), slope
+    )
     got = results(lambda x: KernelNorm.apply(x, weight.cuda(), 1e-6), slope.cuda(), slope.cuda())
     for mine, theirs in zip(got, want, strict=True):
         assert float((mine.cpu() - theirs).abs().max()) <= 2e-6 * float(theirs.abs().max())

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
+from rollout.base.errors import ModelError
+from rollout.models.architecture import read_architecture
+from rollout.models.layout import ParallelLayout, check_fit
 from tests.support import precision, ranks, reference
 
 STEPS = 3
@@ -39,7 +39,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def job(function, layout: dict, out: str, *, model: str = "model", **arguments: object) -> None:
         spec = ranks.spec_of(str(folder / model), **layout)
         sizes = {name: layout[name] for name in ("tp", "pp", "dp", "ep") if name in layout}
-        arguments = {"spec": spec, "out": folder / out, "samples": samples, "steps": STEPS, **arguments}
+        arguments = {
+            "spec": spec,
+            "out": folder / out,
+            "samples": samples,
+            "steps": STEPS,
+            **arguments,
+        }
         jobs.append(ranks.Job(function=function, arguments=arguments, **sizes))
 
     job(ranks.train, WRITTEN, "unbroken", max_tokens=64)
@@ -47,12 +53,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job(ranks.resume, layout, name, checkpoint=folder / "unbroken/checkpoint", steps=STEPS - 1)
     job(ranks.train, HALF, "half", max_tokens=64)
     job(ranks.resume, HALF, "half resumed", checkpoint=folder / "half/checkpoint", steps=STEPS - 1)
-    job(ranks.resume, HALF | ON_HOST, "half on host", checkpoint=folder / "half/checkpoint", steps=STEPS - 1)
+    job(
+        ranks.resume,
+        HALF | ON_HOST,
+        "half on host",
+        checkpoint=folder / "half/checkpoint",
+        steps=STEPS - 1,
+    )
     job(ranks.train, SHARED_OUT, "experts", model="mixture", max_tokens=64)
     job(ranks.train, HALF_EXPERTS, "half experts", model="mixture", max_tokens=64)
     for name, layout in READ_EXPERTS.items():
         checkpoint = folder / "experts/checkpoint"
-        job(ranks.resume, layout, f"experts {name}", model="mixture", checkpoint=checkpoint, steps=STEPS - 1)
+        job(
+            ranks.resume,
+            layout,
+            f"experts {name}",
+            model="mixture",
+            checkpoint=checkpoint,
+            steps=STEPS - 1,
+        )
     ranks.play(jobs)
     return folder
 
@@ -61,8 +80,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bounds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """By model, how far apart the weights of two layouts may be: as far as plain float32 allows."""
     folder = tmp_path_factory.mktemp("plain")
-    models = {family: reference.make_model(family, folder / family) for family in ("qwen2", "qwen3_moe")}
-    plain = {n: precision.expect(model, reference.make_samples(), STEPS, ranks.LR) for n, model in models.items()}
+    models = {
+        family: reference.make_model(family, folder / family) for family in ("qwen2", "qwen3_moe")
+    }
+    plain = {
+        n: precision.expect(model, reference.make_samples(), STEPS, ranks.LR)
+        for n, model in models.items()
+    }
     return {name: precision.bound(expected.own.parameters) for name, expected in plain.items()}
 
 
@@ -73,7 +97,9 @@ def load(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.multirank
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
-def test_a_checkpoint_goes_on_in_another_layout(runs: Path, bounds: dict[str, float], name: str) -> None:
+def test_a_checkpoint_goes_on_in_another_layout(
+    runs: Path, bounds: dict[str, float], name: str
+) -> None:
     unbroken = load(runs / f"unbroken/weights_{STEPS - 1}.pt")
     resumed = load(runs / name / "weights.pt")
     # two steps after the checkpoint: one would not show moments or step counts that were not restored
@@ -95,18 +121,25 @@ def test_a_checkpoint_of_experts_on_two_ranks_goes_on_in_another_layout(
 @pytest.mark.slow
 def test_bfloat16_resumes_to_the_bit_from_its_float32_master_weights(runs: Path) -> None:
     unbroken = load(runs / f"half/weights_{STEPS - 1}.pt")
-    resumed, on_host = load(runs / "half resumed/weights.pt"), load(runs / "half on host/weights.pt")
+    resumed, on_host = (
+        load(runs / "half resumed/weights.pt"),
+        load(runs / "half on host/weights.pt"),
+    )
     exact = load(runs / f"unbroken/weights_{STEPS - 1}.pt")
     for parameter, tensor in unbroken.items():
         assert tensor.dtype == torch.bfloat16
-        assert torch.equal(resumed[parameter], tensor) and torch.equal(on_host[parameter], tensor), parameter
+        assert torch.equal(resumed[parameter], tensor) and torch.equal(
+            on_host[parameter], tensor
+        ), parameter
         assert torch.allclose(tensor.float(), exact[parameter], rtol=2**-7, atol=5e-3), parameter
 
 
 @pytest.mark.multirank
 @pytest.mark.slow
 def test_a_mixture_in_bfloat16_stays_near_the_one_in_float32(runs: Path) -> None:
-    exact, half = (load(runs / f"{out}/weights_{STEPS - 1}.pt") for out in ("experts", "half experts"))
+    exact, half = (
+        load(runs / f"{out}/weights_{STEPS - 1}.pt") for out in ("experts", "half experts")
+    )
     assert set(half) == set(exact)
     for parameter, tensor in half.items():
         assert tensor.dtype == torch.bfloat16
@@ -118,13 +151,24 @@ def test_layouts_that_cannot_be_cut_are_refused_with_the_nearest_that_can(tmp_pa
     architecture = read_architecture(tmp_path)
     check_fit(architecture, ParallelLayout(tp=2, pp=3, vpp=2, sp=True))
     for refused, told in [
-        ({"tp": 4}, r"tp: 4 does not divide the model's 2 key/value heads; valid here: \[1, 2\], nearest: 2"),
-        ({"tp": 1, "pp": 4}, r"pp: 4 does not divide the model's 6 layers; valid here: \[1, 2, 3, 6\], nearest: 3"),
-        ({"tp": 1, "pp": 2, "vpp": 4}, r"pp · vpp: 2 · 4 does not divide the model's 6 layers; .* nearest: 6"),
+        (
+            {"tp": 4},
+            r"tp: 4 does not divide the model's 2 key/value heads; valid here: \[1, 2\], nearest: 2",
+        ),
+        (
+            {"tp": 1, "pp": 4},
+            r"pp: 4 does not divide the model's 6 layers; valid here: \[1, 2, 3, 6\], nearest: 3",
+        ),
+        (
+            {"tp": 1, "pp": 2, "vpp": 4},
+            r"pp · vpp: 2 · 4 does not divide the model's 6 layers; .* nearest: 6",
+        ),
         ({"tp": 1, "vpp": 2}, "vpp: 2 stages on each pipeline rank need pp of 2 or more"),
         ({"tp": 1, "sp": True}, "sp: cutting by sequence needs tp of 2 or more"),
     ]:
         with pytest.raises(ModelError, match=told):
             check_fit(architecture, ParallelLayout(**refused))
-    with pytest.raises(ModelError, match=r"ep: 2 on a model without experts; valid here: \[1\], nearest: 1"):
+    with pytest.raises(
+        ModelError, match=r"ep: 2 on a model without experts; valid here: \[1\], nearest: 1"
+    ):
         check_fit(architecture, ParallelLayout(dp=2, ep=2))

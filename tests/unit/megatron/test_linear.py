@@ -13,12 +13,19 @@ from tests.support import precision
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
     """As a layer calls it; Megatron's own product would be -1."""
-    how = {"allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None, "exact": False} | how
+    how = {
+        "allreduce_dgrad": False,
+        "sequence_parallel": False,
+        "tp_group": None,
+        "exact": False,
+    } | how
     return decoder._linear(lambda *_, **__: torch.tensor(-1.0), x, weight, bias=bias, **how)
 
 
 @pytest.mark.skipif(decoder._one_dnn is None, reason="torch is built without oneDNN")
-def test_large_products_are_made_by_one_dnn_and_small_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_products_are_made_by_one_dnn_and_small_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = []
     one_dnn = decoder._one_dnn
     assert one_dnn is not None
@@ -55,9 +62,13 @@ def test_a_weights_gradient_is_added_to_megatrons_buffer() -> None:
 
 def test_without_a_buffer_it_is_the_gradient() -> None:
     draw = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((3, 1, 4), (2, 4)))
+    x, weight = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((3, 1, 4), (2, 4))
+    )
     bias = torch.randn(2, generator=draw, dtype=torch.float64)
-    assert torch.autograd.gradcheck(linear, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()))
+    assert torch.autograd.gradcheck(
+        linear, (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_())
+    )
 
 
 def test_frozen_weights_and_exchanges_between_ranks_stay_megatrons() -> None:

@@ -11,7 +11,7 @@ from mcore_mas.config.policy import LoraConfig
 from mcore_mas.equations.losses import ValueObjective
 from mcore_mas.megatron.batch import CostModel, Microbatch, Segment, balance_work, pairs
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.rollout.models.architecture import Architecture, read_architecture
+from rollout.models.architecture import Architecture, read_architecture
 from tests.support import reference
 
 
@@ -59,7 +59,9 @@ def test_operations_by_hand(architecture: Architecture) -> None:
     weights = 64 * (2 * 64 + 2 * 32 + 3 * 96)
     # a prompt of 4 sees 1 + 2 + 3 + 4; replies of 2 and 6 see 5 + 6 and 5 + 6 + ... + 10
     seen = 10 + 11 + 45
-    batch = microbatch(Segment(tokens=4), Segment(tokens=2, parent=0), Segment(tokens=6, parent=0), rows=8)
+    batch = microbatch(
+        Segment(tokens=4), Segment(tokens=2, parent=0), Segment(tokens=6, parent=0), rows=8
+    )
     policy = CostModel(architecture=architecture)
     assert policy.work_of(batch) == 2 * (2 * (12 * weights + 2 * seen * 64) + 8 * 64 * 101)
     assert policy.flops(batch) == 3 * policy.work_of(batch)
@@ -86,13 +88,17 @@ def test_a_chain_of_single_tokens_sees_what_one_segment_of_them_does() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_pairs_are_those_of_the_mask(seed: int) -> None:
     draw = random.Random(seed)
-    segments = [Segment(tokens=draw.randint(1, 9), parent=draw.randint(-1, i - 1)) for i in range(12)]
+    segments = [
+        Segment(tokens=draw.randint(1, 9), parent=draw.randint(-1, i - 1)) for i in range(12)
+    ]
     owner = [i for i, segment in enumerate(segments) for _ in range(segment.tokens)]
 
     def leads_to(above: int, below: int) -> bool:
         return below == above or (below >= 0 and leads_to(above, segments[below].parent))
 
-    assert pairs(segments) == sum(leads_to(owner[k], owner[q]) for q in range(len(owner)) for k in range(q + 1))
+    assert pairs(segments) == sum(
+        leads_to(owner[k], owner[q]) for q in range(len(owner)) for k in range(q + 1)
+    )
 
 
 def test_operations_of_adapters_by_hand(architecture: Architecture) -> None:
@@ -106,9 +112,14 @@ def test_operations_of_adapters_by_hand(architecture: Architecture) -> None:
 
 
 def test_a_head_goes_with_its_objective() -> None:
-    with pytest.raises(ValueError, match="head 'value' with Objective; a value head goes with a ValueObjective"):
+    with pytest.raises(
+        ValueError, match="head 'value' with Objective; a value head goes with a ValueObjective"
+    ):
         TrainerSpec(model="m", head="value")
-    assert TrainerSpec(model="m", head="value", objective=ValueObjective(), tp=2, pp=2, dp=3).ranks == 12
+    assert (
+        TrainerSpec(model="m", head="value", objective=ValueObjective(), tp=2, pp=2, dp=3).ranks
+        == 12
+    )
 
 
 def test_padding_is_a_sequence_of_its_own() -> None:
@@ -123,13 +134,23 @@ def test_padding_is_a_sequence_of_its_own() -> None:
 
 def test_an_idle_micro_batch_has_the_same_columns_and_no_weight() -> None:
     idle = microbatch(Segment(tokens=2), Segment(tokens=3, parent=0), rows=3).idle()
-    assert (idle.segments, idle.token_ids.tolist(), idle.predictors.tolist()) == ((Segment(tokens=1),), [0], [0])
-    assert (idle.weights.tolist(), idle.temperatures.tolist(), idle.returns.tolist()) == ([0.0], [1.0], [0.0])
+    assert (idle.segments, idle.token_ids.tolist(), idle.predictors.tolist()) == (
+        (Segment(tokens=1),),
+        [0],
+        [0],
+    )
+    assert (idle.weights.tolist(), idle.temperatures.tolist(), idle.returns.tolist()) == (
+        [0.0],
+        [1.0],
+        [0.0],
+    )
     assert idle.values is None
 
 
 def test_a_pass_takes_as_long_as_its_busiest_rank_and_the_wait_of_its_stages() -> None:
-    assert CostModel(dp=2).makespan([3.0, 7.0, 1.0, 5.0, 4.0]) == 10.0  # dealt as above: 7 + 3, 5 + 4 + 1
+    assert (
+        CostModel(dp=2).makespan([3.0, 7.0, 1.0, 5.0, 4.0]) == 10.0
+    )  # dealt as above: 7 + 3, 5 + 4 + 1
     assert CostModel(pp=2).makespan([4.0, 2.0]) == (6 + 4) / 2  # one more turn, of the largest
     assert CostModel(dp=2, pp=2).makespan([4.0, 2.0]) == (4 + 4) / 2
 

@@ -15,8 +15,8 @@ from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.lora import Adapter, AdapterFolder, initial_adapter
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.models.architecture import Architecture
+from rollout.base.errors import ModelError
+from rollout.models.architecture import Architecture
 from tests.support import lora, precision, ranks, reference
 
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("k", "o", "up"))
@@ -93,7 +93,9 @@ def test_only_adapters_train_and_without_them_it_is_the_model_it_was(runs: Path,
     assert all(map(torch.equal, got["reference"], got["start"]))
     assert all(map(torch.equal, got["again"], got["trained"]))
     assert not any(map(torch.equal, got["trained"], got["start"]))
-    adapted = {key for key, tensor in got["third0"].items() if not torch.equal(tensor, got["base"][key])}
+    adapted = {
+        key for key, tensor in got["third0"].items() if not torch.equal(tensor, got["base"][key])
+    }
     assert {key.split(".")[-2] for key in adapted} == {"k_proj", "o_proj", "up_proj"}
     # per layer (A, B) of k: 64 → 32, of o: 64 → 64, of up: 64 → 96; the rows of k and up, the inputs of o are cut
     whole = 2 * 4 * ((64 + 32) + (64 + 64) + (64 + 96))
@@ -120,10 +122,15 @@ def test_what_is_written_is_the_sum_and_the_adapter_by_itself(runs: Path, name: 
     for layer in (0, 1):
         for module in ("self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj"):
             weight = f"model.layers.{layer}.{module}.weight"
-            a, b = (adapter[f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight"] for half in "AB")
+            a, b = (
+                adapter[f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight"]
+                for half in "AB"
+            )
             assert a.shape[0] == b.shape[1] == 4
             start = base.pop(weight)
-            precision.assert_close(merged[weight], start + 2 * b @ a, start.double() + 2 * b.double() @ a.double())
+            precision.assert_close(
+                merged[weight], start + 2 * b @ a, start.double() + 2 * b.double() @ a.double()
+            )
     assert all(torch.equal(merged[key], tensor) for key, tensor in base.items())
     AdapterFolder(runs / name / "written" / "adapter", LORA)  # it can be started from
 
@@ -160,7 +167,10 @@ def test_a_starts_uniform_within_one_over_the_root_of_its_inputs_and_b_at_zero()
     [
         ({"r": 8}, r"r is 8, but the policy's lora section says 3; make them equal"),
         ({"lora_alpha": 1}, r"lora_alpha is 1, but the policy's lora section says 6.0"),
-        ({"target_modules": ["q_proj"]}, r"target_modules is \['q_proj'\], but .* says \['k_proj', 'q_proj'\]"),
+        (
+            {"target_modules": ["q_proj"]},
+            r"target_modules is \['q_proj'\], but .* says \['k_proj', 'q_proj'\]",
+        ),
         ({"target_modules": "all-linear"}, "target_modules is all-linear, but"),
         ({"use_dora": True}, "use_dora True is not supported; expected False"),
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported; expected 'LORA'"),
@@ -191,4 +201,6 @@ def test_parts_interleave_for_any_number_of_tokens(tokens: int) -> None:
     linear.config = SimpleNamespace(sequence_parallel=False)
     adapter = Adapter(linear, rows={"q": 4, "k": 2, "v": 2}, groups=2, inputs_cut=False, lora=LORA)
     keys = torch.tensor([5.0, 6.0]).expand(tokens, 1, 2)
-    assert torch.equal(adapter._fuse({"k": keys}), torch.tensor([0.0, 0, 5, 0, 0, 0, 6, 0]).expand(tokens, 1, 8))
+    assert torch.equal(
+        adapter._fuse({"k": keys}), torch.tensor([0.0, 0, 5, 0, 0, 0, 6, 0]).expand(tokens, 1, 8)
+    )

@@ -34,7 +34,9 @@ def test_rates_are_a_function_of_the_number_of_updates(schedule: str, rates: lis
     made = LearningRateSchedule(optimizer, replace(SPEC, schedule=schedule, weight_decay=0.1))
     for updates in (7, *range(8)):  # in any order: nothing is remembered
         assert made.set(updates) == pytest.approx(rates[updates])
-        assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(rates[updates])] * 2
+        assert [group["lr"] for group in optimizer.param_groups] == [
+            pytest.approx(rates[updates])
+        ] * 2
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
@@ -47,12 +49,16 @@ def test_without_a_warm_up_the_first_update_has_the_full_rate_and_none_has_zero(
 
 def test_a_constant_rate_may_end_in_its_warm_up() -> None:
     for decay_steps in (None, 1):
-        made = LearningRateSchedule(Optimizer(), replace(SPEC, warmup_steps=4, decay_steps=decay_steps))
+        made = LearningRateSchedule(
+            Optimizer(), replace(SPEC, warmup_steps=4, decay_steps=decay_steps)
+        )
         assert [made.set(updates) for updates in range(3)] == [2.0, 4.0, 6.0]
 
 
 def test_a_schedule_that_ends_in_its_warm_up_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"schedule 'linear' over 2 updates with a warm-up of 2; it needs more"):
+    with pytest.raises(
+        ValueError, match=r"schedule 'linear' over 2 updates with a warm-up of 2; it needs more"
+    ):
         replace(SPEC, schedule="linear", decay_steps=2)
     with pytest.raises(ValueError, match="schedule 'cosine' over None updates"):
         replace(SPEC, schedule="cosine", decay_steps=None)
@@ -73,9 +79,15 @@ def decay(rank: int, spec: TrainerSpec, out: str) -> None:
 def test_weight_decay_leaves_norms_and_biases_alone(tmp_path) -> None:
     reference.make_model("qwen2", tmp_path / "model")
     spec = ranks.spec_of(str(tmp_path / "model"), lr=0.5, weight_decay=1.0)
-    ranks.play([ranks.Job(function=decay, arguments={"spec": spec, "out": str(tmp_path / "out.pt")})])
+    ranks.play(
+        [ranks.Job(function=decay, arguments={"spec": spec, "out": str(tmp_path / "out.pt")})]
+    )
     got = torch.load(tmp_path / "out.pt", weights_only=True)
-    decayed = {name for name, tensor in got["after"].items() if not torch.equal(tensor, got["before"][name])}
+    decayed = {
+        name
+        for name, tensor in got["after"].items()
+        if not torch.equal(tensor, got["before"][name])
+    }
     assert decayed == {name for name, tensor in got["before"].items() if tensor.dim() == 2}
     for name in decayed:
         assert torch.equal(got["after"][name], got["before"][name] * 0.5), name

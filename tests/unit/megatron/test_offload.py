@@ -39,7 +39,10 @@ class CountingAdam:
     """As Transformer Engine's: a group counts its steps, and a weight's moments come with its first."""
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
-        self.param_groups: list[dict] = [{"params": weights[:2], "lr": 1.0}, {"params": weights[2:], "lr": 2.0}]
+        self.param_groups: list[dict] = [
+            {"params": weights[:2], "lr": 1.0},
+            {"params": weights[2:], "lr": 2.0},
+        ]
         self.state: dict = {}
         self.kept: dict = {}
 
@@ -47,7 +50,9 @@ class CountingAdam:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for weight in group["params"]:
-                held = self.state.setdefault(weight, {name: torch.zeros_like(weight) for name in optimizer.MOMENTS})
+                held = self.state.setdefault(
+                    weight, {name: torch.zeros_like(weight) for name in optimizer.MOMENTS}
+                )
                 held["exp_avg"] += 1
                 weight -= group["lr"] * group["step"] * held["exp_avg"]
 
@@ -62,15 +67,24 @@ def test_weights_are_stepped_one_by_one_and_their_moments_kept_elsewhere() -> No
         whole.step()
         optimizer._step_by_weight(single, single.step)
     assert single.param_groups is groups and [group["step"] for group in groups] == [2, 2]
-    assert [w.tolist() for w in weights] == [[-5.0] * 2, [-5.0] * 3, [-10.0] * 4]  # 1 * 1 + 2 * 2, twice of it
+    assert [w.tolist() for w in weights] == [
+        [-5.0] * 2,
+        [-5.0] * 3,
+        [-10.0] * 4,
+    ]  # 1 * 1 + 2 * 2, twice of it
     assert all(map(torch.equal, weights, whole.state))
     for weight, places in kept.items():
         assert all(single.state[weight][name] is place for name, place in places.items())
-        assert (places["exp_avg"].unique().tolist(), places["exp_avg_sq"].unique().tolist()) == ([2], [0])
+        assert (places["exp_avg"].unique().tolist(), places["exp_avg_sq"].unique().tolist()) == (
+            [2],
+            [0],
+        )
 
 
 def test_places_in_host_memory_are_the_largest_first_and_blocks_powers_of_two() -> None:
-    places = host_places([12, 40, 8, 20])  # of 80 bytes: 64, of which 40 and 20; and 16 and 8 of the 20 that are left
+    places = host_places(
+        [12, 40, 8, 20]
+    )  # of 80 bytes: 64, of which 40 and 20; and 16 and 8 of the 20 that are left
     assert [len(place) for place in places] == [40, 20, 12, 8]
     blocks = [place.untyped_storage() for place in places]
     assert [block.nbytes() for block in blocks] == [64, 64, 16, 8]
@@ -89,12 +103,19 @@ def test_the_memory_of_what_is_kept_is_taken_once() -> None:
     assert places[0] == places[1] and len(host._blocks) == 1
 
 
-def test_host_memory_is_in_blocks_of_one_size_that_tensors_run_across(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_in_blocks_of_one_size_that_tensors_run_across(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(device, "_BLOCK", 16)
-    host, tensors = BlockMemory(), [torch.arange(5.0), torch.arange(6, dtype=torch.int16)]  # of 20 and 12 bytes
+    host, tensors = (
+        BlockMemory(),
+        [torch.arange(5.0), torch.arange(6, dtype=torch.int16)],
+    )  # of 20 and 12 bytes
     parts = list(host.beside(tensors))
     assert [(len(part), len(place)) for part, place in parts] == [(16, 16), (4, 4), (12, 12)]
-    assert len({place.untyped_storage().data_ptr() for _, place in parts}) == 2  # the last two lie in one block
+    assert (
+        len({place.untyped_storage().data_ptr() for _, place in parts}) == 2
+    )  # the last two lie in one block
     for part, place in parts:
         place.copy_(part)
         part.zero_()
@@ -109,16 +130,23 @@ def test_moments_are_restored_where_they_are_kept() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     kept = {name: torch.zeros(2) for name in optimizer.MOMENTS}
     adam = SimpleNamespace(param_groups=[{"params": [weight]}], state={}, kept={weight: kept})
-    held = OptimizerState(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)]), {"weight": weight})
+    held = OptimizerState(
+        SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)]), {"weight": weight}
+    )
     held.load(lambda name, kind, first, last: torch.full((last - first,), 3.0), 7)
-    assert all(adam.state[weight][name] is place and place.tolist() == [3.0, 3.0] for name, place in kept.items())
+    assert all(
+        adam.state[weight][name] is place and place.tolist() == [3.0, 3.0]
+        for name, place in kept.items()
+    )
 
 
 def test_steps_are_restored_where_each_adam_counts_them() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     group = {"params": [weight], "lr": 0.1}  # Transformer Engine counts here, torch by tensor
     adam = SimpleNamespace(param_groups=[group], state={})
-    held = OptimizerState(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)]), {"weight": weight})
+    held = OptimizerState(
+        SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)]), {"weight": weight}
+    )
     held.load(lambda name, kind, first, last: torch.full((last - first,), 3.0), 7)
     assert group["step"] == 7 and float(adam.state[weight]["step"]) == 7
     assert weight.tolist() == adam.state[weight]["exp_avg"].tolist() == [3.0, 3.0]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
+from rollout.base.errors import ModelError
+from rollout.models.architecture import read_architecture
+from rollout.models.layout import ParallelLayout, check_fit
 from tests.support import precision, ranks, reference
 
 STEPS = 3
@@ -32,7 +32,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in reference.FAMILIES:
         reference.make_model(family, folder / family)
 
-    def job(function: Callable[..., None], family: str, tp: int, out: str, **arguments: object) -> None:
+    def job(
+        function: Callable[..., None], family: str, tp: int, out: str, **arguments: object
+    ) -> None:
         spec = ranks.spec_of(str(folder / family), tp=tp)
         arguments = {"spec": spec, "out": folder / out, "samples": samples, **arguments}
         jobs.append(ranks.Job(function=function, arguments=arguments, tp=tp))
@@ -41,7 +43,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job(ranks.train, family, tp, f"{family}_{tp}", steps=STEPS, max_tokens=max_tokens)
     job(ranks.train, "qwen2", 2, "unbroken", steps=STEPS, max_tokens=64)
     for tp in (1, 2):
-        job(ranks.resume, "qwen2", tp, f"resumed_{tp}", checkpoint=folder / "unbroken/checkpoint", steps=STEPS - 1)
+        job(
+            ranks.resume,
+            "qwen2",
+            tp,
+            f"resumed_{tp}",
+            checkpoint=folder / "unbroken/checkpoint",
+            steps=STEPS - 1,
+        )
     ranks.play(jobs)
     return folder
 
@@ -49,7 +58,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.multirank
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "tp", "max_tokens"), LAYOUTS)
-def test_trains_like_hugging_face(runs: Path, family: str, tp: int, max_tokens: int, tmp_path: Path) -> None:
+def test_trains_like_hugging_face(
+    runs: Path, family: str, tp: int, max_tokens: int, tmp_path: Path
+) -> None:
     model = reference.make_model(family, tmp_path / "model")
     expected = precision.expect(model, reference.make_samples(), STEPS, ranks.LR)
     precision.compare(runs / f"{family}_{tp}", expected)
@@ -73,7 +84,10 @@ def test_layouts_that_cannot_be_cut_are_refused_with_those_that_can(tmp_path: Pa
     reference.make_model("qwen2", tmp_path)
     architecture = read_architecture(tmp_path)
     check_fit(architecture, ParallelLayout(tp=2))
-    with pytest.raises(ModelError, match=r"tp: 4 does not divide the model's 2 key/value heads; valid here: \[1, 2\]"):
+    with pytest.raises(
+        ModelError,
+        match=r"tp: 4 does not divide the model's 2 key/value heads; valid here: \[1, 2\]",
+    ):
         check_fit(architecture, ParallelLayout(tp=4))
 
 

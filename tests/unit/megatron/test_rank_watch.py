@@ -21,8 +21,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mcore_mas.megatron.device import RankWatch, WatchFiles, beat
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups
-from mcore_mas.rollout.base.processes import ProcessLost
-from mcore_mas.training import trainer_group
+from mcore_mas.runtime import trainer_group
+from rollout.base.processes import ProcessLost
 
 RANK = """
 import ctypes, sys, time
@@ -43,7 +43,9 @@ with watch.phase("update"):
 def rank(file: Path, how: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     script = folder / "trainer_group.py"  # whose frames are those of a rank's calls
     script.write_text(RANK)
-    process = subprocess.Popen([sys.executable, str(script), str(file), how], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(file), how], stdout=subprocess.PIPE
+    )
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         yield process
@@ -74,8 +76,13 @@ def test_a_rank_that_holds_the_lock_of_the_interpreter_says_where_it_stands(tmp_
     said = str(lost.value)
     assert said.startswith("policy solver: nothing for ")
     assert "rank 2 does not answer in update (is it stopped?); " in said
-    assert "rank 0 stands in update at trainer_group.py:12 <module> > trainer_group.py:9 wait" in said
-    assert "rank 1 stands in update at trainer_group.py:12 <module> > trainer_group.py:7 hold_the_lock" in said
+    assert (
+        "rank 0 stands in update at trainer_group.py:12 <module> > trainer_group.py:9 wait" in said
+    )
+    assert (
+        "rank 1 stands in update at trainer_group.py:12 <module> > trainer_group.py:7 hold_the_lock"
+        in said
+    )
 
 
 def test_of_ranks_that_have_answered_nothing_is_said(tmp_path: Path) -> None:
@@ -83,12 +90,15 @@ def test_of_ranks_that_have_answered_nothing_is_said(tmp_path: Path) -> None:
     for number in range(2):  # their files are equally empty between two calls
         RankWatch(files.of(number), 0.1)
     with pytest.raises(
-        ProcessLost, match=r"^policy solver: nothing for 0 s; rank 1 has not begun \(is it stopped\?\)$"
+        ProcessLost,
+        match=r"^policy solver: nothing for 0 s; rank 1 has not begun \(is it stopped\?\)$",
     ):
         asyncio.run(stalled(files, True, False))
 
 
-def test_signs_of_life_keep_a_rank_from_hanging_and_the_end_of_a_call_its_watchdog(tmp_path: Path) -> None:
+def test_signs_of_life_keep_a_rank_from_hanging_and_the_end_of_a_call_its_watchdog(
+    tmp_path: Path,
+) -> None:
     files = WatchFiles(folder=tmp_path, policy="p", hang_s=2.0)
     watch = RankWatch(files.of(0), 2.0)
 

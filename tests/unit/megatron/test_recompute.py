@@ -31,10 +31,14 @@ def test_gradients_are_the_same_whatever_is_computed_again(
     batch = make_batch(LAYOUTS["small"], vocab=64)
     products: list[Tensor] = []
     once = decoder.gated
-    monkeypatch.setattr(decoder, "gated", lambda *given: (products.append(out := once(*given)), out)[1])
+    monkeypatch.setattr(
+        decoder, "gated", lambda *given: (products.append(out := once(*given)), out)[1]
+    )
     found, calls = {}, {}
     for way in ("none", "selective", "full"):
-        trainer = MegatronTrainer(ranks.spec_of(str(tmp_path / family), recompute=way, **WAYS[family]))
+        trainer = MegatronTrainer(
+            ranks.spec_of(str(tmp_path / family), recompute=way, **WAYS[family])
+        )
         scores = trainer.score([batch])[0]
         products.clear()
         norm = trainer.update([batch])["grad_norm"]
@@ -50,14 +54,18 @@ def test_gradients_are_the_same_whatever_is_computed_again(
         assert apart <= (1e-2 if "bf16" in WAYS[family] else 1e-6)
 
 
-def test_selective_recomputation_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selective_recomputation_needs_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(**_: object) -> None:
         raise RuntimeError("Ninja is required to load C++ extensions")
 
     # what megatron-core 0.19 compiles with; it is monkeypatch's to put back
     for name, value in {"load_inline": refuse, "_share_storage_ext": None}.items():
         monkeypatch.setattr(random, name, value, raising=False)
-    monkeypatch.setattr(random, "_get_share_storage", getattr(random, "_get_share_storage", None), raising=False)
+    monkeypatch.setattr(
+        random, "_get_share_storage", getattr(random, "_get_share_storage", None), raising=False
+    )
     reference.make_model("qwen2", tmp_path / "model")
     batch, norms = make_batch(LAYOUTS["small"], vocab=64), []
     for way in ("none", "selective"):

@@ -14,8 +14,8 @@ from mcore_mas.megatron.model.experts import RoutingReplay
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
-from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
-from mcore_mas.rollout.records.trajectory import Sampling
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.trajectory import Sampling
 from tests.support import ranks, reference
 from tests.support.embedded import drain
 from tests.support.gradients import gradients_of
@@ -41,16 +41,24 @@ def test_the_experts_on_record_are_taken_with_the_routers_own_scores() -> None:
     scores = torch.tensor([[0.0, 1.0, 3.0], [5.0, 2.0, 1.0]], requires_grad=True)
     replay = RoutingReplay()
     values, chosen = replay.get_replay_topk(scores, 1, default_compute_topk=top_k)
-    assert (values.tolist(), chosen.tolist()) == ([[3.0], [5.0]], [[2], [0]])  # nothing is on record
+    assert (values.tolist(), chosen.tolist()) == (
+        [[3.0], [5.0]],
+        [[2], [0]],
+    )  # nothing is on record
     replay.recorded = torch.tensor([[0], [255]], dtype=torch.uint8)
     values, chosen = replay.get_replay_topk(scores, 1, default_compute_topk=top_k)
-    assert (values.tolist(), chosen.tolist()) == ([[0.0], [5.0]], [[0], [0]])  # of the second token nothing is known
+    assert (values.tolist(), chosen.tolist()) == (
+        [[0.0], [5.0]],
+        [[0], [0]],
+    )  # of the second token nothing is known
     values.sum().backward()
     assert scores.grad is not None
     assert scores.grad.tolist() == [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
 
 
-def sample(routing: bytes, prompt: tuple[int, ...] = (5, 6, 7), reply: tuple[int, ...] = (8, 9)) -> Sample:
+def sample(
+    routing: bytes, prompt: tuple[int, ...] = (5, 6, 7), reply: tuple[int, ...] = (8, 9)
+) -> Sample:
     return Sample(
         policy="p", agent="a", task="t", trajectory="1", turn=0, prompt_ids=prompt, completion_ids=reply,
         behaviour=(0.0,) * len(reply), routing=routing,
@@ -59,7 +67,9 @@ def sample(routing: bytes, prompt: tuple[int, ...] = (5, 6, 7), reply: tuple[int
 
 def scores_of(trainer: MegatronTrainer, samples: list[Sample]) -> torch.Tensor:
     microbatches = pack(samples, 4096)
-    return torch.tensor([x for row in unpack(microbatches, trainer.score(microbatches), samples) for x in row])
+    return torch.tensor(
+        [x for row in unpack(microbatches, trainer.score(microbatches), samples) for x in row]
+    )
 
 
 def test_a_layer_gives_exactly_what_the_named_experts_compute(tmp_path: Path) -> None:
@@ -70,11 +80,14 @@ def test_a_layer_gives_exactly_what_the_named_experts_compute(tmp_path: Path) ->
     x = torch.randn(5, 1, 64, generator=torch.Generator().manual_seed(3))
     logits = x[:, 0] @ weights["model.layers.0.mlp.gate.weight"].t()
     named = torch.tensor([[0, 3], [2, 1], [3, 2], [1, 0], [0, 2]])
-    assert (logits.topk(2).indices.sort().values != named.sort().values).any(1).sum() >= 3  # the router chooses others
+    assert (logits.topk(2).indices.sort().values != named.sort().values).any(
+        1
+    ).sum() >= 3  # the router chooses others
 
     def expert(number: int, token: torch.Tensor) -> torch.Tensor:
         gate, up, down = (
-            weights[f"model.layers.0.mlp.experts.{number}.{n}_proj.weight"] for n in ("gate", "up", "down")
+            weights[f"model.layers.0.mlp.experts.{number}.{n}_proj.weight"]
+            for n in ("gate", "up", "down")
         )
         return down @ (torch.nn.functional.silu(gate @ token) * (up @ token))
 
@@ -110,19 +123,28 @@ def near_ties(folder: Path, noise: float, seed: int) -> None:
 def sampled(folder: Path, count: int = 12, **settings: object) -> list[Sample]:
     """Replies of the engine to three prompts, with the experts that it chose."""
     engine = EmbeddedEngine.from_folder(folder, max_length=64, routing=True, **settings)
-    prompts = {i: tuple(np.random.default_rng(i % 3).integers(0, 101, 9 + i % 3).tolist()) for i in range(count)}
+    prompts = {
+        i: tuple(np.random.default_rng(i % 3).integers(0, 101, 9 + i % 3).tolist())
+        for i in range(count)
+    }
     for number, prompt in prompts.items():
         engine.submit(number, prompt, Sampling(max_tokens=16, seed=number))
     said = drain(engine)
     return [
-        replace(sample(said[i].routing, prompt, said[i].token_ids), trajectory=str(i), behaviour=said[i].logprobs)
+        replace(
+            sample(said[i].routing, prompt, said[i].token_ids),
+            trajectory=str(i),
+            behaviour=said[i].logprobs,
+        )
         for i, prompt in prompts.items()
     ]
 
 
 def gap(trainer: MegatronTrainer, samples: list[Sample]) -> float:
     """Mean of exp(d) - 1 - d over sampled tokens, d trainer's less engine's log-probability: KL(engine, trainer)."""
-    d = scores_of(trainer, samples) - torch.tensor([x for own in samples for x in own.behaviour or ()])
+    d = scores_of(trainer, samples) - torch.tensor(
+        [x for own in samples for x in own.behaviour or ()]
+    )
     return float((d.exp() - 1 - d).double().mean())
 
 
@@ -168,7 +190,11 @@ def test_what_is_computed_again_goes_the_same_way(tmp_path: Path) -> None:
     """Micro-batches of other experts follow each other, and each layer is computed again in the backward pass."""
     reference.make_model("qwen3_moe", tmp_path, **ENGINE)
     routed = [
-        sample(bytes([first, second]) * 2 * 11, prompt=tuple(range(first, 10)), reply=(3,) * (2 + first))
+        sample(
+            bytes([first, second]) * 2 * 11,
+            prompt=tuple(range(first, 10)),
+            reply=(3,) * (2 + first),
+        )
         for first, second in ((0, 1), (2, 7), (4, 3))
     ]
     routed = [replace(own, weight=0.1, trajectory=str(i)) for i, own in enumerate(routed)]
@@ -178,7 +204,9 @@ def test_what_is_computed_again_goes_the_same_way(tmp_path: Path) -> None:
         batches = pack(routed, 12)
         assert len(batches) == 3
         trainer.update(batches)
-        found[way] = torch.cat([gradient.double().flatten() for _, gradient in gradients_of(trainer)])
+        found[way] = torch.cat(
+            [gradient.double().flatten() for _, gradient in gradients_of(trainer)]
+        )
     for way in ("selective", "full"):
         assert float((found[way] - found["none"]).norm() / found["none"].norm()) <= 1e-6
 
@@ -196,7 +224,9 @@ LAYOUTS = {
 @pytest.mark.slow
 def test_layouts_send_tokens_to_the_same_experts(tmp_path: Path) -> None:
     """Of four layers the second is dense; 300 experts take two bytes; some samples are on record, some are not."""
-    reference.make_model("qwen3_moe", tmp_path / "model", layers=4, num_experts=300, moe_intermediate_size=4)
+    reference.make_model(
+        "qwen3_moe", tmp_path / "model", layers=4, num_experts=300, moe_intermediate_size=4
+    )
     generator = np.random.default_rng(0)
     routed = [
         own
@@ -214,15 +244,25 @@ def test_layouts_send_tokens_to_the_same_experts(tmp_path: Path) -> None:
     for name, layout in (LAYOUTS | {"not on record": {}}).items():
         spec = ranks.spec_of(str(tmp_path / "model"), **layout)
         samples = unrouted(routed) if name == "not on record" else routed
-        arguments = {"spec": spec, "out": tmp_path / name, "samples": samples, "steps": 1, "max_tokens": 12}
+        arguments = {
+            "spec": spec,
+            "out": tmp_path / name,
+            "samples": samples,
+            "steps": 1,
+            "max_tokens": 12,
+        }
         sizes = {size: layout[size] for size in ("tp", "pp", "cp", "dp", "ep") if size in layout}
         jobs.append(ranks.Job(function=ranks.train, arguments=arguments, **sizes))
     ranks.play(jobs)
     trained = {
-        name: torch.load(tmp_path / name / "weights_0.pt", weights_only=True) for name in (*LAYOUTS, "not on record")
+        name: torch.load(tmp_path / name / "weights_0.pt", weights_only=True)
+        for name in (*LAYOUTS, "not on record")
     }
     apart = {
-        name: max(float((weights[key] - tensor).abs().max()) for key, tensor in trained["one rank"].items())
+        name: max(
+            float((weights[key] - tensor).abs().max())
+            for key, tensor in trained["one rank"].items()
+        )
         for name, weights in trained.items()
     }
     print(apart)

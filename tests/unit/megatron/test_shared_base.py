@@ -13,7 +13,7 @@ from mcore_mas.equations.losses import ValueObjective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
-from mcore_mas.training.trainer_group import TrainerGroup, TrainerTurns
+from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
 from tests.support import ranks, reference
 
 SOLVER = LoraConfig(rank=4, alpha=8.0, targets=("k", "o", "up"))
@@ -31,9 +31,17 @@ def specs_of(spec: TrainerSpec) -> dict[str, TrainerSpec]:
     return {
         "solver": replace(spec, lora=SOLVER, lora_seed=3),
         "verifier": replace(
-            spec, lora=VERIFIER, lora_seed=5, lr=3e-3, weight_decay=0.1, schedule="linear", decay_steps=9
+            spec,
+            lora=VERIFIER,
+            lora_seed=5,
+            lr=3e-3,
+            weight_decay=0.1,
+            schedule="linear",
+            decay_steps=9,
         ),
-        "critic": replace(spec, lora=VERIFIER, lora_seed=5, head="value", objective=ValueObjective()),
+        "critic": replace(
+            spec, lora=VERIFIER, lora_seed=5, head="value", objective=ValueObjective()
+        ),
     }
 
 
@@ -83,7 +91,12 @@ def beside(rank: int, spec: TrainerSpec, out: Path) -> None:
     trained = {"solver": state_of(resumed["solver"])}  # the others are where they were
     resumed["verifier"].update(pack(reference.make_samples(), 12))
     found = {
-        "same": [tensor is first[name] for base in others for name, tensor in base.items() if not tensor.requires_grad],
+        "same": [
+            tensor is first[name]
+            for base in others
+            for name, tensor in base.items()
+            if not tensor.requires_grad
+        ],
         "trained": trained,
         "verifier": state_of(resumed["verifier"]),
     }
@@ -132,7 +145,9 @@ def test_adapters_on_one_base_train_as_on_bases_of_their_own(runs: Path, layout:
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_policies_on_the_same_actors_train_at_once_sleep_as_one_and_resume(running_ray: None, tmp_path: Path) -> None:
+def test_policies_on_the_same_actors_train_at_once_sleep_as_one_and_resume(
+    running_ray: None, tmp_path: Path
+) -> None:
     reference.make_model("qwen2", tmp_path / "model")
     specs = specs_of(ranks.spec_of(str(tmp_path / "model"), tp=2))
     batches = pack(reference.make_samples(), 12)
@@ -141,11 +156,15 @@ def test_policies_on_the_same_actors_train_at_once_sleep_as_one_and_resume(runni
         solver = TrainerGroup("solver", specs["solver"], threads=1, turns=turns)
         verifier = TrainerGroup("verifier", specs["verifier"], threads=1, base=solver)
         await asyncio.gather(verifier.ready(), solver.ready())
-        updates = await asyncio.gather(solver.update(batches), verifier.update(batches), solver.update(batches))
+        updates = await asyncio.gather(
+            solver.update(batches), verifier.update(batches), solver.update(batches)
+        )
         await asyncio.gather(*(group.save(tmp_path / group.policy) for group in (solver, verifier)))
         await asyncio.gather(solver.written(), verifier.written())
         if turns is None:
-            assert await verifier.sleep() > 0 == await solver.sleep()  # all of it is given away already
+            assert (
+                await verifier.sleep() > 0 == await solver.sleep()
+            )  # all of it is given away already
             async with solver.awake():
                 await verifier.score(batches)
             with pytest.raises(RuntimeError, match="asleep"):

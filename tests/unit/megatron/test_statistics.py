@@ -26,14 +26,17 @@ def test_statistics_of_all_microbatches_by_hand() -> None:
             "logprob_gap_max": torch.tensor([nan]),
         },
     ]
-    assert summarise(rows) == {
-        "loss": 7.0,
-        "tokens": 3.0,
-        "kl": 2.0,
-        "ratio_max": 3.0,
-        "ratio_min": 0.5,
-        "reference_kl": 0.5,  # of the one token that has a reference; nobody was sampled, so there is no gap
-    }
+    assert (
+        summarise(rows)
+        == {
+            "loss": 7.0,
+            "tokens": 3.0,
+            "kl": 2.0,
+            "ratio_max": 3.0,
+            "ratio_min": 0.5,
+            "reference_kl": 0.5,  # of the one token that has a reference; nobody was sampled, so there is no gap
+        }
+    )
 
 
 def test_an_infinite_extreme_is_not_hidden() -> None:

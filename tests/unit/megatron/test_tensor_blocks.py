@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from mcore_mas.megatron.state.sharded import TensorBlock, tensor_blocks
-from mcore_mas.megatron.state.weight_import import BY_COLUMNS, VOCAB, WHOLE, LazyTensor, WeightMapping, weight_mappings
-from mcore_mas.rollout.models.architecture import Architecture, read_architecture
+from mcore_mas.megatron.state.weight_import import (
+    BY_COLUMNS,
+    VOCAB,
+    WHOLE,
+    LazyTensor,
+    WeightMapping,
+    weight_mappings,
+)
+from rollout.models.architecture import Architecture, read_architecture
 from tests.support import reference
 
 PARAMETERS = [
@@ -46,7 +53,9 @@ def full_tensors(entry: WeightMapping, a: Architecture) -> list[torch.Tensor]:
     return tensors
 
 
-def shard_of(entry: WeightMapping, full: list[torch.Tensor], a: Architecture, tp: int, rank: int) -> torch.Tensor:
+def shard_of(
+    entry: WeightMapping, full: list[torch.Tensor], a: Architecture, tp: int, rank: int
+) -> torch.Tensor:
     """What one rank of `tp` holds of the entry's tensors."""
     rows, rest = sum(len(tensor) for tensor in full) // tp, full[0].shape[1:]
     shapes = {
@@ -61,7 +70,9 @@ def shard_of(entry: WeightMapping, full: list[torch.Tensor], a: Architecture, tp
 
 @pytest.mark.parametrize("parameter", PARAMETERS)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_pieces_of_all_ranks_are_the_tensors(architecture: Architecture, parameter: str, tp: int) -> None:
+def test_pieces_of_all_ranks_are_the_tensors(
+    architecture: Architecture, parameter: str, tp: int
+) -> None:
     (entry,) = weight_mappings([parameter])
     full = dict(zip(entry.tensors, full_tensors(entry, architecture), strict=True))
     found = {name: torch.full_like(tensor, -1) for name, tensor in full.items()}
@@ -83,21 +94,34 @@ def test_pieces_of_all_ranks_are_the_tensors(architecture: Architecture, paramet
         assert bool((seen[name] == times).all()), name
 
 
-def test_a_stretch_of_a_matrix_is_at_most_three_rectangles_a_block(architecture: Architecture) -> None:
+def test_a_stretch_of_a_matrix_is_at_most_three_rectangles_a_block(
+    architecture: Architecture,
+) -> None:
     (entry,) = weight_mappings(["decoder.layers.3.mlp.linear_fc1.weight"])
     hidden, ffn = architecture.hidden, architecture.ffn
-    span = (2 * hidden + 3, (ffn // 2) * hidden + 5)  # of rank 1 of 2: from gate's third row into up's first
+    span = (
+        2 * hidden + 3,
+        (ffn // 2) * hidden + 5,
+    )  # of rank 1 of 2: from gate's third row into up's first
     pieces = tensor_blocks(entry, (ffn, hidden), architecture, 2, 1, span)
-    assert [(piece.tensor.split(".")[-2], piece.start, piece.size, piece.offset) for piece in pieces] == [
+    assert [
+        (piece.tensor.split(".")[-2], piece.start, piece.size, piece.offset) for piece in pieces
+    ] == [
         ("gate_proj", (ffn // 2 + 2, 3), (1, hidden - 3), 2 * hidden + 3),
         ("gate_proj", (ffn // 2 + 3, 0), (ffn // 2 - 3, hidden), 3 * hidden),
         ("up_proj", (ffn // 2, 0), (1, 5), ffn // 2 * hidden),
     ]
-    assert pieces[0].key == f"model.layers.3.mlp.gate_proj.weight[{ffn // 2 + 2}:{ffn // 2 + 3},3:{hidden}]"
+    assert (
+        pieces[0].key
+        == f"model.layers.3.mlp.gate_proj.weight[{ffn // 2 + 2}:{ffn // 2 + 3},3:{hidden}]"
+    )
 
 
 def test_what_two_rectangles_have_in_common() -> None:
     one = TensorBlock(tensor="t", shape=(9, 9), start=(2, 3), size=(4, 5), offset=0)
     other = TensorBlock(tensor="t", shape=(9, 9), start=(4, 0), size=(5, 5), offset=0)
     assert one.common(other) == ((slice(2, 4), slice(0, 2)), (slice(0, 2), slice(3, 5)))
-    assert one.common(TensorBlock(tensor="t", shape=(9, 9), start=(6, 3), size=(1, 1), offset=0)) is None
+    assert (
+        one.common(TensorBlock(tensor="t", shape=(9, 9), start=(6, 3), size=(1, 1), offset=0))
+        is None
+    )

@@ -22,7 +22,10 @@ LAYOUTS = {  # by name
     "cp2": {"cp": 2},
     "dp2": {"dp": 2, "distributed_optimizer": True, "overlap": True},
 }
-REST = {"one": {}, "dp2": {"dp": 2, "distributed_optimizer": True, "overlap": True, "bf16": True}}  # by name
+REST = {
+    "one": {},
+    "dp2": {"dp": 2, "distributed_optimizer": True, "overlap": True, "bf16": True},
+}  # by name
 # a head whose weight is in a bucket of its own: one that is large, and a copy of the embedding on the last stage
 LATE = {"qwen3": {"dp": 2, "bucket": 1000}, "qwen2": {"pp": 2, "dp": 2}}  # by model
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
@@ -64,7 +67,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def job(function: Callable[..., None], name: str, **arguments: object) -> None:
         out = folder / f"{function.__name__}_{name}"
         out.mkdir()
-        sizes = {size: LAYOUTS[name][size] for size in ("tp", "pp", "cp", "dp") if size in LAYOUTS[name]}
+        sizes = {
+            size: LAYOUTS[name][size] for size in ("tp", "pp", "cp", "dp") if size in LAYOUTS[name]
+        }
         jobs.append(ranks.Job(function=function, arguments={"out": out, **arguments}, **sizes))
 
     for name, layout in LAYOUTS.items():
@@ -75,15 +80,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         spec = ranks.spec_of(critic, **LAYOUTS[name])
         job(ranks.criticise, name, spec=spec, policy=policy, samples=valued, steps=STEPS)
     for name in ("one", "cp2"):
-        job(ranks.sequence_level, name, spec=ranks.spec_of(policy, **LAYOUTS[name]), samples=samples)
+        job(
+            ranks.sequence_level, name, spec=ranks.spec_of(policy, **LAYOUTS[name]), samples=samples
+        )
     for family, layout in LATE.items():
         reference.make_model(family, folder / family)
         out = folder / f"late_{family}"
         out.mkdir()
-        spec = ranks.spec_of(str(folder / family), distributed_optimizer=True, overlap=True, **layout)
+        spec = ranks.spec_of(
+            str(folder / family), distributed_optimizer=True, overlap=True, **layout
+        )
         arguments = {"spec": spec, "out": out, "samples": samples}
-        jobs.append(ranks.Job(function=ranks.gather_late, arguments=arguments, dp=2, pp=layout.get("pp", 1)))
-    large = folder / "large"  # more than the 32 MiB from which the system gets freed memory back in any case
+        jobs.append(
+            ranks.Job(function=ranks.gather_late, arguments=arguments, dp=2, pp=layout.get("pp", 1))
+        )
+    large = (
+        folder / "large"
+    )  # more than the 32 MiB from which the system gets freed memory back in any case
     reference.make_model("qwen2", large, layers=1, vocab_size=150_000)
     for name, layout in REST.items():
         job(ranks.rest, name, spec=ranks.spec_of(str(large), **layout), samples=samples)
@@ -101,7 +114,9 @@ def by_token(scores: Sequence[Tensor], samples: list[Sample]) -> list[Tensor]:
 
 @pytest.mark.parametrize("chunks", ["whole", "chunks"])
 @pytest.mark.parametrize("name", ["one", "tp2"])
-def test_entropy_and_its_gradient_are_those_of_plain_torch(runs: Path, name: str, chunks: str) -> None:
+def test_entropy_and_its_gradient_are_those_of_plain_torch(
+    runs: Path, name: str, chunks: str
+) -> None:
     own, exact = (plain_entropy(dtype) for dtype in (torch.float32, torch.float64))
     parts = [load(path) for path in sorted((runs / f"entropy_{name}").glob(f"{chunks}_*.pt"))]
     for part in parts:
@@ -120,7 +135,9 @@ def test_scores_are_hugging_face_log_probabilities(runs: Path, name: str, tmp_pa
     got = load(runs / f"score_{name}/rank0.pt")
     precision.assert_scores(by_token(got["scores"]["start"], samples), model, samples)
     train = partial(reference.train, samples=samples, steps=1, lr=ranks.LR)
-    precision.assert_scores(by_token(got["scores"]["trained"], samples), model, samples, train=train)
+    precision.assert_scores(
+        by_token(got["scores"]["trained"], samples), model, samples, train=train
+    )
     assert all(score.dtype == torch.float32 for score in got["scores"]["start"])
 
 
@@ -139,7 +156,9 @@ def test_the_reference_stays_the_model_that_training_started_from(runs: Path, na
 @pytest.mark.parametrize("family", LATE)
 def test_the_heads_weight_is_waited_for(runs: Path, family: str) -> None:
     found = sorted((runs / f"late_{family}").glob("rank*.json"))
-    assert [json.loads(path.read_text()) for path in found] == [[]] * (2 * LATE[family].get("pp", 1))
+    assert [json.loads(path.read_text()) for path in found] == [[]] * (
+        2 * LATE[family].get("pp", 1)
+    )
 
 
 @pytest.mark.parametrize("name", ["tp2", "pp2", "cp2", "dp2"])
@@ -150,7 +169,9 @@ def test_scores_are_the_same_on_every_rank(runs: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", "tp2"])
-def test_a_critic_trains_like_a_linear_head_on_a_hugging_face_backbone(runs: Path, name: str, tmp_path: Path) -> None:
+def test_a_critic_trains_like_a_linear_head_on_a_hugging_face_backbone(
+    runs: Path, name: str, tmp_path: Path
+) -> None:
     critic = reference.make_model("qwen2", tmp_path, critic=True)
     samples = reference.make_critic_samples()
     expected = precision.expect(critic, samples, STEPS, ranks.LR, reference.value_loss_of)
@@ -173,24 +194,33 @@ def test_a_critic_starts_afresh_and_small_on_a_policy(runs: Path) -> None:
 
 def test_an_exported_critic_is_a_model_for_sequence_classification(runs: Path) -> None:
     folder = runs / "criticise_tp2/exported"
-    model, info = transformers.AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert type(model).__name__ == "Qwen2ForSequenceClassification"
-    assert torch.equal(model.score.weight, load(runs / "criticise_tp2/rank0.pt")["fresh"]["score.weight"])
+    assert torch.equal(
+        model.score.weight, load(runs / "criticise_tp2/rank0.pt")["fresh"]["score.weight"]
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_skipped_step_touches_nothing_on_any_rank(runs: Path, name: str) -> None:
     for path in (runs / f"skip_{name}").iterdir():
         rows = load(path)
-        flags = [(row["skipped_updates"], row["grad_spikes"], row["agent/a/grad_spikes"]) for row in rows["metrics"]]
+        flags = [
+            (row["skipped_updates"], row["grad_spikes"], row["agent/a/grad_spikes"])
+            for row in rows["metrics"]
+        ]
         fine = (0.0, 0.0, 0.0)
         assert flags == [fine] * 6 + [(1.0, 1.0, 1.0), (1.0, 1.0, 1.0), fine]
         assert [row["agent/b/grad_spikes"] for row in rows["metrics"]] == [0.0] * 9
         for step in (6, 7):
             for kept in ("weights", "moments"):
                 assert_same(rows[kept][step], rows[kept][5])
-        assert not torch.equal(rows["weights"][8]["model.norm.weight"], rows["weights"][5]["model.norm.weight"])
+        assert not torch.equal(
+            rows["weights"][8]["model.norm.weight"], rows["weights"][5]["model.norm.weight"]
+        )
         assert rows["moments"][5], "nothing was compared"
 
 
@@ -226,7 +256,10 @@ def test_a_step_after_sleep_is_the_same_to_the_bit(runs: Path, name: str) -> Non
         slept, unbroken = found["rested"], found["unbroken"]
         assert slept["metrics"] == unbroken["metrics"]
         assert all(map(torch.equal, slept["scores"], unbroken["scores"]))
-        assert all(torch.equal(tensor, unbroken["weights"][key]) for key, tensor in slept["weights"].items())
+        assert all(
+            torch.equal(tensor, unbroken["weights"][key])
+            for key, tensor in slept["weights"].items()
+        )
 
 
 def test_memory_is_given_back_to_the_system(runs: Path) -> None:

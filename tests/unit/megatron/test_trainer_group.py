@@ -19,10 +19,10 @@ import torch
 
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.packing.pack import pack, unpack
-from mcore_mas.rollout.models.tensors import read_tensors
-from mcore_mas.rollout.sync import SyncRoute
-from mcore_mas.training import trainer_group
-from mcore_mas.training.trainer_group import TrainerGroup
+from mcore_mas.runtime import trainer_group
+from mcore_mas.runtime.trainer_group import TrainerGroup
+from rollout.models.tensors import read_tensors
+from rollout.sync import SyncRoute
 from tests.support import precision, ranks, reference
 
 
@@ -33,24 +33,32 @@ def test_two_data_parallel_actors_score_train_and_export(running_ray: None, tmp_
     samples = reference.make_samples()
     batches = pack(samples, 12)
 
-    async def play() -> tuple[list[torch.Tensor], dict[str, float], list[torch.Tensor], dict[str, torch.Tensor]]:
+    async def play() -> tuple[
+        list[torch.Tensor], dict[str, float], list[torch.Tensor], dict[str, torch.Tensor]
+    ]:
         group = TrainerGroup("p", ranks.spec_of(str(tmp_path / "model"), dp=2), threads=1)
         await group.ready()
         start = await group.score(batches)
         metrics = await group.update(batches)
         frozen = await group.score(batches, reference=True)
-        route = SyncRoute(transport="disk", place=str(tmp_path / "sent"), model=str(tmp_path / "model"))
+        route = SyncRoute(
+            transport="disk", place=str(tmp_path / "sent"), model=str(tmp_path / "model")
+        )
         handover = await group.export(route, 1)
         weights = dict(read_tensors(Path(handover.place)))
         return start, metrics, frozen, weights
 
     start, metrics, frozen, weights = asyncio.run(play())
-    precision.assert_scores([torch.tensor(row) for row in unpack(batches, start, samples)], model, samples)
+    precision.assert_scores(
+        [torch.tensor(row) for row in unpack(batches, start, samples)], model, samples
+    )
     assert all(map(torch.equal, frozen, start))
     assert metrics["device_s"] > 0 and "peak_flops" not in metrics  # of CPUs nobody knows it
     expected = precision.expect(model, samples, 1, ranks.LR)
     (step,) = expected.steps
-    assert metrics["grad_norm"] == pytest.approx(step["norm"], rel=precision.bound(expected.own.norm))
+    assert metrics["grad_norm"] == pytest.approx(
+        step["norm"], rel=precision.bound(expected.own.norm)
+    )
     assert precision.gap(weights, step["parameters"]) <= precision.bound(expected.own.parameters)
 
 
@@ -59,7 +67,10 @@ def test_ranks_get_micro_batches_whole_map_experts_on_record_and_may_write_to_th
 ) -> None:
     stored: list[Any] = []
     monkeypatch.setattr(trainer_group.ray, "put", stored.append)
-    (batch,) = (replace(b, routing=torch.full((len(b.token_ids), 3), 7, dtype=torch.uint8)) for b in packed_once())
+    (batch,) = (
+        replace(b, routing=torch.full((len(b.token_ids), 3), 7, dtype=torch.uint8))
+        for b in packed_once()
+    )
     trainer_group._shared([batch])
     for value in stored[0][0].values():
         if isinstance(value, np.ndarray):
@@ -71,7 +82,10 @@ def test_ranks_get_micro_batches_whole_map_experts_on_record_and_may_write_to_th
             torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
         else:
             assert after == before, name
-    assert mapped.routing is not None and mapped.routing.data_ptr() == stored[0][0]["routing"].ctypes.data
+    assert (
+        mapped.routing is not None
+        and mapped.routing.data_ptr() == stored[0][0]["routing"].ctypes.data
+    )
     kept = batch.advantages.clone()
     mapped.advantages.mul_(2.0).add_(1.0)  # a read-only page would end the rank
     assert torch.equal(batch.advantages, kept) and torch.equal(mapped.advantages, 2.0 * kept + 1.0)
@@ -146,16 +160,22 @@ def test_experts_on_record_are_mapped_by_a_rank_and_not_copied(running_ray: None
         def take(self, shared: Any) -> tuple[int, int]:
             (mapped,) = trainer_group._mapped(shared)
             experts = 0 if mapped.routing is None else int(mapped.routing.sum(dtype=torch.int64))
-            return experts, int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+            return experts, int(
+                re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0]
+            )
 
     rank = Rank.remote()
     nothing, before = ray.get(rank.take.remote(trainer_group._shared([batch])))
-    experts, after = ray.get(rank.take.remote(trainer_group._shared([replace(batch, routing=routing)])))
+    experts, after = ray.get(
+        rank.take.remote(trainer_group._shared([replace(batch, routing=routing)]))
+    )
     assert (nothing, experts) == (0, int(routing.sum(dtype=torch.int64)))
     assert after - before < 16 << 10  # KiB
 
 
-def test_while_it_is_away_a_group_has_no_memory_and_calls_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_it_is_away_a_group_has_no_memory_and_calls_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     reference.make_model("qwen2", tmp_path / "model")
     monkeypatch.setattr(ray, "put", lambda value: value)
@@ -176,10 +196,20 @@ def test_while_it_is_away_a_group_has_no_memory_and_calls_wait(tmp_path: Path, m
             said.append("another one")
 
     asyncio.run(play())
-    assert said == ["updates", "sleeps", "a server starts", "wakes", "updates", "sleeps", "another one"]
+    assert said == [
+        "updates",
+        "sleeps",
+        "a server starts",
+        "wakes",
+        "updates",
+        "sleeps",
+        "another one",
+    ]
 
 
-def test_ranks_are_numbered_by_node_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_numbered_by_node_and_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks_there = [Seated(node) for node in NODES]
     unborn = iter(ranks_there)
     actor = MagicMock()
@@ -196,11 +226,15 @@ def test_ranks_are_numbered_by_node_and_place(tmp_path: Path, monkeypatch: pytes
     assert group._ranks == sorted(ranks_there, key=lambda rank: rank.rank)
 
 
-def test_nccl_is_told_before_ranks_meet_unless_somebody_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_is_told_before_ranks_meet_unless_somebody_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference.make_model("qwen2", tmp_path / "model")
     spec, name = replace(ranks.spec_of(str(tmp_path / "model")), cumem="0"), "NCCL_CUMEM_ENABLE"
     met: list[str | None] = []
-    monkeypatch.setattr(trainer_group, "init_process_groups", lambda *_, **__: met.append(os.environ.get(name)))
+    monkeypatch.setattr(
+        trainer_group, "init_process_groups", lambda *_, **__: met.append(os.environ.get(name))
+    )
     monkeypatch.setattr(trainer_group.ray, "nodes", lambda: [{}])
     for its, said in ((spec, {}), (replace(spec, cumem=None), {}), (spec, {name: "1"})):
         monkeypatch.setattr(os, "environ", dict(said))

@@ -21,9 +21,19 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 
 FORESTS = {
     "a lone token": [Segment(tokens=1)],
-    "replies of one length": [Segment(tokens=70), *(Segment(tokens=33, parent=0) for _ in range(4))],
-    "ragged replies": [Segment(tokens=5), *(Segment(tokens=n, parent=0) for n in (1, 2, 30, 31, 64, 90))],
-    "a stem longer than two blocks": [Segment(tokens=300), Segment(tokens=1, parent=0), Segment(tokens=290, parent=0)],
+    "replies of one length": [
+        Segment(tokens=70),
+        *(Segment(tokens=33, parent=0) for _ in range(4)),
+    ],
+    "ragged replies": [
+        Segment(tokens=5),
+        *(Segment(tokens=n, parent=0) for n in (1, 2, 30, 31, 64, 90)),
+    ],
+    "a stem longer than two blocks": [
+        Segment(tokens=300),
+        Segment(tokens=1, parent=0),
+        Segment(tokens=290, parent=0),
+    ],
     "four levels and a neighbour": [
         Segment(tokens=40),
         Segment(tokens=1, parent=0),
@@ -62,7 +72,10 @@ def by_itself(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment]) -> Tenso
 
 def inputs(tokens: int, device: str = "cpu") -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(tokens, heads, DIM, generator=generator).to(device) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [
+        torch.randn(tokens, heads, DIM, generator=generator).to(device)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
 
 
 def results(attend: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
@@ -71,15 +84,22 @@ def results(attend: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
     out = attend(*leaves).reshape(len(given[0]), -1)
     slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     (out * slope.to(out)).sum().backward()
-    return [x.detach().double().cpu() for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None))]
+    return [
+        x.detach().double().cpu()
+        for x in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None))
+    ]
 
 
 def trees(segments: list[Segment], given: list[Tensor]) -> list[Tensor]:
     """What attention over trees comes to."""
     device = given[0].device
     layout = upload(PackedTrees.of(segments, device.type), device)
-    attention = TreeAttention(SimpleNamespace(kv_channels=DIM, deterministic_mode=False), 1, None, "self")
-    return results(lambda *qkv: attention(*(x[:, None] for x in qkv), None, packed_seq_params=layout), given)
+    attention = TreeAttention(
+        SimpleNamespace(kv_channels=DIM, deterministic_mode=False), 1, None, "self"
+    )
+    return results(
+        lambda *qkv: attention(*(x[:, None] for x in qkv), None, packed_seq_params=layout), given
+    )
 
 
 def beyond(got: list[Tensor], segments: list[Segment], given: list[Tensor]) -> dict[str, str]:
@@ -95,8 +115,13 @@ def beyond(got: list[Tensor], segments: list[Segment], given: list[Tensor]) -> d
     least = 2 * DIM * 2**-24 * max(float(want.norm()) for want in exact)
     found = {}
     for name, tensor, plain, want in zip(("out", "q", "k", "v"), got, own, exact, strict=True):
-        error, allowed = float((tensor - want).norm()), max(FACTOR * float((plain - want).norm()), least)
-        print(f"{name}: {error:.1e}, plain float32 {float((plain - want).norm()):.1e}, allowed {allowed:.1e}")
+        error, allowed = (
+            float((tensor - want).norm()),
+            max(FACTOR * float((plain - want).norm()), least),
+        )
+        print(
+            f"{name}: {error:.1e}, plain float32 {float((plain - want).norm()):.1e}, allowed {allowed:.1e}"
+        )
         if not error <= allowed:
             found[name] = f"{error:.1e} > {allowed:.1e}"
     return found
@@ -134,7 +159,9 @@ def check(segments: list[Segment], device: str, dtype: torch.dtype, tolerance: f
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", FORESTS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_trees_are_their_sequences_on_a_gpu(name: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_trees_are_their_sequences_on_a_gpu(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
     check(FORESTS[name], "cuda", dtype, tolerance)
 
 
@@ -146,7 +173,10 @@ def test_a_long_stem_and_its_replies_are_few_calls() -> None:
     segments = [Segment(tokens=512), *(Segment(tokens=64, parent=0) for _ in range(8))]
     layout = PackedTrees.of(segments)
     # four blocks of the stem in one call, the replies in another
-    assert [(own.place, own.length) for own in layout.own] == [(slice(0, 512), 128), (slice(512, 1024), 64)]
+    assert [(own.place, own.length) for own in layout.own] == [
+        (slice(0, 512), 128),
+        (slice(512, 1024), 64),
+    ]
     # halves of the stem, quarters of each half, and the stem for all replies
     assert layout.seen == (
         (slice(256, 512), slice(0, 256)),
@@ -177,11 +207,18 @@ def test_the_kernels_of_a_gpu_take_what_they_are_given(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("tokens", [31, 32, 64])
-def test_log_sum_exps_lie_side_by_side_for_the_kernel_of_a_gpu(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_sum_exps_lie_side_by_side_for_the_kernel_of_a_gpu(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Tensor] = []
     q, k = (torch.empty(1, heads, tokens, DIM, device="meta") for heads in (HEADS, KV_HEADS))
     kernel = SimpleNamespace(
-        _scaled_dot_product_efficient_attention_backward=lambda *given, **_: (seen.append(given[6]), k, k, None)
+        _scaled_dot_product_efficient_attention_backward=lambda *given, **_: (
+            seen.append(given[6]),
+            k,
+            k,
+            None,
+        )
     )
     monkeypatch.setattr(attention, "_aten", kernel)
     lse = torch.empty(tokens, HEADS, device="meta").t()[None]  # as a layout's are stored
@@ -208,9 +245,13 @@ class Kernel(torch.nn.Module):
         return whole.flatten(1)
 
 
-def test_transformer_engine_attends_where_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_attends_where_nothing_is_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(pytorch=None))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(DotProductAttention=Kernel))
+    monkeypatch.setitem(
+        sys.modules, "transformer_engine.pytorch", SimpleNamespace(DotProductAttention=Kernel)
+    )
     config = SimpleNamespace(kv_channels=DIM, deterministic_mode=False)
     ours = TreeAttention(config, 1, None, None)
     fused = TreeAttention(config, 1, None, None, fused=True)
@@ -227,5 +268,9 @@ def test_transformer_engine_attends_where_nothing_is_shared(monkeypatch: pytest.
         torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
         assert len(Kernel.made) == kernels
     (made,) = Kernel.made
-    assert (made["num_attention_heads"], made["num_gqa_groups"], made["kv_channels"]) == (HEADS, KV_HEADS, DIM)
+    assert (made["num_attention_heads"], made["num_gqa_groups"], made["kv_channels"]) == (
+        HEADS,
+        KV_HEADS,
+        DIM,
+    )
     assert made["softmax_scale"] == DIM**-0.5 and made["attention_dropout"] == 0.0

@@ -25,12 +25,14 @@ from mcore_mas.megatron.state.weight_import import (
     write_folder,
 )
 from mcore_mas.megatron.step.trainer import MegatronTrainer
-from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
+from rollout.base.errors import ModelError
+from rollout.models.architecture import read_architecture
+from rollout.models.layout import ParallelLayout, check_fit
 from tests.support import ranks, reference
 
-CUTS = SimpleNamespace(heads=4, kv_heads=2, head_dim=1, vocab=3, vocab_padded=lambda tp: 4)  # an architecture
+CUTS = SimpleNamespace(
+    heads=4, kv_heads=2, head_dim=1, vocab=3, vocab_padded=lambda tp: 4
+)  # an architecture
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,11 @@ def shard(cut: Sharding, full: list[LazyTensor], shape: tuple[int, ...], rank: i
 
 
 def test_a_rank_reads_its_rows_of_queries_keys_and_values_and_interleaves_them() -> None:
-    q, k, v = torch.tensor([[0.0], [1], [2], [3]]), torch.tensor([[10.0], [11]]), torch.tensor([[20.0], [21]])
+    q, k, v = (
+        torch.tensor([[0.0], [1], [2], [3]]),
+        torch.tensor([[10.0], [11]]),
+        torch.tensor([[20.0], [21]]),
+    )
     seen: list = []
     shards = [shard(QKV, [source(x, seen) for x in (q, k, v)], (4, 1), rank) for rank in (0, 1)]
     assert [held[:, 0].tolist() for held in shards] == [[0, 1, 10, 20], [2, 3, 11, 21]]
@@ -86,8 +92,13 @@ def test_a_rank_reads_its_part_of_gates_columns_and_vocabulary() -> None:
     seen: list = []
     gate, up = torch.tensor([[0.0], [1]]), torch.tensor([[10.0], [11]])
     assert shard(BY_ROWS, [source(x, seen) for x in (gate, up)], (2, 1), 1).tolist() == [[1], [11]]
-    assert shard(BY_COLUMNS, [source(torch.tensor([[0.0, 1, 2, 3]]), seen)], (1, 2), 1).tolist() == [[2, 3]]
-    assert shard(VOCAB, [source(torch.tensor([[5.0], [6], [7]]), seen)], (2, 1), 1).tolist() == [[7], [0]]
+    assert shard(
+        BY_COLUMNS, [source(torch.tensor([[0.0, 1, 2, 3]]), seen)], (1, 2), 1
+    ).tolist() == [[2, 3]]
+    assert shard(VOCAB, [source(torch.tensor([[5.0], [6], [7]]), seen)], (2, 1), 1).tolist() == [
+        [7],
+        [0],
+    ]
     assert seen == [((1, 2), (None, None))] * 2 + [((None, None), (2, 4)), ((2, 3), (None, None))]
 
 
@@ -96,7 +107,9 @@ def test_a_folder_comes_back_to_the_byte(alone: None, family: str, tmp_path: Pat
     reference.make_model(family, tmp_path / "model")
     trainer = MegatronTrainer(ranks.spec_of(str(tmp_path / "model")))
     trainer.model.write(tmp_path / "again")
-    loaded, written = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "again"))
+    loaded, written = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "again")
+    )
     assert set(written) == set(loaded)
     for name, tensor in loaded.items():
         assert written[name].dtype == tensor.dtype
@@ -105,13 +118,21 @@ def test_a_folder_comes_back_to_the_byte(alone: None, family: str, tmp_path: Pat
 
 def test_a_written_folder_has_no_weights_of_the_published_one(tmp_path: Path) -> None:
     kept = ["config.json", "tokenizer.json", "original/params.json"]
-    left = ["original/consolidated.00.pth", ".git/lfs/objects/0a", "model-q4_k_m.gguf", "onnx/model.onnx_data"]
+    left = [
+        "original/consolidated.00.pth",
+        ".git/lfs/objects/0a",
+        "model-q4_k_m.gguf",
+        "onnx/model.onnx_data",
+    ]
     for name in (*kept, *left):
         (tmp_path / "like" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "like" / name).write_text("{}")
     write_folder(tmp_path / "like", tmp_path / "trained", {"x": torch.ones(1)})
     written = [file for file in (tmp_path / "trained").rglob("*") if file.is_file()]
-    assert {str(file.relative_to(tmp_path / "trained")) for file in written} == {*kept, "model.safetensors"}
+    assert {str(file.relative_to(tmp_path / "trained")) for file in written} == {
+        *kept,
+        "model.safetensors",
+    }
 
 
 def test_stacks_of_experts_are_read_like_single_ones(alone: None, tmp_path: Path) -> None:
@@ -137,21 +158,30 @@ def test_a_part_of_an_expert_is_read_from_its_place_in_the_stack(tmp_path: Path)
 def test_tensors_of_another_model_are_refused(alone: None, tmp_path: Path) -> None:
     reference.make_model("qwen3", tmp_path)
     config = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace('"intermediate_size": 96', '"intermediate_size": 64'))
-    with pytest.raises(ModelError, match=r"gate_proj.weight' has shape \(96, 64\); config.json makes it \(64, 64\)"):
+    (tmp_path / "config.json").write_text(
+        config.replace('"intermediate_size": 96', '"intermediate_size": 64')
+    )
+    with pytest.raises(
+        ModelError, match=r"gate_proj.weight' has shape \(96, 64\); config.json makes it \(64, 64\)"
+    ):
         MegatronTrainer(ranks.spec_of(str(tmp_path)))
-    with pytest.raises(ModelError, match=r"no tensor 'model.layers.0.mlp.experts.7.up_proj.weight'"):
+    with pytest.raises(
+        ModelError, match=r"no tensor 'model.layers.0.mlp.experts.7.up_proj.weight'"
+    ):
         SafeTensors(tmp_path)("model.layers.0.mlp.experts.7.up_proj.weight")
 
 
-def test_a_config_alone_is_trained_from_seeded_weights_only_when_asked(alone: None, tmp_path: Path) -> None:
+def test_a_config_alone_is_trained_from_seeded_weights_only_when_asked(
+    alone: None, tmp_path: Path
+) -> None:
     reference.make_model("qwen2", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     spec = ranks.spec_of(str(tmp_path))
     with pytest.raises(ModelError, match=r"no \*.safetensors file"):
         MegatronTrainer(spec)
     first, again, other = (
-        ranks.copy_weights(MegatronTrainer(replace(spec, init="random", seed=seed))) for seed in (1, 1, 2)
+        ranks.copy_weights(MegatronTrainer(replace(spec, init="random", seed=seed)))
+        for seed in (1, 1, 2)
     )
     matrix = "model.layers.1.mlp.down_proj.weight"
     assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
@@ -164,7 +194,9 @@ def test_a_config_alone_is_trained_from_seeded_weights_only_when_asked(alone: No
 def test_a_random_tensor_is_the_same_however_it_is_cut() -> None:
     tensors = RandomTensors({"a": (4, 6)}, std=1.0, seed=0)
     whole = tensors("a").read()
-    assert torch.equal(torch.cat([tensors("a").read(slice(0, 2)), tensors("a").read(slice(2, 4))]), whole)
+    assert torch.equal(
+        torch.cat([tensors("a").read(slice(0, 2)), tensors("a").read(slice(2, 4))]), whole
+    )
     assert torch.equal(tensors("a").read(slice(None), slice(3, 6)), whole[:, 3:])
 
 
@@ -198,9 +230,15 @@ def test_layers_of_transformer_engine_hold_the_same_tensors() -> None:
         ("mlp.experts.linear_fc2.weight5", "mlp.experts.linear_fc2.weight5-5"),
     ]:
         one, other = weight_mappings([layer + fused, layer + plain])
-        assert (one.tensors, one.sharding, one.expert) == (other.tensors, other.sharding, other.expert)
+        assert (one.tensors, one.sharding, one.expert) == (
+            other.tensors,
+            other.sharding,
+            other.expert,
+        )
     (entry,) = weight_mappings([layer + "mlp.experts.linear_fc1.weight5"])
-    assert entry.tensors == tuple(f"model.layers.3.mlp.experts.5.{x}_proj.weight" for x in ("gate", "up"))
+    assert entry.tensors == tuple(
+        f"model.layers.3.mlp.experts.5.{x}_proj.weight" for x in ("gate", "up")
+    )
     assert entry.expert
 
 
@@ -212,7 +250,9 @@ def test_every_row_of_the_table_says_which_numbers_its_tensors_take() -> None:
         assert EXPERT.sub("{}", LAYER.sub("{}", named)) == parameter
 
 
-def test_transformer_engine_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference.make_model("qwen2", tmp_path)
     architecture = read_architecture(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

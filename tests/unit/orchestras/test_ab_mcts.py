@@ -12,11 +12,11 @@ import torch
 from mcore_mas.credit.assign import columns
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.equations.advantages import mars2, mcts
-from mcore_mas.rollout.environments.code import CodeEnv, pack_test
-from mcore_mas.rollout.orchestras.ab_mcts import Grading, TreeSearch, draw_gaussian
-from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, derive_seed
-from mcore_mas.rollout.rewards.turn_scores import local_team, tree_shaping
-from mcore_mas.rollout.sandbox.judge import StdinTest
+from rollout.environments.code import CodeEnv, pack_test
+from rollout.orchestras.ab_mcts import Grading, TreeSearch, draw_gaussian
+from rollout.records.trajectory import Group, Status, Task, Trajectory, derive_seed
+from rollout.rewards.turn_scores import local_team, tree_shaping
+from rollout.sandbox.judge import StdinTest
 from tests.support.canned import Canned
 from tests.support.casts import SUM, grow, play, scores, validity
 from tests.support.play import SEED, STEP
@@ -44,7 +44,11 @@ def test_the_tree_is_what_its_seed_draws_and_its_best_node_is_the_answer() -> No
     assert (scores(trajectory), scores(trajectory, "branch")) == (grades, grades)
     assert validity(trajectory) == [True, True, False, True, True, True]
     assert trajectory.leaf == nodes[3][0]  # the first of the two best
-    assert (trajectory.outcome, trajectory.answer, trajectory.status) == (1.0, "7", Status.COMPLETED)
+    assert (trajectory.outcome, trajectory.answer, trajectory.status) == (
+        1.0,
+        "7",
+        Status.COMPLETED,
+    )
     assert [turn.node for turn in trajectory.path][-1] == trajectory.leaf
     texts = dict(zip([name for name, _ in nodes], replies, strict=True))
     for (name, _), prompt in zip(nodes, prompts, strict=True):
@@ -67,7 +71,9 @@ def test_several_agents_share_the_tree() -> None:
     grades = [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
     replies = [RIGHT if grade else WRONG for grade in grades]
     trajectory, _ = play("ab_mcts", roles, *replies, max_nodes=6, agents=["one", "two"])
-    assert [(turn.node, turn.agent) for turn in trajectory.turns] == expected_nodes(["one", "two"], grades)
+    assert [(turn.node, turn.agent) for turn in trajectory.turns] == expected_nodes(
+        ["one", "two"], grades
+    )
     assert {turn.agent for turn in trajectory.turns} == {"one", "two"}
 
 
@@ -77,7 +83,9 @@ def test_a_good_enough_node_ends_the_search() -> None:
 
 
 def test_malformed_replies_alone_leave_no_answer() -> None:
-    trajectory, prompts = play("ab_mcts", SOLVER, NONE, NONE, max_nodes=2, grading=Grading(malformed=-0.5))
+    trajectory, prompts = play(
+        "ab_mcts", SOLVER, NONE, NONE, max_nodes=2, grading=Grading(malformed=-0.5)
+    )
     assert (trajectory.outcome, trajectory.answer, trajectory.leaf) == (0.0, "", "")
     assert (scores(trajectory), validity(trajectory)) == ([-0.5, -0.5], [False, False])
     if trajectory.turns[1].node == "0.0":
@@ -92,16 +100,27 @@ def coding(*replies: str, **options: Any) -> tuple[Trajectory, list[str]]:
     task = Task(id="t", prompt="Add.", answers=answers, env="code", source="s", split="train")
     outputs = {("half", "1"): "2", ("half", "5"): "5", ("half", "6"): "0", ("bad", "1"): "9"}
     make_env = partial(CodeEnv, sandbox=Canned(outputs), reward="rate")
-    return play("ab_mcts", {"generator": "tree_coder"}, *replies, task=task, make_env=make_env, **options)
+    return play(
+        "ab_mcts", {"generator": "tree_coder"}, *replies, task=task, make_env=make_env, **options
+    )
 
 
 def test_programs_may_be_graded_by_visible_tests_alone() -> None:
     bad, half = "```python\nbad\n```", "```python\nhalf\n```"
-    trajectory, prompts = coding(bad, half, bad, grading=Grading(measure="visible_rate"), max_nodes=3)
+    trajectory, prompts = coding(
+        bad, half, bad, grading=Grading(measure="visible_rate"), max_nodes=3
+    )
     assert scores(trajectory) == [0.0, 1.0, 0.0]
-    assert (trajectory.outcome, trajectory.metrics["pass_rate"]) == (0.5, 0.5)  # of the hidden tests, seen by nobody
-    mended = [p for p, turn in zip(prompts, trajectory.turns, strict=True) if turn.node.startswith("0.")]
-    assert all("Test 1: wrong answer\nInput: 1\nExpected: 2\nOutput: 9" in prompt for prompt in mended)
+    assert (trajectory.outcome, trajectory.metrics["pass_rate"]) == (
+        0.5,
+        0.5,
+    )  # of the hidden tests, seen by nobody
+    mended = [
+        p for p, turn in zip(prompts, trajectory.turns, strict=True) if turn.node.startswith("0.")
+    ]
+    assert all(
+        "Test 1: wrong answer\nInput: 1\nExpected: 2\nOutput: 9" in prompt for prompt in mended
+    )
     graded, _ = coding(half, max_nodes=1, grading=Grading(measure="pass_rate"))
     assert scores(graded) == [0.5]
 
@@ -113,7 +132,9 @@ def test_the_nodes_are_what_the_tree_estimators_compare() -> None:
     for allocated in (tree_shaping(group, gamma=0.0), local_team(group)):
         assert [turn.reward for turn in allocated.trajectories[0].turns] == [0.0, 1.0, 0.0, 1.0]
         turns = columns(to_samples([allocated]))
-    by_node = {turn.node: grade for turn, grade in zip(trajectory.turns, [0.0, 1.0, 0.0, 1.0], strict=True)}
+    by_node = {
+        turn.node: grade for turn, grade in zip(trajectory.turns, [0.0, 1.0, 0.0, 1.0], strict=True)
+    }
     wanted = []
     for node, grade in by_node.items():
         parent = node.rpartition(".")[0]
@@ -122,14 +143,21 @@ def test_the_nodes_are_what_the_tree_estimators_compare() -> None:
         sides += [sum(beside) / len(beside)] if beside else []
         wanted.append(grade - (sum(sides) / len(sides) if sides else grade))  # λ = 0.5
     assert mcts(turns).values.tolist() == pytest.approx(wanted)
-    shaped = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64) + 0.3 * torch.tensor(wanted, dtype=torch.float64)
-    assert mars2(turns).values.tolist() == pytest.approx(((shaped - shaped.mean()) / (shaped.std() + 1e-6)).tolist())
+    shaped = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64) + 0.3 * torch.tensor(
+        wanted, dtype=torch.float64
+    )
+    assert mars2(turns).values.tolist() == pytest.approx(
+        ((shaped - shaped.mean()) / (shaped.std() + 1e-6)).tolist()
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"grading": Grading(measure="elegance")}, "does not measure 'elegance'; it measures answered"),
+        (
+            {"grading": Grading(measure="elegance")},
+            "does not measure 'elegance'; it measures answered",
+        ),
         (
             {"posterior": "beta", "grading": Grading(malformed=-1.0)},
             "a beta posterior takes scores from 0 to 1, and one is -1",

@@ -6,29 +6,44 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.orchestras import ORCHESTRAS
-from mcore_mas.rollout.orchestras.replies import parse_boxed_verdict, parse_review
-from mcore_mas.rollout.records.trajectory import Group, Status
-from mcore_mas.rollout.rewards.turn_scores import shaping
+from rollout.orchestras import ORCHESTRAS
+from rollout.orchestras.replies import parse_boxed_verdict, parse_review
+from rollout.records.trajectory import Group, Status
+from rollout.rewards.turn_scores import shaping
 from tests.support.casts import SUM, grow, play, scores, speakers, validity
 
 RIGHT, WRONG, NONE = "so \\boxed{7}", "so \\boxed{8}", "no idea"
 DEBATE = {"debater_1": "debater", "debater_2": "debater", "debater_3": "debater"}
 CHAIN = {"generator": "chain_generator", "verifier": "chain_verifier", "refiner": "chain_refiner"}
-MIXTURE = {"proposer_1": "proposer", "proposer_2": "proposer", "proposer_3": "proposer", "aggregator": "aggregator"}
-REFINE = {"solver": "refine_solver", "verifier": "refine_verifier", "refiner": "refiner", "finalizer": "finalizer"}
+MIXTURE = {
+    "proposer_1": "proposer",
+    "proposer_2": "proposer",
+    "proposer_3": "proposer",
+    "aggregator": "aggregator",
+}
+REFINE = {
+    "solver": "refine_solver",
+    "verifier": "refine_verifier",
+    "refiner": "refiner",
+    "finalizer": "finalizer",
+}
 SELF = {"solver": "self_verifier"}
 FINE = "<status>correct</status><feedback>it holds</feedback>"
 
 
 def rewards(trajectory: Any, **options: Any) -> list[float | None]:
     return [
-        turn.reward for turn in shaping(Group(task=SUM, trajectories=(trajectory,)), **options).trajectories[0].turns
+        turn.reward
+        for turn in shaping(Group(task=SUM, trajectories=(trajectory,)), **options)
+        .trajectories[0]
+        .turns
     ]
 
 
 def test_debate_is_decided_by_the_majority_of_the_last_round() -> None:
-    trajectory, prompts = play("debate", DEBATE, RIGHT, WRONG, WRONG, RIGHT, WRONG, "<think>8</think>so \\boxed{7.0}")
+    trajectory, prompts = play(
+        "debate", DEBATE, RIGHT, WRONG, WRONG, RIGHT, WRONG, "<think>8</think>so \\boxed{7.0}"
+    )
     assert speakers(trajectory) == [*DEBATE, *DEBATE]
     assert (trajectory.outcome, trajectory.answer) == (1.0, "7")  # 7 and 7.0 are one answer
     assert scores(trajectory) == [1.0, 0.0, 0.0, 1.0, 0.0, 1.0]
@@ -75,7 +90,9 @@ def test_debaters_hear_no_more_than_they_may() -> None:
     assert not any("secret" in prompt for prompt in prompts)
     _, prompts = play("debate", DEBATE, *first, RIGHT, RIGHT, RIGHT, max_others=1)
     assert [len(heard(prompt)) for prompt in prompts[3:]] == [2, 2, 2]
-    assert ["a" in heard(prompts[3]), "b" in heard(prompts[4]), "c" in heard(prompts[5])] == [True] * 3
+    assert ["a" in heard(prompts[3]), "b" in heard(prompts[4]), "c" in heard(prompts[5])] == [
+        True
+    ] * 3
 
 
 def test_a_debate_grows_as_a_tree_of_rounds() -> None:
@@ -96,7 +113,9 @@ def test_a_debate_grows_as_a_tree_of_rounds() -> None:
 
 
 def test_chain_hands_on_and_the_refiner_decides() -> None:
-    trajectory, prompts = play("chain", CHAIN, f"<think>hm</think>{WRONG}", "3+4 is not 8. \\boxed{0}", RIGHT)
+    trajectory, prompts = play(
+        "chain", CHAIN, f"<think>hm</think>{WRONG}", "3+4 is not 8. \\boxed{0}", RIGHT
+    )
     assert speakers(trajectory) == ["generator", "verifier", "refiner"]
     assert (trajectory.outcome, trajectory.answer) == (1.0, "7")
     assert scores(trajectory) == [0.0, 1.0, 1.0]  # the verdict is true
@@ -132,7 +151,12 @@ def test_mixture_shows_every_proposal_to_the_aggregator() -> None:
     assert f"[Solution 1]\n{RIGHT}\n\n[Solution 2]\n{WRONG}\n\n[Solution 3]\n{NONE}\n" in prompts[3]
     assert (trajectory.outcome, scores(trajectory)) == (1.0, [1.0, 0.0, 0.0, 1.0])
     assert validity(trajectory) == [True, True, False, True]
-    assert rewards(trajectory, history="proposers") == [1.0, 0.0, 0.0, pytest.approx(1 + 0.5 * (1 - 1 / 3))]
+    assert rewards(trajectory, history="proposers") == [
+        1.0,
+        0.0,
+        0.0,
+        pytest.approx(1 + 0.5 * (1 - 1 / 3)),
+    ]
 
 
 def test_a_malformed_end_leaves_a_mixture_without_an_answer() -> None:
@@ -151,9 +175,19 @@ def test_a_malformed_end_leaves_a_mixture_without_an_answer() -> None:
         ((NONE, NONE, NONE), 0.0),
         ((RIGHT, WRONG, NONE), 0.0),
     ],
-    ids=["stands", "mends", "stands wrongly", "wavers", "malformed confirms nothing", "never", "malformed end"],
+    ids=[
+        "stands",
+        "mends",
+        "stands wrongly",
+        "wavers",
+        "malformed confirms nothing",
+        "never",
+        "malformed end",
+    ],
 )
-def test_self_verify_ends_when_it_stands_by_its_answer(replies: tuple[str, ...], outcome: float) -> None:
+def test_self_verify_ends_when_it_stands_by_its_answer(
+    replies: tuple[str, ...], outcome: float
+) -> None:
     trajectory, prompts = play("self_verify", SELF, *replies)
     assert trajectory.outcome == outcome
     assert validity(trajectory) == ["boxed" in reply for reply in replies]
@@ -167,7 +201,10 @@ def test_math_refine_passes_once_through_everybody() -> None:
     assert speakers(trajectory) == ["solver", "verifier", "refiner", "finalizer"]
     assert (trajectory.outcome, trajectory.answer) == (1.0, "7")
     assert scores(trajectory, "team") == [1.0] * 4
-    assert "# The verifier's finding\nincorrect\n3+4 is 7\n" in prompts[2] and "secretly" not in prompts[2]
+    assert (
+        "# The verifier's finding\nincorrect\n3+4 is 7\n" in prompts[2]
+        and "secretly" not in prompts[2]
+    )
     assert f"# The refiner's solution\n{RIGHT}\n" in prompts[3]
 
 
@@ -210,7 +247,10 @@ def test_a_world_that_cannot_grade_is_named() -> None:
 
     trajectory, _ = play("chain", CHAIN, RIGHT, make_env=lambda _: Mute())  # type: ignore[arg-type, return-value]
     assert trajectory.status is Status.FAILED
-    assert trajectory.error == "EnvError: Mute cannot preview an action; use a team that does not ask for it"
+    assert (
+        trajectory.error
+        == "EnvError: Mute cannot preview an action; use a team that does not ask for it"
+    )
 
 
 def test_the_table_names_them() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.rollout.config.sections import AgentConfig, EnvConfig
-from mcore_mas.rollout.environments.code import pack_test
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox.judge import StdinTest
+from rollout.config.sections import AgentConfig, EnvConfig
+from rollout.environments.code import pack_test
+from rollout.records.trajectory import Task
+from rollout.sandbox.judge import StdinTest
 from tests.support.shipped import Library, play_shipped
 
 TESTS = [StdinTest(stdin=f"{n} {n}\n", expected=f"{2 * n}\n") for n in (1, 2)]
@@ -23,7 +23,9 @@ SUM = Task(
     source="s",
     split="train",
 )
-ASKED = Task(id="q", prompt="Who wrote it?", answers=("Alice",), env="search", source="s", split="train")
+ASKED = Task(
+    id="q", prompt="Who wrote it?", answers=("Alice",), env="search", source="s", split="train"
+)
 RIGHT = "```python\nprint(sum(map(int, input().split())))\n```"
 
 
@@ -48,20 +50,33 @@ def test_the_coder_tries_things_out_and_hears_its_reviewer() -> None:
         ("reviewer", "reviewer/0"),
         ("coder", "coder/0"),
     ]
-    assert [(event.tool, event.result, event.after_turn) for event in trajectory.tools if event.tool != "run"] == [
+    assert [
+        (event.tool, event.result, event.after_turn)
+        for event in trajectory.tools
+        if event.tool != "run"
+    ] == [
         ("python", "[no output]", 0),
         ("calculator", "1/4 = 0.25", 0),
         ("python", "42", 1),  # the session knows x
     ]
     # the last two by the step that they led to
-    assert [turn.scores.get("pass_rate") for turn in trajectory.turns] == [None, None, 0.0, 1.0, 1.0]
+    assert [turn.scores.get("pass_rate") for turn in trajectory.turns] == [
+        None,
+        None,
+        0.0,
+        1.0,
+        1.0,
+    ]
     last = [(message.role, message.content) for message in trajectory.turns[4].messages]
     assert last[1:6:2] == [
         ("user", last[1][1]),
         ("tool", "[no output]"),
         ("assistant", ""),
     ]
-    assert last[-1] == ("user", "Test 1: wrong answer\nInput: 1 1\nExpected: 2\nOutput: 0\n\nRead the numbers.")
+    assert last[-1] == (
+        "user",
+        "Test 1: wrong answer\nInput: 1 1\nExpected: 2\nOutput: 0\n\nRead the numbers.",
+    )
     assert trajectory.outcome == 1.0
     before = trajectory.turns[2]
     said = before.prompt_ids + before.completion_ids
@@ -83,7 +98,14 @@ def test_lead_and_scout_remember() -> None:
         ],
         retriever=library,
     )
-    assert [turn.agent for turn in trajectory.turns] == ["lead", "scout", "scout", "lead", "scout", "lead"]
+    assert [turn.agent for turn in trajectory.turns] == [
+        "lead",
+        "scout",
+        "scout",
+        "lead",
+        "scout",
+        "lead",
+    ]
     assert [query for query, _ in library.asked] == ["author"]
     assert [event.tool for event in trajectory.tools] == ["search"]  # once, by the environment
     scout = [message.content for message in trajectory.turns[4].messages]
@@ -104,8 +126,12 @@ def test_a_lead_that_never_answers_has_none() -> None:
 
 def test_tools_of_an_orchestra_without_chats_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        RunConfig.check(resolve(["experiment=demo_math", "+agents.solver.tools={calculator: {}}"]), "here")
-    assert "agent 'solver' has tools, and orchestra 'solver_verifier' opens no chats" in str(caught.value)
+        RunConfig.check(
+            resolve(["experiment=demo_math", "+agents.solver.tools={calculator: {}}"]), "here"
+        )
+    assert "agent 'solver' has tools, and orchestra 'solver_verifier' opens no chats" in str(
+        caught.value
+    )
 
 
 def test_who_sums_up_chats_is_asked_with_the_conversation_alone() -> None:
@@ -116,12 +142,17 @@ def test_who_sums_up_chats_is_asked_with_the_conversation_alone() -> None:
 
     assert folded_by("summing").agents["reviewer"].chats.summariser == "summing"
     for name in ("nobody", "coder"):  # the coder's template has the slot {problem}
-        with pytest.raises(ConfigError, match=rf"chats.summariser '{name}': expected an agent whose user template has"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"chats.summariser '{name}': expected an agent whose user template has",
+        ):
             folded_by(name)
 
 
 def test_the_search_tool_needs_an_environment_that_searches() -> None:
     team = {"coder": AgentConfig(policy="p", tools={"search": {}})}
     EnvConfig(name="search").check_tools(team)
-    with pytest.raises(ValueError, match="agent 'coder': tool 'search' asks env 'search', and this is env 'code'"):
+    with pytest.raises(
+        ValueError, match="agent 'coder': tool 'search' asks env 'search', and this is env 'code'"
+    ):
         EnvConfig(name="code").check_tools(team)

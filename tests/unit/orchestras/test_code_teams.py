@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.environments.code import CodeEnv, pack_solution, pack_test
-from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.orchestras.replies import parse_cases, parse_pseudocode, parse_reflection
-from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
-from mcore_mas.rollout.rewards.turn_scores import local_team, turn_difference
-from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest, Test
+from rollout.environments.code import CodeEnv, pack_solution, pack_test
+from rollout.environments.protocol import Env
+from rollout.orchestras.replies import parse_cases, parse_pseudocode, parse_reflection
+from rollout.records.trajectory import Group, Status, Task, Trajectory
+from rollout.rewards.turn_scores import local_team, turn_difference
+from rollout.sandbox.judge import CallTest, StdinTest, Test
 from tests.support.canned import Canned
 from tests.support.casts import grow, play, scores, speakers, validity
 from tests.support.sandboxes import started
@@ -25,16 +25,20 @@ VISIBLE = StdinTest(stdin="1 2\n", expected="3\n")
 HIDDEN = [StdinTest(stdin=f"{n} {n}\n", expected=f"{2 * n}\n") for n in (10, 20, 30, 40)]
 # "good" adds, "half" only small numbers, "solution" is the task's own
 SUMS = {"1 2": "3", "0 0": "0", "10 10": "20", "20 20": "40", "30 30": "60", "40 40": "80"}
-OUTPUTS = {(program, given): out for program in ("good", "solution") for given, out in SUMS.items()} | {
-    ("half", given): out if int(given[:2]) <= 20 else "0" for given, out in SUMS.items()
-}
+OUTPUTS = {
+    (program, given): out for program in ("good", "solution") for given, out in SUMS.items()
+} | {("half", given): out if int(given[:2]) <= 20 else "0" for given, out in SUMS.items()}
 NONE = "no idea"
 
 
 def task(*extra: str, hidden: list[Test] = HIDDEN, visible: list[Test] | None = None) -> Task:  # type: ignore[assignment]
     shown = [VISIBLE] if visible is None else visible
-    answers = [pack_test(t, visible=True) for t in shown] + [pack_test(t, visible=False) for t in hidden]
-    return Task(id="t", prompt="Add.", answers=(*answers, *extra), env="code", source="s", split="train")
+    answers = [pack_test(t, visible=True) for t in shown] + [
+        pack_test(t, visible=False) for t in hidden
+    ]
+    return Task(
+        id="t", prompt="Add.", answers=(*answers, *extra), env="code", source="s", split="train"
+    )
 
 
 def code(program: str) -> str:
@@ -42,23 +46,39 @@ def code(program: str) -> str:
 
 
 def written(*cases: tuple[str, str]) -> str:
-    return "".join(f"<input>\n{given}\n</input>\n<output>{expected}</output>\n" for given, expected in cases)
+    return "".join(
+        f"<input>\n{given}\n</input>\n<output>{expected}</output>\n" for given, expected in cases
+    )
 
 
-def run(orchestra: str, roles: dict[str, str], *replies: str, of: Task | None = None, **options: Any) -> Any:
+def run(
+    orchestra: str, roles: dict[str, str], *replies: str, of: Task | None = None, **options: Any
+) -> Any:
     sandbox = Canned(OUTPUTS)  # type: ignore[arg-type]
     make_env: Callable[[Task], Env] = partial(CodeEnv, sandbox=sandbox, reward="rate")
-    return play(orchestra, roles, *replies, task=of or task(pack_solution("solution")), make_env=make_env, **options)
+    return play(
+        orchestra,
+        roles,
+        *replies,
+        task=of or task(pack_solution("solution")),
+        make_env=make_env,
+        **options,
+    )
 
 
 def test_coder_and_tester_end_when_the_program_passes_the_tests() -> None:
-    trajectory, prompts = run("coder_tester", PAIR, code("half"), written(("1 2", "3"), ("0 0", "0")))
+    trajectory, prompts = run(
+        "coder_tester", PAIR, code("half"), written(("1 2", "3"), ("0 0", "0"))
+    )
     assert speakers(trajectory) == ["coder", "tester"]
     assert trajectory.outcome == 0.5  # half passes 10 and 20 of the hidden ones
     assert scores(trajectory) == [0.5, 1.0]
     assert "Add." in prompts[0] and "Add." in prompts[1] and code("half") not in prompts[1]
     rewarded = local_team(Group(task=task(), trajectories=(trajectory,))).trajectories[0]
-    assert [turn.reward for turn in rewarded.turns] == [1.0, 1.5]  # Stronger-MAS: 2 x ratio; agreement + ratio
+    assert [turn.reward for turn in rewarded.turns] == [
+        1.0,
+        1.5,
+    ]  # Stronger-MAS: 2 x ratio; agreement + ratio
 
 
 def test_coder_and_tester_both_see_the_mismatches() -> None:
@@ -106,7 +126,9 @@ def test_tests_beyond_the_limit_do_not_count() -> None:
 def test_a_tester_is_not_scored_where_the_task_has_no_solution() -> None:
     trajectory, _ = run("coder_tester", PAIR, code("good"), written(("1 2", "3")), of=task())
     assert scores(trajectory) == [1.0, None]
-    rewarded = local_team(Group(task=task(), trajectories=(trajectory,)), missing_local="zero").trajectories[0]
+    rewarded = local_team(
+        Group(task=task(), trajectories=(trajectory,)), missing_local="zero"
+    ).trajectories[0]
     assert [turn.reward for turn in rewarded.turns] == [2.0, 1.0]
 
 
@@ -143,20 +165,32 @@ def test_code_reflect_ends_when_the_visible_tests_pass() -> None:
     assert differences(trajectory) == [0.5, 0.5]
 
 
-def test_in_every_turn_of_code_reflect_the_planner_speaks_first_and_everybody_gets_the_difference() -> None:
+def test_in_every_turn_of_code_reflect_the_planner_speaks_first_and_everybody_gets_the_difference() -> (
+    None
+):
     hard = task(visible=[StdinTest(stdin="30 30\n", expected="60\n")])
     mend = "<pseudocode>add wide ones</pseudocode>"
     replies = (PLAN, code("broken"), ADVICE, mend, code("half"), ADVICE, NONE, code("good"))
     trajectory, prompts = run("code_reflect", TRIO, *replies, of=hard)
     assert speakers(trajectory) == ["planner", "coder", "reflector"] * 2 + ["planner", "coder"]
     assert trajectory.outcome == 1.0
-    assert [turn.scores["pass_rate"] for turn in trajectory.turns if turn.agent == "coder"] == [0.0, 0.5, 1.0]
+    assert [turn.scores["pass_rate"] for turn in trajectory.turns if turn.agent == "coder"] == [
+        0.0,
+        0.5,
+        1.0,
+    ]
     # R_0; then R_1 - R_0 to the reflector before and to planner and coder; then R_2 - R_1 likewise
     assert differences(trajectory) == [0.0, 0.0, *[0.5 - 0.0] * 3, *[1.0 - 0.5] * 3]
-    assert f"add them\n{code('broken')}\nTest 1: failed\nInput: 30 30\nExpected: 60\nError: NameError\n" in prompts[2]
+    assert (
+        f"add them\n{code('broken')}\nTest 1: failed\nInput: 30 30\nExpected: 60\nError: NameError\n"
+        in prompts[2]
+    )
     assert "Error: NameError\n\nmind large ones\n" in prompts[3]
     assert "# The plan\nadd wide ones\n" in prompts[4] and "# The plan\n\n" in prompts[7]
-    assert f"add wide ones\n{code('half')}\n" in prompts[6] and "Output: 0\n\nmind large ones\n" in prompts[6]
+    assert (
+        f"add wide ones\n{code('half')}\n" in prompts[6]
+        and "Output: 0\n\nmind large ones\n" in prompts[6]
+    )
     assert not any(str(80) in prompt for prompt in prompts)
     assert [event.tool for event in trajectory.tools] == ["run"] * 3
 
@@ -203,9 +237,14 @@ def test_plan_and_reflection_are_tags() -> None:
 
 @pytest.mark.parametrize(
     ("name", "roles", "replies"),
-    [("coder_tester", PAIR, (code("good"), written(("1 2", "3")))), ("code_reflect", TRIO, (PLAN, code("good")))],
+    [
+        ("coder_tester", PAIR, (code("good"), written(("1 2", "3")))),
+        ("code_reflect", TRIO, (PLAN, code("good"))),
+    ],
 )
-def test_a_world_without_programs_is_an_error(name: str, roles: dict[str, str], replies: tuple[str, ...]) -> None:
+def test_a_world_without_programs_is_an_error(
+    name: str, roles: dict[str, str], replies: tuple[str, ...]
+) -> None:
     trajectory, _ = play(name, roles, *replies)
     assert trajectory.status is Status.FAILED
     assert trajectory.error == "EnvError: the environment grades no programs; name code in env"
@@ -223,10 +262,15 @@ def test_tests_of_functions_in_the_sandbox() -> None:
         assert asyncio.run(env.agreement([])) == 0.0
         step = asyncio.run(env.check("def add(a, b):\n    return 3", cases[:1] + cases[2:]))
         assert (step.observation, step.metrics) == ("Test 1: passed", {"check_rate": 1 / 3})
-        assert asyncio.run(env.check(solved, cases[2:])).observation == "None of the tests can be used."
+        assert (
+            asyncio.run(env.check(solved, cases[2:])).observation
+            == "None of the tests can be used."
+        )
         assert asyncio.run(env.preview(code(solved))).metrics["runs"] == 0.0
         make_env = partial(CodeEnv, sandbox=sandbox, reward="rate")
-        trajectory, _ = play("coder_tester", PAIR, code(solved), written(("[1, 2]", "3")), task=of, make_env=make_env)
+        trajectory, _ = play(
+            "coder_tester", PAIR, code(solved), written(("[1, 2]", "3")), task=of, make_env=make_env
+        )
         assert (trajectory.outcome, scores(trajectory)) == (1.0, [1.0, 1.0])
     finally:
         sandbox.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_mas.rollout.orchestras.graph import read_expression
+from rollout.orchestras.graph import read_expression
 
 VALUES = {"verdict": "yes", "verdict.runs": 2, "draft": "", "draft.text": "no tag"}
 
@@ -80,7 +80,9 @@ def test_a_condition_is_short() -> None:
         read_expression("a" * 501)
 
 
-@pytest.mark.parametrize("text", ["verdict < 3", "3 in verdict", "len(3) > 1", "verdict or draft < 3", "'a' in 3"])
+@pytest.mark.parametrize(
+    "text", ["verdict < 3", "3 in verdict", "len(3) > 1", "verdict or draft < 3", "'a' in 3"]
+)
 def test_values_that_cannot_be_compared_are_refused_whatever_they_are(text: str) -> None:
     with pytest.raises(ValueError, match="condition '"):
         read_expression(text).holds(VALUES)

@@ -8,9 +8,9 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.config.sections import build_allocator, build_env, build_team
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.records.trajectory import Task
+from rollout.config.sections import build_allocator, build_env, build_team
+from rollout.engines import EngineClient
+from rollout.records.trajectory import Task
 from tests.support.play import Bytes, collect
 from tests.support.sandboxes import started
 from tests.support.scripted_engine import ScriptedEngine
@@ -41,19 +41,27 @@ def test_a_breadth_first_search_is_the_proposal_of_the_published_team() -> None:
     config = RunConfig.check(resolve(["experiment=strongermas_t1_plan_path_shared"]), "a test")
     engine = ScriptedEngine(lambda prompt, call: (*(PROGRAM, f"#### {WAY}")[call].encode(), 0))
     team = build_team(config.agents, {"shared": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
-    task = Task(id="t", prompt=PUZZLE, answers=(WAY,), env="plan_path", source="plan_path", split="test")
+    task = Task(
+        id="t", prompt=PUZZLE, answers=(WAY,), env="plan_path", source="plan_path", split="test"
+    )
     sandbox = started("auto")
     try:
         make_env = build_env(config.env, sandbox=sandbox)
-        [group] = asyncio.run(collect([task], team, make_env, config.orchestra.call, group_size=1, seed=0, step=0))
+        [group] = asyncio.run(
+            collect([task], team, make_env, config.orchestra.call, group_size=1, seed=0, step=0)
+        )
     finally:
         sandbox.close()
     [played] = group.trajectories
     assert (played.error, [turn.agent for turn in played.turns]) == ("", ["tool", "planner"])
-    assert bytes(engine.calls[1][0]).decode().count(WAY) == 1  # the planner reads what the program printed
+    assert (
+        bytes(engine.calls[1][0]).decode().count(WAY) == 1
+    )  # the planner reads what the program printed
     assert played.success == 1.0
     [tool, planner] = build_allocator(config.reward, config.agents)(group).trajectories[0].turns
     # seven steps of -0.01, distances 3 4 5 4 3 2 1 before and 4 5 4 3 2 1 0 after them, the goal and the shortest way
     value = 7 * -0.01 + 22 - 0.99 * 19 + 1 + 0.5
-    assert tool.scores["local"] == planner.scores["local"] == pytest.approx(value)  # what was proposed was done
+    assert (
+        tool.scores["local"] == planner.scores["local"] == pytest.approx(value)
+    )  # what was proposed was done
     assert tool.reward == planner.reward == pytest.approx(2 * value)  # local and team

@@ -8,28 +8,38 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.config.sections import AgentConfig, OrchestraConfig, build_team
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.environments.search import SearchEnv
-from mcore_mas.rollout.orchestras.graph import Graph, graph
-from mcore_mas.rollout.orchestras.search import search_team
-from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from rollout.config.sections import AgentConfig, OrchestraConfig, build_team
+from rollout.engines import EngineClient
+from rollout.environments.search import SearchEnv
+from rollout.orchestras.graph import Graph, graph
+from rollout.orchestras.search import search_team
+from rollout.records.trajectory import Task, Trajectory
 from tests.support.play import TASK, Adder, Bytes, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.shipped import TEAMS, Library, play_shipped
 
 SHIPPED = TEAMS["graph"]
-QUESTION = Task(id="t", prompt="Who?", answers=("Alice",), env="search", source="hops", split="train")
+QUESTION = Task(
+    id="t", prompt="Who?", answers=("Alice",), env="search", source="hops", split="train"
+)
 YES, NO = "<verify>yes</verify>", "<verify>no</verify>"
 ALICE = "<answer>Alice</answer>"
 
 
 def by_hand(replies: list[str]) -> Trajectory:
     engine = ScriptedEngine(lambda _, call: (*replies[call].encode(), 0))
-    agents = {name: AgentConfig(**config, policy="shared") for name, config in SHIPPED["agents"].items()}
+    agents = {
+        name: AgentConfig(**config, policy="shared") for name, config in SHIPPED["agents"].items()
+    }
     team = build_team(agents, {"shared": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
     played = collect(
-        [QUESTION], team, partial(SearchEnv, retriever=Library()), search_team, group_size=1, seed=1, step=0
+        [QUESTION],
+        team,
+        partial(SearchEnv, retriever=Library()),
+        search_team,
+        group_size=1,
+        seed=1,
+        step=0,
     )
     return asyncio.run(played)[0].trajectories[0]
 
@@ -48,9 +58,15 @@ def test_the_shipped_graph_is_the_search_team(replies: list[str]) -> None:
     assert [(t.agent, t.messages, t.valid, t.round, t.seed) for t in drawn.turns] == [
         (t.agent, t.messages, t.valid, t.round, t.seed) for t in written.turns
     ]
-    assert (drawn.outcome, drawn.metrics, drawn.tools) == (written.outcome, written.metrics, written.tools)
+    assert (drawn.outcome, drawn.metrics, drawn.tools) == (
+        written.outcome,
+        written.metrics,
+        written.tools,
+    )
     assert drawn.outcome == float(replies[-1] == ALICE)
-    assert [turn.reward for turn in drawn.turns] == [drawn.outcome - 0.01 * (not turn.valid) for turn in drawn.turns]
+    assert [turn.reward for turn in drawn.turns] == [
+        drawn.outcome - 0.01 * (not turn.valid) for turn in drawn.turns
+    ]
 
 
 def ask(agent: str, said: str = "{problem}", **more: object) -> dict[str, Any]:
@@ -61,11 +77,15 @@ def edge(source: str, target: str, when: str | None = None) -> dict[str, Any]:
     return {"from": source, "to": target} | ({"when": when} if when else {})
 
 
-def draw(nodes: dict[str, Any], *edges: dict[str, Any], start: str | list[str] = "one") -> dict[str, Any]:
+def draw(
+    nodes: dict[str, Any], *edges: dict[str, Any], start: str | list[str] = "one"
+) -> dict[str, Any]:
     return {"start": start, "nodes": nodes, "edges": list(edges)}
 
 
-def play(drawn: dict[str, Any], *replies: str, max_steps: int = 16) -> tuple[list[tuple[str, str]], Trajectory]:
+def play(
+    drawn: dict[str, Any], *replies: str, max_steps: int = 16
+) -> tuple[list[tuple[str, str]], Trajectory]:
     """What each agent in turn was told, and the trajectory, with the agents and the world of `tests.support.play`."""
     engine = ScriptedEngine(lambda _, call: (*replies[call].encode(), 0))
 
@@ -86,16 +106,29 @@ def test_a_wave_sees_what_was_before_it() -> None:
         "last": ask("a", "{one}, {two}, {sum}; {history}", wait="all"),
         "end": {"action": "{last}"},
     }
-    edges = [edge("one", "two"), edge("one", "sum"), edge("two", "last"), edge("sum", "last"), edge("last", "end")]
+    edges = [
+        edge("one", "two"),
+        edge("one", "sum"),
+        edge("two", "last"),
+        edge("sum", "last"),
+        edge("last", "end"),
+    ]
     told, trajectory = play(draw(nodes, *edges, start=["one", "two"]), "1", "2", "3", "4")
     # wave 1: one, two; wave 2: two, sum; wave 3: last; wave 4: end
-    assert told == [("a", "say numbers"), ("b", "after "), ("b", "after 1"), ("a", "1, 3, 1; 1\n1\n")]
+    assert told == [
+        ("a", "say numbers"),
+        ("b", "after "),
+        ("b", "after 1"),
+        ("a", "1, 3, 1; 1\n1\n"),
+    ]
     assert trajectory.outcome == 5.0
     assert [turn.scores["team"] for turn in trajectory.turns] == [1.0, 1.0, 1.0, 4.0]
     assert [turn.round for turn in trajectory.turns] == [0, 0, 0, 1]
 
 
-@pytest.mark.parametrize(("wait", "told"), [("any", ["one", "two", "late", "late"]), ("all", ["one", "two", "late"])])
+@pytest.mark.parametrize(
+    ("wait", "told"), [("any", ["one", "two", "late", "late"]), ("all", ["one", "two", "late"])]
+)
 def test_waiting_for_all_runs_once_after_the_longest_way(wait: str, told: list[str]) -> None:
     nodes = {
         "one": ask("a", "one"),
@@ -111,7 +144,10 @@ def test_waiting_for_all_runs_once_after_the_longest_way(wait: str, told: list[s
 
 def test_a_loop_ends_by_its_condition_and_malformed_replies_are_empty() -> None:
     nodes = {"one": ask("a", "{one}|{one.text}|{one.runs}"), "end": {"action": "{one.runs}"}}
-    edges = [edge("one", "one", "not one and one.runs < 3"), edge("one", "end", "len(one) > 0 or one.runs >= 3")]
+    edges = [
+        edge("one", "one", "not one and one.runs < 3"),
+        edge("one", "end", "len(one) > 0 or one.runs >= 3"),
+    ]
     told, trajectory = play(draw(nodes, *edges), "no", "2")
     assert told == [("a", "||0"), ("a", "|no|1")]
     assert trajectory.outcome == 2.0
@@ -160,37 +196,76 @@ END = {"action": "0"}
         (3, "expected a mapping with keys nodes, edges, start"),
         ({}, "'nodes' is missing"),
         ({"nodes": {}}, "graph.nodes\n  expected a mapping"),
-        (draw({"one": END}) | {"edge": []}, "graph\n  there is no 'edge'; known here: nodes, edges, start"),
-        (draw({"one": {"agnt": "a"}}), "graph.nodes.one\n  there is no 'agnt'; known here: agent, slots, action, wait"),
+        (
+            draw({"one": END}) | {"edge": []},
+            "graph\n  there is no 'edge'; known here: nodes, edges, start",
+        ),
+        (
+            draw({"one": {"agnt": "a"}}),
+            "graph.nodes.one\n  there is no 'agnt'; known here: agent, slots, action, wait",
+        ),
         (draw({"one": {}}), "graph.nodes.one\n  expected either agent, with its slots, or action"),
         (draw({"one": {"agent": "a", "action": "0"}}), "graph.nodes.one\n  expected either agent"),
         (draw({"one": {"agent": 3}}), "graph.nodes.one.agent\n  expected text"),
-        (draw({"one": {"agent": "a", "slots": ["b"]}}), "graph.nodes.one.slots\n  expected a mapping"),
-        (draw({"one": {**END, "wait": "some"}}), "graph.nodes.one.wait\n  expected one of any, all"),
+        (
+            draw({"one": {"agent": "a", "slots": ["b"]}}),
+            "graph.nodes.one.slots\n  expected a mapping",
+        ),
+        (
+            draw({"one": {**END, "wait": "some"}}),
+            "graph.nodes.one.wait\n  expected one of any, all",
+        ),
         (draw({"one": {"action": 0}}), "graph.nodes.one.action\n  expected text"),
         (draw({"one": {"action": "{"}}), "graph.nodes.one.action\n  Single '{' encountered"),
-        (draw({"one": {"action": "{problem!r}"}}), "graph.nodes.one.action\n  expected names alone between braces"),
-        (draw({"one": {"action": "{problem:9}"}}), "graph.nodes.one.action\n  expected names alone between braces"),
-        (draw({"one": {"action": "{problem.__class__}"}}), "node 'one', action: unknown name 'problem.__class__'"),
-        (draw({"one": ask("a", "{tow}"), "two": END}, edge("one", "two")), "slot 'said': unknown name 'tow'"),
-        (draw({"one-a": END}, start="one-a"), "graph.nodes.one-a\n  expected a name of letters, digits and _"),
+        (
+            draw({"one": {"action": "{problem!r}"}}),
+            "graph.nodes.one.action\n  expected names alone between braces",
+        ),
+        (
+            draw({"one": {"action": "{problem:9}"}}),
+            "graph.nodes.one.action\n  expected names alone between braces",
+        ),
+        (
+            draw({"one": {"action": "{problem.__class__}"}}),
+            "node 'one', action: unknown name 'problem.__class__'",
+        ),
+        (
+            draw({"one": ask("a", "{tow}"), "two": END}, edge("one", "two")),
+            "slot 'said': unknown name 'tow'",
+        ),
+        (
+            draw({"one-a": END}, start="one-a"),
+            "graph.nodes.one-a\n  expected a name of letters, digits and _",
+        ),
         (draw({"problem": END}, start="problem"), "graph.nodes.problem\n  expected a name"),
         (draw({"one": ask("a")}), "graph\n  no node has an action"),
         (draw({"one": END}, start="two"), "graph\n  start: unknown name 'two'; known: one"),
         (draw({"one": END}, start=3), "graph.start\n  expected a list"),  # type: ignore[arg-type]
-        (draw({"one": END}, edge("one", "two")), "graph\n  edge 1, to: unknown name 'two'; known: one"),
+        (
+            draw({"one": END}, edge("one", "two")),
+            "graph\n  edge 1, to: unknown name 'two'; known: one",
+        ),
         (draw({"one": END}, {"to": "one"}), "graph.edges.0\n  'from' is missing"),
         (
             draw({"one": END}, edge("one", "one") | {"if": "x"}),
             "graph.edges.0\n  there is no 'if'; known here: from, to, when",
         ),
-        (draw({"one": END}, edge("one", "one") | {"when": True}), "graph.edges.0.when\n  expected text"),
-        (draw({"one": END}, edge("one", "one", "tow == 'a'")), "graph\n  edge 1: unknown name 'tow'"),
+        (
+            draw({"one": END}, edge("one", "one") | {"when": True}),
+            "graph.edges.0.when\n  expected text",
+        ),
+        (
+            draw({"one": END}, edge("one", "one", "tow == 'a'")),
+            "graph\n  edge 1: unknown name 'tow'",
+        ),
         (
             draw({"one": END}, edge("one", "one", "one()")),
             "graph.edges.0.when\n  condition 'one()': 'one()' is not allowed",
         ),
-        (draw({"one": END}, edge("one", "one", "one or one < 3")), "graph\n  condition 'one or one < 3': '<'"),
+        (
+            draw({"one": END}, edge("one", "one", "one or one < 3")),
+            "graph\n  condition 'one or one < 3': '<'",
+        ),
         (draw({"one": END, "two": END}), "graph\n  node 'two' is never reached from start (one)"),
         (draw({"one": END}, start=[]), "graph\n  node 'one' is never reached from start (empty)"),
         (draw({"one": END}, edge("one", "one")), "graph\n  the cycle one -> one has no condition"),
@@ -219,12 +294,20 @@ def test_a_diamond_is_no_cycle() -> None:
 
 def test_nodes_must_fit_the_team() -> None:
     config = OrchestraConfig(**SHIPPED["orchestra"])
-    agents = {name: AgentConfig(**values, policy="shared") for name, values in SHIPPED["agents"].items()}
+    agents = {
+        name: AgentConfig(**values, policy="shared") for name, values in SHIPPED["agents"].items()
+    }
     config.check_agents(agents)
-    with pytest.raises(ValueError, match="node 'query' asks agent 'searcher', who is not in the team; agents: verif"):
+    with pytest.raises(
+        ValueError,
+        match="node 'query' asks agent 'searcher', who is not in the team; agents: verif",
+    ):
         config.check_agents({name: agent for name, agent in agents.items() if name != "searcher"})
     asking = agents | {"answerer": AgentConfig(policy="shared", user="{question} {plan}")}
-    with pytest.raises(ValueError, match="node 'conclude' leaves slot 'plan' of agent 'answerer' open; add it to its"):
+    with pytest.raises(
+        ValueError,
+        match="node 'conclude' leaves slot 'plan' of agent 'answerer' open; add it to its",
+    ):
         config.check_agents(asking)
     Graph.model_validate(draw({"one": END})).check_agents({})
 

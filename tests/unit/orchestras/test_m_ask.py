@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_mas.rollout.orchestras.replies import parse_change, parse_plan, parse_search, read_plan
-from mcore_mas.rollout.orchestras.search import changed_plan, shown_plan
-from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from rollout.orchestras.replies import parse_change, parse_plan, parse_search, read_plan
+from rollout.orchestras.search import changed_plan, shown_plan
+from rollout.records.trajectory import Task, Trajectory
 from tests.support.shipped import Library, play_shipped, seen
 
-TASK = Task(id="t", prompt="Who?", answers=("Alice Walker Smith",), env="search", source="hops", split="train")
+TASK = Task(
+    id="t",
+    prompt="Who?",
+    answers=("Alice Walker Smith",),
+    env="search",
+    source="hops",
+    split="train",
+)
 PLAN = "<plan>\nWhich book? | unknown\nWho wrote it? | Bob\n</plan>\n<answer>Bob</answer>"  # F1 0
 EVIDENCE, UPDATE = "<evidence> By Alice. </evidence>", "<update> t2 | Alice </update>"
 ALICE = "<answer>Alice</answer>"  # precision 1, recall 1/3: F1 1/2
@@ -29,14 +36,21 @@ def test_each_round_is_paid_by_what_it_added() -> None:
     trajectory = play(
         PLAN,
         *("<search> book </search>", EVIDENCE, UPDATE, ALICE),
-        *("<search> full name </search>", EVIDENCE, "<add> Her name? | Alice Walker </add>", WALKER),
+        *(
+            "<search> full name </search>",
+            EVIDENCE,
+            "<add> Her name? | Alice Walker </add>",
+            WALKER,
+        ),
         "That is certain. <end>",
     )
     cycle = ["searcher", "summariser", "updater", "answerer"]
     assert [turn.agent for turn in trajectory.turns] == ["planner", *cycle, *cycle, "searcher"]
     # f = 0, 1/2, 4/5: absolute for planner and answerer, differences between, 0 for the search that ends
     assert rewards(trajectory) == [0.0, 0.5, 0.5, 0.5, 0.5, 0.3, 0.3, 0.3, 0.8, 0.0]
-    assert [trajectory.turns[i].scores["token_f1"] for i in (0, 4, 8)] == pytest.approx([0, 0.5, 0.8])
+    assert [trajectory.turns[i].scores["token_f1"] for i in (0, 4, 8)] == pytest.approx(
+        [0, 0.5, 0.8]
+    )
     assert "token_f1" not in trajectory.turns[1].scores
     assert trajectory.outcome == pytest.approx(0.8)
     assert trajectory.answer == "alice walker"
@@ -71,7 +85,9 @@ def test_a_question_may_be_answered_without_a_search() -> None:
 
 
 def test_malformed_replies_fail_closed_and_cost() -> None:
-    trajectory = play("Bob, I think.", "<search> book </search>", "By Alice.", "t2 is Alice", "Alice", "<search>")
+    trajectory = play(
+        "Bob, I think.", "<search> book </search>", "By Alice.", "t2 is Alice", "Alice", "<search>"
+    )
     assert [turn.valid for turn in trajectory.turns] == [False, True, False, False, False, False]
     assert "of them\n\n\n# Answer so far\n\n\n" in seen(trajectory, 1)  # no plan, no answer
     assert "brought\nno useful information\n" in seen(trajectory, 3)
@@ -82,7 +98,12 @@ def test_malformed_replies_fail_closed_and_cost() -> None:
 
 def test_a_malformed_answer_loses_what_was_known() -> None:
     trajectory = play(
-        PLAN.replace("<answer>Bob", "<answer>Alice"), "<search> x </search>", EVIDENCE, UPDATE, "?", "<end>"
+        PLAN.replace("<answer>Bob", "<answer>Alice"),
+        "<search> x </search>",
+        EVIDENCE,
+        UPDATE,
+        "?",
+        "<end>",
     )
     assert rewards(trajectory) == [0.5, -0.5, -0.5, -0.5, -1.0, 0.0]
 

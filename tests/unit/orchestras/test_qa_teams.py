@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_mas.rollout.orchestras.replies import parse_evidence, parse_queries, parse_selection
-from mcore_mas.rollout.orchestras.search import select
-from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from rollout.orchestras.replies import parse_evidence, parse_queries, parse_selection
+from rollout.orchestras.search import select
+from rollout.records.trajectory import Task, Trajectory
 from tests.support.shipped import Library, play_shipped, seen
 
-TASK = Task(id="t", prompt="Who?", answers=("Alice Walker",), env="search", source="hops", split="train")
+TASK = Task(
+    id="t", prompt="Who?", answers=("Alice Walker",), env="search", source="hops", split="train"
+)
 TEXT = {"env": {"style": "text", "top_k": 2}}
 SPLIT = "Two facts. <queries>\na\n  b  \n</queries>"
 ANSWER = "<answer>Walker</answer>"  # one word of two: precision 1, recall 1/2
@@ -35,7 +37,10 @@ def test_one_report_of_everything_that_the_parts_found() -> None:
     trajectory = play_shipped("qa_evidence", TASK, replies, sections=sections, retriever=Library())
     assert told(trajectory) == ["decomposer", "extractor", "answerer"]
     assert "# One of the searches made for it\na\nb\n" in seen(trajectory, 1)
-    assert all(f"<information> {query} 1\n{query} 2 </information>\n" in seen(trajectory, 1) for query in "ab")
+    assert all(
+        f"<information> {query} 1\n{query} 2 </information>\n" in seen(trajectory, 1)
+        for query in "ab"
+    )
     assert "<search> a\nb </search>\n<evidence> of both </evidence>\n" in seen(trajectory, 2)
     assert rewards(trajectory) == [F1, F1, F1]
 
@@ -45,10 +50,17 @@ def test_a_question_is_split_searched_and_answered() -> None:
     assert told(trajectory) == ["decomposer", "answerer"]
     assert library.asked == [("a", 2), ("b", 2)]
     assert "# Question\nWho?\n" in seen(trajectory, 0)
-    found = "".join(f"<search> {q} </search>\n<information> {q} 1\n{q} 2 </information>\n" for q in "ab")
+    found = "".join(
+        f"<search> {q} </search>\n<information> {q} 1\n{q} 2 </information>\n" for q in "ab"
+    )
     assert f"# Searches so far\n{found}" in seen(trajectory, 1)
     assert trajectory.outcome == F1
-    assert trajectory.metrics == {"searches": 2, "invalid_searches": 0, "exact_match": 0.0, "token_f1": F1}
+    assert trajectory.metrics == {
+        "searches": 2,
+        "invalid_searches": 0,
+        "exact_match": 0.0,
+        "token_f1": F1,
+    }
     assert rewards(trajectory) == [F1, F1]
     assert [turn.round for turn in trajectory.turns] == [0, 1]
     assert [(tool.after_turn, tool.query) for tool in trajectory.tools] == [(0, "a"), (0, "b")]
@@ -57,7 +69,9 @@ def test_a_question_is_split_searched_and_answered() -> None:
 def test_a_malformed_decomposition_finds_nothing_and_costs() -> None:
     trajectory, library = play("qa_decompose", "I would ask who.", ANSWER)
     assert library.asked == []
-    assert "# Searches so far\n<search>  </search>\n<information> </information>\n" in seen(trajectory, 1)
+    assert "# Searches so far\n<search>  </search>\n<information> </information>\n" in seen(
+        trajectory, 1
+    )
     assert trajectory.metrics["invalid_searches"] == 1
     assert [turn.valid for turn in trajectory.turns] == [False, True]
     assert rewards(trajectory) == [F1 - 1, F1]
@@ -77,7 +91,9 @@ def test_evidence_is_extracted_for_each_part_and_stands_for_its_passages() -> No
     assert library.asked == [("a", 2), ("b", 2)]
     for turn, query in ((1, "a"), (2, "b")):
         assert f"# One of the searches made for it\n{query}\n" in seen(trajectory, turn)
-        assert f"found\n<information> {query} 1\n{query} 2 </information>\n" in seen(trajectory, turn)
+        assert f"found\n<information> {query} 1\n{query} 2 </information>\n" in seen(
+            trajectory, turn
+        )
     history = "<search> a </search>\n<evidence> of a </evidence>\n<search> b </search>\n<evidence>  </evidence>\n"
     assert f"# Searches so far\n{history}" in seen(trajectory, 3)
     assert "b 1" not in seen(trajectory, 3)
@@ -89,7 +105,9 @@ def test_evidence_is_extracted_for_each_part_and_stands_for_its_passages() -> No
 def test_nobody_reads_what_an_unsplit_question_did_not_find() -> None:
     trajectory, _ = play("qa_evidence", "<queries></queries>", ANSWER)
     assert told(trajectory) == ["decomposer", "answerer"]
-    assert "# Searches so far\n<search>  </search>\n<evidence>  </evidence>\n" in seen(trajectory, 1)
+    assert "# Searches so far\n<search>  </search>\n<evidence>  </evidence>\n" in seen(
+        trajectory, 1
+    )
 
 
 def test_a_rewritten_question_is_answered_from_the_selected_passages() -> None:
@@ -101,7 +119,9 @@ def test_a_rewritten_question_is_answered_from_the_selected_passages() -> None:
     assert rewards(trajectory) == [F1, F1, F1]
 
 
-@pytest.mark.parametrize("choice", ["<select> none </select>", "<select> 3 </select>", "<select> 2, 2 </select>", "2"])
+@pytest.mark.parametrize(
+    "choice", ["<select> none </select>", "<select> 3 </select>", "<select> 2, 2 </select>", "2"]
+)
 def test_a_selection_of_nothing_leaves_an_empty_note(choice: str) -> None:
     trajectory, _ = play("qa_rewrite", "<search>w</search>", choice, ANSWER)
     assert "<search> w </search>\n<information>  </information>\n" in seen(trajectory, 2)
@@ -109,11 +129,16 @@ def test_a_selection_of_nothing_leaves_an_empty_note(choice: str) -> None:
     assert rewards(trajectory) == [F1, F1 - 1 if malformed else F1, F1]
 
 
-@pytest.mark.parametrize(("query", "searches", "cost"), [("Who?", 0, 1), ("<search>nothing</search>", 1, 0)])
+@pytest.mark.parametrize(
+    ("query", "searches", "cost"), [("Who?", 0, 1), ("<search>nothing</search>", 1, 0)]
+)
 def test_without_passages_nobody_selects(query: str, searches: int, cost: float) -> None:
     trajectory, _ = play("qa_rewrite", query, ANSWER)
     assert told(trajectory) == ["rewriter", "answerer"]
-    assert (trajectory.metrics["searches"], trajectory.metrics["invalid_searches"]) == (searches, 1 - searches)
+    assert (trajectory.metrics["searches"], trajectory.metrics["invalid_searches"]) == (
+        searches,
+        1 - searches,
+    )
     assert rewards(trajectory) == [F1 - cost, F1]
 
 
@@ -155,6 +180,8 @@ def test_select_keeps_the_order_of_the_selection() -> None:
     assert select(("a",), "none") == select(("a",), None) == []
 
 
-@pytest.mark.parametrize(("text", "value"), [("<evidence> x </evidence>", "x"), ("<evidence> </evidence>", None)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("<evidence> x </evidence>", "x"), ("<evidence> </evidence>", None)]
+)
 def test_parse_evidence(text: str, value: str | None) -> None:
     assert parse_evidence(text) == value

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from mcore_mas.retrieval.client import Passage
-from mcore_mas.rollout.environments.search import SearchEnv
-from mcore_mas.rollout.orchestras.replies import parse_answer, parse_enough, parse_query
-from mcore_mas.rollout.orchestras.search import search_team
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.teams.roles import ROLES, AgentReply
-from mcore_mas.rollout.teams.team import Team, TeamSession
+from retrieval.client import Passage
+from rollout.environments.search import SearchEnv
+from rollout.orchestras.replies import parse_answer, parse_enough, parse_query
+from rollout.orchestras.search import search_team
+from rollout.records.trajectory import Task
+from rollout.teams.roles import ROLES, AgentReply
+from rollout.teams.team import Team, TeamSession
 
 TASK = Task(id="t", prompt="Who?", answers=("Otter",), env="search", source="one_hop", split="test")
 ROLE_OF = {"verifier": "search_verifier", "searcher": "searcher", "answerer": "answerer"}
@@ -31,7 +31,9 @@ class Script(TeamSession):
         ROLES[ROLE_OF[name]].messages(**slots)  # every slot of the default template is given
         self.said.append((name, slots))
         text = self.lines.pop(0)
-        return AgentReply(text=text, value=ROLES[ROLE_OF[name]].parse(text), turn=len(self.said) - 1)
+        return AgentReply(
+            text=text, value=ROLES[ROLE_OF[name]].parse(text), turn=len(self.said) - 1
+        )
 
     @property
     def order(self) -> str:
@@ -44,17 +46,28 @@ class Echo:
 
 
 def play(script: Script, **options: object) -> None:
-    asyncio.run(search_team(TASK, script, SearchEnv(TASK, retriever=Echo(), style="text"), **options))  # type: ignore[arg-type]
+    asyncio.run(
+        search_team(TASK, script, SearchEnv(TASK, retriever=Echo(), style="text"), **options)
+    )  # type: ignore[arg-type]
     assert script.lines == []
 
 
 def test_searches_until_the_verifier_is_content() -> None:
-    script = Script(NO, "<search>a</search>", NO, "<search>b</search>", YES, "<answer>Otter</answer>")
+    script = Script(
+        NO, "<search>a</search>", NO, "<search>b</search>", YES, "<answer>Otter</answer>"
+    )
     play(script)
     assert script.order == "vsvsva"
     first = "<search> a </search>\n<information> about a </information>\n"
     second = "<search> b </search>\n<information> about b </information>\n"
-    assert [slots["history"] for _, slots in script.said] == ["", "", first, first, first + second, first + second]
+    assert [slots["history"] for _, slots in script.said] == [
+        "",
+        "",
+        first,
+        first,
+        first + second,
+        first + second,
+    ]
     assert all(slots["question"] == "Who?" for _, slots in script.said)
     assert script.said[1][1]["verdict"] == NO
 
@@ -110,6 +123,8 @@ def test_parse_query(text: str, value: str | None) -> None:
     assert parse_query(text) == value
 
 
-@pytest.mark.parametrize(("text", "value"), [("<answer> Otter </answer>", "Otter"), ("<answer></answer>", None)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("<answer> Otter </answer>", "Otter"), ("<answer></answer>", None)]
+)
 def test_parse_answer(text: str, value: str | None) -> None:
     assert parse_answer(text) == value

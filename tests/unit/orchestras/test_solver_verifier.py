@@ -5,14 +5,14 @@ from functools import partial
 
 import pytest
 
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.environments import ENVS
-from mcore_mas.rollout.orchestras import ORCHESTRAS
-from mcore_mas.rollout.orchestras.replies import parse_approval, parse_boxed
-from mcore_mas.rollout.orchestras.sequential import slots, solver_verifier
-from mcore_mas.rollout.records.trajectory import Sampling, Status, Task
-from mcore_mas.rollout.teams.roles import ROLES, Agent
-from mcore_mas.rollout.teams.team import Team
+from rollout.engines import EngineClient
+from rollout.environments import ENVS
+from rollout.orchestras import ORCHESTRAS
+from rollout.orchestras.replies import parse_approval, parse_boxed
+from rollout.orchestras.sequential import slots, solver_verifier
+from rollout.records.trajectory import Sampling, Status, Task
+from rollout.teams.roles import ROLES, Agent
+from rollout.teams.team import Team
 from tests.support.play import collect
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -37,12 +37,16 @@ def play(*replies, max_tokens=99, **options):
     """One trajectory in which the agents say `replies`, and the prompts they saw."""
     engine = ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0))
     agents = {
-        name: Agent(name=name, role=ROLES[name], policy="p", sampling=Sampling(max_tokens=max_tokens))
+        name: Agent(
+            name=name, role=ROLES[name], policy="p", sampling=Sampling(max_tokens=max_tokens)
+        )
         for name in ("solver", "verifier")
     }
     team = Team(agents, {"p": EngineClient(engine=engine, renderer=Bytes())})
     orchestra = partial(solver_verifier, **options)
-    [group] = asyncio.run(collect([TASK], team, ENVS["math"], orchestra, group_size=1, seed=0, step=0))
+    [group] = asyncio.run(
+        collect([TASK], team, ENVS["math"], orchestra, group_size=1, seed=0, step=0)
+    )
     return group.trajectories[0], [bytes(prompt).decode() for prompt, _ in engine.calls]
 
 
@@ -80,7 +84,10 @@ def test_last_attempt_counts_even_when_an_earlier_one_was_right():
 
 @pytest.mark.parametrize(
     ("option", "expected"),
-    [({}, ["solver", "verifier", "solver"]), ({"malformed_verdict": "approve"}, ["solver", "verifier"])],
+    [
+        ({}, ["solver", "verifier", "solver"]),
+        ({"malformed_verdict": "approve"}, ["solver", "verifier"]),
+    ],
 )
 def test_malformed_verdict_rejects_unless_told_to_approve(option, expected):
     trajectory, _ = play(WRONG, "looks fine", RIGHT, **option)
@@ -131,7 +138,12 @@ def test_verdict_needs_exactly_one_tag(text, verdict):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("\\boxed{1} \\boxed{2}", "2"), ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"), ("\\boxed{}", None), ("2", None)],
+    [
+        ("\\boxed{1} \\boxed{2}", "2"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{}", None),
+        ("2", None),
+    ],
 )
 def test_solution_is_the_last_box(text, value):
     assert parse_boxed(text) == value
@@ -141,7 +153,9 @@ def test_slots_keep_braces_of_replies_out_of_the_template():
     filled = slots("p", [("solver", "\\boxed{7}"), ("verifier", REJECT), ("solver", "{problem}")])
     assert filled["solution"] == "{problem}"
     content = ROLES["solver"].messages(**filled)[-1].content
-    assert "[solver]\n\\boxed{7}\n\n[verifier]\n" in content and "[solver]\n{problem}\n\n" in content
+    assert (
+        "[solver]\n\\boxed{7}\n\n[verifier]\n" in content and "[solver]\n{problem}\n\n" in content
+    )
     assert content.endswith("within \\boxed{}.")
 
 

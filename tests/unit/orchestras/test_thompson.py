@@ -9,12 +9,14 @@ from statistics import fmean
 
 import pytest
 
-from mcore_mas.rollout.orchestras.ab_mcts import ScoreDraw, TreeSearch, draw_beta, draw_gaussian
+from rollout.orchestras.ab_mcts import ScoreDraw, TreeSearch, draw_beta, draw_gaussian
 
 
 def test_a_beta_posterior_counts_successes_and_failures() -> None:
     assert draw_beta([], Random(0)) == Random(0).betavariate(0.5, 0.5)
-    assert draw_beta([1.0, 0.25], Random(0)) == Random(0).betavariate(1.75, 1.25)  # 0.5 + 1.25, 0.5 + 0.75
+    assert draw_beta([1.0, 0.25], Random(0)) == Random(0).betavariate(
+        1.75, 1.25
+    )  # 0.5 + 1.25, 0.5 + 0.75
     with pytest.raises(ValueError, match=r"from 0 to 1, and one is -1; choose gaussian"):
         draw_beta([0.5, -1.0], Random(0))
 
@@ -32,7 +34,9 @@ def test_a_gaussian_posterior_is_the_normal_inverse_chi_squared_one(
 ) -> None:
     hand = Random(0)
     variance = kappa * tau2 / hand.gammavariate(kappa / 2, 2.0)  # ν = κ
-    assert draw_gaussian(scores, Random(0)) == pytest.approx(hand.gauss(m, sqrt(variance / kappa)), rel=1e-12)
+    assert draw_gaussian(scores, Random(0)) == pytest.approx(
+        hand.gauss(m, sqrt(variance / kappa)), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from mcore_mas.packing.pack import PackedSamples, pack, tokens_saved, unpack
 PROMPT = tuple(range(10, 20))
 
 
-def sample(agent: str, prompt: tuple[int, ...], reply: tuple[int, ...], advantage: float = 1.0) -> Sample:
+def sample(
+    agent: str, prompt: tuple[int, ...], reply: tuple[int, ...], advantage: float = 1.0
+) -> Sample:
     return Sample(
         policy="p",
         agent=agent,
@@ -30,10 +32,20 @@ def sample(agent: str, prompt: tuple[int, ...], reply: tuple[int, ...], advantag
 
 def test_a_shared_prompt_is_stored_once_and_last_tokens_not_at_all() -> None:
     (batch,) = pack([sample("a", PROMPT, (4, 5, 6), 1.0), sample("a", PROMPT, (7, 8), 2.0)], 100)
-    assert batch.segments == (Segment(tokens=10), Segment(tokens=2, parent=0), Segment(tokens=1, parent=0))
+    assert batch.segments == (
+        Segment(tokens=10),
+        Segment(tokens=2, parent=0),
+        Segment(tokens=1, parent=0),
+    )
     assert batch.token_ids.tolist() == [*PROMPT, 4, 5, 7]
     assert batch.position_ids.tolist() == [*range(10), 10, 11, 10]
-    assert batch.predictors.tolist() == [9, 10, 11, 9, 12]  # the prompt's last token predicts both first tokens
+    assert batch.predictors.tolist() == [
+        9,
+        10,
+        11,
+        9,
+        12,
+    ]  # the prompt's last token predicts both first tokens
     assert batch.labels.tolist() == [4, 5, 6, 7, 8]
     assert batch.behaviour.tolist() == [-4.0, -5.0, -6.0, -7.0, -8.0]
     assert batch.advantages.tolist() == [1.0, 1.0, 1.0, 2.0, 2.0]
@@ -48,7 +60,9 @@ def test_a_turn_that_goes_on_from_another_is_the_same_sequence() -> None:
     (batch,) = pack([second, first], 100)
     assert batch.segments == (Segment(tokens=6),)
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
-    rows = set(zip(batch.sequences.tolist(), batch.predictors.tolist(), batch.labels.tolist(), strict=True))
+    rows = set(
+        zip(batch.sequences.tolist(), batch.predictors.tolist(), batch.labels.tolist(), strict=True)
+    )
     assert rows == {(0, 4, 6), (0, 5, 7), (1, 1, 3), (1, 2, 4)}
 
 
@@ -63,13 +77,19 @@ def test_what_predicts_no_trained_token_is_left_out() -> None:
     untrained = replace(sample("a", (9, 9), (3,)), trained=(False,))
     tail = replace(sample("a", (1, 2), (3, 4, 5)), trained=(True, False, False))
     (batch,) = pack([untrained, tail, sample("a", (8,), ())], 100)
-    assert (batch.token_ids.tolist(), batch.labels.tolist(), batch.sequences.tolist()) == ([1, 2], [3], [1])
+    assert (batch.token_ids.tolist(), batch.labels.tolist(), batch.sequences.tolist()) == (
+        [1, 2],
+        [3],
+        [1],
+    )
     assert pack([untrained], 100) == []
     assert unpack([], [], [sample("a", (8,), ())]) == [()]
 
 
 def test_a_first_token_has_nothing_to_be_predicted_by() -> None:
-    with pytest.raises(ValueError, match=r"trajectory x, turn 0 \(a\): the first token of all is to be trained"):
+    with pytest.raises(
+        ValueError, match=r"trajectory x, turn 0 \(a\): the first token of all is to be trained"
+    ):
         pack([sample("a", (), (1, 2))], 100)
 
 
@@ -116,7 +136,9 @@ def test_a_pipeline_gets_more_micro_batches_while_that_is_faster() -> None:
 
 
 def test_packing_does_not_depend_on_the_order_of_samples() -> None:
-    samples = [sample("a", PROMPT, (i, i % 3, 7)) for i in range(9)] + [sample("a", (5, i), (i,) * i) for i in range(9)]
+    samples = [sample("a", PROMPT, (i, i % 3, 7)) for i in range(9)] + [
+        sample("a", (5, i), (i,) * i) for i in range(9)
+    ]
     ahead, back = (pack(order, 40, CostModel(dp=2)) for order in (samples, samples[::-1]))
     assert [b.segments for b in ahead] == [b.segments for b in back]
     assert [b.token_ids.tolist() for b in ahead] == [b.token_ids.tolist() for b in back]
@@ -130,7 +152,11 @@ def test_apart_every_sample_is_stored_by_itself() -> None:
 
 
 def test_rows_find_their_way_back_to_their_samples() -> None:
-    samples = [sample("b", (1, 2), (3,)), sample("a", PROMPT, (3, 4)), sample("a", PROMPT, (5, 6, 7))]
+    samples = [
+        sample("b", (1, 2), (3,)),
+        sample("a", PROMPT, (3, 4)),
+        sample("a", PROMPT, (5, 6, 7)),
+    ]
     samples[2] = replace(samples[2], trained=(True, False, True))
     batches = pack(samples, 100)
     rows = [batch.labels.float() for batch in batches]
@@ -153,7 +179,10 @@ def same(one: Microbatch, other: Microbatch) -> bool:
     """To the bit, and NaN like NaN."""
     pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)]
     return all(
-        torch.equal(a.nan_to_num(-9.0), b.nan_to_num(-9.0)) if isinstance(a, torch.Tensor) else a == b for a, b in pairs
+        torch.equal(a.nan_to_num(-9.0), b.nan_to_num(-9.0))
+        if isinstance(a, torch.Tensor)
+        else a == b
+        for a, b in pairs
     )
 
 
@@ -211,4 +240,7 @@ def test_the_experts_of_a_shared_token_are_those_of_the_first_sequence() -> None
     part, _ = batch.padded(16).part(2, 1)
     assert part.routing.tolist() == batch.padded(16).routing[8:].tolist()
     kept = batch.select(batch.sequences == 1)  # of `first`
-    assert kept.token_ids.tolist() == [*PROMPT, 4, 5] and kept.routing.tolist() == batch.routing[:12].tolist()
+    assert (
+        kept.token_ids.tolist() == [*PROMPT, 4, 5]
+        and kept.routing.tolist() == batch.routing[:12].tolist()
+    )

@@ -54,7 +54,11 @@ def test_equal_sequences_and_beginnings_are_held_by_the_longest() -> None:
 def test_what_saves_too_little_is_stored_with_each() -> None:
     little = STEM[: MIN_SAVED - 1]
     assert forest_of((*little, 1), (*little, 2))[0].shared == [0, 0]
-    assert forest_of((*little, 1), (*little, 2), (*little, 3))[0].shared == [0, MIN_SAVED - 1, MIN_SAVED - 1]
+    assert forest_of((*little, 1), (*little, 2), (*little, 3))[0].shared == [
+        0,
+        MIN_SAVED - 1,
+        MIN_SAVED - 1,
+    ]
     # two of the three have one more token in common: it is stored twice, behind the stem that all share
     forest, _ = forest_of((*STEM, 7, 1), (*STEM, 7, 2), (*STEM, 8))
     assert forest.segments()[0] == [
@@ -71,7 +75,9 @@ def test_what_saves_too_little_is_stored_with_each() -> None:
 
 def test_what_takes_more_than_it_saves_is_stored_with_each() -> None:
     ends = [(1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3)]
-    sequences = [torch.tensor((*STEM, *end)) for end in ends]  # share 10, which saves 20; 12 tokens attend to them
+    sequences = [
+        torch.tensor((*STEM, *end)) for end in ends
+    ]  # share 10, which saves 20; 12 tokens attend to them
     assert prefix_forest(sequences, 20 / 12 - 0.01)[0].shared == [0, 10, 10]
     assert prefix_forest(sequences, 20 / 12 + 0.01)[0].shared == [0, 0, 0]
     # the stem of all saves 10, for 50 tokens behind it; the next 15 of two and two with the stem 25, for 10 behind them
@@ -85,7 +91,11 @@ def test_a_stretch_is_a_forest_with_its_own_stem() -> None:
     forest, _ = forest_of((*STEM, 1), (*STEM, 2), (*STEM, 3))
     part = forest[1:3]
     assert (len(part), part.shared, part.tokens) == (2, [0, 10], 12)
-    assert part.segments()[0] == [Segment(tokens=10), Segment(tokens=1, parent=0), Segment(tokens=1, parent=0)]
+    assert part.segments()[0] == [
+        Segment(tokens=10),
+        Segment(tokens=1, parent=0),
+        Segment(tokens=1, parent=0),
+    ]
 
 
 def test_apart_nothing_is_shared() -> None:

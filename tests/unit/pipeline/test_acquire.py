@@ -21,8 +21,8 @@ from mcore_mas.pipeline.acquire import acquire, assemble, report_inputs
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.hub import AcquireError, Hub
 from mcore_mas.pipeline.sources import Source, known_sources
-from mcore_mas.rollout.config.data import DataConfig
-from mcore_mas.rollout.tasks.splits import SPLITS
+from rollout.config.data import DataConfig
+from rollout.tasks.splits import SPLITS
 from tests.support.hub import COMMIT, FakeHub, running
 
 DATA = "data/math/math_500.parquet"
@@ -43,7 +43,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub with one data set, and a working folder of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with running(FakeHub({"datasets/some/math": {"test.jsonl": LINES, "README": b"about"}})) as server:
+    with running(
+        FakeHub({"datasets/some/math": {"test.jsonl": LINES, "README": b"about"}})
+    ) as server:
         yield server
 
 
@@ -59,7 +61,9 @@ def client(server: FakeHub, **keys: bool) -> Hub:
     return Hub(endpoint=server.url, **keys)
 
 
-def test_a_data_set_is_fetched_converted_and_recorded(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_is_fetched_converted_and_recorded(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     named(monkeypatch, revision=COMMIT)
     acquire(DATA, Path("r.json"), client(hub))
     receipt = json.loads(Path("r.json").read_text())
@@ -73,7 +77,10 @@ def test_a_data_set_is_fetched_converted_and_recorded(hub: FakeHub, monkeypatch:
         "dropped": {"asks what another row asks, with another answer": 1, "has no answer": 1},
     }
     assert json.loads(Path("data/sources.lock").read_text()) == {
-        "some/math": {"revision": COMMIT, "files": {"test.jsonl": {"bytes": len(LINES), "sha256": digest}}}
+        "some/math": {
+            "revision": COMMIT,
+            "files": {"test.jsonl": {"bytes": len(LINES), "sha256": digest}},
+        }
     }
     assert hub.asked == [
         (f"api/datasets/some/math/revision/{COMMIT}", None),
@@ -84,7 +91,9 @@ def test_a_data_set_is_fetched_converted_and_recorded(hub: FakeHub, monkeypatch:
     assert len(hub.asked) == 2
 
 
-def test_the_first_fetch_pins_what_later_ones_must_equal(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_fetch_pins_what_later_ones_must_equal(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     named(monkeypatch)
     acquire(DATA, Path("r.json"), client(hub))
     assert json.loads(Path("r.json").read_text())["revision"] == COMMIT
@@ -92,16 +101,22 @@ def test_the_first_fetch_pins_what_later_ones_must_equal(hub: FakeHub, monkeypat
         path.unlink()
     hub.repositories["datasets/some/math"]["test.jsonl"] = LINES.replace(b"3+3", b"4+2")
     digest = hashlib.sha256(LINES).hexdigest()
-    with pytest.raises(AcquireError, match=rf"sha256 is \w+, but data/sources.lock says {digest}; removed"):
+    with pytest.raises(
+        AcquireError, match=rf"sha256 is \w+, but data/sources.lock says {digest}; removed"
+    ):
         acquire(DATA, Path("r.json"), client(hub))
     assert hub.asked[-2][0].endswith(f"/revision/{COMMIT}")  # that of the lock file
     assert not Path(DATA).exists()
 
 
-def test_an_interrupted_file_goes_on_where_it_ended(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_file_goes_on_where_it_ended(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     named(monkeypatch)
     hub.cut["test.jsonl"] = 100
-    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 50)  # bytes written at a time: 10 MB
+    monkeypatch.setattr(
+        huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 50
+    )  # bytes written at a time: 10 MB
     with pytest.raises(AcquireError, match="answered 503"):
         acquire(DATA, Path("r.json"), client(hub))
     assert Path("data/raw/some--math/.test.jsonl.partial").read_bytes() == LINES[:100]
@@ -113,11 +128,15 @@ def test_an_interrupted_file_goes_on_where_it_ended(hub: FakeHub, monkeypatch: p
 
 def test_wrong_bytes_are_one_line_and_gone(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     named(monkeypatch, sha256={"test.jsonl": "0" * 64})
-    with pytest.raises(AcquireError, match=r"test\.jsonl: sha256 is \w{64}, but sources.yaml says 0+; removed"):
+    with pytest.raises(
+        AcquireError, match=r"test\.jsonl: sha256 is \w{64}, but sources.yaml says 0+; removed"
+    ):
         acquire(DATA, Path("r.json"), client(hub))
     named(monkeypatch)
     hub.swapped.add("test.jsonl")
-    with pytest.raises(AcquireError, match=rf"but {hub.url} says {hashlib.sha256(LINES).hexdigest()}; removed"):
+    with pytest.raises(
+        AcquireError, match=rf"but {hub.url} says {hashlib.sha256(LINES).hexdigest()}; removed"
+    ):
         acquire(DATA, Path("r.json"), client(hub))
     assert not any(Path("data/raw/some--math").iterdir())
 
@@ -128,7 +147,9 @@ def test_a_hub_that_lists_a_file_outside_is_refused(
 ) -> None:
     named(monkeypatch, files=("*test.jsonl",))
     hub.repositories["datasets/some/math"] = {name: LINES}
-    with pytest.raises(AcquireError, match=f"some/math: {hub.url} lists '{name}', which leads out of its folder"):
+    with pytest.raises(
+        AcquireError, match=f"some/math: {hub.url} lists '{name}', which leads out of its folder"
+    ):
         acquire(DATA, Path("r.json"), client(hub))
     assert not [*tmp_path.rglob("*test.jsonl")]
 
@@ -138,7 +159,8 @@ def test_what_cannot_be_had_says_what_to_do(hub: FakeHub, monkeypatch: pytest.Mo
     named(monkeypatch, licence="llama3.2", gated=True)
     page = f"{hub.url}/datasets/some/math"
     with pytest.raises(
-        AcquireError, match=rf"no access \(403\); accept the licence llama3.2 at {page}, and set HF_TOKEN"
+        AcquireError,
+        match=rf"no access \(403\); accept the licence llama3.2 at {page}, and set HF_TOKEN",
     ):
         acquire(DATA, Path("r.json"), client(hub))
     monkeypatch.setenv("HF_TOKEN", "hf_bad")
@@ -149,33 +171,56 @@ def test_what_cannot_be_had_says_what_to_do(hub: FakeHub, monkeypatch: pytest.Mo
     assert hub.tokens_elsewhere == set()  # the file came from another host, which learns no token
     Path(DATA).unlink()
     named(monkeypatch, files=("train.jsonl", "train-*.parquet"))
-    with pytest.raises(AcquireError, match=r"no file like train.jsonl or train-\*.parquet; it has test.jsonl, README"):
+    with pytest.raises(
+        AcquireError,
+        match=r"no file like train.jsonl or train-\*.parquet; it has test.jsonl, README",
+    ):
         acquire(DATA, Path("r.json"), client(hub))
     named(monkeypatch, repository="some/other")
-    with pytest.raises(AcquireError, match=r"datasets/some/other: no such repository, or it is not public \(401\)"):
+    with pytest.raises(
+        AcquireError, match=r"datasets/some/other: no such repository, or it is not public \(401\)"
+    ):
         acquire(DATA, Path("r.json"), client(hub))
     named(monkeypatch, revision="f" * 40)
     with pytest.raises(AcquireError, match=f"some/math: no revision f+ at {hub.url}"):
         acquire(DATA, Path("r.json"), client(hub))
-    with pytest.raises(AcquireError, match="some/math: offline, and its files are not in data/raw/some--math"):
+    with pytest.raises(
+        AcquireError, match="some/math: offline, and its files are not in data/raw/some--math"
+    ):
         acquire(DATA, Path("r.json"), client(hub, offline=True))
-    with pytest.raises(AcquireError, match=r"127.0.0.1:9: cannot fetch some/math .* name another hub in HF_ENDPOINT"):
+    with pytest.raises(
+        AcquireError,
+        match=r"127.0.0.1:9: cannot fetch some/math .* name another hub in HF_ENDPOINT",
+    ):
         acquire(DATA, Path("r.json"), Hub(endpoint="http://127.0.0.1:9"))
     named(monkeypatch, repository=None, by_hand="train.json of github.com/x")
-    with pytest.raises(AcquireError, match=r"it is on no hub; put .* there by hand, from train.json of github.com/x"):
+    with pytest.raises(
+        AcquireError,
+        match=r"it is on no hub; put .* there by hand, from train.json of github.com/x",
+    ):
         acquire(DATA, Path("r.json"), client(hub))
 
 
-def test_a_file_of_github_is_fetched_by_its_commit_and_digest(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_github_is_fetched_by_its_commit_and_digest(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     where, digest = f"data/{'a' * 40}.jsonl", hashlib.sha256(LINES).hexdigest()
     item = "data/math/math_500.json"
-    keys = {"item": item, "host": "github", "files": (where,), "revision": COMMIT, "licence": "mit", "rows": 6}
+    keys = {
+        "item": item,
+        "host": "github",
+        "files": (where,),
+        "revision": COMMIT,
+        "licence": "mit",
+        "rows": 6,
+    }
     source = named(monkeypatch, **keys, sha256={where: digest})
     assert source.described == "some/math of GitHub, 6 rows, licence mit"
     there = Hub(endpoint="http://127.0.0.1:9", github=hub.url)
     with pytest.raises(
-        AcquireError, match=rf"{hub.url}/some/math: .*; (see HF_TOKEN|try again, or put its file there)"
+        AcquireError,
+        match=rf"{hub.url}/some/math: .*; (see HF_TOKEN|try again, or put its file there)",
     ):
         acquire(item, Path("r.json"), there)
     hub.raw[f"some/math/{COMMIT}/{where}"] = LINES
@@ -183,9 +228,17 @@ def test_a_file_of_github_is_fetched_by_its_commit_and_digest(hub: FakeHub, monk
     partial.write_bytes(LINES[:9])  # of an earlier try: a part of a file whose size nobody says
     acquire(item, Path("r.json"), there)
     found = json.loads(Path("r.json").read_text())
-    assert (found["revision"], found["files"][where]["sha256"], found["kept"]) == (COMMIT, digest, 3)
+    assert (found["revision"], found["files"][where]["sha256"], found["kept"]) == (
+        COMMIT,
+        digest,
+        3,
+    )
     assert hub.tokens_elsewhere == set()  # the hub's token is the hub's alone
-    assert json.loads(Path(item).read_text()) == [ROWS[0], ROWS[2], ROWS[5]]  # of the format that its name says
+    assert json.loads(Path(item).read_text()) == [
+        ROWS[0],
+        ROWS[2],
+        ROWS[5],
+    ]  # of the format that its name says
     acquire(item, Path("again.json"), there)
     assert json.loads(Path("again.json").read_text())["kept"] == 3  # checked, as it is there
     Path(item).unlink()
@@ -195,7 +248,9 @@ def test_a_file_of_github_is_fetched_by_its_commit_and_digest(hub: FakeHub, monk
         acquire(item, Path("r.json"), there)
 
 
-def test_rows_are_those_that_the_authors_draw(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_those_that_the_authors_draw(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """numpy's RandomState(42).choice(6, 2, replace=False) is 0 and 1; of these rows the second repeats the first."""
     named(monkeypatch, rows=6, drawn=(2, 42))
     acquire(DATA, Path("r.json"), client(hub))
@@ -205,7 +260,9 @@ def test_rows_are_those_that_the_authors_draw(hub: FakeHub, monkeypatch: pytest.
     assert json.loads(Path("r.json").read_text())["kept"] == 1
 
 
-def test_rows_and_columns_are_those_that_are_expected(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_columns_are_those_that_are_expected(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     named(monkeypatch, rows=500)
     with pytest.raises(AcquireError, match="some/math: 6 rows, expected 500"):
         acquire(DATA, Path("r.json"), client(hub))
@@ -225,15 +282,23 @@ def test_what_is_there_is_checked_and_used(hub: FakeHub, monkeypatch: pytest.Mon
     assert json.loads(Path("r.json").read_text())["origin"] == "was there"
     assert hub.asked == []
     Path(DATA).write_bytes(b"PAR1")
-    with pytest.raises(AcquireError, match=r"math_500.parquet: cannot be read .*; remove it to have it fetched"):
+    with pytest.raises(
+        AcquireError, match=r"math_500.parquet: cannot be read .*; remove it to have it fetched"
+    ):
         acquire(DATA, Path("r.json"), client(hub))
 
 
-def test_a_model_is_there_once_it_is_whole(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_there_once_it_is_whole(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = tmp_path / "made" / "Qwen3-Mini"
     make_tiny_model(made)
     files = {path.name: path.read_bytes() for path in made.iterdir()}
-    hub.repositories["some/model"] = {**files, "onnx/model.onnx": b"not asked for", "notes.md": b"nor this"}
+    hub.repositories["some/model"] = {
+        **files,
+        "onnx/model.onnx": b"not asked for",
+        "notes.md": b"nor this",
+    }
     named(monkeypatch, MODEL, repository="some/model", files=(), format=None)
     hub.cut["model.safetensors"] = 1000
     with pytest.raises(AcquireError, match="some/model: answered 503"):
@@ -245,7 +310,9 @@ def test_a_model_is_there_once_it_is_whole(hub: FakeHub, tmp_path: Path, monkeyp
     assert (receipt["model_type"], receipt["revision"]) == ("qwen3", COMMIT)
     weights = Path(MODEL, "model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(AcquireError, match=r"model.safetensors: not a readable safetensors file .*; remove models/"):
+    with pytest.raises(
+        AcquireError, match=r"model.safetensors: not a readable safetensors file .*; remove models/"
+    ):
         acquire(MODEL, Path("r.json"), client(hub))
 
 
@@ -286,7 +353,10 @@ def test_the_report_says_what_leaks(hub: FakeHub, monkeypatch: pytest.MonkeyPatc
     page = Path("inputs.md").read_text()
     dropped = "1 asks what another row asks, with another answer; 1 has no answer"
     size = Path(DATA).stat().st_size
-    assert f"| {DATA} | some/math of the hub | {COMMIT[:12]} | {size} | 6 | 3 | 1 | 1 | {dropped} |" in page
+    assert (
+        f"| {DATA} | some/math of the hub | {COMMIT[:12]} | {size} | 6 | 3 | 1 | 1 | {dropped} |"
+        in page
+    )
     assert page.splitlines()[-5:] == [
         "- one and 1 more: 1 of 1 validation tasks are in train, by id",
         "- one and 1 more: 1 of 1 validation tasks are in train, by text",
@@ -303,15 +373,29 @@ def test_every_published_input_has_a_source() -> None:
         data = DataConfig.model_validate(config["data"])
         files = [file for split in SPLITS for file in data.files(split)]
         models = [policy["model"] for policy in config["policies"].values() if policy["model"]]
-        missing = [path for path in (*(str(file.path) for file in files), *models) if path not in known]
+        missing = [
+            path for path in (*(str(file.path) for file in files), *models) if path not in known
+        ]
         assert not [path for path in missing if not path.startswith("results/")], name
-        readers = {(file.format or data.format).removesuffix("_shown"): known[str(file.path)].format for file in files}
+        readers = {
+            (file.format or data.format).removesuffix("_shown"): known[str(file.path)].format
+            for file in files
+        }
         assert all(asked == has for asked, has in readers.items()), name
     assert all(len(source.revision or "f" * 40) == 40 for source in known.values())
     free = [path for path, source in known.items() if source.repository and not source.revision]
     assert free == [
-        *(f"data/math/{name}.parquet" for name in ("amc_23", "minerva", "olympiad_bench", "dapo_filter")),
-        *(f"models/{name}" for name in ("DeepScaleR-1.5B-Preview", *(f"AReaL-boba-2-{size}B" for size in (8, 14, 32)))),
+        *(
+            f"data/math/{name}.parquet"
+            for name in ("amc_23", "minerva", "olympiad_bench", "dapo_filter")
+        ),
+        *(
+            f"models/{name}"
+            for name in (
+                "DeepScaleR-1.5B-Preview",
+                *(f"AReaL-boba-2-{size}B" for size in (8, 14, 32)),
+            )
+        ),
     ]  # of which no public code that was read says one revision
     pinned = [source for source in known.values() if source.host == "github"]
     assert all(source.revision and set(source.files) == set(source.sha256) for source in pinned)

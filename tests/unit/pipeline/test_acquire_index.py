@@ -21,12 +21,12 @@ from mcore_mas.pipeline import acquire as acquiring
 from mcore_mas.pipeline.acquire import acquire
 from mcore_mas.pipeline.hub import AcquireError, Hub
 from mcore_mas.pipeline.sources import Source
-from mcore_mas.retrieval.build import import_index
-from mcore_mas.retrieval.client import RetrievalClient
-from mcore_mas.retrieval.corpus import Passage, RetrievalError
-from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.retrieval.index import Index
-from mcore_mas.retrieval.sidecar import RetrieverSidecar
+from retrieval.build import import_index
+from retrieval.client import RetrievalClient
+from retrieval.corpus import Passage, RetrievalError
+from retrieval.encoder import Encoder
+from retrieval.index import Index
+from retrieval.sidecar import RetrieverSidecar
 from tests.support.hub import FakeHub, running
 from tests.support.tiny_bert import write_bert
 
@@ -55,14 +55,22 @@ QUERIES = ["silver river", "the old garden near the lake", "north tower"]
 
 def oracle(folder: Path, prefix: str, texts: list[str]) -> np.ndarray:
     """[N, 16] as E5's authors say: a prefix, the mean over tokens, and length 1. One text at a time."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModel.from_pretrained(folder).eval(),
+    )
     with torch.no_grad():
-        rows = [model(**tokenizer(prefix + text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
+        rows = [
+            model(**tokenizer(prefix + text, return_tensors="pt")).last_hidden_state[0].mean(0)
+            for text in texts
+        ]
     return np.asarray(torch.nn.functional.normalize(torch.stack(rows), dim=1))
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, bytes]], list[list[str]]]:
+def published(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, dict[str, bytes]], list[list[str]]]:
     """Repositories as published: a flat index in two parts, a corpus in a tar, an encoder; and the right answers."""
     folder = tmp_path_factory.mktemp("published") / "e5"
     write_bert(folder, [passage.contents for passage in PASSAGES] + ["query: passage:"], seed=1)
@@ -70,7 +78,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[
     index = faiss.IndexFlatIP(16)
     index.add(vectors)
     content = faiss.serialize_index(index).tobytes()
-    lines = "".join(json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in PASSAGES).encode()
+    lines = "".join(
+        json.dumps({"id": p.id, "contents": p.contents}) + "\n" for p in PASSAGES
+    ).encode()
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         entry = tarfile.TarInfo("data00/wiki_dump.jsonl")
@@ -85,7 +95,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[
 
 
 @pytest.fixture
-def hub(published: tuple[dict, list], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(
+    published: tuple[dict, list], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Hub]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(acquiring, "known_sources", lambda: SOURCES)
     with running(FakeHub({name: dict(files) for name, files in published[0].items()})) as server:
@@ -112,8 +124,15 @@ def test_from_the_hub_to_an_answer(published: tuple[dict, list], hub: Hub) -> No
     receipt = json.loads(Path("data/acquired", f"{ITEMS[3]}.json").read_text())
     assert (receipt["rows"], receipt["origin"]) == (40, f"made of {ITEMS[0]}, 70.1 GB")
     manifest = json.loads((FOLDER / "index.json").read_text())
-    assert (manifest["vectors"], manifest["corpus"], manifest["dim"]) == ("e5_Flat.index", "wiki-18.jsonl", 16)
-    assert {key: manifest["encoder"][key] for key in ("name", "pooling", "query_prefix", "passage_prefix")} == {
+    assert (manifest["vectors"], manifest["corpus"], manifest["dim"]) == (
+        "e5_Flat.index",
+        "wiki-18.jsonl",
+        16,
+    )
+    assert {
+        key: manifest["encoder"][key]
+        for key in ("name", "pooling", "query_prefix", "passage_prefix")
+    } == {
         "name": "e5-base-v2",
         "pooling": "mean",
         "query_prefix": "query: ",
@@ -139,7 +158,9 @@ def test_what_is_damaged_or_does_not_belong_is_one_line(hub: Hub) -> None:
     acquire_all(hub)
     vectors, corpus = FOLDER / "e5_Flat.index", FOLDER / "wiki-18.jsonl"
     whole, lines = vectors.read_bytes(), corpus.read_bytes()
-    write_bert(Path("other"), [passage.contents for passage in PASSAGES] + ["query: passage:"], seed=2)
+    write_bert(
+        Path("other"), [passage.contents for passage in PASSAGES] + ["query: passage:"], seed=2
+    )
     assert "weights in" in (said := refused(encoder=Path("other"))) and "expected" in said
     vectors.write_bytes(whole[:-7] + bytes([whole[-7] ^ 1]) + whole[-6:])
     assert "e5_Flat.index: sha256 is" in refused()
@@ -152,13 +173,19 @@ def test_what_is_damaged_or_does_not_belong_is_one_line(hub: Hub) -> None:
     with pytest.raises(RetrievalError, match=r"wiki-18.jsonl: number of lines is \d+, expected 40"):
         import_index(copied, mine, Encoder.of("e5", ENCODER))
     mine.write_bytes(lines)
-    with pytest.raises(RetrievalError, match=r"canary: row 0 .* another encoder than other, or other prefixes"):
+    with pytest.raises(
+        RetrievalError, match=r"canary: row 0 .* another encoder than other, or other prefixes"
+    ):
         import_index(copied, mine, Encoder.of("e5", "other"))
     with pytest.raises(RetrievalError, match="canary: row 0"):
         import_index(copied, mine, Encoder.of("bge", ENCODER))  # pooled in another way
     copied.write_bytes(whole[:-100])
-    with pytest.raises(RetrievalError, match=r"e5_Flat.index: no index of FAISS, or damaged \(.*\); fetch or build"):
+    with pytest.raises(
+        RetrievalError, match=r"e5_Flat.index: no index of FAISS, or damaged \(.*\); fetch or build"
+    ):
         import_index(copied, mine, Encoder.of("e5", ENCODER))
     copied.write_bytes(whole)
     import_index(copied, mine, Encoder.of("e5", ENCODER))
-    assert Index.open(Path("copy")).search(Encoder.of("e5", ENCODER).encode_queries(QUERIES), 2)[0].shape == (3, 2)
+    assert Index.open(Path("copy")).search(Encoder.of("e5", ENCODER).encode_queries(QUERIES), 2)[
+        0
+    ].shape == (3, 2)

@@ -28,7 +28,10 @@ def bundle(tmp_path: Path) -> Path:
     """Of MARTI's test-time RL: one task, solved by the debate in one of two answers and by the single agent in none."""
     results = tmp_path / "results"
     model, file = results / "models" / "m", results / "data" / "aime.jsonl"
-    index, encoder = results / "wiki" / "vectors.index", results / "models" / "e5" / "encoder.safetensors"
+    index, encoder = (
+        results / "wiki" / "vectors.index",
+        results / "models" / "e5" / "encoder.safetensors",
+    )
     made = {model / "config.json": "{}", model / "model.safetensors": "weights", file: "rows"}
     for path, text in {**made, index: "vectors", encoder: "encoder"}.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +55,11 @@ def bundle(tmp_path: Path) -> Path:
         path.write_text(json.dumps({**content, "rows": [], "tasks": tasks}))
         (results / run / "config.yaml").write_text(
             CONFIG.format(
-                seed=42 if "single" in run else 1, model=model, file=file, index=index.parent, encoder=encoder.parent
+                seed=42 if "single" in run else 1,
+                model=model,
+                file=file,
+                index=index.parent,
+                encoder=encoder.parent,
             )
         )
         evaluations[f"{run}/trained"] = [str(path)]
@@ -74,7 +81,10 @@ def changed(bundle: Path, name: str, change: Callable[[bytes], bytes], *, descri
     if described:
         crate = json.loads(contents[METADATA])
         entity = next(entity for entity in crate["@graph"] if entity["@id"] == name)
-        entity |= {"sha256": hashlib.sha256(contents[name]).hexdigest(), "contentSize": str(len(contents[name]))}
+        entity |= {
+            "sha256": hashlib.sha256(contents[name]).hexdigest(),
+            "contentSize": str(len(contents[name])),
+        }
         contents[METADATA] = json.dumps(crate).encode()
     out = bundle.with_name("changed.zip")
     with zipfile.ZipFile(out, "w") as archive:
@@ -99,12 +109,22 @@ def test_it_says_what_the_table_was_made_of(bundle: Path) -> None:
         "table.md",
         "table.yaml",
     ]
-    inputs = {Path(file["path"]).name: file for file in json.loads(contents["inputs.json"])["files"]}
+    inputs = {
+        Path(file["path"]).name: file for file in json.loads(contents["inputs.json"])["files"]
+    }
     assert inputs["model.safetensors"]["sha256"] == hashlib.sha256(b"weights").hexdigest()
     assert inputs["vectors.index"]["sha256"] == hashlib.sha256(b"vectors").hexdigest()
-    names = ["aime.jsonl", "config.json", "encoder.safetensors", "model.safetensors", "vectors.index"]
+    names = [
+        "aime.jsonl",
+        "config.json",
+        "encoder.safetensors",
+        "model.safetensors",
+        "vectors.index",
+    ]
     assert (inputs["aime.jsonl"]["bytes"], sorted(inputs)) == (4, names)
-    assert b"seeds 1, 42; commit debate, single." in contents["table.md"]  # those that the runs were drawn with
+    assert (
+        b"seeds 1, 42; commit debate, single." in contents["table.md"]
+    )  # those that the runs were drawn with
     assert "ours agrees" in json.loads(contents["made.json"])["tolerance"]
     graph = {entity["@id"]: entity for entity in json.loads(contents[METADATA])["@graph"]}
     assert graph[METADATA]["conformsTo"] == {"@id": "https://w3id.org/ro/crate/1.1"}
@@ -113,7 +133,9 @@ def test_it_says_what_the_table_was_made_of(bundle: Path) -> None:
     assert graph["#making"]["result"] == [{"@id": "table.csv"}, {"@id": "table.md"}]
 
 
-def test_it_is_verified_in_another_folder(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_verified_in_another_folder(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     bundle.replace(elsewhere / "b.zip")
@@ -130,7 +152,10 @@ def test_it_is_verified_in_another_folder(bundle: Path, tmp_path: Path, monkeypa
 def test_a_flipped_byte_is_refused(bundle: Path) -> None:
     whole = bundle.read_bytes()
     with zipfile.ZipFile(bundle) as archive:
-        starts = {info.filename: info.header_offset + 30 + len(info.filename) for info in archive.infolist()}
+        starts = {
+            info.filename: info.header_offset + 30 + len(info.filename)
+            for info in archive.infolist()
+        }
     for start in starts.values():
         bundle.write_bytes(whole[: start + 9] + bytes([whole[start + 9] ^ 1]) + whole[start + 10 :])
         with pytest.raises(BundleError, match="damaged, or no bundle of a table"):
@@ -143,8 +168,20 @@ DEBATE = "runs/marti_debate_ttrl/evaluation/trained.json"
 @pytest.mark.parametrize(
     ("name", "old", "new", "described", "words"),
     [
-        (DEBATE, b"[1.0, 0.0]", b"[1.0, 1.0]", False, f"{DEBATE}: sha256 is .* and {METADATA} says"),
-        (DEBATE, b"[1.0, 0.0]", b"[1.0, 1.0]", True, r"task 'a/0' says avg@2 0.5; its scores give 1"),
+        (
+            DEBATE,
+            b"[1.0, 0.0]",
+            b"[1.0, 1.0]",
+            False,
+            f"{DEBATE}: sha256 is .* and {METADATA} says",
+        ),
+        (
+            DEBATE,
+            b"[1.0, 0.0]",
+            b"[1.0, 1.0]",
+            True,
+            r"task 'a/0' says avg@2 0.5; its scores give 1",
+        ),
         (
             DEBATE,
             b'"a/0", "source": "aime_2024"',
@@ -163,12 +200,18 @@ DEBATE = "runs/marti_debate_ttrl/evaluation/trained.json"
         ("inputs.json", b'"bytes": 4', b'"bytes": 5', False, "inputs.json: sha256 is"),
     ],
 )
-def test_what_was_changed_is_said(bundle: Path, name: str, old: bytes, new: bytes, described: bool, words: str) -> None:
+def test_what_was_changed_is_said(
+    bundle: Path, name: str, old: bytes, new: bytes, described: bool, words: str
+) -> None:
     with pytest.raises(BundleError, match=words):
-        verify_bundle(changed(bundle, name, lambda content: content.replace(old, new), described=described))
+        verify_bundle(
+            changed(bundle, name, lambda content: content.replace(old, new), described=described)
+        )
 
 
-def test_a_member_that_would_fill_the_memory_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+def test_a_member_that_would_fill_the_memory_is_refused_before_it_is_unpacked(
+    tmp_path: Path,
+) -> None:
     bomb = tmp_path / "b.zip"
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("ro-crate-metadata.json", b"{ }")
@@ -184,11 +227,17 @@ DEEP = b"[" * 200_000
 MADE = b'{"evaluations": {"a": ["e.json"]}}'
 
 
-@pytest.mark.parametrize("described", [b'{"@graph": ["x"]}', b'{"@graph": null}', b"[1]", b"5", DEEP, b"\xff"])
-def test_a_description_that_is_none_is_refused_in_one_line(described: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "described", [b'{"@graph": ["x"]}', b'{"@graph": null}', b"[1]", b"5", DEEP, b"\xff"]
+)
+def test_a_description_that_is_none_is_refused_in_one_line(
+    described: bytes, tmp_path: Path
+) -> None:
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
         archive.writestr(METADATA, described)
-    with pytest.raises(BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+Error: [^\n]+\)$"):
+    with pytest.raises(
+        BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+Error: [^\n]+\)$"
+    ):
         verify_bundle(tmp_path / "b.zip")
 
 
@@ -207,26 +256,41 @@ def test_members_that_somebody_made_on_purpose_are_refused_in_one_line(
     members: dict[str, bytes], tmp_path: Path
 ) -> None:
     files = [
-        {"@id": n, "@type": "File", "sha256": hashlib.sha256(own).hexdigest(), "contentSize": str(len(own))}
+        {
+            "@id": n,
+            "@type": "File",
+            "sha256": hashlib.sha256(own).hexdigest(),
+            "contentSize": str(len(own)),
+        }
         for n, own in members.items()
     ]
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
         archive.writestr(METADATA, json.dumps({"@graph": files}))
         for name, content in members.items():
             archive.writestr(zipfile.ZipInfo(name), content)
-    with pytest.raises(BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+Error: [^\n]+\)$"):
+    with pytest.raises(
+        BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+Error: [^\n]+\)$"
+    ):
         verify_bundle(tmp_path / "b.zip")
 
 
-@pytest.mark.parametrize(("at", "value"), [(8, 1), (10, 99), (10, 14), (10, 12)])  # encrypted; unknown; lzma; bz2
-def test_a_member_that_cannot_be_unpacked_is_refused_in_one_line(at: int, value: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("at", "value"), [(8, 1), (10, 99), (10, 14), (10, 12)]
+)  # encrypted; unknown; lzma; bz2
+def test_a_member_that_cannot_be_unpacked_is_refused_in_one_line(
+    at: int, value: int, tmp_path: Path
+) -> None:
     path = tmp_path / "b.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(METADATA, "{}")
     content = bytearray(path.read_bytes())
-    content[content.rfind(b"PK\x01\x02") + at] = content[at - 2] = value  # in the directory and in front of the member
+    content[content.rfind(b"PK\x01\x02") + at] = content[at - 2] = (
+        value  # in the directory and in front of the member
+    )
     path.write_bytes(content)
-    with pytest.raises(BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+: [^\n]+\)$"):
+    with pytest.raises(
+        BundleError, match=r"b\.zip: damaged, or no bundle of a table \(\w+: [^\n]+\)$"
+    ):
         verify_bundle(path)
 
 

@@ -16,7 +16,7 @@ import yaml
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.base_model import make_base_model
 from mcore_mas.pipeline.prepare import prepare_tasks
-from mcore_mas.rollout.base.files import sha256, write_text
+from rollout.base.files import sha256, write_text
 from tests.support.starts import Forked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,7 +24,7 @@ PROGRAM = """
 import signal, sys
 from pathlib import Path
 from mcore_mas.pipeline import cold_start
-from mcore_mas.training.joblog import logged
+from mcore_mas.runtime.joblog import logged
 
 folder, stops = Path(sys.argv[1]), sys.argv[2] == "stops"
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGURG])
@@ -53,18 +53,40 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "cold_start.base.layers=1",
         "cold_start.base.hidden=32",
     ]
-    small += ["cold_start.base.heads=2", "cold_start.base.kv_heads=2", "cold_start.base.ffn=32", "engine.slots=4"]
-    steps = [f"max_steps={STEPS}", "check_every=2", "check_tasks=2", "batch=2", "warmup_steps=2", "first_check=0"]
+    small += [
+        "cold_start.base.heads=2",
+        "cold_start.base.kv_heads=2",
+        "cold_start.base.ffn=32",
+        "engine.slots=4",
+    ]
+    steps = [
+        f"max_steps={STEPS}",
+        "check_every=2",
+        "check_tasks=2",
+        "batch=2",
+        "warmup_steps=2",
+        "first_check=0",
+    ]
     values = resolve(
-        ["experiment=demo_math", "run=duo", f"results={results}", *small, *(f"cold_start.{s}" for s in steps)]
+        [
+            "experiment=demo_math",
+            "run=duo",
+            f"results={results}",
+            *small,
+            *(f"cold_start.{s}" for s in steps),
+        ]
     )
     write_text(results / "duo" / "config.yaml", yaml.safe_dump(values))
     prepare_tasks(results / "duo" / "config.yaml", results / "duo" / "tasks")
-    make_base_model(results / "duo" / "config.yaml", results / "duo" / "tasks", results / "duo" / "base")
+    make_base_model(
+        results / "duo" / "config.yaml", results / "duo" / "tasks", results / "duo" / "base"
+    )
     return results / "duo"
 
 
-def started(folder: Path, mode: str = "", *, kind: type[subprocess.Popen[Any]] = Forked, **env: str) -> tuple[int, str]:
+def started(
+    folder: Path, mode: str = "", *, kind: type[subprocess.Popen[Any]] = Forked, **env: str
+) -> tuple[int, str]:
     command = [sys.executable, "-c", PROGRAM, str(folder), mode]
     with kind(command, cwd=ROOT, env={**os.environ, **env}) as child:
         status = child.wait(300)
@@ -79,13 +101,17 @@ def cleared(base: Path) -> None:
 
 def outcome(folder: Path) -> tuple[str, list[dict[str, float]]]:
     written = json.loads((folder / "bootstrap" / "bootstrap.json").read_text())
-    measured = [{name: row[name] for name in row if name != "seconds"} for row in written["history"]]
+    measured = [
+        {name: row[name] for name in row if name != "seconds"} for row in written["history"]
+    ]
     assert not (folder / "bootstrap" / "checkpoints").exists()
     return sha256(*sorted((folder / "bootstrap" / "model").iterdir())), measured
 
 
 def test_a_cold_start_goes_on_after_a_kill_and_a_stop_to_the_same_bits(base: Path) -> None:
-    assert started(base, kind=subprocess.Popen)[0] == 0  # whose hashes are others than those of forks
+    assert (
+        started(base, kind=subprocess.Popen)[0] == 0
+    )  # whose hashes are others than those of forks
     unbroken = outcome(base)
     assert [row["step"] for row in unbroken[1]] == [2, 4, 6]
     cleared(base)
@@ -96,7 +122,9 @@ def test_a_cold_start_goes_on_after_a_kill_and_a_stop_to_the_same_bits(base: Pat
     assert outcome(base) == unbroken
     cleared(base)
     code, said = started(base, "stops")
-    assert code == 1 and said.rstrip().endswith("error: stopped by SIGURG after step 3; all of it is saved")
+    assert code == 1 and said.rstrip().endswith(
+        "error: stopped by SIGURG after step 3; all of it is saved"
+    )
     code, said = started(base)
     assert code == 0 and "/step_000003\n" in said
     assert outcome(base) == unbroken

@@ -29,10 +29,14 @@ QWEN3_30B_A3B = {
 def test_a_run_on_cpus_asks_for_its_processes() -> None:
     # the solver is cut in two, the verifier is not; an engine of each; the driver beside them
     two = config("demo_math")
-    assert job_needs(two, "train", 8) == JobNeeds(nodes=1, gpus=0, cpus=6, memory_mb=700 + 256 + 5 * 600)
+    assert job_needs(two, "train", 8) == JobNeeds(
+        nodes=1, gpus=0, cpus=6, memory_mb=700 + 256 + 5 * 600
+    )
     threads = config("demo_math", "cluster.threads_per_process=4")
     assert job_needs(threads, "train", 8).cpus == 5 * 4 + 1
-    assert job_needs(two, "evaluate", 8) == JobNeeds(nodes=1, gpus=0, cpus=3, memory_mb=700 + 2 * 600)
+    assert job_needs(two, "evaluate", 8) == JobNeeds(
+        nodes=1, gpus=0, cpus=3, memory_mb=700 + 2 * 600
+    )
 
 
 def test_every_server_of_an_engine_has_a_place_of_its_own_also_on_cpus() -> None:
@@ -44,7 +48,9 @@ def test_every_server_of_an_engine_has_a_place_of_its_own_also_on_cpus() -> None
         if tenant.part == "engine"
     ]
     assert engines == [("solver", 6, 2), ("verifier", 3, 1)] * 2
-    elsewhere = config("demo_math", "engine=sglang", "engine.python=null", "+engine.urls=['http://127.0.0.1:1']")
+    elsewhere = config(
+        "demo_math", "engine=sglang", "engine.python=null", "+engine.urls=['http://127.0.0.1:1']"
+    )
     assert {tenant.part for tenant in tenants_of(elsewhere, "CPU")} == {"trainer"}
 
 
@@ -52,7 +58,9 @@ def test_samples_have_room_for_a_step_of_them_twice() -> None:
     assert object_store_mb(config("demo_math", "cluster.object_store_mb=300")) == 300
     assert object_store_mb(config("demo_math")) == 256
     # 32 x 8 trajectories of two agents, two loops each, 2048 + 2048 tokens of 72 bytes each (test_choose.py)
-    assert object_store_mb(config("drmas_t1_4b_shared_drmas")) == 2 * 72 * 1024 * 4096 // 2**20 == 576
+    assert (
+        object_store_mb(config("drmas_t1_4b_shared_drmas")) == 2 * 72 * 1024 * 4096 // 2**20 == 576
+    )
 
 
 def test_experts_on_record_take_memory(tmp_path: Path) -> None:
@@ -63,7 +71,9 @@ def test_experts_on_record_take_memory(tmp_path: Path) -> None:
     assert object_store_mb(replayed) == 2 * (72 + experts) * tokens // 2**20
     more = job_needs(replayed, "train", 8).memory_mb - job_needs(plain, "train", 8).memory_mb
     # of the store, and twice of the driver; ranks map the store's
-    assert more == object_store_mb(replayed) - object_store_mb(plain) + 2 * experts * tokens // 10**6
+    assert (
+        more == object_store_mb(replayed) - object_store_mb(plain) + 2 * experts * tokens // 10**6
+    )
 
 
 def test_tasks_are_made_in_memory_for_their_files(tmp_path: Path) -> None:
@@ -93,8 +103,14 @@ def test_an_evaluation_asks_for_no_more_than_machines_have() -> None:
     """Four servers and more have a GPU each; on machines with fewer they share them."""
     run = config("unitymas_t3_hotpotqa_m_ask_7b")
     servers = len(run.models)
-    assert [job_needs(run, "evaluate", gpus).gpus for gpus in (1, 2, 8)] == [1, 2, 8 // servers * servers]
-    embedded = config("demo_math", "+engine.device=cuda", "cluster.device=auto")  # two ranks and one, and the engines
+    assert [job_needs(run, "evaluate", gpus).gpus for gpus in (1, 2, 8)] == [
+        1,
+        2,
+        8 // servers * servers,
+    ]
+    embedded = config(
+        "demo_math", "+engine.device=cuda", "cluster.device=auto"
+    )  # two ranks and one, and the engines
     assert job_needs(embedded, "evaluate", 8).gpus == 4
 
 
@@ -110,13 +126,23 @@ def test_offloaded_trainers_and_weights_on_their_way_are_in_the_machines_memory(
     (model,) = shapes_of(plain).values()
     disk = config("drmas_t1_4b_shared_drmas", "engine.transport=disk")
     more = job_needs(disk, "train", 8).memory_mb - job_needs(plain, "train", 8).memory_mb
-    assert more == pytest.approx(2 * 2 * count_parameters(model) / 1e6, rel=0.01)  # old and new, two bytes each
+    assert more == pytest.approx(
+        2 * 2 * count_parameters(model) / 1e6, rel=0.01
+    )  # old and new, two bytes each
     offloaded = job_needs(
-        config("drmas_t1_4b_shared_drmas", "engine.transport=distributed", "policies.shared.offload=true"), "train", 8
+        config(
+            "drmas_t1_4b_shared_drmas",
+            "engine.transport=distributed",
+            "policies.shared.offload=true",
+        ),
+        "train",
+        8,
     )
     # weights on two ranks and 12 bytes of optimizer state
     added = (2 * 2 + 12) * count_parameters(model) / 1e6
-    assert offloaded.memory_mb - job_needs(plain, "train", 8).memory_mb == pytest.approx(added, rel=0.01)
+    assert offloaded.memory_mb - job_needs(plain, "train", 8).memory_mb == pytest.approx(
+        added, rel=0.01
+    )
 
 
 def test_a_published_index_is_counted_as_it_lies_there(tmp_path: Path) -> None:
@@ -133,13 +159,22 @@ def test_an_index_of_the_runs_own_is_counted_by_its_corpus(tmp_path: Path) -> No
     with (tmp_path / "c.jsonl").open("wb") as file:
         file.truncate(660 * 1_000_000)  # a million passages as long as wiki-18's
     own = config("demo_search", f"retriever.passages={tmp_path / 'c.jsonl'}")
-    assert job_needs(own, "retriever", 8).memory_mb == 1_000 + 900 + 1_536 * 5 // 4  # of 384 float32
-    more = config("demo_search", f"retriever.passages={tmp_path / 'c.jsonl'}", "retriever.threads=4")
+    assert (
+        job_needs(own, "retriever", 8).memory_mb == 1_000 + 900 + 1_536 * 5 // 4
+    )  # of 384 float32
+    more = config(
+        "demo_search", f"retriever.passages={tmp_path / 'c.jsonl'}", "retriever.threads=4"
+    )
     assert job_needs(more, "retriever", 8).cpus == 4
     assert job_needs(more, "train", 8).cpus == job_needs(own, "train", 8).cpus + 3
-    words = config("demo_search", f"retriever.passages={tmp_path / 'c.jsonl'}", "retriever.ranking=bm25")
+    words = config(
+        "demo_search", f"retriever.passages={tmp_path / 'c.jsonl'}", "retriever.ranking=bm25"
+    )
     assert job_needs(words, "retriever", 8).memory_mb == 1_000 + 900 + 600 * 5 // 4
     small = config("demo_search")
     assert job_needs(small, "retriever", 8).memory_mb == 1_000 + 900
-    more_mb = [job_needs(run, "train", 8).memory_mb - job_needs(small, "train", 8).memory_mb for run in (own, words)]
+    more_mb = [
+        job_needs(run, "train", 8).memory_mb - job_needs(small, "train", 8).memory_mb
+        for run in (own, words)
+    ]
     assert more_mb == [1_536 * 5 // 4, 600 * 5 // 4]

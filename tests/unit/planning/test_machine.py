@@ -24,7 +24,9 @@ def test_gpus_are_those_that_cuda_shows_to_a_torch_that_asks_for_them(
     torch = tmp_path / "torch"
     (torch / "lib").mkdir(parents=True)
     found = SimpleNamespace(origin=str(torch / "__init__.py"))
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: found if name == "torch" else None)
+    monkeypatch.setattr(
+        machine.importlib.util, "find_spec", lambda name: found if name == "torch" else None
+    )
     monkeypatch.setattr(machine, "Path", lambda path: devices if path == "/dev" else Path(path))
     assert gpus_here() == 0  # a torch for CPUs
     (torch / "lib" / "libtorch_cuda.so").touch()
@@ -37,12 +39,18 @@ def test_gpus_are_those_that_cuda_shows_to_a_torch_that_asks_for_them(
 
 
 @pytest.mark.parametrize(("device", "seen"), [("cpu", ""), ("auto", "3"), ("cuda", "3")])
-def test_a_run_on_cpus_shows_its_processes_no_gpu(device: str, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_cpus_shows_its_processes_no_gpu(
+    device: str, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    config = RunConfig.check(resolve(["experiment=demo_math", f"cluster.device={device}"]), "a test")
+    config = RunConfig.check(
+        resolve(["experiment=demo_math", f"cluster.device={device}"]), "a test"
+    )
     with on_its_devices(config):
         child = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
-        assert subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip() == seen
+        assert (
+            subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip() == seen
+        )
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with on_its_devices(config):

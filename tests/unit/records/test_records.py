@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_mas.rollout.base import parquet
-from mcore_mas.rollout.base.ownership import epoch_of, owned
-from mcore_mas.rollout.records.files import (
+from rollout.base import parquet
+from rollout.base.ownership import epoch_of, owned
+from rollout.records.files import (
     TASK_SCHEMA,
     RecordError,
     read_scores,
@@ -22,7 +22,7 @@ from mcore_mas.rollout.records.files import (
     write_tasks,
     write_trajectories,
 )
-from mcore_mas.rollout.records.trajectory import (
+from rollout.records.trajectory import (
     Message,
     Status,
     Task,
@@ -85,7 +85,17 @@ TRAJECTORIES = [
         sample=0,
         step=4,
         turns=(TURN, replace(TURN, index=1, reward=None, masked=True), CHATTED),
-        tools=(ToolEvent(after_turn=0, tool="search", query="q", result="r", failed=True, started_s=5.5, took_s=0.25),),
+        tools=(
+            ToolEvent(
+                after_turn=0,
+                tool="search",
+                query="q",
+                result="r",
+                failed=True,
+                started_s=5.5,
+                took_s=0.25,
+            ),
+        ),
         outcome=1.0,
         answer="3",
         metrics={"answered": 1.0},
@@ -106,7 +116,12 @@ TRAJECTORIES = [
 def test_rows_that_are_large_are_read_few_at_a_time(tmp_path, monkeypatch):
     """Of more than 2 GiB of text inside lists pyarrow makes no batch: ArrowNotImplementedError."""
     texts = [[{"content": f"{row:0100000}"}] for row in range(64)]
-    pq.write_table(pa.table({"turns": texts}), path := tmp_path / "t.parquet", row_group_size=32, use_dictionary=False)
+    pq.write_table(
+        pa.table({"turns": texts}),
+        path := tmp_path / "t.parquet",
+        row_group_size=32,
+        use_dictionary=False,
+    )
     monkeypatch.setattr(parquet, "_TOGETHER", 1_000_000)
     with pq.ParquetFile(path) as file:
         assert [batch.num_rows for batch in parquet.bounded_batches(path, file)][:2] == [9, 9]
@@ -135,7 +150,8 @@ def test_a_file_says_in_which_epoch_it_was_written(tmp_path):
         write_tasks(tmp_path / "tasks.parquet", TASKS)
         epoch = str(epoch_of(tmp_path)).encode()
     assert [
-        pq.read_schema(tmp_path / name).metadata[b"mcore_mas.epoch"] for name in ("t.parquet", "tasks.parquet")
+        pq.read_schema(tmp_path / name).metadata[b"mcore_mas.epoch"]
+        for name in ("t.parquet", "tasks.parquet")
     ] == [
         epoch,
         epoch,
@@ -157,17 +173,25 @@ def test_files_that_recorded_less_of_turns_and_tools_are_read(tmp_path):
     later = {"versions", "started_s", "took_s", "failed", "chat"}
     for row in rows:
         for column in ("turns", "tools"):
-            row[column] = [{name: value for name, value in item.items() if name not in later} for item in row[column]]
+            row[column] = [
+                {name: value for name, value in item.items() if name not in later}
+                for item in row[column]
+            ]
     fields = []
     for column in table.schema:
         kept = column.type
         if column.name in ("turns", "tools"):
-            kept = pa.list_(pa.struct([field for field in kept.value_type if field.name not in later]))
+            kept = pa.list_(
+                pa.struct([field for field in kept.value_type if field.name not in later])
+            )
         fields.append((column.name, kept))
     pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(fields)), path)
     turns = tuple(replace(turn, versions=(), chat="") for turn in TRAJECTORIES[0].turns)
     tools = tuple(replace(tool, failed=False) for tool in TRAJECTORIES[0].tools)
-    assert read_trajectories(path) == [replace(TRAJECTORIES[0], turns=turns, tools=tools), TRAJECTORIES[1]]
+    assert read_trajectories(path) == [
+        replace(TRAJECTORIES[0], turns=turns, tools=tools),
+        TRAJECTORIES[1],
+    ]
     assert turns[0].oldest_version == 3
 
 
@@ -210,7 +234,9 @@ def test_corrupt_file_is_named_in_one_line(tmp_path, keep):
     path = tmp_path / "broken.parquet"
     write_trajectories(path, TRAJECTORIES)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(RecordError, match=r"broken\.parquet: not a readable parquet file") as caught:
+    with pytest.raises(
+        RecordError, match=r"broken\.parquet: not a readable parquet file"
+    ) as caught:
         read_trajectories(path)
     assert "\n" not in str(caught.value)
 
@@ -234,7 +260,14 @@ def test_missing_column_is_named(tmp_path):
 
 def test_column_of_another_type_is_refused(tmp_path):
     path = tmp_path / "typed.parquet"
-    columns = {"id": ["a"], "prompt": ["?"], "answers": ["3"], "env": ["math"], "source": ["a"], "split": ["train"]}
+    columns = {
+        "id": ["a"],
+        "prompt": ["?"],
+        "answers": ["3"],
+        "env": ["math"],
+        "source": ["a"],
+        "split": ["train"],
+    }
     pq.write_table(pa.table(columns), path)
     with pytest.raises(RecordError, match=r"typed\.parquet"):
         read_tasks(path)
@@ -242,7 +275,9 @@ def test_column_of_another_type_is_refused(tmp_path):
 
 def test_tasks_that_are_not_what_was_written_are_refused(tmp_path):
     path = tmp_path / "tasks.parquet"
-    tasks = [replace(TASKS[0], id=f"a:{n}", prompt=f"{n} + 1?", answers=(str(n + 1),)) for n in range(40)]
+    tasks = [
+        replace(TASKS[0], id=f"a:{n}", prompt=f"{n} + 1?", answers=(str(n + 1),)) for n in range(40)
+    ]
     write_tasks(path, tasks)
     whole = path.read_bytes()
     source, refused = random.Random(0), 0
@@ -276,19 +311,26 @@ def test_a_task_that_cannot_be_one_is_refused_in_one_line(tmp_path, change, faul
     pq.write_table(pa.Table.from_pylist([*rows, rows[0] | change], schema=TASK_SCHEMA), path)
     with pytest.raises(RecordError) as refused:
         read_tasks(path)
-    assert str(refused.value).startswith(f"{path}: row {len(rows)}: ") and fault in str(refused.value)
+    assert str(refused.value).startswith(f"{path}: row {len(rows)}: ") and fault in str(
+        refused.value
+    )
     assert "\n" not in str(refused.value)
 
 
 def test_a_changed_record_is_a_replaced_one_and_the_old_one_stays() -> None:
-    assert changed(TURN, round=2, scores={"team": 1.0}) == replace(TURN, round=2, scores={"team": 1.0})
+    assert changed(TURN, round=2, scores={"team": 1.0}) == replace(
+        TURN, round=2, scores={"team": 1.0}
+    )
     assert (TURN.round, TURN.scores) == (0, {})
 
 
 def test_a_small_file_of_endless_tasks_is_refused_before_it_fills_memory(tmp_path, monkeypatch):
     """Half a million prompts of 1 KiB, in a file that has the prompt once."""
     rows, path = 1 << 19, tmp_path / "train.parquet"
-    columns = {name: ["x"] for name in ("id", "env", "source", "split")} | {"prompt": ["x" * 1024], "answers": [["x"]]}
+    columns = {name: ["x"] for name in ("id", "env", "source", "split")} | {
+        "prompt": ["x" * 1024],
+        "answers": [["x"]],
+    }
     one = pa.table(columns).select(TASK_SCHEMA.names)
     again = pa.concat_tables([pa.concat_tables([one] * 256).combine_chunks()] * (rows // 256))
     pq.write_table(again, path, compression="zstd", row_group_size=rows)
@@ -296,7 +338,9 @@ def test_a_small_file_of_endless_tasks_is_refused_before_it_fills_memory(tmp_pat
     assert size < 1 << 20
     monkeypatch.setattr(parquet, "_LEAST_BYTES", 1 << 20)
     before = pa.default_memory_pool().max_memory()
-    with pytest.raises(RecordError, match=rf"train.parquet: not a readable.*its {size} bytes become more"):
+    with pytest.raises(
+        RecordError, match=rf"train.parquet: not a readable.*its {size} bytes become more"
+    ):
         read_tasks(path)
     assert pa.default_memory_pool().max_memory() - before < 64 << 20
 
@@ -306,10 +350,13 @@ def test_a_trajectory_that_lacks_what_it_needs_is_refused_in_one_line(tmp_path):
     table = pq.read_table(tmp_path / "played.parquet")
     turns = [[{**one, "policy_version": None} for one in row] for row in table["turns"].to_pylist()]
     place = table.schema.get_field_index("turns")
-    damaged = table.set_column(place, table.schema.field("turns"), pa.array(turns, table.schema.field("turns").type))
+    damaged = table.set_column(
+        place, table.schema.field("turns"), pa.array(turns, table.schema.field("turns").type)
+    )
     pq.write_table(damaged, tmp_path / "played.parquet")
     with pytest.raises(
-        RecordError, match=r"turns\.0\.policy_version: Field required; the file is damaged, make it again$"
+        RecordError,
+        match=r"turns\.0\.policy_version: Field required; the file is damaged, make it again$",
     ):
         read_trajectories(tmp_path / "played.parquet")
 
@@ -319,7 +366,9 @@ def test_nothing_is_looked_up_in_dictionaries(tmp_path):
     write_trajectories(path, [trajectory(TURN)] * 40)
     group = pq.ParquetFile(path).metadata.row_group(0)
     columns = [group.column(number) for number in range(group.num_columns)]
-    assert not [x.path_in_schema for x in columns if any("DICTIONARY" in how for how in x.encodings)]
+    assert not [
+        x.path_in_schema for x in columns if any("DICTIONARY" in how for how in x.encodings)
+    ]
     assert len(read_trajectories(path)) == 40
 
 
@@ -342,7 +391,9 @@ def test_scores_are_read_without_texts_and_tokens(tmp_path):
 
 
 def test_a_digest_of_tasks_takes_no_memory_and_is_that_of_their_list():
-    tasks = [replace(TASKS[0], id=str(number), answers=("1 2 3\n" * 100_000,)) for number in range(20)]
+    tasks = [
+        replace(TASKS[0], id=str(number), answers=("1 2 3\n" * 100_000,)) for number in range(20)
+    ]
     whole = hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()
     tracemalloc.start()
     try:

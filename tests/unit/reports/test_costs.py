@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from mcore_mas.reports.costs import run_costs
-from mcore_mas.rollout.records.files import write_trajectories
-from mcore_mas.rollout.records.trajectory import Status, Trajectory, Turn
+from rollout.records.files import write_trajectories
+from rollout.records.trajectory import Status, Trajectory, Turn
 
 
 def turn(agent: str, tokens: int, started: float, took: float) -> Turn:
@@ -34,7 +34,9 @@ def turn(agent: str, tokens: int, started: float, took: float) -> Turn:
 
 def trajectory(number: int, *turns: Turn, status: Status = Status.COMPLETED) -> Trajectory:
     name = f"t{number}"
-    return Trajectory(id=name, task_id=name, source="s", sample=0, step=-2, turns=turns, status=status)
+    return Trajectory(
+        id=name, task_id=name, source="s", sample=0, step=-2, turns=turns, status=status
+    )
 
 
 def test_a_training_and_its_answers_by_hand(tmp_path: Path) -> None:
@@ -51,11 +53,21 @@ def test_a_training_and_its_answers_by_hand(tmp_path: Path) -> None:
     solver, verifier = turn("solver", 10, 100.0, 2.0), turn("verifier", 4, 103.0, 1.0)
     write_trajectories(
         run / "evaluation" / "trained" / "part_000000.parquet",
-        [trajectory(0, solver, verifier), trajectory(1, turn("solver", 20, 200.0, 5.0), status=Status.FAILED)],
+        [
+            trajectory(0, solver, verifier),
+            trajectory(1, turn("solver", 20, 200.0, 5.0), status=Status.FAILED),
+        ],
     )
     write_trajectories(
         run / "evaluation" / "trained" / "part_000001.parquet",
-        [trajectory(2, turn("solver", 6, 10.0, 1.0), turn("verifier", 2, 11.0, 1.0), turn("solver", 8, 12.0, 2.0))],
+        [
+            trajectory(
+                2,
+                turn("solver", 6, 10.0, 1.0),
+                turn("verifier", 2, 11.0, 1.0),
+                turn("solver", 8, 12.0, 2.0),
+            )
+        ],
     )
     assert run_costs(run, "trained") == {
         "experiment": "duo",

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from mcore_mas.cli.main import app
 from mcore_mas.credit.samples import CreditError
 from mcore_mas.reports.terminal import print_credit
-from mcore_mas.rollout.records.files import write_trajectories
+from rollout.records.files import write_trajectories
 from tests.unit.credit.test_samples import trajectory, turn
 
 
@@ -20,7 +20,11 @@ def file(tmp_path: Path) -> Path:
     """Two trajectories of task t: the verifier speaks three times in one and once in the other; one of task u."""
     rewards = {0: [1.0, 5.0, 5.0, 5.0], 1: [0.0, 4.0]}
     played = [
-        trajectory(sample, 1.0, *(turn(i, "verifier" if i else "solver", reward) for i, reward in enumerate(own)))
+        trajectory(
+            sample,
+            1.0,
+            *(turn(i, "verifier" if i else "solver", reward) for i, reward in enumerate(own)),
+        )
         for sample, own in rewards.items()
     ]
     other = replace(trajectory(2, 1.0, turn(0, "solver", 1.0)), task_id="u", id="0/u/0")
@@ -64,7 +68,9 @@ def test_a_token_estimator_shows_the_range_over_the_turns_tokens(file: Path) -> 
 
 
 def test_what_cannot_be_explained_is_one_line(file: Path) -> None:
-    with pytest.raises(CreditError, match="no completed turn is of task 'x'; the first task is 't'"):
+    with pytest.raises(
+        CreditError, match="no completed turn is of task 'x'; the first task is 't'"
+    ):
         print_credit(file, "drmas", {}, "x", 3, Console())
     with pytest.raises(CreditError, match="advantage 'gae' needs values"):
         print_credit(file, "gae", {}, None, 3, Console())
@@ -75,7 +81,16 @@ def test_what_cannot_be_explained_is_one_line(file: Path) -> None:
 
 
 def test_the_command_takes_options_and_a_task(file: Path) -> None:
-    arguments = ["explain", str(file), "--advantage", "drmas", "--option", "lone=raw", "--task", "u"]
+    arguments = [
+        "explain",
+        str(file),
+        "--advantage",
+        "drmas",
+        "--option",
+        "lone=raw",
+        "--task",
+        "u",
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0
     assert "task u drmas lone=raw" in " ".join(result.output.split())
@@ -90,7 +105,10 @@ def test_gigpo_shows_the_discounted_returns_that_its_steps_compare(tmp_path: Pat
         trajectory(
             sample,
             1.0,
-            *(replace(turn(i, "solver", 1.0), round=i, scores={"team": team}) for i, team in enumerate(own)),
+            *(
+                replace(turn(i, "solver", 1.0), round=i, scores={"team": team})
+                for i, team in enumerate(own)
+            ),
         )
         for sample, own in {0: [0.0, 1.0], 1: [2.0, 0.0]}.items()
     ]
@@ -100,7 +118,9 @@ def test_gigpo_shows_the_discounted_returns_that_its_steps_compare(tmp_path: Pat
     # returns 1/2, 1 and 2, 0; all turns stood at one state
     assert "state │ 0.5, 1, 2, 0 │ 4 │ 0.875 │ 0.8539" in lines
     keys = ["--option", "step.gamma=0.5", "--option", "step.weight=0", "--option", "lone=raw"]
-    result = CliRunner().invoke(app, ["explain", str(path), "--advantage", "gigpo", *keys], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, ["explain", str(path), "--advantage", "gigpo", *keys], catch_exceptions=False
+    )
     assert "0.5, 1, 2, 0" in result.output
 
 

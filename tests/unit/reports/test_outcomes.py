@@ -11,7 +11,9 @@ from mcore_mas.reports.paper_tables import PaperTable, table_names
 
 def write(path: Path, *lines: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    path.write_text(
+        "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    )
 
 
 def test_what_ran_and_what_did_not_by_hand(tmp_path: Path) -> None:
@@ -24,17 +26,28 @@ def test_what_ran_and_what_did_not_by_hand(tmp_path: Path) -> None:
         {"policy/p/updates": 1, "policy/q/updates": 0},
     )
     write(ran / "evaluation" / "trained.json", {})
-    write(ran / "benchmarks" / "train.jsonl", {"s": 999.0, "cpu_time": 1.0}, {"s": 40.2, "cpu_time": 30.0})
+    write(
+        ran / "benchmarks" / "train.jsonl",
+        {"s": 999.0, "cpu_time": 1.0},
+        {"s": 40.2, "cpu_time": 30.0},
+    )
     write(ran / "benchmarks" / "evaluate_trained.jsonl", {"s": 9.9, "cpu_time": 8.0})
     write(failed / "logs" / "train.log", "Traceback", "error: no engine")
     write(tmp_path / "mappa_dsbench" / "config.yaml")
     write(tmp_path / "mappa_mathchat" / "evaluation" / "base.json", {})
     write(tmp_path / "tables" / "marti_ttrl.json", {"commit": "abc1"})
     page = pages(tmp_path)[OUTCOMES]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line[:1] == "|"
+    ]
     rows = {row[0]: row[1:] for row in cells}
     assert rows["`table_marti_ttrl`"] == ["MARTI, test-time RL, DeepScaleR-1.5B", "yes", "1 of 2"]
-    assert (rows["`table_mappa_1`"][1:], rows["`table_mappa_2`"][1:]) == (["no", "1 of 1"], ["no", "0 of 1"])
+    assert (rows["`table_mappa_1`"][1:], rows["`table_mappa_2`"][1:]) == (
+        ["no", "1 of 1"],
+        ["no", "0 of 1"],
+    )
     assert rows["`mappa_mathchat`"] == ["ran untrained", "", "", "base", ""]
     assert rows["`marti_single_ttrl`"] == ["ran", "p 3, q 0", "40", "trained", "10"]
     assert rows["`marti_debate_ttrl`"][0] == "failed, train: no engine"
@@ -53,9 +66,13 @@ def test_the_shipped_page_has_every_table_and_experiment() -> None:
 def test_a_finished_table_is_shown_with_a_head_that_says_how_small_it_is(tmp_path: Path) -> None:
     assert [*pages(tmp_path)] == [OUTCOMES]
     write(tmp_path / "tables" / "drmas_1.md", "# Dr.MAS", "", "**Scale tiny.**")
-    assert pages(tmp_path)[SAMPLE].startswith("# Dr.MAS\n\n**Scale tiny.**\n\nCopied by `python -m docs.writers ")
+    assert pages(tmp_path)[SAMPLE].startswith(
+        "# Dr.MAS\n\n**Scale tiny.**\n\nCopied by `python -m docs.writers "
+    )
     shown = SAMPLE.read_text(encoding="utf-8").splitlines()
     assert shown[0] == "# Dr.MAS, Table 1, mathematics"
-    assert shown[2].startswith("**Scale tiny: random models, generated tasks, two steps. These scores say that the ")
+    assert shown[2].startswith(
+        "**Scale tiny: random models, generated tasks, two steps. These scores say that the "
+    )
     (row,) = {line for line in shown if line.startswith("| Avg ") and "(55.9)" in line}
     assert row.count("0.0 [0.0, 0.0]") == 7  # five of the paper's columns and two untrained teams

@@ -25,7 +25,9 @@ def evaluation(path: Path, state: str, scores: dict[str, list[float]]) -> Path:
         for number, score in enumerate(own)
     ]
     counts = {"replies": len(tasks), "overlong": 0, "cut": 0, "failed": {}}
-    path.write_text(json.dumps({"run": "r", "state": state, "k": 1, **counts, "rows": [], "tasks": tasks}))
+    path.write_text(
+        json.dumps({"run": "r", "state": state, "k": 1, **counts, "rows": [], "tasks": tasks})
+    )
     return path
 
 
@@ -35,7 +37,9 @@ def test_marti_by_hand(tmp_path: Path) -> None:
     trained = {"aime_2024": [1.0, 1.0], "amc": [0.5], "math_500": [1.0, 0.0, 1.0, 1.0]}
     files = {
         f"{experiment}/{state}": [
-            evaluation(tmp_path / f"{experiment}_{state}.json", state, base if state == "base" else trained)
+            evaluation(
+                tmp_path / f"{experiment}_{state}.json", state, base if state == "base" else trained
+            )
         ]
         for experiment, state in table.evaluations
     }
@@ -49,12 +53,18 @@ def test_marti_by_hand(tmp_path: Path) -> None:
     out = tmp_path / "t.md"
     make_paper_table(table, files, made, tmp_path / "t.csv", out)
     with (tmp_path / "t.csv").open() as lines:
-        rows = {(row["row"], row["column"], row["policy_state"]): row for row in csv.DictReader(lines)}
+        rows = {
+            (row["row"], row["column"], row["policy_state"]): row for row in csv.DictReader(lines)
+        }
     untrained = rows["Pass@1", "Avg", "base"]
-    assert float(untrained["value"]) == pytest.approx(fmean([0.5, 0.0, 0.5]))  # of sources, not of the seven tasks
+    assert float(untrained["value"]) == pytest.approx(
+        fmean([0.5, 0.0, 0.5])
+    )  # of sources, not of the seven tasks
     assert (untrained["n"], float(untrained["paper_value"])) == ("7", pytest.approx(0.16))
     gain = rows["Pass@1 + RL - Pass@1", "MATH500", "difference"]
-    assert float(gain["value"]) == 0.25 and float(gain["paper_value"]) == pytest.approx(0.489 - 0.322)
+    assert float(gain["value"]) == 0.25 and float(gain["paper_value"]) == pytest.approx(
+        0.489 - 0.322
+    )
     # Student's t over the differences 1, 0, 0, 0: 0.25 ± 3.1824 · 0.5 / √4
     assert float(gain["ci_low"]) == pytest.approx(0.25 - 3.1824 * 0.25, abs=1e-4)
     text = out.read_text()
@@ -63,7 +73,9 @@ def test_marti_by_hand(tmp_path: Path) -> None:
     assert "| Pass@1 " in text and "25.6" in text
     assert "| r            | 2           |" in text and "- `r`: other lengths" in text
     # the paper's 0.167 is 0.083 below 0.25, and our interval reaches 0.796 below it; ours 1 and 1 leave no interval
-    assert gain["within"] == "True" and float(gain["tolerance"]) == pytest.approx(0.7956 + 0.0005, abs=1e-4)
+    assert gain["within"] == "True" and float(gain["tolerance"]) == pytest.approx(
+        0.7956 + 0.0005, abs=1e-4
+    )
     sure = rows["Pass@1 + RL", "AIME", "trained"]
     assert (sure["within"], float(sure["tolerance"])) == ("False", 0.0005)
 
@@ -74,7 +86,11 @@ def test_a_source_of_which_one_team_has_no_score_is_left_out_of_differences(tmp_
     without = {"amc": [1.0], "math_500": [1.0, 1.0]}  # all trajectories of AIME failed
     files = {
         f"{experiment}/{state}": [
-            evaluation(tmp_path / f"{experiment}_{state}.json", state, without if "debate" in experiment else whole)
+            evaluation(
+                tmp_path / f"{experiment}_{state}.json",
+                state,
+                without if "debate" in experiment else whole,
+            )
         ]
         for experiment, state in table.evaluations
     }
@@ -83,11 +99,18 @@ def test_a_source_of_which_one_team_has_no_score_is_left_out_of_differences(tmp_
     with (tmp_path / "t.csv").open() as lines:
         rows = {(row["row"], row["column"]): row for row in csv.DictReader(lines)}
     gain = [rows["MAD 2 x 2 + RL - Pass@1 + RL", column] for column in table.columns]
-    assert [row["value"] for row in gain] == ["", "1.000000", "0.500000", "0.750000"]  # (1 + 0.5) / 2
+    assert [row["value"] for row in gain] == [
+        "",
+        "1.000000",
+        "0.500000",
+        "0.750000",
+    ]  # (1 + 0.5) / 2
     assert [row["n"] for row in gain] == ["0", "1", "2", "3"]
 
 
 def test_what_is_known_to_differ_is_said_once() -> None:
     told = known_deviations(PaperTable.load("marti_llama"))
     assert told[0].startswith("`marti_single_llama`: as of the debates below; prompts ours")
-    assert len(told) == 3 and told[1].startswith("`marti_debate_llama`: no script of these rows is known")
+    assert len(told) == 3 and told[1].startswith(
+        "`marti_debate_llama`: no script of these rows is known"
+    )

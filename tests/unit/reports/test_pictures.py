@@ -13,12 +13,12 @@ import pytest
 
 from mcore_mas.cli.main import main
 from mcore_mas.reports.pages import actions_of, draw_games, drawing, picture
-from mcore_mas.rollout.environments import ENVS
-from mcore_mas.rollout.environments.games import GAMES, PUZZLES
-from mcore_mas.rollout.orchestras import ORCHESTRAS
-from mcore_mas.rollout.records.files import RecordError, write_tasks, write_trajectories
-from mcore_mas.rollout.records.trajectory import Task, Trajectory
-from mcore_mas.rollout.tasks.games import draw_tasks
+from rollout.environments import ENVS
+from rollout.environments.games import GAMES, PUZZLES
+from rollout.orchestras import ORCHESTRAS
+from rollout.records.files import RecordError, write_tasks, write_trajectories
+from rollout.records.trajectory import Task, Trajectory
+from rollout.tasks.games import draw_tasks
 from tests.support.canned import Canned
 from tests.support.casts import make_team
 from tests.support.play import collect
@@ -34,17 +34,24 @@ CELLS = {"plan_path": 16, "sokoban": 36, "sudoku": 16}
 
 
 def played(task: Task, *replies: str, orchestra: str = "single") -> Trajectory:
-    roles = {"single": {"player": "player"}, "game_team": {"tool": "game_tool", "planner": "game_planner"}}[orchestra]
+    roles = {
+        "single": {"player": "player"},
+        "game_team": {"tool": "game_tool", "planner": "game_planner"},
+    }[orchestra]
     team = make_team(ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0)), roles)
     make = partial(ENVS[task.env], max_turns=5)
-    [group] = asyncio.run(collect([task], team, make, ORCHESTRAS[orchestra], group_size=1, seed=1, step=0))
+    [group] = asyncio.run(
+        collect([task], team, make, ORCHESTRAS[orchestra], group_size=1, seed=1, step=0)
+    )
     return group.trajectories[0]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Path, list[Task]]:
     """A run of every game, each solved after a reply without actions."""
-    tasks = [draw_tasks(PUZZLES[game](**options), 3, {"test": 1})[0] for game, options in SMALL.items()]
+    tasks = [
+        draw_tasks(PUZZLES[game](**options), 3, {"test": 1})[0] for game, options in SMALL.items()
+    ]
     write_tasks(tmp_path / "tasks" / "test.parquet", tasks)
     trajectories = [played(task, "no idea", f"I see.\n#### {task.answers[0]}") for task in tasks]
     assert [trajectory.metrics["solved"] for trajectory in trajectories] == [1.0] * len(GAMES)
@@ -59,9 +66,17 @@ def boards(path: Path) -> list[ET.Element]:
 
 def signs(svg: str) -> list[Counter[str]]:
     """What is written in the squares of each board, from left to right."""
-    texts = [(int(shape.get("x", "")), shape.text) for shape in ET.fromstring(svg) if shape.tag.endswith("text")]
-    lefts = sorted({int(shape.get("x", "")) for shape in ET.fromstring(svg) if shape.tag.endswith("rect")})
-    firsts = [left for left in lefts if left - 24 not in lefts]  # boards are apart, their squares of 24 pixels are not
+    texts = [
+        (int(shape.get("x", "")), shape.text)
+        for shape in ET.fromstring(svg)
+        if shape.tag.endswith("text")
+    ]
+    lefts = sorted(
+        {int(shape.get("x", "")) for shape in ET.fromstring(svg) if shape.tag.endswith("rect")}
+    )
+    firsts = [
+        left for left in lefts if left - 24 not in lefts
+    ]  # boards are apart, their squares of 24 pixels are not
     return [
         Counter(sign for x, sign in texts if first < x < until)
         for first, until in zip(firsts, [*firsts[1:], 10**6], strict=True)
@@ -71,7 +86,9 @@ def signs(svg: str) -> list[Counter[str]]:
 def test_every_solved_game_of_a_file_is_drawn_into_a_folder(run: tuple[Path, list[Task]]) -> None:
     file, tasks = run
     paths = draw_games(file, file.parent / "pictures")
-    assert [path.name for path in paths] == [f"0_{task.id.replace('/', '_')}_0.svg" for task in tasks]
+    assert [path.name for path in paths] == [
+        f"0_{task.id.replace('/', '_')}_0.svg" for task in tasks
+    ]
     for path, task in zip(paths, tasks, strict=True):
         before, still, solved = signs(path.read_text())  # at the start, after nothing, solved
         assert before == still
@@ -83,19 +100,31 @@ def test_every_solved_game_of_a_file_is_drawn_into_a_folder(run: tuple[Path, lis
                 assert solved["G"] == 0
             case "sokoban":
                 assert before["@"] + before["+"] == solved["@"] + solved["+"] == 1
-                assert before["$"] + before["*"] == solved["*"] == before["."] + before["+"] + before["*"] == 1
+                assert (
+                    before["$"] + before["*"]
+                    == solved["*"]
+                    == before["."] + before["+"] + before["*"]
+                    == 1
+                )
             case "sudoku":
                 assert 0 < sum(before[digit] for digit in "1234") < 16
                 assert solved == dict.fromkeys("1234", 4)
             case "blocksworld":
-                assert {block: before[block] for block in "ABCD"} == {block: solved[block] for block in "ABCD"}
+                assert {block: before[block] for block in "ABCD"} == {
+                    block: solved[block] for block in "ABCD"
+                }
                 assert sum(before[block] for block in "ABCD") == 4
 
 
 @pytest.mark.parametrize(
     ("env", "prompt", "actions", "counted"),
     [
-        ("plan_path", "S 1 1 G 1 3\nS . G", ["R", "R"], [{"S": 1, ".": 1, "G": 1}] * 2 + [{"S": 1, ".": 2}]),
+        (
+            "plan_path",
+            "S 1 1 G 1 3\nS . G",
+            ["R", "R"],
+            [{"S": 1, ".": 1, "G": 1}] * 2 + [{"S": 1, ".": 2}],
+        ),
         (
             "sokoban",
             "# # # # # #\n# @ _ $ . #\n# # # # # #",
@@ -116,17 +145,23 @@ def test_every_solved_game_of_a_file_is_drawn_into_a_folder(run: tuple[Path, lis
         ),
     ],
 )
-def test_a_picture_by_hand(env: str, prompt: str, actions: list[str], counted: list[dict[str, int]]) -> None:
+def test_a_picture_by_hand(
+    env: str, prompt: str, actions: list[str], counted: list[dict[str, int]]
+) -> None:
     task = Task(id="t", prompt=prompt, answers=(), env=env, source="s", split="train")
     assert signs(picture(task, actions)) == counted
 
 
 def test_the_command_draws_one(
-    run: tuple[Path, list[Task]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: tuple[Path, list[Task]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     file, _ = run
     out = file.parent / "two.svg"
-    monkeypatch.setattr("sys.argv", ["mcore-mas", "show", str(file), "--index", "2", "--picture", str(out)])
+    monkeypatch.setattr(
+        "sys.argv", ["mcore-mas", "show", str(file), "--index", "2", "--picture", str(out)]
+    )
     with pytest.raises(SystemExit) as ended:
         main()
     assert (ended.value.code, capsys.readouterr().out.strip()) == (0, str(out))
@@ -134,9 +169,18 @@ def test_the_command_draws_one(
 
 
 def test_a_program_acts_by_what_it_prints() -> None:
-    task = Task(id="t", prompt="S 1 1 G 1 3\nS . G", answers=("R R",), env="plan_path", source="s", split="train")
+    task = Task(
+        id="t",
+        prompt="S 1 1 G 1 3\nS . G",
+        answers=("R R",),
+        env="plan_path",
+        source="s",
+        split="train",
+    )
     replies = [f"```python\n{program}\n```" for program in ("walk()", "lost()", "walk()")]
-    team = make_team(ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0)), {"player": "game_coder"})
+    team = make_team(
+        ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0)), {"player": "game_coder"}
+    )
     alone = partial(ORCHESTRAS["single"], tool="program")
 
     make = partial(ENVS["plan_path"], sandbox=Canned({"walk()": "**Actions List**: R"}))
@@ -147,15 +191,33 @@ def test_a_program_acts_by_what_it_prints() -> None:
 
 
 def test_only_games_have_pictures() -> None:
-    trajectory = Trajectory(id="0/t/0", task_id="t", source="s", sample=0, step=0, turns=(), outcome=None)
+    trajectory = Trajectory(
+        id="0/t/0", task_id="t", source="s", sample=0, step=0, turns=(), outcome=None
+    )
     task = Task(id="t", prompt="?", answers=("1",), env="math", source="s", split="train")
     assert drawing(task, trajectory) is None
-    assert drawing(replace(task, env="sudoku"), trajectory) is None  # a puzzle that nobody could read
+    assert (
+        drawing(replace(task, env="sudoku"), trajectory) is None
+    )  # a puzzle that nobody could read
 
 
 def test_the_planner_is_who_acts() -> None:
-    task = Task(id="t", prompt="S 1 1 G 1 3\nS . G", answers=("R R",), env="plan_path", source="s", split="train")
-    replies = ("**Actions List**: L", "#### R", "**Actions List**: L", "no idea", "**Actions List**: L", "#### R")
+    task = Task(
+        id="t",
+        prompt="S 1 1 G 1 3\nS . G",
+        answers=("R R",),
+        env="plan_path",
+        source="s",
+        split="train",
+    )
+    replies = (
+        "**Actions List**: L",
+        "#### R",
+        "**Actions List**: L",
+        "no idea",
+        "**Actions List**: L",
+        "#### R",
+    )
     assert actions_of(played(task, *replies, orchestra="game_team")) == ["R", "", "R"]
 
 
@@ -166,7 +228,9 @@ def test_what_cannot_be_drawn_is_one_line(run: tuple[Path, list[Task]], tmp_path
     with pytest.raises(RecordError, match="no trajectory 9; it holds 4"):
         draw_games(file, tmp_path / "x.svg", index=9)
     write_tasks(tmp_path / "tasks" / "test.parquet", tasks[1:])
-    with pytest.raises(RecordError, match="is not among the run's tasks; pictures are of plan_path"):
+    with pytest.raises(
+        RecordError, match="is not among the run's tasks; pictures are of plan_path"
+    ):
         draw_games(file, tmp_path / "all")
     (tmp_path / "tasks" / "test.parquet").unlink()
     (tmp_path / "tasks").rmdir()

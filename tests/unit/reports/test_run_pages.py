@@ -12,8 +12,8 @@ from matplotlib.image import imread
 
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.reports.runs import draw_jobs, write_runs_page
-from mcore_mas.rollout.records.files import write_tasks, write_trajectories
-from mcore_mas.rollout.records.trajectory import Task
+from rollout.records.files import write_tasks, write_trajectories
+from rollout.records.trajectory import Task
 from tests.support.browser import browse, needs_chromium
 from tests.support.played import failed, trajectory, turn
 from tests.unit.reports.test_runs import make_run
@@ -27,7 +27,14 @@ def page(tmp_path: Path) -> Path:
     """Of two runs: in the first a walk that is solved only after training, and one that never is."""
     first = make_run(tmp_path / "a", {"t": 0.5})
     make_run(tmp_path / "b", {"t": 1.0}, seed=2)
-    walk = Task(id="walk", prompt="S 1 1 G 1 3\nS . G", answers=("R R",), env="plan_path", source="s", split="test")
+    walk = Task(
+        id="walk",
+        prompt="S 1 1 G 1 3\nS . G",
+        answers=("R R",),
+        env="plan_path",
+        source="s",
+        split="test",
+    )
     write_tasks(first / "tasks" / "test.parquet", [walk, replace(walk, id="far")])
     said = {"base": ("I rest.", 0.0), "trained": ("I see.\n#### R R", 1.0)}
     for state, (text, outcome) in said.items():
@@ -36,7 +43,9 @@ def page(tmp_path: Path) -> Path:
         write_trajectories(first / "evaluation" / state / "part_000000.parquet", [*played, far])
     (first / "benchmarks").mkdir()
     rows = [{"s": 3.0}, {"s": 12.4}]  # of a job that ran twice
-    (first / "benchmarks" / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (first / "benchmarks" / "train.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows)
+    )
     write_runs_page(tmp_path, ["a", "b"], tmp_path / "tables" / "s.runs.html")
     return tmp_path / "tables" / "s.runs.html"
 
@@ -63,7 +72,9 @@ def test_a_browser_shows_the_conversations_in_their_frames(page: Path, tmp_path:
         dom = browse(page.as_uri(), tmp_path / f"profile{seconds}", *options, seconds=seconds)
         assert dom.count("<iframe sandbox") == 3
         pixels = (imread(picture)[..., :3] * 255).round()
-        drawn = (pixels == (0x00, 0x72, 0xB2)).all(axis=-1).any()  # the first agent's colour, which only a frame has
+        drawn = (
+            (pixels == (0x00, 0x72, 0xB2)).all(axis=-1).any()
+        )  # the first agent's colour, which only a frame has
         if drawn:
             break
     assert drawn
@@ -73,10 +84,15 @@ def test_jobs_are_drawn_by_run_with_what_they_wait_for() -> None:
     graph = load_suite(str(ROOT / "workflow" / "suites" / "demo.yaml")).graph
     assert graph["demo_math: cold start"] == ["demo_math: tasks"]
     assert graph["demo_search: cold start"] == ["demo_search: index"]
-    assert graph["table"] == [f"demo_{team}: {state}" for team in ("math", "search") for state in ("base", "trained")]
+    assert graph["table"] == [
+        f"demo_{team}: {state}" for team in ("math", "search") for state in ("base", "trained")
+    ]
     drawn = draw_jobs(graph)
     assert re.findall(r">([^<]+)</text>", drawn) == list(graph)
     assert drawn.count("<path") == sum(map(len, graph.values())) == 13
     left = {job: float(re.search(rf'<text x="(\d+)"[^>]*>{job}<', drawn)[1]) for job in graph}
     assert all(left[before] < left[job] for job, needs in graph.items() for before in needs)
-    assert "<b>" not in draw_jobs({"<b>: train": []}) and draw_jobs({str(n): [] for n in range(200)}) == ""
+    assert (
+        "<b>" not in draw_jobs({"<b>: train": []})
+        and draw_jobs({str(n): [] for n in range(200)}) == ""
+    )

@@ -12,16 +12,24 @@ from typer.testing import CliRunner
 from mcore_mas.cli.machine import run_folder
 from mcore_mas.cli.main import app
 from mcore_mas.reports.runs import config_differences, run_states, score_differences
-from mcore_mas.rollout.base.ownership import FolderError
+from rollout.base.ownership import FolderError
 
-CONFIG = {"run": "a", "seed": 1, "trainer": {"steps": 4, "group_size": 8}, "policies": {"p": {"lr": 0.1}}}
+CONFIG = {
+    "run": "a",
+    "seed": 1,
+    "trainer": {"steps": 4, "group_size": 8},
+    "policies": {"p": {"lr": 0.1}},
+}
 
 
 def make_run(folder: Path, scores: dict[str, float], **changed: object) -> Path:
     (folder / "train").mkdir(parents=True)
     (folder / "evaluation").mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "run": folder.name, **changed}))
-    rows = [{"step": -1, "validation/accuracy": 0.25}, *({"step": n, "reward/mean": 0.5 + n / 4} for n in range(2))]
+    rows = [
+        {"step": -1, "validation/accuracy": 0.25},
+        *({"step": n, "reward/mean": 0.5 + n / 4} for n in range(2)),
+    ]
     (folder / "train" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     tasks = [{"task_id": name, "metrics": {"avg@2": score}} for name, score in scores.items()]
     mean = sum(scores.values()) / len(scores)
@@ -45,7 +53,10 @@ def test_a_list_says_where_runs_stand(runs: list[Path]) -> None:
     assert row == ["a", "2/4", "0.750", "0.250", "", "0.500"]
     assert run_states(runs[0]) == [a]  # by its own folder
     empty = runs[0] / "train"
-    assert CliRunner().invoke(app, ["ls", str(empty)], env={"COLUMNS": "80"}).stdout == f"no runs in {empty}\n"
+    assert (
+        CliRunner().invoke(app, ["ls", str(empty)], env={"COLUMNS": "80"}).stdout
+        == f"no runs in {empty}\n"
+    )
     with pytest.raises(FolderError, match="none: no such folder"):
         run_states(runs[0] / "none")
 
@@ -56,8 +67,16 @@ def test_two_runs_differ_in_settings_and_in_paired_scores(runs: list[Path]) -> N
         "trainer.steps": (4, 2),
         "trainer.group_size": (8, None),
     }
-    (row,) = score_differences(*runs)  # of t and u, which both have: 0.0 and 0.5 against 0.5 and 0.5
-    assert (row.state, row.metric, row.first, row.second, row.tasks) == ("trained", "avg@2", 0.25, 0.5, 2)
+    (row,) = score_differences(
+        *runs
+    )  # of t and u, which both have: 0.0 and 0.5 against 0.5 and 0.5
+    assert (row.state, row.metric, row.first, row.second, row.tasks) == (
+        "trained",
+        "avg@2",
+        0.25,
+        0.5,
+        2,
+    )
     # differences 0.5 and 0: mean 0.25, standard error 0.25, Student's t of one degree of freedom 12.7062
     assert (row.low, row.high) == pytest.approx((0.25 - 12.7062 * 0.25, 0.25 + 12.7062 * 0.25))
     said = CliRunner().invoke(app, ["compare", *map(str, runs)], env={"COLUMNS": "100"}).stdout
@@ -75,16 +94,26 @@ def test_names_of_runs_and_empty_sections_are_no_differences(tmp_path: Path) -> 
     assert config_differences(*runs) == {"reward.options.price": (0.1, None)}
     said = CliRunner().invoke(app, ["compare", *map(str, runs)], env={"COLUMNS": "100"}).stdout
     assert "reward.options.price │ 0.1 │ not set" in said
-    narrow = CliRunner().invoke(app, ["compare", *map(str, runs)], env={"COLUMNS": "30"}).stdout.split("┃")
+    narrow = (
+        CliRunner()
+        .invoke(app, ["compare", *map(str, runs)], env={"COLUMNS": "30"})
+        .stdout.split("┃")
+    )
     setting = "".join(line.partition("│")[0].strip() for line in narrow[2].splitlines()[2:])
-    assert setting.startswith("reward.options.price")  # whole: keys of one section differ at their end
+    assert setting.startswith(
+        "reward.options.price"
+    )  # whole: keys of one section differ at their end
 
 
-def test_a_run_is_named_by_its_folder_or_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_named_by_its_folder_or_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "results" / "one", {"t": 1.0})
     (tmp_path / "one").mkdir()  # a package of the same name, as `mcore-mas new` writes one
-    assert [run_folder(named) for named in (Path("one"), Path("results/one"))] == [Path("results/one")] * 2
+    assert [run_folder(named) for named in (Path("one"), Path("results/one"))] == [
+        Path("results/one")
+    ] * 2
     with pytest.raises(FolderError, match=r"^onee: no run here; .*; nearest: one$"):
         run_folder(Path("onee"))
     make_run(tmp_path / "one", {"t": 1.0})

@@ -9,16 +9,22 @@ import pytest
 
 from mcore_mas.cli.main import main
 from mcore_mas.reports.pages import find_trajectory
-from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.records.files import RecordError, read_trajectories, write_trajectories
-from mcore_mas.rollout.records.trajectory import Message, ToolEvent
-from mcore_mas.rollout.teams.tree import Branching
-from mcore_mas.training.joblog import cause
-from mcore_mas.training.logbook import Reporter
+from mcore_mas.runtime.joblog import cause
+from mcore_mas.tracking.logbook import Reporter
+from rollout.base.processes import say
+from rollout.records.files import RecordError, read_trajectories, write_trajectories
+from rollout.records.trajectory import Message, ToolEvent
+from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
 from tests.support.played import failed, trajectory, turn
 
-REPLIES = {("a", 0, ""): "1", ("a", 0, "1"): "5", ("a", 1, ""): "3", ("a", 1, "1.0"): "2", ("a", 1, "1.1"): "4"}
+REPLIES = {
+    ("a", 0, ""): "1",
+    ("a", 0, "1"): "5",
+    ("a", 1, ""): "3",
+    ("a", 1, "1.0"): "2",
+    ("a", 1, "1.1"): "4",
+}
 
 
 async def twice(task, team, env):
@@ -32,7 +38,9 @@ async def twice(task, team, env):
 def record(path, tree):
     engine, _ = seeded(REPLIES)
     groups = asyncio.run(
-        collect([TASK], make_team(engine), Adder, twice, group_size=1, seed=SEED, step=STEP, tree=tree)
+        collect(
+            [TASK], make_team(engine), Adder, twice, group_size=1, seed=SEED, step=STEP, tree=tree
+        )
     )
     write_trajectories(path, groups[0].trajectories)
     assert read_trajectories(path)[0].tools == groups[0].trajectories[0].tools
@@ -79,16 +87,31 @@ def test_a_tree_shows_its_path(tree, capsys, monkeypatch):
 
 def test_branches_shows_the_siblings_with_their_scores(tree, capsys, monkeypatch):
     text = shown(capsys, monkeypatch, tree, "--branches")
-    assert [title.split(" · ")[1] for title in titles(text)] == ["branch 0", "branch 1", "branch 1.0", "branch 1.1"]
-    assert [title.split(" · ")[-1] for title in titles(text)] == ["branch 1", "branch 5", "branch 2", "branch 4"]
+    assert [title.split(" · ")[1] for title in titles(text)] == [
+        "branch 0",
+        "branch 1",
+        "branch 1.0",
+        "branch 1.1",
+    ]
+    assert [title.split(" · ")[-1] for title in titles(text)] == [
+        "branch 1",
+        "branch 5",
+        "branch 2",
+        "branch 4",
+    ]
     assert text.count("user → a") == 2  # siblings saw what the path saw
     assert text.count("eye: look") == 4
 
 
-def test_the_command_below_a_list_is_one_line_however_narrow_the_terminal(tmp_path, capsys, monkeypatch):
+def test_the_command_below_a_list_is_one_line_however_narrow_the_terminal(
+    tmp_path, capsys, monkeypatch
+):
     path = tmp_path / f"{'long' * 20}.parquet"
     write_trajectories(path, [trajectory(turn(0)), trajectory(turn(0), id="second")])
-    assert shown(capsys, monkeypatch, path, columns=40).splitlines()[-1] == f"mcore-mas show {path} --index 0"
+    assert (
+        shown(capsys, monkeypatch, path, columns=40).splitlines()[-1]
+        == f"mcore-mas show {path} --index 0"
+    )
 
 
 def test_a_trajectory_that_is_not_there_is_named(tree):
@@ -108,7 +131,9 @@ def test_nothing_that_was_said_commands_a_terminal(capsys, monkeypatch, tmp_path
     write_trajectories(tmp_path / "said.parquet", [said])
     text = shown(capsys, monkeypatch, tmp_path / "said.parquet")
     assert not set(text) & set("\x1b\x07\r\x9b\u202e\u202c")
-    assert text.count("\\x1b]0;owned\\x07") == 5  # what was asked, said, searched, found, and the error
+    assert (
+        text.count("\\x1b]0;owned\\x07") == 5
+    )  # what was asked, said, searched, found, and the error
 
 
 def test_a_note_of_a_run_is_one_line_and_no_command(capsys) -> None:
@@ -122,9 +147,15 @@ def test_a_note_of_a_run_is_one_line_and_no_command(capsys) -> None:
     assert cause(ValueError(HOSTILE)).startswith("ValueError: \\x1b]0;owned")
 
 
-def test_a_file_of_several_is_listed_and_everything_fits_80_columns(capsys, monkeypatch, tmp_path) -> None:
+def test_a_file_of_several_is_listed_and_everything_fits_80_columns(
+    capsys, monkeypatch, tmp_path
+) -> None:
     played = [
-        replace(trajectory(replace(turn(0), reward=0.25), replace(turn(1), reward=0.75)), id="3/t/0", outcome=1.0),
+        replace(
+            trajectory(replace(turn(0), reward=0.25), replace(turn(1), reward=0.75)),
+            id="3/t/0",
+            outcome=1.0,
+        ),
         replace(failed(turn(0), sample=1), id="3/t/1"),
     ]
     write_trajectories(tmp_path / "step_000003.parquet", played)
@@ -135,4 +166,6 @@ def test_a_file_of_several_is_listed_and_everything_fits_80_columns(capsys, monk
     assert "failed: EngineError" in " ".join(rows[1])
     one = shown(capsys, monkeypatch, tmp_path / "step_000003.parquet", "--index", "0", columns=80)
     assert "reward 0.25" in " ".join(one.replace("│", " ").split())
-    assert max(map(len, text.splitlines()[:-1] + one.splitlines())) <= 80  # a command that is copied is one line
+    assert (
+        max(map(len, text.splitlines()[:-1] + one.splitlines())) <= 80
+    )  # a command that is copied is one line

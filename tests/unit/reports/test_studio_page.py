@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.rollout.records.files import write_trajectories
+from rollout.records.files import write_trajectories
 from tests.support.browser import Browser, needs_chromium
 from tests.support.played import failed, trajectory, turn
 from tests.unit.reports.test_runs import make_run
@@ -26,7 +26,9 @@ SET = "document.getElementById({0!r}).value = {1!r}; document.getElementById({0!
 
 def alone(number: int, agent: str):
     """Of task `t<number>`: a turn of one agent, whose reward is `number`."""
-    return trajectory(replace(turn(0, agent), reward=float(number)), sample=number, task_id=f"t{number}")
+    return trajectory(
+        replace(turn(0, agent), reward=float(number)), sample=number, task_id=f"t{number}"
+    )
 
 
 @pytest.fixture
@@ -42,13 +44,20 @@ def page(tmp_path: Path) -> Iterator[Browser]:
     file = results / "a/train/trajectories/step_000002.parquet"
     lost = replace(failed(turn(0)), task_id="lost")
     write_trajectories(file, [alone(1, "solver"), alone(2, "verifier"), alone(3, "solver"), lost])
-    with Answering(results, steps=0) as studio, Browser(f"{studio.url}/#a", tmp_path / "profile") as page:
+    with (
+        Answering(results, steps=0) as studio,
+        Browser(f"{studio.url}/#a", tmp_path / "profile") as page,
+    ):
         page.until(f"{LISTED} === 't1,t2,t3,lost'")
         yield page
-        assert len(page.asked) > 8 and all(url.startswith(f"{studio.url}/") for url in page.asked), page.asked
+        assert len(page.asked) > 8 and all(
+            url.startswith(f"{studio.url}/") for url in page.asked
+        ), page.asked
 
 
-def test_a_turn_shows_what_it_was_compared_with_and_its_tokens_by_advantage(page: Browser, tmp_path: Path) -> None:
+def test_a_turn_shows_what_it_was_compared_with_and_its_tokens_by_advantage(
+    page: Browser, tmp_path: Path
+) -> None:
     """The page in the frame, opened by itself: a frame without scripts cannot be asked."""
     values = resolve(["experiment=demo_math", "advantage={name: grpo}"])
     (tmp_path / "results/a/config.yaml").write_text(yaml.safe_dump(values))
@@ -68,14 +77,18 @@ def test_a_turn_shows_what_it_was_compared_with_and_its_tokens_by_advantage(page
     assert not page.value("document.querySelector('.peers table').checkVisibility()")
     page.value("document.querySelector('.peers summary').click()")
     page.until("document.querySelector('.peers table').checkVisibility()")
-    rows = page.value("[...document.querySelectorAll('.peers tr')].map(row => row.innerText.split('\\t').join(' '))")
+    rows = page.value(
+        "[...document.querySelectorAll('.peers tr')].map(row => row.innerText.split('\\t').join(' '))"
+    )
     heading = "sample turn agent reward vote advantage"
     assert rows == [heading, "1 0 solver 1 1 -0.707", "3 0 solver 3 3 +0.707"]  # 1 over 1.414
 
     shade = "getComputedStyle(document.querySelector('.said span')).backgroundColor"
     assert page.value(shade) == "color(srgb 0 0 0 / 0)"  # the tokens were certain
     page.value("document.getElementById('by_advantage').click()")
-    assert page.value(shade) == "color(srgb 0.627451 0.227451 0.0705882 / 0.45)"  # --down, as far as it goes
+    assert (
+        page.value(shade) == "color(srgb 0.627451 0.227451 0.0705882 / 0.45)"
+    )  # --down, as far as it goes
 
 
 HUES = """Object.fromEntries([...document.querySelectorAll('figure')].map(figure => [
@@ -87,11 +100,17 @@ def test_an_agent_has_one_colour_in_all_charts(page: Browser, tmp_path: Path) ->
     """Also where metrics come in another order, behind data sources, and where an agent is alone."""
     rows = [("verifier", "entropy"), ("solver", "entropy"), ("verifier", "kl")]
     with (tmp_path / "results/a/train/metrics.jsonl").open("a") as journal:
-        journal.write(json.dumps({"step": 3} | {f"agent/{agent}/{name}": 0.5 for agent, name in rows}) + "\n")
+        journal.write(
+            json.dumps({"step": 3} | {f"agent/{agent}/{name}": 0.5 for agent, name in rows}) + "\n"
+        )
     page.until(f"'agent/*/kl' in {HUES}")
     both = ["solver var(--c0)", "verifier var(--c1)"]
     found = page.value(HUES)
-    assert [found[f"agent/*/{name}"] for name in ("reward_mean", "entropy", "kl")] == [both, both, both[1:]]
+    assert [found[f"agent/*/{name}"] for name in ("reward_mean", "entropy", "kl")] == [
+        both,
+        both,
+        both[1:],
+    ]
 
 
 def put(page: Browser, name: str, value: str, event: str = "input") -> None:
@@ -99,7 +118,9 @@ def put(page: Browser, name: str, value: str, event: str = "input") -> None:
 
 
 def test_conversations_are_filtered_by_task_agent_reward_and_status(page: Browser) -> None:
-    page.until("[...document.getElementById('agent').options].map(o => o.value).join() === ',solver,verifier'")
+    page.until(
+        "[...document.getElementById('agent').options].map(o => o.value).join() === ',solver,verifier'"
+    )
     for fields, left in (
         ({"text": "t2"}, "t2"),
         ({"text": "EngineErr"}, "lost"),
@@ -124,7 +145,9 @@ def test_two_runs_stand_side_by_side(page: Browser) -> None:
     dashes = "[...document.querySelectorAll('#charts polyline')].filter(line => line.style.strokeDasharray).length"
     assert page.value(dashes) == 0 and page.value("document.getElementById('differences').hidden")
     put(page, "other", "b", "change")
-    page.until(f"{dashes} === 4")  # reward/mean, validation/accuracy, and reward_mean of both agents
+    page.until(
+        f"{dashes} === 4"
+    )  # reward/mean, validation/accuracy, and reward_mean of both agents
     rows = page.until(
         "[...document.querySelectorAll('#different tr')].map(row => row.innerText.split('\\t').join('|'))"
     )

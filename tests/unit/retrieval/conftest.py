@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.retrieval.build import build_index
-from mcore_mas.retrieval.corpus import Passage, write_corpus
-from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.retrieval.sidecar import RetrieverSidecar
+from retrieval.build import build_index
+from retrieval.corpus import Passage, write_corpus
+from retrieval.encoder import Encoder
+from retrieval.sidecar import RetrieverSidecar
 
 FACTS = [
     ("Alice Walker", "Alice Walker lives in Amber Falls and works as a weaver."),
@@ -32,7 +32,9 @@ def encoder() -> Encoder:
 
 
 @pytest.fixture(scope="session")
-def index_dir(tmp_path_factory: pytest.TempPathFactory, passages: list[Passage], encoder: Encoder) -> Path:
+def index_dir(
+    tmp_path_factory: pytest.TempPathFactory, passages: list[Passage], encoder: Encoder
+) -> Path:
     """A folder holding corpus.jsonl and, in index/, its index. Tests that damage files work on a copy."""
     folder = tmp_path_factory.mktemp("retrieval")
     write_corpus(folder / "corpus.jsonl", passages)

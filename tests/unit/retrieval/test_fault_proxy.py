@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from mcore_mas.retrieval.client import RetrievalClient
-from mcore_mas.retrieval.corpus import Passage
+from retrieval.client import RetrievalClient
+from retrieval.corpus import Passage
 from tests.faults.proxy import NAMES, FaultProxy
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -20,7 +20,9 @@ async def found(url: str, queries: list[str]) -> tuple[list[list[Passage]], int]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_is_done_to_answers_the_passages_are_those_that_were_sent(server_url: str, name: str) -> None:
+def test_whatever_is_done_to_answers_the_passages_are_those_that_were_sent(
+    server_url: str, name: str
+) -> None:
     queries = ["Who lives in Amber Falls?", "Hugo Brandt", "mayor of Iron Bridge"]
     right, _ = asyncio.run(found(server_url, queries))
     with FaultProxy(server_url).running() as proxy:

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from mcore_mas.retrieval import batcher as batcher_module
-from mcore_mas.retrieval.batcher import Batcher, Overloaded, prometheus
-from mcore_mas.retrieval.corpus import Passage
-from mcore_mas.retrieval.wire import Where
+from retrieval import batcher as batcher_module
+from retrieval.batcher import Batcher, Overloaded, prometheus
+from retrieval.corpus import Passage
+from retrieval.wire import Where
 
 
 class Search:
@@ -29,7 +29,9 @@ class Search:
         self.threads.add(threading.get_ident())
         return np.array([[*query.encode().ljust(8)] for query in queries])
 
-    def search(self, asked: list[tuple[str, Where]], vectors: np.ndarray, k: int) -> list[list[Passage]]:
+    def search(
+        self, asked: list[tuple[str, Where]], vectors: np.ndarray, k: int
+    ) -> list[list[Passage]]:
         queries = [query for query, where in asked if not where]
         assert [bytes(row.tolist()).decode().strip() for row in vectors] == queries
         assert self.gate.wait(10)
@@ -60,7 +62,9 @@ def test_concurrent_requests_of_different_k_share_one_search() -> None:
     batcher = Batcher(search.encode, search.search, max_wait_s=0.05)
 
     async def body() -> None:
-        one, two = await asyncio.gather(batcher.submit(["a", "b", "a"], 1), batcher.submit(["b"], 3))
+        one, two = await asyncio.gather(
+            batcher.submit(["a", "b", "a"], 1), batcher.submit(["b"], 3)
+        )
         assert ids(one) == [["a/0"], ["b/0"], ["a/0"]]
         assert ids(two) == [["b/0", "b/1", "b/2"]]
 
@@ -70,7 +74,9 @@ def test_concurrent_requests_of_different_k_share_one_search() -> None:
 
 def test_answers_are_cached_by_query_and_k_and_the_oldest_go() -> None:
     search = Search()
-    batcher = Batcher(search.encode, search.search, cache_mb=0.004)  # an answer of one passage is 1.45 kB
+    batcher = Batcher(
+        search.encode, search.search, cache_mb=0.004
+    )  # an answer of one passage is 1.45 kB
 
     async def body() -> None:
         await batcher.submit(["a"], 1)
@@ -98,7 +104,9 @@ def test_the_cache_is_bounded_by_bytes_however_long_answers_are() -> None:
         assert batcher._cached_bytes == sum(map(batcher_module._size, batcher._cache.values()))
 
     run(batcher, body)
-    assert len(batcher._cache) == 1_000_000 // (1000 + 100 * (400 + sys.getsizeof("x")))  # 21, of Python 3.12 22
+    assert len(batcher._cache) == 1_000_000 // (
+        1000 + 100 * (400 + sys.getsizeof("x"))
+    )  # 21, of Python 3.12 22
 
 
 def test_batches_are_bounded_and_each_stage_has_a_thread() -> None:
@@ -110,7 +118,9 @@ def test_batches_are_bounded_and_each_stage_has_a_thread() -> None:
         assert await batcher.submit([], 3) == []
 
     run(batcher, body)
-    assert [query for queries, _ in search.calls for query in queries] == [f"q{n}" for n in range(10)]
+    assert [query for queries, _ in search.calls for query in queries] == [
+        f"q{n}" for n in range(10)
+    ]
     assert max(len(queries) for queries, _ in search.calls) <= 4
     assert len(search.threads) == 2
 
@@ -150,7 +160,12 @@ def test_a_full_queue_turns_requests_away_and_recovers() -> None:
         await asyncio.sleep(0)
         search.gate.set()
         assert ids(await shared) == [["c/0"]]
-        assert ids(await first + await waiting + await batcher.submit(["d"], 1)) == [["a/0"], ["b/0"], ["c/0"], ["d/0"]]
+        assert ids(await first + await waiting + await batcher.submit(["d"], 1)) == [
+            ["a/0"],
+            ["b/0"],
+            ["c/0"],
+            ["d/0"],
+        ]
 
     run(batcher, body)
     assert batcher.counts.rejected == 1
@@ -207,7 +222,9 @@ def test_what_nobody_waits_for_any_more_is_not_searched() -> None:
         first = asyncio.create_task(batcher.submit(["a"], 1))
         while batcher.queued or not batcher.counts.searches:
             await asyncio.sleep(0.001)
-        leaving, shared, staying = (asyncio.create_task(batcher.submit(q, 1)) for q in (["b", "c"], ["c"], ["d"]))
+        leaving, shared, staying = (
+            asyncio.create_task(batcher.submit(q, 1)) for q in (["b", "c"], ["c"], ["d"])
+        )
         await asyncio.sleep(0)
         leaving.cancel()
         await asyncio.sleep(0)
@@ -217,7 +234,12 @@ def test_what_nobody_waits_for_any_more_is_not_searched() -> None:
         assert ids(await batcher.submit(["b"], 1)) == [["b/0"]]
 
     run(batcher, body)
-    assert [queries for queries, _ in search.calls] == [["a"], ["d"], ["c"], ["b"]]  # requests take turns
+    assert [queries for queries, _ in search.calls] == [
+        ["a"],
+        ["d"],
+        ["c"],
+        ["b"],
+    ]  # requests take turns
     assert batcher.counts.dropped == 1
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mcore_mas.retrieval import client as client_module
-from mcore_mas.retrieval.client import (
+from retrieval import client as client_module
+from retrieval.client import (
     BadRequest,
     NoRetriever,
     Passage,
@@ -17,7 +17,7 @@ from mcore_mas.retrieval.client import (
     RetrievalError,
     RetrievalUnavailable,
 )
-from mcore_mas.retrieval.sidecar import Golden, probe, read_golden
+from retrieval.sidecar import Golden, probe, read_golden
 from tests.support.retrieval import ONE_HIT, scripted, search
 
 
@@ -41,14 +41,16 @@ def test_passages_come_by_id(server_url: str) -> None:
             with pytest.raises(BadRequest, match="id: String should match pattern"):
                 await client.passages(" ")
             return [
-                [p.title for p in await client.passages(id, around)] for id, around in (("3", 9), ("5", 0), ("²", 1))
+                [p.title for p in await client.passages(id, around)]
+                for id, around in (("3", 9), ("5", 0), ("²", 1))
             ]
 
     assert asyncio.run(body()) == [["Iron Bridge"], [], []]
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"ids": "0"}, {"ids": [0]}, {"ids": ["0"], "around": 6}, {"ids": ["0"], "around": True}]
+    "body",
+    [{}, {"ids": "0"}, {"ids": [0]}, {"ids": ["0"], "around": 6}, {"ids": ["0"], "around": True}],
 )
 def test_bad_requests_for_passages_are_422(server_url: str, body: dict[str, Any]) -> None:
     assert httpx.post(f"{server_url}/passages", json=body, trust_env=False).status_code == 422
@@ -76,7 +78,12 @@ def test_one_client_serves_one_event_loop_after_another(server_url: str) -> None
 def test_a_bad_query_fails_alone(server_url: str) -> None:
     async def body() -> None:
         async with RetrievalClient(server_url) as client:
-            calls = (client.search("weaver"), client.search("  "), client.search("x" * 2001), client.search("x", 101))
+            calls = (
+                client.search("weaver"),
+                client.search("  "),
+                client.search("x" * 2001),
+                client.search("x", 101),
+            )
             good, *bad = await asyncio.gather(*calls, return_exceptions=True)
             assert isinstance(good, list) and len(good) == 3
             assert [type(error) for error in bad] == [BadRequest] * 3
@@ -96,7 +103,9 @@ def test_a_cancelled_call_leaves_the_others_their_answer(server_url: str) -> Non
 
 
 def test_server_errors_and_malformed_replies_are_retried() -> None:
-    with scripted((500, b"oops"), (200, b"<html>"), (200, b'{"result": []}'), (200, ONE_HIT)) as url:
+    with scripted(
+        (500, b"oops"), (200, b"<html>"), (200, b'{"result": []}'), (200, ONE_HIT)
+    ) as url:
         found, client = search(url)
     assert found == [Passage("0", "x", score=0.5)]
     assert (client.posts, client.retried) == (4, 3)
@@ -118,7 +127,10 @@ def test_no_usable_answer_is_unavailable_never_a_result(reply: tuple[int, bytes]
 
 
 def test_a_refusal_is_not_retried() -> None:
-    with scripted((401, b"no token")) as url, pytest.raises(RetrievalError, match="status 401: no token") as caught:
+    with (
+        scripted((401, b"no token")) as url,
+        pytest.raises(RetrievalError, match="status 401: no token") as caught,
+    ):
         search(url)
     assert not isinstance(caught.value, RetrievalUnavailable)
 
@@ -144,11 +156,21 @@ def test_a_silent_server_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> 
         search(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
 
 
-def test_probe_reports_recall_latency_and_size(server_url: str, passages: list[Passage], tmp_path: Path) -> None:
+def test_probe_reports_recall_latency_and_size(
+    server_url: str, passages: list[Passage], tmp_path: Path
+) -> None:
     report = asyncio.run(probe(server_url, [Golden(passage.title) for passage in passages], k=2))
-    assert (report["n"], report["recall_at_1"], report["recall_at_k"], report["ntotal"]) == (5, 1.0, 1.0, 5)
+    assert (report["n"], report["recall_at_1"], report["recall_at_k"], report["ntotal"]) == (
+        5,
+        1.0,
+        1.0,
+        5,
+    )
     assert 0 < report["latency_ms_median"] <= report["latency_ms_p99"] <= report["latency_ms_max"]
-    assert asyncio.run(probe(server_url, [Golden("Nowhere"), Golden("Alice Walker")]))["recall_at_1"] == 0.5
+    assert (
+        asyncio.run(probe(server_url, [Golden("Nowhere"), Golden("Alice Walker")]))["recall_at_1"]
+        == 0.5
+    )
     (tmp_path / "golden").write_text('{"query": "Alice Walker", "ids": ["0", "none"]}\n')
     found = asyncio.run(probe(server_url, read_golden(tmp_path / "golden"), k=5))
     assert (found["recall_at_1"], found["recall_at_k"]) == (0.5, 0.5)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks as known
 
-from mcore_mas.retrieval.corpus import Passage
+from retrieval.corpus import Passage
 
 JSON = {"Content-Type": "application/json", "Accept": "application/json"}
 CHECKS = [
@@ -31,13 +31,17 @@ def shown(row: list[Any]) -> str:
     return text
 
 
-def test_search_r1_sends_all_queries_of_a_step_at_once(server_url: str, passages: list[Passage]) -> None:
+def test_search_r1_sends_all_queries_of_a_step_at_once(
+    server_url: str, passages: list[Passage]
+) -> None:
     """`_batch_search` of its `generation.py`, and its `retrieval_request.py` with 400 queries; no status is checked."""
     asked = [passage.title for passage in passages] * 80
     payload = {"queries": asked, "topk": 3, "return_scores": True}
     rows = requests.post(f"{server_url}/retrieve", json=payload).json()["result"]  # as they do
     assert [row[0]["document"]["id"] for row in rows] == ["0", "1", "2", "3", "4"] * 80
-    assert shown(rows[0]).startswith(f'Doc 1(Title: "Alice Walker") {passages[0].text}\nDoc 2(Title: ')
+    assert shown(rows[0]).startswith(
+        f'Doc 1(Title: "Alice Walker") {passages[0].text}\nDoc 2(Title: '
+    )
 
 
 def test_verl_sends_the_queries_of_one_call(server_url: str) -> None:
@@ -45,7 +49,10 @@ def test_verl_sends_the_queries_of_one_call(server_url: str) -> None:
     payload = {"queries": ["Hugo Brandt", "Iron Bridge"], "topk": 2, "return_scores": True}
     reply = requests.post(f"{server_url}/retrieve", headers=JSON, json=payload, timeout=30)
     reply.raise_for_status()
-    assert [[item["document"]["contents"].split("\n")[0] for item in row][:1] for row in reply.json()["result"]] == [
+    assert [
+        [item["document"]["contents"].split("\n")[0] for item in row][:1]
+        for row in reply.json()["result"]
+    ] == [
         ['"Hugo Brandt"'],
         ['"Iron Bridge"'],
     ]
@@ -54,14 +61,21 @@ def test_verl_sends_the_queries_of_one_call(server_url: str) -> None:
 def test_drmas_sends_one_query_under_another_name(server_url: str, passages: list[Passage]) -> None:
     """`call_search_api` of its SkyRL gym over a session; its server answers one row, of bare documents by default."""
     with requests.Session() as session:
-        session.mount("http://", requests.adapters.HTTPAdapter(pool_connections=2, pool_maxsize=2, max_retries=0))
+        session.mount(
+            "http://",
+            requests.adapters.HTTPAdapter(pool_connections=2, pool_maxsize=2, max_retries=0),
+        )
         payload = {"query": "Clara Dawson", "topk": 3, "return_scores": True}
         reply = session.post(f"{server_url}/retrieve", headers=JSON, json=payload, timeout=30)
         reply.raise_for_status()
         (row,) = reply.json()["result"]
         assert (len(row), row[0]["document"]["contents"].strip()) == (3, passages[4].contents)
-        bare = session.post(f"{server_url}/retrieve", headers=JSON, json={"query": "Clara Dawson"}, timeout=30)
-    assert [item["id"] for item in bare.json()["result"][0]] == [item["document"]["id"] for item in row]
+        bare = session.post(
+            f"{server_url}/retrieve", headers=JSON, json={"query": "Clara Dawson"}, timeout=30
+        )
+    assert [item["id"] for item in bare.json()["result"][0]] == [
+        item["document"]["id"] for item in row
+    ]
 
 
 def test_a_fuzzer_with_the_document_finds_nothing(server_url: str) -> None:
@@ -70,11 +84,19 @@ def test_a_fuzzer_with_the_document_finds_nothing(server_url: str) -> None:
     asked = dict[str, int]()
     for found in schema.get_all_operations():
         operation = found.ok()
-        for mode, examples in ((schemathesis.GenerationMode.POSITIVE, 25), (schemathesis.GenerationMode.NEGATIVE, 25)):
+        for mode, examples in (
+            (schemathesis.GenerationMode.POSITIVE, 25),
+            (schemathesis.GenerationMode.NEGATIVE, 25),
+        ):
             if mode is schemathesis.GenerationMode.NEGATIVE and operation.method == "get":
                 continue
 
-            @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+            @settings(
+                max_examples=examples,
+                deadline=None,
+                derandomize=True,
+                suppress_health_check=list(HealthCheck),
+            )
             @given(case=operation.as_strategy(generation_mode=mode))
             def ask(case: schemathesis.Case) -> None:
                 reply = case.call(timeout=30)

@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mcore_mas.retrieval import corpus as corpus_module
-from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError, copy_corpus, write_corpus
+from retrieval import corpus as corpus_module
+from retrieval.corpus import Corpus, Passage, RetrievalError, copy_corpus, write_corpus
 
 
 def test_a_passage_is_a_quoted_title_then_its_text() -> None:
@@ -80,7 +80,9 @@ def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
 
 
 def test_parquet_becomes_lines(tmp_path: Path, passages: list[Passage]) -> None:
-    rows = [{"id": int(passage.id), "contents": passage.contents, "more": 1.5} for passage in passages]
+    rows = [
+        {"id": int(passage.id), "contents": passage.contents, "more": 1.5} for passage in passages
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert copy_corpus(tmp_path / "a.parquet", tmp_path / "a.jsonl") == 5
     assert list(Corpus(tmp_path / "a.jsonl")) == passages
@@ -93,8 +95,14 @@ def test_parquet_becomes_lines(tmp_path: Path, passages: list[Passage]) -> None:
 
 def test_neighbours_are_of_the_same_document(tmp_path: Path) -> None:
     titles = ["A", "A", "A", "B", "A"]
-    write_corpus(tmp_path / "n.jsonl", (Passage.compose(str(n), title, f"t{n}") for n, title in enumerate(titles)))
-    write_corpus(tmp_path / "x.jsonl", (Passage.compose(f"x{n}", title, f"t{n}") for n, title in enumerate(titles)))
+    write_corpus(
+        tmp_path / "n.jsonl",
+        (Passage.compose(str(n), title, f"t{n}") for n, title in enumerate(titles)),
+    )
+    write_corpus(
+        tmp_path / "x.jsonl",
+        (Passage.compose(f"x{n}", title, f"t{n}") for n, title in enumerate(titles)),
+    )
     for name, before in (("n", ""), ("x", "x")):
         corpus = Corpus(tmp_path / f"{name}.jsonl")
         found = [
@@ -105,19 +113,32 @@ def test_neighbours_are_of_the_same_document(tmp_path: Path) -> None:
     assert corpus.row_of("1") is None
 
 
-def test_ids_are_found_once_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_corpus(tmp_path / "c.jsonl", (Passage(id=f"x{n % 40}", contents=f"row {n}") for n in range(50)))
+def test_ids_are_found_once_however_many_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(
+        tmp_path / "c.jsonl", (Passage(id=f"x{n % 40}", contents=f"row {n}") for n in range(50))
+    )
     corpus, read = Corpus(tmp_path / "c.jsonl"), list[int]()
     get = Corpus.__getitem__
     monkeypatch.setattr(Corpus, "__getitem__", lambda self, row: read.append(row) or get(self, row))
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(corpus.row_of, [f"x{n}" for n in range(41)])) == [*range(40), None]
-    assert len(read) == 51 + 40  # each row once, and a first look; then one for each id that is there
+    assert (
+        len(read) == 51 + 40
+    )  # each row once, and a first look; then one for each id that is there
     assert corpus._by_id is not None and sum(part.nbytes for part in corpus._by_id) == 16 * 50
 
 
 def test_what_else_a_line_says_is_kept_and_can_be_filtered_by(tmp_path: Path) -> None:
-    row = {"id": "a", "contents": '"Amber"\ntext', "year": 1984, "tags": ["x", "y"], "open": True, "none": None}
+    row = {
+        "id": "a",
+        "contents": '"Amber"\ntext',
+        "year": 1984,
+        "tags": ["x", "y"],
+        "open": True,
+        "none": None,
+    }
     (tmp_path / "made.jsonl").write_text(json.dumps(row) + "\n")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "made.parquet")
     facts = [("title", "Amber"), ("year", "1984"), ("tags", "x"), ("tags", "y"), ("open", "true")]
@@ -127,7 +148,9 @@ def test_what_else_a_line_says_is_kept_and_can_be_filtered_by(tmp_path: Path) ->
         assert list(passage.facts()) == facts
 
 
-def test_rows_of_a_large_corpus_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_large_corpus_are_found_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(corpus_module, "KEPT_FROM", 100)
     path, kept = tmp_path / "c.jsonl", tmp_path / ".c.jsonl.rows"
     write_corpus(path, (Passage(id=str(n), contents=f"row {n} {'x' * n}") for n in range(50)))

@@ -16,8 +16,8 @@ import pytest
 import torch
 import yaml
 
-from mcore_mas.retrieval.corpus import RetrievalError
-from mcore_mas.retrieval.encoder import MINILM_SHA256, Encoder, minilm_folder, open_encoder
+from retrieval.corpus import RetrievalError
+from retrieval.encoder import MINILM_SHA256, Encoder, minilm_folder, open_encoder
 from tests.support import precision
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,30 +25,42 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_minilm_gives_the_published_similarity(encoder: Encoder) -> None:
     # The model's documentation prints 0.7553 for this pair.
-    left, right = encoder.encode_passages(["A man is eating food.", "A man is eating a piece of bread."])
+    left, right = encoder.encode_passages(
+        ["A man is eating food.", "A man is eating a piece of bread."]
+    )
     assert float(left @ right) == pytest.approx(0.7553, abs=1e-4)
     assert encoder.identity.dim == 384
     assert left.dtype == np.float32
-    assert float(left @ left) == pytest.approx(1.0, abs=left.size * 2**-24)  # what a sum of so many terms rounds to
+    assert float(left @ left) == pytest.approx(
+        1.0, abs=left.size * 2**-24
+    )  # what a sum of so many terms rounds to
 
 
 def means(encoder: Encoder, texts: list[str], dtype: torch.dtype) -> torch.Tensor:
     """[N, 384]: of each text by itself, nothing padded, the mean over its tokens as a unit vector."""
     model = copy.deepcopy(encoder._model).to(dtype)
     with torch.inference_mode():
-        hidden = [model(**encoder._tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
+        hidden = [
+            model(**encoder._tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+            for text in texts
+        ]
     return torch.stack([each / each.norm() for each in hidden])
 
 
 def test_pooling_is_the_mean_over_the_texts_own_tokens(encoder: Encoder) -> None:
     text = "Amber Falls"
     own, exact = (means(encoder, [text], dtype)[0] for dtype in (torch.float32, torch.float64))
-    padded = encoder.encode_passages([text, "a much longer neighbour that makes the first text padded " * 4])[0]
+    padded = encoder.encode_passages(
+        [text, "a much longer neighbour that makes the first text padded " * 4]
+    )[0]
     precision.assert_close(torch.from_numpy(padded), own, exact)
 
 
 def test_a_query_has_one_vector_whatever_it_is_batched_with(encoder: Encoder) -> None:
-    queries = [f"Who is the mayor of town number {n}{' and of the next town' * (n % 5)}?" for n in range(70)]
+    queries = [
+        f"Who is the mayor of town number {n}{' and of the next town' * (n % 5)}?"
+        for n in range(70)
+    ]
     together = encoder.encode_queries(queries)
     alone = np.concatenate([encoder.encode_queries([query]) for query in queries[:12]])
     assert (together[:12] == alone).all()
@@ -59,7 +71,11 @@ def test_a_query_has_one_vector_whatever_it_is_batched_with(encoder: Encoder) ->
 
 def test_prefixes_and_pooling_are_explicit(encoder: Encoder) -> None:
     prefixed = Encoder(
-        minilm_folder(), name="e5-like", pooling="mean", query_prefix="query: ", passage_prefix="passage: "
+        minilm_folder(),
+        name="e5-like",
+        pooling="mean",
+        query_prefix="query: ",
+        passage_prefix="passage: ",
     )
     assert (prefixed.encode_queries(["x"]) == encoder.encode_queries(["query: x"])).all()
     assert (prefixed.encode_passages(["x"]) == encoder.encode_passages(["passage: x"])).all()
@@ -104,7 +120,9 @@ def test_an_encoder_that_is_not_packaged_needs_a_folder(encoder: Encoder) -> Non
         open_encoder(replace(encoder.identity, name="e5-base-v2", sha256="0" * 64))
 
 
-def test_a_gpu_that_is_not_there_is_one_line(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_one_line(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(RetrievalError, match="torch finds no GPU here; take --device cpu"):
         encoder.to("cuda")
@@ -112,9 +130,11 @@ def test_a_gpu_that_is_not_there_is_one_line(encoder: Encoder, monkeypatch: pyte
 
 def test_the_client_imports_neither_torch_nor_faiss() -> None:
     heavy = "('torch', 'faiss', 'transformers', 'numpy')"
-    code = f"import sys, mcore_mas.retrieval.client; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, retrieval.client; print([name for name in {heavy} if name in sys.modules])"
     root = Path(__file__).resolve().parents[3]
-    shown = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
     assert shown.stdout == "[]\n"
 
 

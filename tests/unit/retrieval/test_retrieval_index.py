@@ -12,13 +12,13 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from mcore_mas.retrieval.build import CHUNK, INDEX_TYPES, build_index, encode_shard, shard_rows
-from mcore_mas.retrieval.corpus import Passage, RetrievalError, write_corpus
-from mcore_mas.retrieval.encoder import ENCODERS, Encoder
-from mcore_mas.retrieval.index import Index, Searcher, read_manifest
-from mcore_mas.rollout.base import files
-from mcore_mas.rollout.base.files import sealed
-from mcore_mas.rollout.config.sections import RetrieverConfig
+from retrieval.build import CHUNK, INDEX_TYPES, build_index, encode_shard, shard_rows
+from retrieval.corpus import Passage, RetrievalError, write_corpus
+from retrieval.encoder import ENCODERS, Encoder
+from retrieval.index import Index, Searcher, read_manifest
+from rollout.base import files
+from rollout.base.files import sealed
+from rollout.config.sections import RetrieverConfig
 from tests.support.retrieval import CLOUD, by_hand, flip_a_byte
 from tests.support.tiny_bert import write_bert
 
@@ -30,7 +30,9 @@ def test_ranking_by_hand(tmp_path: Path, index_dir: Path) -> None:
     assert scores.tolist() == [[1.0, 1.0, 0.6], [0.0, 0.0, -0.8]]
 
 
-def test_k_over_ntotal_gives_every_row_once_and_never_minus_one(tmp_path: Path, index_dir: Path) -> None:
+def test_k_over_ntotal_gives_every_row_once_and_never_minus_one(
+    tmp_path: Path, index_dir: Path
+) -> None:
     index = by_hand(tmp_path, index_dir, [[0.6, 0.8], [1, 0]])
     ids, scores = index.search(np.array([[0, 1]]), 100)
     assert ids.tolist() == [[0, 1]]
@@ -58,7 +60,9 @@ def test_a_bad_query_vector_is_an_error(tmp_path: Path, index_dir: Path) -> None
     assert index.search(np.zeros((0, 2)), 4)[0].shape == (0, 1)
 
 
-def test_names_find_their_passages(index_dir: Path, encoder: Encoder, passages: list[Passage]) -> None:
+def test_names_find_their_passages(
+    index_dir: Path, encoder: Encoder, passages: list[Passage]
+) -> None:
     index = Index.open(index_dir, encoder=encoder.identity)
     found = Searcher(index, encoder)([passage.title for passage in passages], 2)
     assert [hits[0].id for hits in found] == ["0", "1", "2", "3", "4"]
@@ -67,7 +71,11 @@ def test_names_find_their_passages(index_dir: Path, encoder: Encoder, passages: 
 
 def test_answers_are_identical_batched_and_alone(index_dir: Path, encoder: Encoder) -> None:
     index = Index.open(index_dir)
-    queries = [f"the mayor of {a} {b}" for a in ("Amber", "Iron", "Silver", "Old") for b in ("Falls", "Bridge", "Hill")]
+    queries = [
+        f"the mayor of {a} {b}"
+        for a in ("Amber", "Iron", "Silver", "Old")
+        for b in ("Falls", "Bridge", "Hill")
+    ]
     search = Searcher(index, encoder)
     together = search(queries * 2, 5)
     assert together[:12] == [search([query], 5)[0] for query in queries]
@@ -95,23 +103,40 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
         r"vectors\.faiss: sha256 is .*, expected .*build the",
     ),
     (lambda d: (d / "index/vectors.faiss").unlink(), r"vectors\.faiss does not exist"),
-    (lambda d: (d / "index/index.json").unlink(), r"index\.json does not exist: no index was finished"),
+    (
+        lambda d: (d / "index/index.json").unlink(),
+        r"index\.json does not exist: no index was finished",
+    ),
     (lambda d: (d / "index/index.json").write_text("{"), r"index\.json is damaged"),
     (lambda d: (d / "index/index.json").write_text("[]"), r"index\.json is damaged"),
     (lambda d: flip_a_byte(d / "index/index.json"), r"index\.json is damaged"),
-    (lambda d: edit(d / "index/index.json", ntotal="5"), r"damaged \(ntotal: Input should be a valid integer"),
-    (lambda d: edit(d / "index/index.json", extra=1), r"damaged \(extra: Unexpected keyword argument"),
+    (
+        lambda d: edit(d / "index/index.json", ntotal="5"),
+        r"damaged \(ntotal: Input should be a valid integer",
+    ),
+    (
+        lambda d: edit(d / "index/index.json", extra=1),
+        r"damaged \(extra: Unexpected keyword argument",
+    ),
     (lambda d: edit(d / "index/index.json", format="flat/9"), r"format is 'flat/9', expected"),
-    (lambda d: edit(d / "index/index.json", ntotal=6), r"corpus\.jsonl: number of lines is 5, expected 6"),
+    (
+        lambda d: edit(d / "index/index.json", ntotal=6),
+        r"corpus\.jsonl: number of lines is 5, expected 6",
+    ),
     (lambda d: edit(d / "index/index.json", dim=383), r"dim is 383, expected 384"),
-    (lambda d: append(d / "corpus.jsonl", '{"id": "5", "contents": "x"}'), "number of lines is 6, expected 5"),
+    (
+        lambda d: append(d / "corpus.jsonl", '{"id": "5", "contents": "x"}'),
+        "number of lines is 6, expected 5",
+    ),
     (lambda d: flip_a_byte(d / "corpus.jsonl"), r"corpus\.jsonl: sha256 is"),
     (lambda d: (d / "corpus.jsonl").unlink(), r"corpus\.jsonl is missing or empty"),
 ]
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
-def test_damage_is_found(index_dir: Path, tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_damage_is_found(
+    index_dir: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
     shutil.copytree(index_dir.parent, tmp_path / "copy")
     assert Index.open(tmp_path / "copy/index").manifest.ntotal == 5
     damage(tmp_path / "copy")
@@ -124,7 +149,9 @@ def test_another_encoder_is_refused(index_dir: Path, encoder: Encoder) -> None:
         Index.open(index_dir, encoder=replace(encoder.identity, query_prefix="query: "))
 
 
-def test_an_unfinished_build_does_not_open(index_dir: Path, tmp_path: Path, encoder: Encoder) -> None:
+def test_an_unfinished_build_does_not_open(
+    index_dir: Path, tmp_path: Path, encoder: Encoder
+) -> None:
     shutil.copytree(index_dir.parent, tmp_path / "copy")
     corpus = tmp_path / "copy/corpus.jsonl"
     append(corpus, "not json")
@@ -141,7 +168,9 @@ def test_families_are_asked_as_their_authors_say(tmp_path: Path) -> None:
     assert bge.query_prefix == "Represent this sentence for searching relevant passages: "
     assert get_args(RetrieverConfig.model_fields["encoder"].annotation) == tuple(ENCODERS)
     assert get_args(RetrieverConfig.model_fields["index"].annotation) == tuple(INDEX_TYPES)
-    with pytest.raises(RetrievalError, match=r"encoder 'e5' has no folder; name one in retriever\.encoder"):
+    with pytest.raises(
+        RetrievalError, match=r"encoder 'e5' has no folder; name one in retriever\.encoder"
+    ):
         Encoder.of("e5")
 
 
@@ -158,7 +187,7 @@ def test_shards_are_cut_at_chunks() -> None:
 def test_shards_go_on_where_they_stopped_and_make_the_same_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mcore_mas.retrieval.build.CHUNK", 8)
+    monkeypatch.setattr("retrieval.build.CHUNK", 8)
     write_bert(tmp_path / "bert", [*CLOUD, "query: passage:"], seed=3)
     encoder, corpus = Encoder.of("e5", tmp_path / "bert"), tmp_path / "corpus.jsonl"
     write_corpus(corpus, (Passage(id=str(row), contents=text) for row, text in enumerate(CLOUD)))
@@ -177,7 +206,9 @@ def test_shards_go_on_where_they_stopped_and_make_the_same_index(
         encode_shard(corpus, shards, encoder, 1, 3)
     partial = shards / "0001-of-0003.partial"
     partial.write_bytes(partial.read_bytes() + b"half a vec")
-    assert encode_shard(corpus, shards, encoder, 1, 3).stat().st_size == 32 * 16 * 4  # rows 32 to 63 of 100
+    assert (
+        encode_shard(corpus, shards, encoder, 1, 3).stat().st_size == 32 * 16 * 4
+    )  # rows 32 to 63 of 100
     assert "shard 1 of 3: 32 of 32 passages (16 were there)" in capfd.readouterr().err
     assert build_index(corpus, tmp_path / "parts", encoder, shards=3) == whole
     assert sorted(path.suffix for path in shards.iterdir()) == [".f32"] * 3 + [".json"] * 3
@@ -185,13 +216,19 @@ def test_shards_go_on_where_they_stopped_and_make_the_same_index(
     monkeypatch.setattr(encoder, "identity", other)
     assert encode_shard(corpus, shards, encoder, 0, 3).read_bytes() != b""
     assert json.loads((shards / "0000-of-0003.json").read_text())["encoder"]["passage_prefix"] == ""
-    assert "shard 0 of 3: 32 of 32 passages, " in capfd.readouterr().err  # those of another prefix are not taken
+    assert (
+        "shard 0 of 3: 32 of 32 passages, " in capfd.readouterr().err
+    )  # those of another prefix are not taken
 
 
-def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_hashed_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, hashed = tmp_path / "x", list[Path]()
     file.write_bytes(b"abc")
-    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180's example
+    digest = (
+        "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180's example
+    )
     real = files.sha256
     monkeypatch.setattr(files, "sha256", lambda *paths: hashed.extend(paths) or real(*paths))
     assert [files.known_sha256(file) for _ in range(3)] == [digest] * 3
@@ -200,14 +237,18 @@ def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pyt
     assert len(hashed) == 2
     status = file.stat()
     file.write_bytes(b"abd")
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # the old time and size, and yet another file
+    os.utime(
+        file, ns=(status.st_atime_ns, status.st_mtime_ns)
+    )  # the old time and size, and yet another file
     assert files.known_sha256(file) != digest
     (tmp_path / ".x.sha256").write_text("[]")
     assert files.known_sha256(file) == hashlib.sha256(b"abd").hexdigest()
     other = tmp_path / "y"  # of an encoder in several files, say
     other.write_bytes(b"e")
     hashed.clear()
-    assert [files.known_sha256(file, other) for _ in range(3)] == [hashlib.sha256(b"abde").hexdigest()] * 3
+    assert [files.known_sha256(file, other) for _ in range(3)] == [
+        hashlib.sha256(b"abde").hexdigest()
+    ] * 3
     assert hashed == [file, other]
     other.write_bytes(b"f")
     assert files.known_sha256(file, other) == hashlib.sha256(b"abdf").hexdigest()

@@ -21,23 +21,23 @@ import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_mas.retrieval import wire
-from mcore_mas.retrieval.app import build_app
-from mcore_mas.retrieval.batcher import Batcher
-from mcore_mas.retrieval.client import RetrievalClient
-from mcore_mas.retrieval.corpus import Passage, RetrievalError
-from mcore_mas.retrieval.encoder import Encoder, minilm_folder
-from mcore_mas.retrieval.index import Index, Searcher, check_canary
-from mcore_mas.retrieval.sidecar import RetrieverSidecar
-from mcore_mas.rollout.base import http_server as serving_module
-from mcore_mas.rollout.base.files import unsealed
-from mcore_mas.rollout.base.http import is_loopback
-from mcore_mas.rollout.base.http_server import TimedProtocol, bind
+from retrieval import wire
+from retrieval.app import build_app
+from retrieval.batcher import Batcher
+from retrieval.client import RetrievalClient
+from retrieval.corpus import Passage, RetrievalError
+from retrieval.encoder import Encoder, minilm_folder
+from retrieval.index import Index, Searcher, check_canary
+from retrieval.sidecar import RetrieverSidecar
+from rollout.base import http_server as serving_module
+from rollout.base.files import unsealed
+from rollout.base.http import is_loopback
+from rollout.base.http_server import TimedProtocol, bind
 from tests.support.half_open import hold_open
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 ROOT = Path(__file__).resolve().parents[3]
-SERVE = [sys.executable, "-m", "mcore_mas.retrieval.server"]
+SERVE = [sys.executable, "-m", "retrieval.server"]
 
 
 def post(url: str, body: Any, **options: Any) -> httpx.Response:
@@ -50,7 +50,10 @@ def start(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_with_scores_documents_are_wrapped(server_url: str, passages: list[Passage]) -> None:
-    reply = post(server_url, {"queries": ["Alice Walker", "Iron Bridge mayor"], "topk": 2, "return_scores": True})
+    reply = post(
+        server_url,
+        {"queries": ["Alice Walker", "Iron Bridge mayor"], "topk": 2, "return_scores": True},
+    )
     assert reply.status_code == 200
     alice, iron = reply.json()["result"]
     assert [set(item) for item in alice + iron] == [{"document", "score"}] * 4
@@ -59,8 +62,12 @@ def test_with_scores_documents_are_wrapped(server_url: str, passages: list[Passa
     assert 1 >= alice[0]["score"] > alice[1]["score"]
 
 
-@pytest.mark.parametrize("extra", [{}, {"topk": None}, {"topk": 0}, {"topk": 3.0}, {"topk": 3, "return_scores": False}])
-def test_without_scores_documents_are_bare_and_topk_defaults_to_3(server_url: str, extra: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "extra", [{}, {"topk": None}, {"topk": 0}, {"topk": 3.0}, {"topk": 3, "return_scores": False}]
+)
+def test_without_scores_documents_are_bare_and_topk_defaults_to_3(
+    server_url: str, extra: dict[str, Any]
+) -> None:
     # Two queries: the shape in which a careless server hands out one query's documents as two answers.
     result = post(server_url, {"queries": ["Hugo Brandt", "Amber Falls"], **extra}).json()["result"]
     assert [len(row) for row in result] == [3, 3]
@@ -112,7 +119,9 @@ def test_bad_requests_get_422_and_the_reason(server_url: str, body: Any, message
 def test_bodies_that_are_not_usable_json_get_422(server_url: str, body: bytes) -> None:
     url, json_type = f"{server_url}/retrieve", {"Content-Type": "application/json"}
     assert httpx.post(url, content=body, headers=json_type, trust_env=False).status_code == 422
-    assert httpx.post(url, content=b'{"queries": ["a"]}', trust_env=False).status_code == 422  # no content type
+    assert (
+        httpx.post(url, content=b'{"queries": ["a"]}', trust_env=False).status_code == 422
+    )  # no content type
 
 
 def test_a_big_body_gets_413_whether_declared_or_streamed(server_url: str) -> None:
@@ -124,7 +133,10 @@ def test_a_big_body_gets_413_whether_declared_or_streamed(server_url: str) -> No
     assert post(server_url, {"queries": ["x" * (1 << 21)]}).status_code == 413
     parts = (b" " * 65536 for _ in range(17))
     reply = httpx.post(
-        f"{server_url}/retrieve", content=parts, headers={"Content-Type": "application/json"}, trust_env=False
+        f"{server_url}/retrieve",
+        content=parts,
+        headers={"Content-Type": "application/json"},
+        trust_env=False,
     )
     assert reply.status_code == 413
     for _ in range(3):  # who sends all of it before he listens hears it too
@@ -147,7 +159,10 @@ def test_health_ready_and_info(server_url: str, index_dir: Path) -> None:
 def test_metrics_count_what_was_asked(server_url: str) -> None:
     def read() -> dict[str, float]:
         text = httpx.get(f"{server_url}/metrics", trust_env=False).text
-        return {name: float(value) for name, value in (line.split() for line in text.splitlines() if line[0] != "#")}
+        return {
+            name: float(value)
+            for name, value in (line.split() for line in text.splitlines() if line[0] != "#")
+        }
 
     before = read()
     for _ in range(2):
@@ -155,7 +170,11 @@ def test_metrics_count_what_was_asked(server_url: str) -> None:
     after = read()
     made = {name: after[name] - before[name] for name in after}
     assert (made["retriever_searched_total"], made["retriever_cached_total"]) == (2, 2)
-    assert made["retriever_latency_seconds_count"] == made['retriever_latency_seconds_bucket{le="+Inf"}'] == 2
+    assert (
+        made["retriever_latency_seconds_count"]
+        == made['retriever_latency_seconds_bucket{le="+Inf"}']
+        == 2
+    )
     assert (made["retriever_batch_size_sum"], after["retriever_queued"]) == (2, 0)
 
 
@@ -189,11 +208,15 @@ def test_a_large_answer_is_written_beside_the_event_loop(
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=6,
 )
 FIELDS = {"topk": JSON | st.integers(-1, 101), "return_scores": JSON | st.booleans()}
-BODIES = JSON | st.fixed_dictionaries({"queries": JSON | st.lists(st.text(max_size=30), max_size=5)}, optional=FIELDS)
+BODIES = JSON | st.fixed_dictionaries(
+    {"queries": JSON | st.lists(st.text(max_size=30), max_size=5)}, optional=FIELDS
+)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -218,7 +241,9 @@ def test_no_body_makes_the_server_fail(server_url: str, body: bytes) -> None:
     assert {document["id"] for document in documents} <= {"0", "1", "2", "3", "4"}
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", "/retrieve"), ("POST", "/health"), ("PUT", "/")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/retrieve"), ("POST", "/health"), ("PUT", "/")]
+)
 def test_other_methods_and_paths_are_4xx(server_url: str, method: str, path: str) -> None:
     assert httpx.request(method, server_url + path, trust_env=False).status_code in (404, 405)
 
@@ -236,12 +261,18 @@ def test_a_port_in_use_is_one_line_and_code_2(index_dir: Path) -> None:
 def test_a_wider_host_needs_a_token(index_dir: Path, tmp_path: Path) -> None:
     done = start("--index", index_dir, "--host", "0.0.0.0")
     assert done.returncode == 2
-    assert done.stderr == ("retrieval server: host 0.0.0.0 is not loopback; bind 127.0.0.1, or give --token-file\n")
+    assert done.stderr == (
+        "retrieval server: host 0.0.0.0 is not loopback; bind 127.0.0.1, or give --token-file\n"
+    )
     (tmp_path / "token").write_text("short")
     done = start("--index", index_dir, "--token-file", tmp_path / "token")
     assert (done.returncode, "5 characters, expected at least 16" in done.stderr) == (2, True)
-    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
-    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [
+        True
+    ] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [
+        False
+    ] * 5
 
 
 def test_the_canary_finds_an_index_of_other_vectors(index_dir: Path) -> None:
@@ -255,10 +286,19 @@ def test_a_token_guards_all_but_health(index_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0123456789abcdef\n")
     with RetrieverSidecar(index_dir, extra_args=("--token-file", str(tmp_path / "token"))) as url:
         assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
-        for headers in ({}, {"Authorization": "Bearer 0123456789abcdee"}, {"Authorization": b"Bearer \xff"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer 0123456789abcdee"},
+            {"Authorization": b"Bearer \xff"},
+        ):
             assert post(url, {"queries": ["a"]}, headers=headers).status_code == 401
         assert httpx.get(f"{url}/info", trust_env=False).status_code == 401
-        assert post(url, {"queries": ["a"]}, headers={"Authorization": "Bearer 0123456789abcdef"}).status_code == 200
+        assert (
+            post(
+                url, {"queries": ["a"]}, headers={"Authorization": "Bearer 0123456789abcdef"}
+            ).status_code
+            == 200
+        )
 
 
 @pytest.mark.slow
@@ -281,8 +321,14 @@ def test_a_server_of_another_machine_is_found_by_its_file(index_dir: Path, tmp_p
     try:
         comes()
         said = json.loads(file.read_text())
-        assert (said["host"], said["pid"], file.stat().st_mode & 0o777) == (socket.getfqdn(), child.pid, 0o600)
-        here = said["url"].replace(socket.getfqdn(), "127.0.0.1")  # the machine's name may not resolve where tests run
+        assert (said["host"], said["pid"], file.stat().st_mode & 0o777) == (
+            socket.getfqdn(),
+            child.pid,
+            0o600,
+        )
+        here = said["url"].replace(
+            socket.getfqdn(), "127.0.0.1"
+        )  # the machine's name may not resolve where tests run
         assert len(said["token"]) > 40
         assert httpx.get(f"{here}/info", trust_env=False).status_code == 401
         file.unlink()
@@ -306,7 +352,9 @@ def test_sigterm_drains_and_exits_0(index_dir: Path, tmp_path: Path) -> None:
         str(ready),
     ]
     # A long wait for company keeps the request in the queue while the signal arrives.
-    child = subprocess.Popen([*command, "--max-wait-ms", "1500", "--die-with-parent"], cwd=ROOT, stderr=subprocess.PIPE)
+    child = subprocess.Popen(
+        [*command, "--max-wait-ms", "1500", "--die-with-parent"], cwd=ROOT, stderr=subprocess.PIPE
+    )
     try:
         deadline = time.monotonic() + 120
         while not ready.exists() and child.poll() is None and time.monotonic() < deadline:
@@ -341,7 +389,7 @@ def test_sigterm_drains_and_exits_0(index_dir: Path, tmp_path: Path) -> None:
 
 SLOW = """
 import sys, time
-from mcore_mas.retrieval import index, server
+from retrieval import index, server
 find = index.Searcher.search
 index.Searcher.search = lambda self, asked, *rest: time.sleep(60 * ("slow" in asked[0])) or find(self, asked, *rest)
 server.DRAIN_S = 1
@@ -352,7 +400,16 @@ server.main(sys.argv[1:])
 @pytest.mark.slow
 def test_a_long_search_does_not_hold_up_the_end(index_dir: Path, tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
-    command = [sys.executable, "-c", SLOW, "--index", str(index_dir), "--ready-file", str(ready), "--die-with-parent"]
+    command = [
+        sys.executable,
+        "-c",
+        SLOW,
+        "--index",
+        str(index_dir),
+        "--ready-file",
+        str(ready),
+        "--die-with-parent",
+    ]
     child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 120
@@ -363,7 +420,10 @@ def test_a_long_search_does_not_hold_up_the_end(index_dir: Path, tmp_path: Path)
             body = b'{"queries": ["slow"]}'
             head = "POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            while "retriever_searches_total 1" not in httpx.get(f"{url}/metrics", trust_env=False).text:
+            while (
+                "retriever_searches_total 1"
+                not in httpx.get(f"{url}/metrics", trust_env=False).text
+            ):
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             child.send_signal(signal.SIGTERM)
@@ -377,10 +437,12 @@ def test_a_long_search_does_not_hold_up_the_end(index_dir: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_the_server_dies_with_its_parent(index_dir: Path) -> None:
     code = (
-        "import sys, time; from mcore_mas.retrieval.sidecar import RetrieverSidecar; "
+        "import sys, time; from retrieval.sidecar import RetrieverSidecar; "
         "s = RetrieverSidecar(sys.argv[1]); s.__enter__(); print(s.pid, flush=True); time.sleep(600)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(index_dir)], cwd=ROOT, stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(index_dir)], cwd=ROOT, stdout=subprocess.PIPE
+    )
     try:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -406,7 +468,9 @@ def test_the_server_dies_with_its_parent(index_dir: Path) -> None:
 async def serving(app: Any) -> AsyncIterator[tuple[int, uvicorn.Server]]:
     """A server in this event loop, and its port."""
     listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(app, http=TimedProtocol, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, http=TimedProtocol, lifespan="off", log_level="error", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
@@ -418,7 +482,9 @@ async def serving(app: Any) -> AsyncIterator[tuple[int, uvicorn.Server]]:
         await task
 
 
-def test_a_request_that_is_never_finished_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_is_never_finished_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """300 of them stayed open for ever; those that are finished in time, or come one after another, are answered."""
     monkeypatch.setattr(serving_module, "READ_S", 1.5)
 
@@ -427,7 +493,13 @@ def test_a_request_that_is_never_finished_loses_its_connection(monkeypatch: pyte
             while (await receive()).get("more_body"):
                 pass
             await asyncio.sleep(2.0)  # longer than a request may take to be read
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-length", b"2")],
+                }
+            )
             await send({"type": "http.response.body", "body": b"ok"})
 
     async def answered(port: int) -> None:
@@ -441,21 +513,27 @@ def test_a_request_that_is_never_finished_loses_its_connection(monkeypatch: pyte
 
     async def main() -> None:
         async with serving(app) as (port, _):
-            seconds, _ = await asyncio.gather(hold_open(port, "/retrieve", status=200), answered(port))
+            seconds, _ = await asyncio.gather(
+                hold_open(port, "/retrieve", status=200), answered(port)
+            )
             assert len(seconds) == 300 and max(seconds) < 10
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("header", ["", "Connection: close\r\n"])
-def test_an_answer_that_nobody_takes_loses_its_connection(header: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_nobody_takes_loses_its_connection(
+    header: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server kept each for ever, with its connection; one that is taken slowly comes whole."""
     monkeypatch.setattr(serving_module, "TAKE_S", 1.0)
     answer = bytes(16 << 20)  # more than the system keeps for a connection
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         length = str(len(answer)).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]}
+        )
         await send({"type": "http.response.body", "body": answer})
 
     async def main() -> None:

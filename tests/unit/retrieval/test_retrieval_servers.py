@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mcore_mas.retrieval import client as client_module
-from mcore_mas.retrieval.client import (
+from retrieval import client as client_module
+from retrieval.client import (
     BALANCES,
     Endpoint,
     EndpointPool,
@@ -23,7 +23,7 @@ from mcore_mas.retrieval.client import (
     RetrievalError,
     RetrievalUnavailable,
 )
-from mcore_mas.retrieval.sidecar import RetrieverSidecar
+from retrieval.sidecar import RetrieverSidecar
 from tests.support.lessons import teach
 from tests.support.ranks import Job
 from tests.support.ranks import play as play_ranks
@@ -42,7 +42,9 @@ def test_a_server_killed_midway_is_unavailable(index_dir: Path, tmp_path: Path) 
             async with RetrievalClient(url, retries=2) as client:
                 assert (await client.search("Alice Walker", 1))[0].id == "0"
                 assert sidecar.pid is not None
-                os.kill(sidecar.pid, signal.SIGSTOP)  # the request reaches a server that can no longer answer
+                os.kill(
+                    sidecar.pid, signal.SIGSTOP
+                )  # the request reaches a server that can no longer answer
                 asked = asyncio.create_task(client.search("Hugo Brandt", 1))
                 await asyncio.sleep(0.2)
                 os.kill(sidecar.pid, signal.SIGKILL)
@@ -56,17 +58,23 @@ def test_a_server_killed_midway_is_unavailable(index_dir: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_sidecar_that_cannot_start_says_why(index_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        RetrievalError, match=r"retriever\.python: no interpreter at .*/none; make one of retrieval/env"
+        RetrievalError,
+        match=r"retriever\.python: no interpreter at .*/none; make one of retrieval/env",
     ):
         RetrieverSidecar(index_dir, python=tmp_path / "none")
     shutil.copytree(index_dir.parent, tmp_path / "copy")
     (tmp_path / "copy/index/vectors.faiss").write_bytes(b"x")
     with (
-        pytest.raises(RetrievalError, match=r"ended with code 2; it last said: .*vectors\.faiss: sha256"),
+        pytest.raises(
+            RetrievalError, match=r"ended with code 2; it last said: .*vectors\.faiss: sha256"
+        ),
         RetrieverSidecar(tmp_path / "copy/index"),
     ):
         pass
-    with pytest.raises(RetrievalError, match=r"not ready after 0\.1 s"), RetrieverSidecar(index_dir, timeout_s=0.1):
+    with (
+        pytest.raises(RetrievalError, match=r"not ready after 0\.1 s"),
+        RetrieverSidecar(index_dir, timeout_s=0.1),
+    ):
         pass
 
 
@@ -97,10 +105,16 @@ def test_balances_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BALANCES["least_loaded"]([a, b, c], 0) == [b, c, a]
     assert {endpoint.url for endpoint in BALANCES["random"]([a, b, c], 0)} == {a.url, b.url, c.url}
     c.under_way = 0
-    assert [BALANCES["least_loaded"]([a, b, c], turn)[0] for turn in range(3)] == [b, b, c]  # equal ones take turns
+    assert [BALANCES["least_loaded"]([a, b, c], turn)[0] for turn in range(3)] == [
+        b,
+        b,
+        c,
+    ]  # equal ones take turns
 
 
-def test_a_circuit_opens_after_three_failures_and_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_circuit_opens_after_three_failures_and_longer_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr(client_module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(client_module.random, "uniform", lambda low, high: 1.0)
@@ -114,7 +128,9 @@ def test_a_circuit_opens_after_three_failures_and_longer_each_time(monkeypatch: 
     assert not one.resting
     one._failed(unreachable=True)
     assert one._rests_until == now[0] + 4.0
-    assert EndpointPool(["http://127.0.0.1:1"], balance="random").order()  # all rest: one is tried all the same
+    assert EndpointPool(
+        ["http://127.0.0.1:1"], balance="random"
+    ).order()  # all rest: one is tried all the same
 
 
 def test_a_busy_server_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,19 +172,26 @@ def test_members_come_go_and_stop_beating(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_killed_or_stopped_server_comes_back_and_the_callers_have_waited(
-    how: signal.Signals, index_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    how: signal.Signals,
+    index_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(client_module, "POLL_S", 0.2)
     sidecar = RetrieverSidecar(index_dir, timeout_s=60)
     with sidecar as url:
 
         async def body() -> RetrievalClient:
-            async with RetrievalClient(url, retries=0, patience_s=120, revive=sidecar.revive, timeout_s=10) as client:
+            async with RetrievalClient(
+                url, retries=0, patience_s=120, revive=sidecar.revive, timeout_s=10
+            ) as client:
                 assert (await client.search("Alice Walker", 1))[0].id == "0"
                 assert sidecar.pid is not None
                 os.kill(sidecar.pid, how)
                 sidecar._timeout_s = 60 if how == signal.SIGKILL else 10  # a start takes less
-                found = await asyncio.gather(*(client.search(title, 1) for title in ("Alice Walker", "Hugo Brandt")))
+                found = await asyncio.gather(
+                    *(client.search(title, 1) for title in ("Alice Walker", "Hugo Brandt"))
+                )
                 assert [hits[0].id for hits in found] == ["0", "2"]
                 again = asyncio.gather(*(client.search("Clara Dawson", k) for k in (1, 2)))
                 assert [hits[0].id for hits in await again] == ["4", "4"]
@@ -176,7 +199,9 @@ def test_a_killed_or_stopped_server_comes_back_and_the_callers_have_waited(
 
         assert asyncio.run(body()).outages == 1
     said = capfd.readouterr().err.splitlines()
-    assert [line.partition(":")[0] for line in said if line.startswith("retriever: no server answers")] == ["retriever"]
+    assert [
+        line.partition(":")[0] for line in said if line.startswith("retriever: no server answers")
+    ] == ["retriever"]
     assert sum("answers again after" in line for line in said) == 1
     assert sum("it is started again" in line for line in said) == 1
 
@@ -188,14 +213,23 @@ def test_one_of_two_servers_killed_under_load_loses_nothing(
     with RetrieverSidecar(index_dir) as dying:
 
         async def body() -> tuple[int, int]:
-            async with RetrievalClient(dying, server_url, balance="round_robin", retries=2) as client:
+            async with RetrievalClient(
+                dying, server_url, balance="round_robin", retries=2
+            ) as client:
                 wrong = 0
                 for step in range(30):
                     if step == 10:
-                        info = client._pool.endpoints[0].ask("GET", "/info", None, json.loads, timeout_s=30)
+                        info = client._pool.endpoints[0].ask(
+                            "GET", "/info", None, json.loads, timeout_s=30
+                        )
                         os.kill((await info)["pid"], signal.SIGKILL)
-                    hits = await asyncio.gather(*(client.search(p.title, 1 + step % 3) for p in passages))
-                    wrong += sum(found[0].id != passage.id for found, passage in zip(hits, passages, strict=True))
+                    hits = await asyncio.gather(
+                        *(client.search(p.title, 1 + step % 3) for p in passages)
+                    )
+                    wrong += sum(
+                        found[0].id != passage.id
+                        for found, passage in zip(hits, passages, strict=True)
+                    )
                 return wrong, client.outages
 
         assert asyncio.run(body()) == (0, 0)
@@ -205,11 +239,17 @@ SERVE = Path(__file__).resolve().parents[3] / "workflow" / "scripts" / "serve_re
 
 
 @pytest.mark.slow
-def test_a_server_in_a_job_is_started_again_until_it_is_told_to_end(index_dir: Path, tmp_path: Path) -> None:
+def test_a_server_in_a_job_is_started_again_until_it_is_told_to_end(
+    index_dir: Path, tmp_path: Path
+) -> None:
     """The script of `make retriever`: what it serves joins by its file, also after the server was killed."""
-    env = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"} | {"PYTHON": sys.executable}
+    env = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"} | {
+        "PYTHON": sys.executable
+    }
     words = [str(SERVE), str(tmp_path / "members"), "--index", str(index_dir)]
-    with subprocess.Popen(words, cwd=SERVE.parents[2], env=env, stderr=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        words, cwd=SERVE.parents[2], env=env, stderr=subprocess.PIPE, text=True
+    ) as job:
 
         async def body() -> None:
             async with RetrievalClient(members=tmp_path / "members", patience_s=120) as client:
@@ -226,7 +266,9 @@ def test_a_server_in_a_job_is_started_again_until_it_is_told_to_end(index_dir: P
     assert said.count("it is started again") == 1
     assert list((tmp_path / "members").iterdir()) == []
     words[3] = str(tmp_path / "no index")
-    done = subprocess.run(words, cwd=SERVE.parents[2], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        words, cwd=SERVE.parents[2], env=env, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no index was finished there; build it" in done.stderr
 
@@ -238,7 +280,10 @@ def test_a_training_loses_nothing_when_one_of_two_servers_is_killed(
 ) -> None:
     """A real team of a real model with real updates: rewards, turns and weights are those of an unbroken one."""
     sizes = {"layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "positions": 8192}
-    model = make_run(tmp_path, *(f"++cold_start.base.{name}={size}" for name, size in sizes.items())) / "base"
+    model = (
+        make_run(tmp_path, *(f"++cold_start.base.{name}={size}" for name, size in sizes.items()))
+        / "base"
+    )
     lesson = {"team": "search_team", "sharing": "shared", "model": str(model)}
     dying = RetrieverSidecar(index_dir)
     with dying as url:
@@ -253,7 +298,8 @@ def test_a_training_loses_nothing_when_one_of_two_servers_is_killed(
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health", trust_env=False)
     whole, broken_off = (
-        json.loads((tmp_path / n / "search_team_shared.json").read_text()) for n in ("whole", "broken")
+        json.loads((tmp_path / n / "search_team_shared.json").read_text())
+        for n in ("whole", "broken")
     )
     assert whole == broken_off
     assert [step["failed"] for step in whole] == [[], []]

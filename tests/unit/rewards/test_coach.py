@@ -8,17 +8,19 @@ from contextlib import aclosing
 
 import pytest
 
-from mcore_mas.rollout.engines.remote import RemoteError
-from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted
-from mcore_mas.rollout.records.trajectory import Status
-from mcore_mas.rollout.rewards.coach import Coach
+from rollout.engines.remote import RemoteError
+from rollout.engines.remote.ledger import BudgetExhausted
+from rollout.records.trajectory import Status
+from rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.coached import config, group, trajectory, turn
 
 
 def output_of(body) -> str:
     """What the judged agent wrote."""
-    return re.search(r"\[agent output (\w+)\]\n(.*?)\n\[end of", body["messages"][1]["content"], re.DOTALL).group(2)
+    return re.search(
+        r"\[agent output (\w+)\]\n(.*?)\n\[end of", body["messages"][1]["content"], re.DOTALL
+    ).group(2)
 
 
 def scored(coach_config, folder, *batches):
@@ -31,7 +33,11 @@ def scored(coach_config, folder, *batches):
             return groups, coach.metrics(), coach
 
     groups, metrics, coach = asyncio.run(run())
-    return [[dict(t.scores) for t in one.turns] for g in groups for one in g.trajectories], metrics, coach
+    return (
+        [[dict(t.scores) for t in one.turns] for g in groups for one in g.trajectories],
+        metrics,
+        coach,
+    )
 
 
 def one(text="x", agent="solver"):
@@ -44,8 +50,14 @@ def by_length(body, _):
 
 def test_every_turn_of_completed_trajectories_is_scored_in_its_place(tmp_path) -> None:
     played = [
-        group(trajectory(turn(0, "solver", "a"), turn(1, "verifier", "bb")), trajectory(turn(0, "solver", "ccc"))),
-        group(trajectory(turn(0, "solver", "dddd"), status=Status.FAILED), trajectory(turn(0, "solver", "eeeee"))),
+        group(
+            trajectory(turn(0, "solver", "a"), turn(1, "verifier", "bb")),
+            trajectory(turn(0, "solver", "ccc")),
+        ),
+        group(
+            trajectory(turn(0, "solver", "dddd"), status=Status.FAILED),
+            trajectory(turn(0, "solver", "eeeee")),
+        ),
     ]
     with chat_server(by_length) as server:
         scores, metrics, _ = scored(config(server.url), tmp_path, played)
@@ -65,7 +77,9 @@ def test_every_turn_of_completed_trajectories_is_scored_in_its_place(tmp_path) -
 
 
 def test_scores_that_were_there_stay_and_only_named_agents_are_judged(tmp_path) -> None:
-    played = [group(trajectory(turn(0, "solver", "a", scores={"team": 1.0}), turn(1, "verifier", "b")))]
+    played = [
+        group(trajectory(turn(0, "solver", "a", scores={"team": 1.0}), turn(1, "verifier", "b")))
+    ]
     with chat_server(by_length) as server:
         scores, metrics, _ = scored(config(server.url, agents=("solver",)), tmp_path, played)
     assert scores == [[{"team": 1.0, "process": 1.0, "outcome": 0.5}, {}]]
@@ -80,7 +94,11 @@ def test_nothing_to_judge(tmp_path) -> None:
 
 def test_429_is_waited_for_as_long_as_the_server_says(tmp_path) -> None:
     def script(body, number):
-        return Response(status=429, headers={"Retry-After": "1"}) if number == 0 else by_length(body, number)
+        return (
+            Response(status=429, headers={"Retry-After": "1"})
+            if number == 0
+            else by_length(body, number)
+        )
 
     with chat_server(script) as server:
         scores, metrics, _ = scored(config(server.url), tmp_path, one())
@@ -103,8 +121,10 @@ def test_a_wait_past_the_deadline_is_not_begun_and_holds_back_everybody(tmp_path
 
 
 def test_500_is_tried_again_and_then_leaves_no_score(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mcore_mas.rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
-    with chat_server(lambda body, n: by_length(body, n) if n == 2 else Response(status=500)) as server:
+    monkeypatch.setattr("rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
+    with chat_server(
+        lambda body, n: by_length(body, n) if n == 2 else Response(status=500)
+    ) as server:
         scores, _, _ = scored(config(server.url), tmp_path / "a", one())
     assert scores[0][0]["process"] == 1.0
     with chat_server(Response(b"boom", status=500)) as server:
@@ -116,8 +136,14 @@ def test_500_is_tried_again_and_then_leaves_no_score(tmp_path, monkeypatch) -> N
 
 
 def test_bodies_that_are_no_completion_are_failures_of_the_server(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mcore_mas.rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
-    garbage = [b"<html>busy</html>", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": 7}}]}', b"\xff"]
+    monkeypatch.setattr("rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
+    garbage = [
+        b"<html>busy</html>",
+        b"[]",
+        b'{"choices": []}',
+        b'{"choices": [{"message": {"content": 7}}]}',
+        b"\xff",
+    ]
     with chat_server(lambda _, number: Response(garbage[number])) as server:
         scores, metrics, coach = scored(config(server.url, retries=4), tmp_path, one())
     assert scores == [[{}]]
@@ -127,12 +153,14 @@ def test_bodies_that_are_no_completion_are_failures_of_the_server(tmp_path, monk
 
 
 def test_a_server_that_hangs_up_or_is_not_there(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mcore_mas.rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
+    monkeypatch.setattr("rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
     with chat_server(Response(hangs_up=True)) as server:
         scores, metrics, _ = scored(config(server.url), tmp_path / "a", one())
         gone = server.url
     assert scores == [[{}]]
-    assert metrics["coach/solver/tokens"] > 3 * 1024  # what was sent may have been billed: the worst is charged
+    assert (
+        metrics["coach/solver/tokens"] > 3 * 1024
+    )  # what was sent may have been billed: the worst is charged
     scores, metrics, _ = scored(config(gone), tmp_path / "b", one())
     assert scores == [[{}]]
     assert metrics["coach/solver/tokens"] == 0.0  # nothing was sent
@@ -150,18 +178,26 @@ def test_a_slow_server_meets_the_deadline(tmp_path) -> None:
 
 
 def test_a_call_and_a_batch_have_deadlines_too(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("mcore_mas.rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
+    monkeypatch.setattr("rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
     slow_once = [says("PROCESS_SCORE: 7", delay_s=30), says("PROCESS_SCORE: 7")]
     with chat_server(lambda _, number: slow_once[number]) as server:
         scores, _, _ = scored(config(server.url, timeout_s=0.3), tmp_path / "a", one())
     assert scores == [[{"process": 7.0}]]
-    played = [group(trajectory(turn(0, "solver", "quick"), turn(1, "solver", "slow"), turn(2, "solver", "queued")))]
+    played = [
+        group(
+            trajectory(
+                turn(0, "solver", "quick"), turn(1, "solver", "slow"), turn(2, "solver", "queued")
+            )
+        )
+    ]
 
     def script(body, _):
         return says("PROCESS_SCORE: 7", delay_s=0 if output_of(body) == "quick" else 30)
 
     with chat_server(script) as server:
-        scores, metrics, _ = scored(config(server.url, batch_deadline_s=0.7, concurrency=1), tmp_path / "b", played)
+        scores, metrics, _ = scored(
+            config(server.url, batch_deadline_s=0.7, concurrency=1), tmp_path / "b", played
+        )
     assert scores == [[{"process": 7.0}, {}, {}]]
     assert metrics["coach/failed_deadline"] == 2.0
 
@@ -171,7 +207,12 @@ def test_a_malformed_verdict_is_asked_for_once_more(tmp_path) -> None:
     with chat_server(lambda _, number: replies[number]) as server:
         scores, metrics, _ = scored(config(server.url), tmp_path / "a", one())
     assert scores == [[{"process": 7.0}]]
-    assert [message["role"] for message in server.bodies[1]["messages"]] == ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in server.bodies[1]["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
     assert server.bodies[1]["messages"][2]["content"] == "Seven, I think."
     with chat_server(says("Seven.")) as server:
         scores, metrics, coach = scored(config(server.url), tmp_path / "b", one())
@@ -192,7 +233,9 @@ def test_a_refusal_is_malformed_and_a_refused_prompt_is_not_asked_again(tmp_path
     assert (scores, metrics["coach/failed_refused"], len(server.bodies)) == ([[{}]], 1.0, 1)
 
 
-def test_the_neutral_score_of_the_released_system_is_a_setting_and_still_a_failure(tmp_path) -> None:
+def test_the_neutral_score_of_the_released_system_is_a_setting_and_still_a_failure(
+    tmp_path,
+) -> None:
     with chat_server(says("Seven.")) as server:
         scores, metrics, _ = scored(config(server.url, fallback=5.0), tmp_path, one())
     assert scores == [[{"process": 5.0}]]
@@ -229,7 +272,12 @@ def test_replies_are_kept_across_starts(tmp_path) -> None:
         assert metrics["coach/solver/cache_hits"] == 1.0
         assert metrics["coach/solver/calls"] == 0.0
         assert metrics["coach/spent_calls"] == 1.0
-        for other in ({"model": "other"}, {"temperature": 0.5}, {"max_tokens": 7}, {"request": {"logprobs": True}}):
+        for other in (
+            {"model": "other"},
+            {"temperature": 0.5},
+            {"max_tokens": 7},
+            {"request": {"logprobs": True}},
+        ):
             scored(config(server.url, **other), tmp_path, one("abc"))
     assert len(server.bodies) == 5
     assert server.bodies[-1]["logprobs"] is True
@@ -248,7 +296,10 @@ def test_equal_questions_in_flight_are_one_call(tmp_path) -> None:
 def test_who_leaves_does_not_take_the_shared_call_along(tmp_path) -> None:
     async def run(url):
         async with aclosing(Coach(config(url), tmp_path)) as coach:
-            leaves, stays = asyncio.create_task(coach.score(one())), asyncio.create_task(coach.score(one()))
+            leaves, stays = (
+                asyncio.create_task(coach.score(one())),
+                asyncio.create_task(coach.score(one())),
+            )
             await asyncio.sleep(0.1)
             leaves.cancel()
             return (await stays)[0].trajectories[0].turns[0].scores
@@ -278,7 +329,10 @@ def test_concurrency_is_bounded(tmp_path) -> None:
 def test_one_coach_serves_one_event_loop_after_another(tmp_path) -> None:
     with chat_server(by_length) as server:
         coach = Coach(config(server.url), tmp_path)
-        found = [asyncio.run(coach.score(one("x" * n)))[0].trajectories[0].turns[0].scores["process"] for n in (1, 2)]
+        found = [
+            asyncio.run(coach.score(one("x" * n)))[0].trajectories[0].turns[0].scores["process"]
+            for n in (1, 2)
+        ]
         asyncio.run(coach.aclose())
     assert found == [1.0, 2.0]
 
@@ -295,7 +349,9 @@ def test_a_folder_has_one_owner(tmp_path) -> None:
 def test_an_exhausted_budget_stops_the_run_or_masks(tmp_path) -> None:
     played = [group(trajectory(*(turn(i, "solver", f"{i}") for i in range(6))))]
     with chat_server(by_length) as server:
-        with pytest.raises(BudgetExhausted, match=r"5 calls would pass the limit of 4; raise coach\.budget"):
+        with pytest.raises(
+            BudgetExhausted, match=r"5 calls would pass the limit of 4; raise coach\.budget"
+        ):
             scored(config(server.url, budget={"calls": 4}), tmp_path, played)
         assert len(server.bodies) == 4
         more = config(server.url, budget={"calls": 5}, when_exhausted="mask")
@@ -309,14 +365,20 @@ def test_an_exhausted_budget_stops_the_run_or_masks(tmp_path) -> None:
 
 def test_metrics_start_anew_after_each_reading(tmp_path) -> None:
     async def run(url):
-        async with aclosing(Coach(config(url, prices={"prompt": 2.0, "reply": 10.0}), tmp_path)) as coach:
+        async with aclosing(
+            Coach(config(url, prices={"prompt": 2.0, "reply": 10.0}), tmp_path)
+        ) as coach:
             await coach.score(one())
             return coach.metrics(), coach.metrics()
 
     with chat_server(by_length) as server:
         first, second = asyncio.run(run(server.url))
     assert first["coach/solver/cost"] == pytest.approx(70e-6)  # (10 x 2 + 5 x 10) / 1e6
-    assert second == {"coach/spent_calls": 1.0, "coach/spent_tokens": 15.0, "coach/spent_cost": pytest.approx(70e-6)}
+    assert second == {
+        "coach/spent_calls": 1.0,
+        "coach/spent_tokens": 15.0,
+        "coach/spent_cost": pytest.approx(70e-6),
+    }
     assert json.dumps(first)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_mas.rollout.rewards.coach import Malformed, parse
+from rollout.rewards.coach import Malformed, parse
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,10 @@ def test_process_score(reply: str, process: float) -> None:
         ("PROCESS_SCORE: 7 out of 10", "PROCESS_SCORE is '7 out of 10'"),
         ("PROCESS_SCORE: 7/20", "PROCESS_SCORE is '7/20'"),
         ("PROCESS_SCORE: 10\nPROCESS_SCORE: 2", "PROCESS_SCORE is both '10' and '2'"),
-        ("PROCESS_SCORE: 7\nOUTCOME_SCORE: maybe", "OUTCOME_SCORE is 'maybe', expected a number from 0 to 1"),
+        (
+            "PROCESS_SCORE: 7\nOUTCOME_SCORE: maybe",
+            "OUTCOME_SCORE is 'maybe', expected a number from 0 to 1",
+        ),
         ("PROCESS_SCORE: 7\nANSWER_CORRECT: yes", "ANSWER_CORRECT is 'yes', expected 0 or 1"),
     ],
 )

@@ -4,13 +4,22 @@ from functools import partial
 
 import pytest
 
-from mcore_mas.rollout.config.sections import AgentConfig, RewardConfig, build_allocator
-from mcore_mas.rollout.rewards import penalties as package
-from mcore_mas.rollout.rewards.allocation import RewardError
-from mcore_mas.rollout.rewards.penalties import PENALTIES, apply_penalties, invalid_reply, mask_truncated, overlong
+from rollout.config.sections import AgentConfig, RewardConfig, build_allocator
+from rollout.rewards import penalties as package
+from rollout.rewards.allocation import RewardError
+from rollout.rewards.penalties import (
+    PENALTIES,
+    apply_penalties,
+    invalid_reply,
+    mask_truncated,
+    overlong,
+)
 from tests.support.played import failed, group, rewards, trajectory, turn
 
-AGENTS = {"solver": AgentConfig(policy="p", max_tokens=10), "verifier": AgentConfig(policy="p", max_tokens=6)}
+AGENTS = {
+    "solver": AgentConfig(policy="p", max_tokens=10),
+    "verifier": AgentConfig(policy="p", max_tokens=6),
+}
 
 
 def says(tokens, agent="solver", **fields):
@@ -37,11 +46,21 @@ def test_a_malformed_reply_costs():
 def test_a_reply_that_breaks_a_rule_of_its_agent_costs(text, chinese, thought):
     for rule, cost in (("no_chinese", chinese), ("one_thought", thought)):
         assert invalid_reply(turn(0, text=text), coef=0.1, rules={"solver": [rule]}) == cost
-    assert invalid_reply(turn(0, text=text), coef=0.1, rules={"verifier": ["no_chinese", "one_thought"]}) == 0.0
-    assert invalid_reply(turn(0, text=text, valid=False), coef=0.1, rules={"solver": ["no_chinese"]}) == -0.1
+    assert (
+        invalid_reply(
+            turn(0, text=text), coef=0.1, rules={"verifier": ["no_chinese", "one_thought"]}
+        )
+        == 0.0
+    )
+    assert (
+        invalid_reply(turn(0, text=text, valid=False), coef=0.1, rules={"solver": ["no_chinese"]})
+        == -0.1
+    )
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(1, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (13, -1.0)])
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(1, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (13, -1.0)]
+)
 def test_the_last_tokens_before_the_limit_cost(tokens, expected):
     assert overlong(says(tokens), buffer=4, max_tokens={"solver": 10}) == expected
     assert overlong(says(tokens), buffer=4, max_tokens={"solver": 10}, coef=0.5) == expected / 2
@@ -49,7 +68,9 @@ def test_the_last_tokens_before_the_limit_cost(tokens, expected):
 
 @pytest.mark.parametrize(("buffer", "limits"), [(4, {}), (4, None), (11, {"solver": 10})])
 def test_a_limit_that_cannot_be_is_named(buffer, limits):
-    with pytest.raises(RewardError, match=r"max_tokens of agent 'solver' is .* expected buffer <= max_tokens"):
+    with pytest.raises(
+        RewardError, match=r"max_tokens of agent 'solver' is .* expected buffer <= max_tokens"
+    ):
         overlong(says(1), buffer=buffer, max_tokens=limits)
 
 
@@ -66,7 +87,11 @@ def test_penalties_add_up_after_the_allocator():
         turn(3, reward=1.0, finish_reason="length", valid=False),
         turn(4, reward=None, masked=True, valid=False),
     )
-    both = [partial(invalid_reply, coef=0.1), partial(overlong, buffer=4, max_tokens={"solver": 10}), mask_truncated]
+    both = [
+        partial(invalid_reply, coef=0.1),
+        partial(overlong, buffer=4, max_tokens={"solver": 10}),
+        mask_truncated,
+    ]
     charged = apply_penalties(group(played, failed(turn(0, valid=False), sample=1)), both)
     # what was cut off keeps its reward for its peers, and does not train
     assert rewards(charged) == [[1.0, 0.9, -0.6, 0.9, None], [None]]
@@ -77,19 +102,27 @@ def test_penalties_add_up_after_the_allocator():
 
 
 def test_an_allocator_that_forgets_a_turn_is_caught():
-    with pytest.raises(RewardError, match=r"trajectory 0/t/0, turn 1 \(b\): the allocator set no reward"):
+    with pytest.raises(
+        RewardError, match=r"trajectory 0/t/0, turn 1 \(b\): the allocator set no reward"
+    ):
         apply_penalties(group(trajectory(turn(0, reward=1.0), turn(1, "b"))), [])
     with pytest.raises(RewardError, match=r"turn 0 \(solver\): reward is nan"):
         apply_penalties(group(trajectory(turn(0, reward=float("nan")))), [])
 
 
 def test_a_run_allocates_and_penalises_with_its_agents_limits():
-    config = RewardConfig(name="shared_outcome", penalties={"invalid": {"coef": 0.25}, "overlong": {"buffer": 4}})
+    config = RewardConfig(
+        name="shared_outcome", penalties={"invalid": {"coef": 0.25}, "overlong": {"buffer": 4}}
+    )
     played = group(
-        trajectory(says(8), says(4, "verifier"), says(1, valid=False), outcome=0.5)  # limits 10 and 6
+        trajectory(
+            says(8), says(4, "verifier"), says(1, valid=False), outcome=0.5
+        )  # limits 10 and 6
     )
     assert rewards(build_allocator(config, AGENTS)(played)) == [[0.0, 0.0, 0.25]]
-    given = RewardConfig(name="shared_outcome", penalties={"overlong": {"buffer": 4, "max_tokens": {"solver": 12}}})
+    given = RewardConfig(
+        name="shared_outcome", penalties={"overlong": {"buffer": 4, "max_tokens": {"solver": 12}}}
+    )
     assert rewards(build_allocator(given, AGENTS)(played)) == [[0.5, 0.0, 0.5]]
 
 
@@ -104,4 +137,6 @@ def terse(turn, *, least):
 
 
 def test_every_penalty_is_documented():
-    assert all(f"\n{name} " in str(package.__doc__) and PENALTIES[name].__doc__ for name in PENALTIES)
+    assert all(
+        f"\n{name} " in str(package.__doc__) and PENALTIES[name].__doc__ for name in PENALTIES
+    )

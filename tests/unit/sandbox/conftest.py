@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_mas.rollout.sandbox import Sandbox
+from rollout.sandbox import Sandbox
 from tests.support.sandboxes import started
 
 

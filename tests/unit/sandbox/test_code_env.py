@@ -7,16 +7,16 @@ from typing import get_args
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.config.sections import EnvConfig
-from mcore_mas.rollout.environments import ENVS
-from mcore_mas.rollout.environments.code import _WORDS, CodeEnv, last_program, pack_test, unpack_test
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.environments.running import Tier
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox import RunLimits, RunResult, Sandbox, SandboxError, Verdict
-from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest, Test
-from mcore_mas.rollout.sandbox.pool import TIERS
+from rollout.base.errors import EnvError
+from rollout.config.sections import EnvConfig
+from rollout.environments import ENVS
+from rollout.environments.code import _WORDS, CodeEnv, last_program, pack_test, unpack_test
+from rollout.environments.protocol import Step
+from rollout.environments.running import Tier
+from rollout.records.trajectory import Task
+from rollout.sandbox import RunLimits, RunResult, Sandbox, SandboxError, Verdict
+from rollout.sandbox.judge import CallTest, StdinTest, Test
+from rollout.sandbox.pool import TIERS
 
 VISIBLE = StdinTest(stdin="1 2\n", expected="3\n")
 HIDDEN = [StdinTest(stdin=f"{n} {n}\n", expected=f"{2 * n}\n") for n in (0, 50, 1700)]
@@ -25,7 +25,9 @@ SMALL = "a, b = map(int, input().split())\nprint(a + b if a < 100 else 0)"  # ri
 
 
 def task(hidden: list[Test], visible: list[Test]) -> Task:
-    answers = [pack_test(t, visible=True) for t in visible] + [pack_test(t, visible=False) for t in hidden]
+    answers = [pack_test(t, visible=True) for t in visible] + [
+        pack_test(t, visible=False) for t in hidden
+    ]
     return Task(id="t", prompt="Add.", answers=tuple(answers), env="code", source="s", split="test")
 
 
@@ -52,7 +54,9 @@ def play(box: Sandbox, *actions: str, of: Task | None = None, **options: object)
         ("print(3)", 0.0, 0.0, {"pass_rate": 0.0, "solved": 0.0, "answered": 0.0}),
     ],
 )
-def test_rewards(box: Sandbox, action: str, reward: float, rate_reward: float, metrics: dict[str, float]) -> None:
+def test_rewards(
+    box: Sandbox, action: str, reward: float, rate_reward: float, metrics: dict[str, float]
+) -> None:
     (step,) = play(box, action)
     assert (step.reward, step.done, step.observation) == (reward, True, "")
     assert step.metrics == metrics | {"tests": 3.0, "runs": 0.0}
@@ -67,11 +71,21 @@ def test_the_longest_inputs_count_when_only_some_do(box: Sandbox) -> None:
 
 def test_trying_shows_visible_tests_only(box: Sandbox) -> None:
     tried, again, scored = play(
-        box, f"<run>{fenced('print(4)')}</run>", f"<run>\n{fenced(RIGHT)}</run>", fenced(RIGHT), max_tests=2
+        box,
+        f"<run>{fenced('print(4)')}</run>",
+        f"<run>\n{fenced(RIGHT)}</run>",
+        fenced(RIGHT),
+        max_tests=2,
     )
     assert tried.observation == "Test 1: wrong answer\nInput: 1 2\nExpected: 3\nOutput: 4"
-    assert (tried.reward, tried.done, tried.metrics) == (0.0, False, {"runs": 1.0, "visible_rate": 0.0})
-    assert [(call.tool, call.query, call.result) for call in tried.tools] == [("run", "print(4)\n", tried.observation)]
+    assert (tried.reward, tried.done, tried.metrics) == (
+        0.0,
+        False,
+        {"runs": 1.0, "visible_rate": 0.0},
+    )
+    assert [(call.tool, call.query, call.result) for call in tried.tools] == [
+        ("run", "print(4)\n", tried.observation)
+    ]
     assert again.observation == "Test 1: passed"
     assert (scored.reward, scored.metrics["runs"]) == (1.0, 2.0)
     for number in ("50", "100", "1700", "3400"):
@@ -111,7 +125,9 @@ def test_a_failed_sandbox_is_an_error_and_no_reward() -> None:
     assert asyncio.run(env.step("no program")).reward == 0.0
 
 
-@pytest.mark.parametrize(("answers", "words"), [((), "has no tests"), (("42",), "task t: not a test of a program")])
+@pytest.mark.parametrize(
+    ("answers", "words"), [((), "has no tests"), (("42",), "task t: not a test of a program")]
+)
 def test_tasks_without_tests_are_errors(answers: tuple[str, ...], words: str) -> None:
     of = Task(id="t", prompt="", answers=answers, env="code", source="s", split="test")
     env = CodeEnv(of, sandbox=Failing())
@@ -135,7 +151,9 @@ def test_last_program(text: str, program: str | None) -> None:
     assert last_program(text) == program
 
 
-@pytest.mark.parametrize("test", [VISIBLE, CallTest(function="f", arguments=([1], None), accepted=([2], 2))])
+@pytest.mark.parametrize(
+    "test", [VISIBLE, CallTest(function="f", arguments=([1], None), accepted=([2], 2))]
+)
 @pytest.mark.parametrize("visible", [True, False])
 def test_packing(test: Test, visible: bool) -> None:
     assert unpack_test(pack_test(test, visible=visible)) == (test, visible)
@@ -153,16 +171,28 @@ def test_it_is_chosen_by_name() -> None:
     [
         ("code", "reward", "rtae", r"reward\s+expected one of all, rate"),
         ("code", "compare", "word", r"compare\s+expected one of lines, tokens, floats"),
-        ("math", "tier", "landlok", r"tier\s+expected one of auto, namespaces, landlock, unisolated"),
+        (
+            "math",
+            "tier",
+            "landlok",
+            r"tier\s+expected one of auto, namespaces, landlock, unisolated",
+        ),
         ("plan_path", "tier", "none", r"tier\s+expected one of auto"),
         ("data_science", "reward", "mean", r"reward\s+expected one of normalised, gap"),
         ("repository", "reward", "some", r"reward\s+expected one of all, rate"),
         ("search", "style", "r1", r"style\s+expected one of search_r1, verl, text"),
         ("code", "server", "box:8080", r"server\s+expected http\(s\)://host/path"),
-        ("data_science", "server", "http://box:8080", "has no option 'server'"),  # its cells share a session
+        (
+            "data_science",
+            "server",
+            "http://box:8080",
+            "has no option 'server'",
+        ),  # its cells share a session
     ],
 )
-def test_a_misspelt_value_is_refused_before_anything_runs(env: str, option: str, value: str, words: str) -> None:
+def test_a_misspelt_value_is_refused_before_anything_runs(
+    env: str, option: str, value: str, words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         EnvConfig(name=env, options={option: value})
 

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_mas.rollout.environments.code import pack_solution, unpack_test
-from mcore_mas.rollout.records.files import RecordError
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest
-from mcore_mas.rollout.tasks.files import read_task_file
-from mcore_mas.rollout.tasks.programs import parse_tests, unpack_private
+from rollout.environments.code import pack_solution, unpack_test
+from rollout.records.files import RecordError
+from rollout.records.trajectory import Task
+from rollout.sandbox.judge import CallTest, StdinTest
+from rollout.tasks.files import read_task_file
+from rollout.tasks.programs import parse_tests, unpack_private
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -48,7 +48,14 @@ def hide(task: Task, *texts: str) -> None:
 def pickled(text: str) -> bytes:
     """What pickle writes for a string, protocol 4."""
     body = text.encode()
-    return b"\x80\x04\x95" + struct.pack("<Q", len(body) + 7) + b"X" + struct.pack("<I", len(body)) + body + b"\x94."
+    return (
+        b"\x80\x04\x95"
+        + struct.pack("<Q", len(body) + 7)
+        + b"X"
+        + struct.pack("<I", len(body))
+        + body
+        + b"\x94."
+    )
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".json"])
@@ -57,13 +64,17 @@ def test_apps_and_taco(tmp_path: Path, suffix: str) -> None:
         {
             "problem_id": 7,
             "question": "Double the number.",
-            "input_output": json.dumps({"inputs": ["811\n", ["4", "5"]], "outputs": ["1622\n", ["8", "10"]]}),
+            "input_output": json.dumps(
+                {"inputs": ["811\n", ["4", "5"]], "outputs": ["1622\n", ["8", "10"]]}
+            ),
             "starter_code": "",
         },
         {
             "problem_id": 8,
             "question": "Write double(n).",
-            "input_output": json.dumps({"fn_name": "double", "inputs": [[811]], "outputs": [[1622]]}),
+            "input_output": json.dumps(
+                {"fn_name": "double", "inputs": [[811]], "outputs": [[1622]]}
+            ),
             "starter_code": "def double(n):\n",
         },
         {"problem_id": 9, "question": "No tests.", "input_output": "", "starter_code": ""},
@@ -73,12 +84,17 @@ def test_apps_and_taco(tmp_path: Path, suffix: str) -> None:
         (StdinTest(stdin="811\n", expected="1622\n"), False),
         (StdinTest(stdin="4\n5", expected="8\n10"), False),
     ]
-    assert unpacked(second) == [(CallTest(function="double", arguments=(811,), accepted=([1622], 1622)), False)]
+    assert unpacked(second) == [
+        (CallTest(function="double", arguments=(811,), accepted=([1622], 1622)), False)
+    ]
     assert first.prompt == (
         "Double the number.\n\nWrite a Python program that reads from standard input and writes to standard output. "
         "Put the whole program into one block fenced by ```python and ```."
     )
-    assert "defines double as described, starting from:\n```python\ndef double(n):\n```" in second.prompt
+    assert (
+        "defines double as described, starting from:\n```python\ndef double(n):\n```"
+        in second.prompt
+    )
     assert (first.source, first.split, first.id.startswith("taco/7-")) == ("taco", "train", True)
     hide(first, "811", "1622")
     hide(second, "811", "1622")
@@ -94,7 +110,9 @@ def test_code_contests(tmp_path: Path) -> None:
         "difficulty": 7,
         "time_limit": {"seconds": 2, "nanos": 0},
     }
-    (task,) = load(write(tmp_path / "x.parquet", [row]), style="code_contests", split="test", source="cc")
+    (task,) = load(
+        write(tmp_path / "x.parquet", [row]), style="code_contests", split="test", source="cc"
+    )
     assert unpacked(task) == [
         (StdinTest(stdin="2 1\n", expected="1 2\n"), True),
         (StdinTest(stdin="31 29\n", expected="29 31\n"), False),
@@ -111,7 +129,9 @@ def test_live_code_bench(tmp_path: Path) -> None:
             "question_id": "3026",
             "question_content": "Sum of a list and a number.",
             "starter_code": "class Solution:\n    def total(self, xs, n):\n        ",
-            "public_test_cases": json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]),
+            "public_test_cases": json.dumps(
+                [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]
+            ),
             "private_test_cases": base64.b64encode(zlib.compress(pickled(private))).decode(),
             "metadata": json.dumps({"func_name": "total"}),
         },
@@ -119,12 +139,18 @@ def test_live_code_bench(tmp_path: Path) -> None:
             "question_id": "abc387_b",
             "question_content": "Echo.",
             "starter_code": "",
-            "public_test_cases": json.dumps([{"input": "1\n", "output": "1\n", "testtype": "stdin"}]),
-            "private_test_cases": json.dumps([{"input": "977\n", "output": "977\n", "testtype": "stdin"}]),
+            "public_test_cases": json.dumps(
+                [{"input": "1\n", "output": "1\n", "testtype": "stdin"}]
+            ),
+            "private_test_cases": json.dumps(
+                [{"input": "977\n", "output": "977\n", "testtype": "stdin"}]
+            ),
             "metadata": "{}",
         },
     ]
-    calls, prints = load(write(tmp_path / "test6.jsonl", rows), style="live_code_bench", split="test")
+    calls, prints = load(
+        write(tmp_path / "test6.jsonl", rows), style="live_code_bench", split="test"
+    )
     assert unpacked(calls) == [
         (CallTest(function="total", arguments=([1, 2], 3), accepted=(6,)), True),
         (CallTest(function="total", arguments=([31, 29], 5), accepted=(65,)), False),
@@ -161,9 +187,20 @@ def test_a_pickle_is_read_and_never_run(tmp_path: Path) -> None:
             None,
             CallTest(function="inc", arguments=(1,), accepted=([2], 2)),
         ),
-        ({"inputs": ["1\n"], "outputs": ["2\n"]}, None, StdinTest(stdin="1\n", expected="2\n")),  # taco
+        (
+            {"inputs": ["1\n"], "outputs": ["2\n"]},
+            None,
+            StdinTest(stdin="1\n", expected="2\n"),
+        ),  # taco
         (  # lcbv5
-            [{"input": "1", "output": "2", "testtype": "functional", "metadata": {"func_name": "inc"}}],
+            [
+                {
+                    "input": "1",
+                    "output": "2",
+                    "testtype": "functional",
+                    "metadata": {"func_name": "inc"},
+                }
+            ],
             None,
             CallTest(function="inc", arguments=(1,), accepted=(2,)),
         ),
@@ -172,7 +209,11 @@ def test_a_pickle_is_read_and_never_run(tmp_path: Path) -> None:
             {"func_name": "inc"},
             CallTest(function="inc", arguments=(1,), accepted=(2,)),
         ),
-        ([{"input": "1\n", "output": "2\n"}], None, StdinTest(stdin="1\n", expected="2\n")),  # codeforces
+        (
+            [{"input": "1\n", "output": "2\n"}],
+            None,
+            StdinTest(stdin="1\n", expected="2\n"),
+        ),  # codeforces
     ],
 )
 def test_deep_coder(tmp_path: Path, tests: Any, metadata: Any, wanted: Any) -> None:
@@ -184,10 +225,15 @@ def test_deep_coder(tmp_path: Path, tests: Any, metadata: Any, wanted: Any) -> N
 
 def test_deep_coder_shown_shows_three_tests_and_hides_the_others(tmp_path: Path) -> None:
     tests = [StdinTest(stdin=f"{n}\n", expected=f"{n + 1}\n") for n in range(5)]
-    entries = [{"type": "stdin_stdout", "input": test.stdin, "output": test.expected} for test in tests]
+    entries = [
+        {"type": "stdin_stdout", "input": test.stdin, "output": test.expected} for test in tests
+    ]
     row = {"problem": "Add one.", "tests": json.dumps(entries)}
     (task,) = load(write(tmp_path / "x.jsonl", [row]), style="deep_coder_shown", split="train")
-    assert unpacked(task) == [*((test, True) for test in tests[:3]), *((test, False) for test in tests[3:])]
+    assert unpacked(task) == [
+        *((test, True) for test in tests[:3]),
+        *((test, False) for test in tests[3:]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -195,13 +241,18 @@ def test_deep_coder_shown_shows_three_tests_and_hides_the_others(tmp_path: Path)
     [
         (["print(1)", "print(2)"], "print(1)\n"),
         (json.dumps(["", "```python\nprint(1)\n```"]), "print(1)\n"),
-        ({"language": [2, 3, 3], "solution": ["int main() {}", "print(1)", "print(2)"]}, "print(1)\n"),
+        (
+            {"language": [2, 3, 3], "solution": ["int main() {}", "print(1)", "print(2)"]},
+            "print(1)\n",
+        ),
         ({"language": [2], "solution": ["int main() {}"]}, None),
         ("", None),
         (None, None),
     ],
 )
-def test_a_solution_goes_with_the_tests_and_is_shown_to_nobody(tmp_path: Path, solutions: Any, program: Any) -> None:
+def test_a_solution_goes_with_the_tests_and_is_shown_to_nobody(
+    tmp_path: Path, solutions: Any, program: Any
+) -> None:
     tests = json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})
     row = {"question": "Print 1.", "input_output": tests, "solutions": solutions}
     (task,) = load(write(tmp_path / "x.jsonl", [row]), style="apps", split="train")
@@ -220,7 +271,12 @@ def test_a_solution_goes_with_the_tests_and_is_shown_to_nobody(tmp_path: Path, s
         ),
         ("x.jsonl", "\n{", "apps", "x.jsonl: line 2 cannot be read"),
         ("x.txt", "", "apps", "expected a file named .parquet, .jsonl, .json, .csv"),
-        ("x.jsonl", '{"problem": "?", "tests": "[{\\"type\\": \\"x\\"}]"}', "deep_coder", "unknown kind of test 'x'"),
+        (
+            "x.jsonl",
+            '{"problem": "?", "tests": "[{\\"type\\": \\"x\\"}]"}',
+            "deep_coder",
+            "unknown kind of test 'x'",
+        ),
         (
             "x.jsonl",
             '{"question": "?", "input_output": "{\\"inputs\\": [1], \\"outputs\\": []}"}',
@@ -229,7 +285,9 @@ def test_a_solution_goes_with_the_tests_and_is_shown_to_nobody(tmp_path: Path, s
         ),
     ],
 )
-def test_what_cannot_be_read_is_said(tmp_path: Path, name: str, content: str, style: str, words: str) -> None:
+def test_what_cannot_be_read_is_said(
+    tmp_path: Path, name: str, content: str, style: str, words: str
+) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(RecordError, match=words):
         load(tmp_path / name, style=style, split="train")

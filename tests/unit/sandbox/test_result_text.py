@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_mas.rollout.sandbox.records import RunResult, Verdict, render_result
+from rollout.sandbox.records import RunResult, Verdict, render_result
 
 
 def result(verdict: Verdict, stdout: str = "", stderr: str = "") -> RunResult:
@@ -20,7 +20,10 @@ def result(verdict: Verdict, stdout: str = "", stderr: str = "") -> RunResult:
         (result(Verdict.RE, "1\n", "ZeroDivisionError\n"), "1\nZeroDivisionError"),
         (result(Verdict.RE), "[it failed]"),
         (result(Verdict.TLE, "1\n"), "1\n[out of time]"),
-        (result(Verdict.OK, "a" * 30 + "b" * 30), "aaaaaaaaaa\n[... 40 characters ...]\nbbbbbbbbbb"),
+        (
+            result(Verdict.OK, "a" * 30 + "b" * 30),
+            "aaaaaaaaaa\n[... 40 characters ...]\nbbbbbbbbbb",
+        ),
     ],
 )
 def test_what_a_model_reads(given: RunResult, text: str) -> None:

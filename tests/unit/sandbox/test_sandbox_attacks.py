@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.rollout.sandbox import RunLimits, RunResult, Sandbox, Verdict
+from rollout.sandbox import RunLimits, RunResult, Sandbox, Verdict
 from tests.support.sandboxes import refused, run, started
 
 # --- network
@@ -30,17 +30,24 @@ def test_no_unix_sockets(box: Sandbox) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
         server.bind(name)
         refused(box, "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)")
-        refused(box, "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)")  # these could be sent from to any address
+        refused(
+            box, "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)"
+        )  # these could be sent from to any address
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.recv(1)
-    assert run(box, "import socket\na, b = socket.socketpair()\na.send(b'x')\nprint(b.recv(1))").stdout == "b'x'\n"
+    assert (
+        run(box, "import socket\na, b = socket.socketpair()\na.send(b'x')\nprint(b.recv(1))").stdout
+        == "b'x'\n"
+    )
 
 
 # --- files
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "/etc/shadow", "/proc/kallsyms", "/sys/kernel", "/home", "/var"])
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "/etc/shadow", "/proc/kallsyms", "/sys/kernel", "/home", "/var"]
+)
 def test_files_of_the_system_are_not_there(box: Sandbox, path: str) -> None:
     refused(box, f"os.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read()")
 
@@ -91,7 +98,9 @@ open("plain", "w").write("mine")
     async def handed() -> list[bytes | None]:
         async with box.session(RunLimits(wall_s=30, memory_mb=256)) as session:
             await session.run(source)
-            return [await session.get(name) for name in ("link", "folder/passwd", "plain", "absent")]
+            return [
+                await session.get(name) for name in ("link", "folder/passwd", "plain", "absent")
+            ]
 
     assert asyncio.run(handed()) == [None, None, b"mine", None]
 
@@ -158,7 +167,10 @@ print("ran")
 
 
 def test_no_privileges(box: Sandbox) -> None:
-    assert run(box, "import os\nprint(os.getuid() == os.geteuid() and 0 not in os.getgroups())").stdout == "True\n"
+    assert (
+        run(box, "import os\nprint(os.getuid() == os.geteuid() and 0 not in os.getgroups())").stdout
+        == "True\n"
+    )
     source = """
 import ctypes
 class Capabilities(ctypes.Structure):
@@ -173,7 +185,9 @@ print(sum(found.bits))
 # --- secrets
 
 
-def test_nothing_of_the_parents_environment_goes_in(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_the_parents_environment_goes_in(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = run(box, "import os\nprint(*sorted(os.environ))").stdout.split()
     assert set(names) <= {
         "HOME", "LANG", "LC_CTYPE", "MKL_NUM_THREADS", "MPLBACKEND", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH",
@@ -198,7 +212,9 @@ for line in open("/proc/self/maps"):
 """
 
 
-def test_a_key_of_the_parent_is_nowhere_in_a_programs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_the_parent_is_nowhere_in_a_programs_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COACH_API_KEY", "sk-tiger-1234")
     with Path(__file__).open() as handle:  # and an open file of the parent's
         os.set_inheritable(handle.fileno(), True)
@@ -206,7 +222,10 @@ def test_a_key_of_the_parent_is_nowhere_in_a_programs_memory(monkeypatch: pytest
         try:
             assert run(box, HELD).stdout == "0 1 2\n"
             assert run(box, SCAN.replace("NEEDLE", repr(b"sk-tiger-1234"[::-1]))).stdout == ""
-            assert run(box, "mine = 'sk-tiger-1234'\n" + SCAN.replace("NEEDLE", repr(b"sk-tiger-1234"[::-1]))).stdout
+            assert run(
+                box,
+                "mine = 'sk-tiger-1234'\n" + SCAN.replace("NEEDLE", repr(b"sk-tiger-1234"[::-1])),
+            ).stdout
         finally:
             box.close()
 
@@ -224,7 +243,9 @@ print(*held)
 
 @pytest.mark.parametrize("tier", ["namespaces", "landlock"])
 def test_a_program_holds_three_descriptors_and_a_cell_its_channel_too(tier: str) -> None:
-    with Path(__file__).open() as handle:  # of the parent's, which every process of the sandbox could inherit
+    with Path(
+        __file__
+    ).open() as handle:  # of the parent's, which every process of the sandbox could inherit
         os.set_inheritable(handle.fileno(), True)
         box = started(tier)
 
@@ -236,8 +257,12 @@ def test_a_program_holds_three_descriptors_and_a_cell_its_channel_too(tier: str)
 
     try:
         assert run(box, HELD, stdin="x", files={"a": b"1"}).stdout == "0 1 2\n"
-        listed = run(box, "import os\nprint(*os.listdir('/proc/self/fd'))")  # 3 is the open folder itself
-        assert listed.stdout == "0 1 2 3\n" if tier == "namespaces" else listed.verdict is Verdict.RE
+        listed = run(
+            box, "import os\nprint(*os.listdir('/proc/self/fd'))"
+        )  # 3 is the open folder itself
+        assert (
+            listed.stdout == "0 1 2 3\n" if tier == "namespaces" else listed.verdict is Verdict.RE
+        )
         assert asyncio.run(cells()) == "0 1 2 3\n"
     finally:
         box.close()
@@ -245,7 +270,9 @@ def test_a_program_holds_three_descriptors_and_a_cell_its_channel_too(tier: str)
 
 def test_an_earlier_program_leaves_no_trace(spacious: Sandbox) -> None:
     for _ in range(4):  # more than there are warm processes
-        earlier = run(spacious, "# marker-in-source\nprint(input() + '-out')", stdin="marker-in-input")
+        earlier = run(
+            spacious, "# marker-in-source\nprint(input() + '-out')", stdin="marker-in-input"
+        )
         assert earlier.stdout == "marker-in-input-out\n"
     for marker in (b"marker-in-source", b"marker-in-input"):
         assert run(spacious, SCAN.replace("NEEDLE", repr(marker[::-1]))).stdout == ""
@@ -276,7 +303,9 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
 
 def test_concurrent_programs_do_not_see_each_other(box: Sandbox) -> None:
     async def both() -> list[RunResult]:
-        first = box.run("import time, os\nopen('mine', 'w').write('x')\ntime.sleep(0.5)\nprint(os.listdir('.'))")
+        first = box.run(
+            "import time, os\nopen('mine', 'w').write('x')\ntime.sleep(0.5)\nprint(os.listdir('.'))"
+        )
         second = box.run("import time, os\ntime.sleep(0.2)\nprint(os.listdir('.'))")
         return list(await asyncio.gather(first, second))
 

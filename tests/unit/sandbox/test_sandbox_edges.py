@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.rollout.sandbox import RunLimits, Sandbox, Verdict, cgroup
-from mcore_mas.rollout.sandbox.guest import filters, linux
-from mcore_mas.rollout.sandbox.guest.box import remove_tree
+from rollout.sandbox import RunLimits, Sandbox, Verdict, cgroup
+from rollout.sandbox.guest import filters, linux
+from rollout.sandbox.guest.box import remove_tree
 from tests.support.sandboxes import LIMITS, run, started
 
-CHANNEL = "import os, socket, time\nhost = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, 3)\n"
+CHANNEL = (
+    "import os, socket, time\nhost = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, 3)\n"
+)
 NO_ANSWERS = {
     "empty": b"",
     "words": b"all is well",
@@ -50,7 +52,10 @@ def test_descriptors_that_a_cell_sends_are_dropped(box: Sandbox) -> None:
             await session.run("1")
             before = len(list(Path("/proc/self/fd").iterdir()))
             for _ in range(3):
-                assert (await session.run(source)).verdict in (Verdict.OK, Verdict.RE)  # it fools only itself
+                assert (await session.run(source)).verdict in (
+                    Verdict.OK,
+                    Verdict.RE,
+                )  # it fools only itself
                 session.end()
                 await session.run("1")
             assert len(list(Path("/proc/self/fd").iterdir())) == before
@@ -154,7 +159,9 @@ for n in range(55):
 time.sleep(20)
 """
     try:
-        result = run(box, source, RunLimits(wall_s=30, cpu_s=20, disk_mb=64, memory_mb=256, open_files=64))
+        result = run(
+            box, source, RunLimits(wall_s=30, cpu_s=20, disk_mb=64, memory_mb=256, open_files=64)
+        )
         assert result.verdict is Verdict.OLE
         assert len(result.stdout.splitlines()) < 40  # of 55: seen within a tenth of a second
     finally:
@@ -188,7 +195,9 @@ time.sleep({seconds})
 """
 
 
-def test_the_memory_of_a_tree_is_bounded_without_control_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_tree_is_bounded_without_control_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cgroup, "writable_parents", lambda: None)
     box = started("namespaces")
     limits = RunLimits(wall_s=30, memory_mb=256, processes=32)
@@ -205,9 +214,13 @@ def test_the_memory_of_a_tree_is_bounded_without_control_groups(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_landlock_that_lets_files_be_truncated_is_refused(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_landlock_that_lets_files_be_truncated_is_refused(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linux, "call", lambda *_: version)
-    with pytest.raises(OSError, match=rf"Landlock is version {version}; version 3 \(Linux 6.2\)") as refused:
+    with pytest.raises(
+        OSError, match=rf"Landlock is version {version}; version 3 \(Linux 6.2\)"
+    ) as refused:
         filters.confine_files(readable=[], writable=[])
     assert refused.value.errno == errno.ENOSYS
 
@@ -215,5 +228,9 @@ def test_landlock_that_lets_files_be_truncated_is_refused(version: int, monkeypa
 def test_a_file_outside_is_not_truncated(box: Sandbox, tmp_path: Path) -> None:
     file = tmp_path / "mine"
     file.write_text("kept")
-    result = run(box, f"import os\ntry: os.truncate({str(file)!r}, 0)\nexcept OSError: print('refused')", LIMITS)
+    result = run(
+        box,
+        f"import os\ntry: os.truncate({str(file)!r}, 0)\nexcept OSError: print('refused')",
+        LIMITS,
+    )
     assert (result.stdout, file.read_text()) == ("refused\n", "kept")

@@ -8,8 +8,8 @@ import time
 import psutil
 import pytest
 
-from mcore_mas.rollout.sandbox import RunLimits, Sandbox, Verdict
-from mcore_mas.rollout.sandbox.jail import Cores
+from rollout.sandbox import RunLimits, Sandbox, Verdict
+from rollout.sandbox.jail import Cores
 from tests.support.sandboxes import refused, run
 
 # --- processes
@@ -34,7 +34,8 @@ except BlockingIOError:
 
 
 @pytest.mark.parametrize(
-    "body", ["os.fork()", "os.posix_spawn('/bin/true', ['true'], {})", "os.execv('/bin/true', ['true'])"]
+    "body",
+    ["os.fork()", "os.posix_spawn('/bin/true', ['true'], {})", "os.execv('/bin/true', ['true'])"],
 )
 def test_without_namespaces_there_is_one_process(box: Sandbox, body: str) -> None:
     if box.tier != "landlock":
@@ -49,7 +50,9 @@ def test_an_exponential_fork_bomb_ends_with_its_time(spacious: Sandbox) -> None:
     assert run(spacious, "print('still here')").stdout == "still here\n"
 
 
-def test_a_program_with_all_that_it_starts_has_one_core_or_as_many_as_it_is_given(box: Sandbox) -> None:
+def test_a_program_with_all_that_it_starts_has_one_core_or_as_many_as_it_is_given(
+    box: Sandbox,
+) -> None:
     source = """
 import os, threading
 seen = [os.sched_getaffinity(0)]
@@ -125,12 +128,18 @@ def test_the_parent_is_not_read_through_proc(box: Sandbox, name: str) -> None:
 
 
 def test_a_stopped_program_runs_out_of_time(box: Sandbox) -> None:
-    result = run(box, "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", RunLimits(wall_s=0.5))
+    result = run(
+        box, "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", RunLimits(wall_s=0.5)
+    )
     assert result.verdict is Verdict.TLE
 
 
 def test_closing_the_pipes_and_spinning_runs_out_of_time(box: Sandbox) -> None:
-    result = run(box, "import os\nfor n in range(3): os.close(n)\nwhile True: pass", RunLimits(wall_s=20, cpu_s=1))
+    result = run(
+        box,
+        "import os\nfor n in range(3): os.close(n)\nwhile True: pass",
+        RunLimits(wall_s=20, cpu_s=1),
+    )
     assert result.verdict is Verdict.TLE
     assert result.cpu_s < 2.5
 
@@ -172,7 +181,9 @@ for _ in range(11):
     except OSError: pass
 raise SystemExit(7)
 """
-    limits = RunLimits(wall_s=30, memory_mb=256, disk_mb=16)  # together 1200 MiB where 272 are allowed
+    limits = RunLimits(
+        wall_s=30, memory_mb=256, disk_mb=16
+    )  # together 1200 MiB where 272 are allowed
     assert run(spacious, source, limits).verdict in (Verdict.MLE, Verdict.RE)
     killed = [group for group in spacious._pool.groups._all if group._count_kills()]
     assert killed  # by the kernel, for the group's limit
@@ -189,7 +200,9 @@ def test_endless_output_is_cut(box: Sandbox, stream: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "write", ["f.write(b'x' * (1 << 20))", "f.seek(1 << 40); f.write(b'x')"], ids=["large", "sparse"]
+    "write",
+    ["f.write(b'x' * (1 << 20))", "f.seek(1 << 40); f.write(b'x')"],
+    ids=["large", "sparse"],
 )
 def test_files_have_a_size(box: Sandbox, write: str) -> None:
     source = f"""

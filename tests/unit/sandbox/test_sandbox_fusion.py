@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.base import http
-from mcore_mas.rollout.config.sections import EnvConfig, build_env
-from mcore_mas.rollout.environments.code import pack_test
-from mcore_mas.rollout.environments.repository import CheckCall, pack_check, pack_source
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox import RunLimits, SandboxError, SandboxFusion, Verdict
-from mcore_mas.rollout.sandbox.judge import StdinTest, judge_all
+from rollout.base import http
+from rollout.config.sections import EnvConfig, build_env
+from rollout.environments.code import pack_test
+from rollout.environments.repository import CheckCall, pack_check, pack_source
+from rollout.records.trajectory import Task
+from rollout.sandbox import RunLimits, SandboxError, SandboxFusion, Verdict
+from rollout.sandbox.judge import StdinTest, judge_all
 
 
 class Server(ThreadingHTTPServer):
@@ -81,15 +81,31 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.server_close()
 
 
-def finished(stdout: str = "", code: int | None = 0, *, status: str = "Finished", stderr: str = "") -> dict[str, Any]:
-    run = {"status": status, "execution_time": 0.25, "return_code": code, "stdout": stdout, "stderr": stderr}
+def finished(
+    stdout: str = "", code: int | None = 0, *, status: str = "Finished", stderr: str = ""
+) -> dict[str, Any]:
+    run = {
+        "status": status,
+        "execution_time": 0.25,
+        "return_code": code,
+        "stdout": stdout,
+        "stderr": stderr,
+    }
     outcome = "Success" if code == 0 and status == "Finished" else "Failed"
-    return {"status": outcome, "message": "", "compile_result": None, "run_result": run, "files": {}}
+    return {
+        "status": outcome,
+        "message": "",
+        "compile_result": None,
+        "run_result": run,
+        "files": {},
+    }
 
 
 def ask(server: Server, **options: Any) -> Any:
     async def main() -> Any:
-        async with SandboxFusion(server.url, RunLimits(wall_s=2, memory_mb=100, output_kb=1), retries=2) as client:
+        async with SandboxFusion(
+            server.url, RunLimits(wall_s=2, memory_mb=100, output_kb=1), retries=2
+        ) as client:
             return await client.run("print(1)", **options)
 
     return asyncio.run(main())
@@ -98,7 +114,12 @@ def ask(server: Server, **options: Any) -> Any:
 def test_what_is_asked_and_answered(server: Server) -> None:
     server.script = [(200, {}, finished("1\n"))]
     result = ask(server, stdin="in", files={"a": b"\x00\x01"})
-    assert (result.verdict, result.stdout, result.exit_code, result.wall_s) == (Verdict.OK, "1\n", 0, 0.25)
+    assert (result.verdict, result.stdout, result.exit_code, result.wall_s) == (
+        Verdict.OK,
+        "1\n",
+        0,
+        0.25,
+    )
     body, headers = server.seen[0]
     assert headers["path"] == "/run_code"
     assert body == {
@@ -138,15 +159,21 @@ def test_verdicts(server: Server, answer: dict[str, Any], verdict: str) -> None:
         (200, {}, {"status": "SandboxError", "message": "no space", "run_result": None}),
     ],
 )
-def test_a_server_in_trouble_is_asked_again(server: Server, trouble: tuple[int, dict[str, str], Any]) -> None:
+def test_a_server_in_trouble_is_asked_again(
+    server: Server, trouble: tuple[int, dict[str, str], Any]
+) -> None:
     server.script = [trouble, (200, {}, finished("1\n"))]
     assert ask(server).stdout == "1\n"
     assert len(server.seen) == 2
 
 
 def test_trouble_without_end_is_an_error_and_no_verdict(server: Server) -> None:
-    server.script = [(200, {}, {"status": "SandboxError", "message": "no space", "run_result": None})]
-    with pytest.raises(SandboxError, match=r"gives no verdict .its sandbox failed: no space.; is it running"):
+    server.script = [
+        (200, {}, {"status": "SandboxError", "message": "no space", "run_result": None})
+    ]
+    with pytest.raises(
+        SandboxError, match=r"gives no verdict .its sandbox failed: no space.; is it running"
+    ):
         ask(server)
     assert len(server.seen) == 3
 
@@ -206,7 +233,9 @@ def test_it_judges_like_the_local_one_and_keeps_to_its_slots(server: Server) -> 
 
     async def main() -> list[Verdict]:
         async with SandboxFusion(server.url, slots=2) as client:
-            return [one.verdict for one in await judge_all(client, "print(2 * int(input()))", tests)]
+            return [
+                one.verdict for one in await judge_all(client, "print(2 * int(input()))", tests)
+            ]
 
     assert asyncio.run(main()) == ["OK", "OK", "OK", "WA", "OK", "OK"]
     assert server.busiest == 2
@@ -216,8 +245,13 @@ def test_it_judges_like_the_local_one_and_keeps_to_its_slots(server: Server) -> 
 def test_an_environment_has_its_programs_run_there(server: Server) -> None:
     server.script = [(200, {}, lambda body: finished(f"{int(body['stdin']) * 2}\n"))]
     config = EnvConfig(name="code", options={"server": server.url, "reward": "rate"})
-    answers = [pack_test(StdinTest(stdin=str(n), expected=str(2 * n if n else 9)), visible=False) for n in range(4)]
-    task = Task(id="t", prompt="Double.", answers=tuple(answers), env="code", source="s", split="test")
+    answers = [
+        pack_test(StdinTest(stdin=str(n), expected=str(2 * n if n else 9)), visible=False)
+        for n in range(4)
+    ]
+    task = Task(
+        id="t", prompt="Double.", answers=tuple(answers), env="code", source="s", split="test"
+    )
     env = build_env(config)(task)
     env.reset(task)
     step = asyncio.run(env.step("```python\nprint(2 * int(input()))\n```"))
@@ -227,12 +261,29 @@ def test_an_environment_has_its_programs_run_there(server: Server) -> None:
 
 def test_the_tests_of_a_repair_run_there_too(server: Server) -> None:
     server.script = [
-        (200, {}, lambda body: finished("6" if b"2 * n" in base64.b64decode(body["files"]["m.py"]) else "5"))
+        (
+            200,
+            {},
+            lambda body: finished(
+                "6" if b"2 * n" in base64.b64decode(body["files"]["m.py"]) else "5"
+            ),
+        )
     ]
-    check = CheckCall(name="a", module="m", function="double", arguments=(3,), expected=6, passes=False)
+    check = CheckCall(
+        name="a", module="m", function="double", arguments=(3,), expected=6, passes=False
+    )
     answers = (pack_source("m.py", "def double(n):\n    return n + 2\n"), pack_check(check))
-    task = Task(id="t", prompt="double(3) is 5.", answers=answers, env="repository", source="s", split="test")
-    env = build_env(EnvConfig(name="repository", options={"server": server.url, "max_turns": 2}))(task)
+    task = Task(
+        id="t",
+        prompt="double(3) is 5.",
+        answers=answers,
+        env="repository",
+        source="s",
+        split="test",
+    )
+    env = build_env(EnvConfig(name="repository", options={"server": server.url, "max_turns": 2}))(
+        task
+    )
     env.reset(task)
     patch = "m.py\n<<<<<<< SEARCH\n    return n + 2\n=======\n    return {}\n>>>>>>> REPLACE"
     steps = [asyncio.run(env.step(patch.format(right))) for right in ("n + n", "2 * n")]

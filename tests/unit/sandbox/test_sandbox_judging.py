@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from mcore_mas.rollout.sandbox import Sandbox, SandboxError, Verdict
-from mcore_mas.rollout.sandbox.judge import (
+from rollout.sandbox import Sandbox, SandboxError, Verdict
+from rollout.sandbox.judge import (
     CallTest,
     StdinTest,
     Test,
@@ -126,7 +126,9 @@ def test_what_is_sent_does_not_hold_what_is_expected() -> None:
     sent = []
 
     class Spy:
-        async def run(self, source: str, *, stdin: str | bytes = b"", limits: object = None, **_: object) -> object:
+        async def run(
+            self, source: str, *, stdin: str | bytes = b"", limits: object = None, **_: object
+        ) -> object:
             sent.append((source, stdin))
             raise SandboxError("enough")
 
@@ -143,7 +145,10 @@ def test_what_is_sent_does_not_hold_what_is_expected() -> None:
 
 def test_all_tests_in_order(box: Sandbox) -> None:
     tests = [StdinTest(stdin=f"{n}\n", expected=f"{abs(n)}\n") for n in (1, -2, 3, -4)]
-    for source, verdicts in (("print(input())", "OK WA OK WA"), ("print(abs(int(input())))", "OK OK OK OK")):
+    for source, verdicts in (
+        ("print(input())", "OK WA OK WA"),
+        ("print(abs(int(input())))", "OK OK OK OK"),
+    ):
         judged = asyncio.run(judge_all(box, source, tests))
         assert [one.verdict for one in judged] == verdicts.split()
         assert judged[0].stdout == "1\n"
@@ -151,7 +156,9 @@ def test_all_tests_in_order(box: Sandbox) -> None:
 
 def test_no_verdict_on_one_test_is_none_on_the_program() -> None:
     class Failing:
-        async def run(self, source: str, *, stdin: str | bytes = b"", limits: object = None, **_: object) -> object:
+        async def run(
+            self, source: str, *, stdin: str | bytes = b"", limits: object = None, **_: object
+        ) -> object:
             if stdin == "b":
                 raise SandboxError("gone")
             await asyncio.sleep(30)

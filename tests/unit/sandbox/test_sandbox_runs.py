@@ -13,18 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.processes import Restarts
-from mcore_mas.rollout.sandbox import RunLimits, Sandbox, SandboxError, SandboxUnavailable, Verdict
-from mcore_mas.rollout.sandbox import box as box_module
-from mcore_mas.rollout.sandbox import jail as jail_module
-from mcore_mas.rollout.sandbox.pool import BOXES, JailPool
+from rollout.base.errors import EnvError
+from rollout.base.processes import Restarts
+from rollout.sandbox import RunLimits, Sandbox, SandboxError, SandboxUnavailable, Verdict
+from rollout.sandbox import box as box_module
+from rollout.sandbox import jail as jail_module
+from rollout.sandbox.pool import BOXES, JailPool
 from tests.support.sandboxes import run, started
 
 ROOT = Path(__file__).resolve().parents[3]
-NAMED = (
-    "import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\nprint('on', flush=True)\ntime.sleep({s})\n"
-)
+NAMED = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\nprint('on', flush=True)\ntime.sleep({s})\n"  # noqa: E501
 
 
 def alive(name: str) -> bool:
@@ -60,14 +58,17 @@ def test_how_a_program_ends(box: Sandbox, source: str, verdict: str, code: int) 
 
 
 def test_input_and_output(box: Sandbox) -> None:
-    source = "import sys\na, b = map(int, input().split())\nprint(a + b)\nprint('é', file=sys.stderr)"
+    source = (
+        "import sys\na, b = map(int, input().split())\nprint(a + b)\nprint('é', file=sys.stderr)"
+    )
     result = run(box, source, stdin="40 2\n")
     assert (result.stdout, result.stderr) == ("42\n", "é\n")
     assert run(box, "import sys\nsys.stdout.buffer.write(b'\\xff')").stdout == "\ufffd"
 
 
 @pytest.mark.parametrize(
-    "read", ["sys.stdin.read()", "sys.stdin.buffer.read()", "open(0).read()", "open('/dev/stdin').read()"]
+    "read",
+    ["sys.stdin.read()", "sys.stdin.buffer.read()", "open(0).read()", "open('/dev/stdin').read()"],
 )
 def test_every_way_to_read_input(box: Sandbox, read: str) -> None:
     text = "x" * 3_000_000  # more than any pipe holds
@@ -121,7 +122,10 @@ def test_what_was_measured(box: Sandbox) -> None:
 
 @pytest.mark.parametrize(
     ("limits", "words"),
-    [({"wall_s": 0}, "wall_s is 0"), ({"output_kb": 99999}, "output_kb is 99999, more than file_mb")],
+    [
+        ({"wall_s": 0}, "wall_s is 0"),
+        ({"output_kb": 99999}, "output_kb is 99999, more than file_mb"),
+    ],
 )
 def test_limits_are_checked(limits: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -130,7 +134,10 @@ def test_limits_are_checked(limits: dict[str, float], words: str) -> None:
 
 def test_it_goes_from_loop_to_loop_and_starts_again_after_close(box: Sandbox) -> None:
     async def many() -> list[str]:
-        return [result.stdout for result in await asyncio.gather(*(box.run(f"print({n})") for n in range(12)))]
+        return [
+            result.stdout
+            for result in await asyncio.gather(*(box.run(f"print({n})") for n in range(12)))
+        ]
 
     for _ in range(2):
         assert asyncio.run(many()) == [f"{n}\n" for n in range(12)]
@@ -179,7 +186,9 @@ def test_a_sandbox_that_ends_too_often_is_not_started_again() -> None:
             box._pool._zygote.wait()
             with pytest.raises(SandboxError, match="it has ended"), box._pool.lent():
                 pass
-        with pytest.raises(SandboxUnavailable, match="the sandbox has ended 20 times within an hour"):
+        with pytest.raises(
+            SandboxUnavailable, match="the sandbox has ended 20 times within an hour"
+        ):
             run(box, "print(1)")
     finally:
         box.close()
@@ -190,7 +199,9 @@ def test_a_failing_sandbox_is_an_error_and_no_verdict(monkeypatch: pytest.Monkey
     try:
         with monkeypatch.context() as patch:
             patch.setattr(box_module, "_CANARY", "")
-            patch.setattr(jail_module, "asdict", lambda limits: {})  # no limits reach the warden, which cannot go on
+            patch.setattr(
+                jail_module, "asdict", lambda limits: {}
+            )  # no limits reach the warden, which cannot go on
             with pytest.raises(SandboxError) as failure:
                 run(box, "print(1)")
         assert isinstance(failure.value, EnvError)
@@ -204,7 +215,10 @@ def test_many_runs_survive_their_zygote() -> None:
     box = started("namespaces")
 
     async def main() -> list[str]:
-        tasks = [asyncio.create_task(box.run(f"import time\ntime.sleep(0.3)\nprint({n})")) for n in range(8)]
+        tasks = [
+            asyncio.create_task(box.run(f"import time\ntime.sleep(0.3)\nprint({n})"))
+            for n in range(8)
+        ]
         await asyncio.sleep(0.2)
         assert box._pool is not None
         box._pool._zygote.kill()
@@ -218,7 +232,7 @@ def test_many_runs_survive_their_zygote() -> None:
 
 SCRIPT = """
 import asyncio, sys
-from mcore_mas.rollout.sandbox import Sandbox
+from rollout.sandbox import Sandbox
 asyncio.run(Sandbox(tier={tier!r}).run({source!r}))
 """
 
@@ -245,7 +259,11 @@ def test_programs_die_with_a_killed_parent_and_the_next_start_sweeps(tier: str) 
 @pytest.mark.parametrize("tier", ["namespaces", "landlock"])
 def test_nothing_is_left_after_close(tier: str) -> None:
     def left() -> set[object]:
-        wardens = {child for child in psutil.Process().children() if "guest.warden" in " ".join(child.cmdline())}
+        wardens = {
+            child
+            for child in psutil.Process().children()
+            if "guest.warden" in " ".join(child.cmdline())
+        }
         return wardens | set(BOXES.glob(f"mcore-sandbox-{os.getpid()}-*"))
 
     others = left()  # of sandboxes of other tests
@@ -262,7 +280,9 @@ def test_it_refuses_to_run_without_isolation(monkeypatch: pytest.MonkeyPatch) ->
         raise SandboxUnavailable("not here")
 
     monkeypatch.setattr(JailPool, "wait", none)
-    words = "cannot run programs isolated .namespaces: not here; landlock: not here.*tier=unisolated"
+    words = (
+        "cannot run programs isolated .namespaces: not here; landlock: not here.*tier=unisolated"
+    )
     with pytest.raises(SandboxUnavailable, match=words):
         run(Sandbox(), "print(1)")
 
@@ -275,26 +295,46 @@ def test_it_runs_unisolated_when_told_so_by_name() -> None:
         assert run(box, "while True: pass", RunLimits(cpu_s=1)).verdict is Verdict.TLE
     finally:
         box.close()
-    with pytest.raises(ValueError, match="unknown sandbox tier 'jail'; known: auto, namespaces, landlock, unisolated"):
+    with pytest.raises(
+        ValueError,
+        match="unknown sandbox tier 'jail'; known: auto, namespaces, landlock, unisolated",
+    ):
         Sandbox(tier="jail")
 
 
 def test_a_hole_in_the_wall_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     started("landlock").close()
-    monkeypatch.setattr(box_module.tiers, "ISOLATED", ("unisolated",))  # a tier that claims to isolate and does not
-    with pytest.raises(SandboxUnavailable, match="its walls have a hole: the network can be reached"):
+    monkeypatch.setattr(
+        box_module.tiers, "ISOLATED", ("unisolated",)
+    )  # a tier that claims to isolate and does not
+    with pytest.raises(
+        SandboxUnavailable, match="its walls have a hole: the network can be reached"
+    ):
         run(Sandbox(tier="unisolated"), "print(1)")
 
 
-@pytest.mark.skipif(not shutil.which("unshare") or not shutil.which("setpriv"), reason="needs util-linux")
+@pytest.mark.skipif(
+    not shutil.which("unshare") or not shutil.which("setpriv"), reason="needs util-linux"
+)
 def test_without_user_namespaces_it_takes_landlock() -> None:
     started("landlock").close()
     inner = 'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
     source = (
-        "import asyncio\nfrom mcore_mas.rollout.sandbox import Sandbox\nbox = Sandbox()\n"
+        "import asyncio\nfrom rollout.sandbox import Sandbox\nbox = Sandbox()\n"
         "print(asyncio.run(box.run('print(6 * 7)')).stdout, box.tier)\nbox.close()"
     )
-    command = ["unshare", "--user", "--map-root-user", "sh", "-c", inner, "sh", sys.executable, "-c", source]
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "sh",
+        "-c",
+        inner,
+        "sh",
+        sys.executable,
+        "-c",
+        source,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if "unshare" in done.stderr:
         pytest.skip(done.stderr.strip())

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from mcore_mas.rollout.sandbox import RunLimits, Sandbox, Session, Verdict
+from rollout.sandbox import RunLimits, Sandbox, Session, Verdict
 
 LIMITS = RunLimits(wall_s=10, memory_mb=256, disk_mb=8, file_mb=4)
 
@@ -102,7 +102,9 @@ while True:
     use(box, cells)
 
 
-@pytest.mark.parametrize(("source", "code"), [("import os\nos._exit(3)", 3), ("import os\nos.abort()", -6)])
+@pytest.mark.parametrize(
+    ("source", "code"), [("import os\nos._exit(3)", 3), ("import os\nos.abort()", -6)]
+)
 def test_a_process_that_ends_is_started_again(box: Sandbox, source: str, code: int) -> None:
     async def cells(session: Session) -> None:
         await session.run("x = 1")
@@ -138,8 +140,12 @@ def test_files_go_in_and_out(box: Sandbox) -> None:
 
 def test_calls_of_one_session_take_turns(box: Sandbox) -> None:
     async def cells(session: Session) -> None:
-        await asyncio.gather(*(session.put(f"f{n}", b"x" * n) for n in range(5)), session.run("import os"))
-        got = await asyncio.gather(session.run("len(os.listdir('.'))"), *(session.get(f"f{n}") for n in range(5)))
+        await asyncio.gather(
+            *(session.put(f"f{n}", b"x" * n) for n in range(5)), session.run("import os")
+        )
+        got = await asyncio.gather(
+            session.run("len(os.listdir('.'))"), *(session.get(f"f{n}") for n in range(5))
+        )
         assert (got[0].stdout, got[1:]) == ("5\n", [b"x" * n for n in range(5)])
 
     use(box, cells)

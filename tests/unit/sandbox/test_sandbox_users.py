@@ -34,7 +34,17 @@ def test_an_ordinary_users_sandbox_holds_in_both_tiers() -> None:
         os.chown(folder, NOBODY, NOBODY)
         path = Path(__file__)
         others = [str(other) for other in sorted(path.parent.glob("test_*.py")) if other != path]
-        pytest_words = ["-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "--basetemp", f"{folder}/t", *others]
+        pytest_words = [
+            "-m",
+            "pytest",
+            "-q",
+            "-rA",
+            "-p",
+            "no:cacheprovider",
+            "--basetemp",
+            f"{folder}/t",
+            *others,
+        ]
         script = f'{OPENED}{AS_USER} "$0" "$@"'
         own = {"HOME": folder, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         ended = subprocess.run(
@@ -47,5 +57,7 @@ def test_an_ordinary_users_sandbox_holds_in_both_tiers() -> None:
         )
     assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
     for tier in ("namespaces", "landlock"):
-        passed = re.findall(rf"^PASSED \S+test_sandbox_attacks\.py::\S+\[.*{tier}", ended.stdout, re.MULTILINE)
+        passed = re.findall(
+            rf"^PASSED \S+test_sandbox_attacks\.py::\S+\[.*{tier}", ended.stdout, re.MULTILINE
+        )
         assert len(passed) >= 20, (tier, ended.stdout[-4000:])

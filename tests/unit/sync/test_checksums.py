@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mcore_mas.rollout.models.tensors import (
+from rollout.models.tensors import (
     RowBlocks,
     begun_checksum,
     checksum,
@@ -19,7 +19,7 @@ from mcore_mas.rollout.models.tensors import (
     shape_of,
     whole,
 )
-from mcore_mas.rollout.sync.digests import SGLangDigest
+from rollout.sync.digests import SGLangDigest
 
 
 def test_a_checksum_sees_what_hand_overs_get_wrong() -> None:
@@ -48,15 +48,32 @@ def test_a_checksum_sees_what_hand_overs_get_wrong() -> None:
 
 
 def test_a_checksum_sees_what_happens_in_any_block() -> None:
-    weight = torch.randn(700, 1003, generator=torch.Generator().manual_seed(0))  # 2.8 MB: three blocks and 80 bytes
+    weight = torch.randn(
+        700, 1003, generator=torch.Generator().manual_seed(0)
+    )  # 2.8 MB: three blocks and 80 bytes
     right = checksum(weight)
     flat = weight.view(-1)
     said = {right}
-    for at in (0, 262_143, 262_144, 524_287, 524_288, 702_079, 702_080, 702_099):  # both ends of each
+    for at in (
+        0,
+        262_143,
+        262_144,
+        524_287,
+        524_288,
+        702_079,
+        702_080,
+        702_099,
+    ):  # both ends of each
         spoilt = weight.clone()
         spoilt.view(torch.uint8).view(-1)[4 * at + 3] ^= 0x80  # the sign
         said.add(checksum(spoilt))
-    for size in (128, 500, 1003, 1024, 262_144):  # blocks that trade places, small and large, near and far
+    for size in (
+        128,
+        500,
+        1003,
+        1024,
+        262_144,
+    ):  # blocks that trade places, small and large, near and far
         swapped = flat.clone()
         swapped[:size], swapped[size : 2 * size] = flat[size : 2 * size], flat[:size]
         said |= {checksum(swapped.view_as(weight)), checksum(flat.roll(size).view_as(weight))}
@@ -85,14 +102,19 @@ def test_a_copy_is_summed_on_the_way() -> None:
 
 def test_blocks_of_rows_are_copied_as_the_tensor_they_make_up() -> None:
     weight = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0))
-    memory = torch.cat([torch.full((1, 1000), 9.0), weight[:210], torch.full((5, 1000), 9.0), weight[210:]])
+    memory = torch.cat(
+        [torch.full((1, 1000), 9.0), weight[:210], torch.full((5, 1000), 9.0), weight[210:]]
+    )
     blocks = [memory[1:211], memory[216:]]  # as two groups of queries lie between keys and values
     assert shape_of(blocks) == weight.shape
     assert torch.equal(whole(blocks), weight)
     assert whole([weight]) is weight
     flat, paired = torch.zeros(300, 1000), torch.zeros(10, 15, 2, 1000).transpose(1, 2)
     # 840,000 and 360,000 bytes, in parts of 524,288
-    assert copied(blocks, flat) == (checksum(weight), [524_288, 840_000, 840_000, 1_200_000, 1_200_000])
+    assert copied(blocks, flat) == (
+        checksum(weight),
+        [524_288, 840_000, 840_000, 1_200_000, 1_200_000],
+    )
     assert copied(blocks, paired) == (checksum(weight), [840_000, 1_200_000])
     assert torch.equal(flat, weight)
     assert torch.equal(paired.reshape(300, 1000), weight)
@@ -112,11 +134,15 @@ def test_sglangs_own_checksums_are_of_stacked_tensors() -> None:
     digest.add("model.embed_tokens.weight", torch.ones(70, 1))
     for number in (1, 0):
         for part, value in (("up", 3.0), ("gate", 2.0)):
-            digest.add(f"e.experts.{number}.{part}_proj.weight", torch.full((31, 1), value + number))
+            digest.add(
+                f"e.experts.{number}.{part}_proj.weight", torch.full((31, 1), value + number)
+            )
         digest.add(f"e.experts.{number}.down_proj.weight", torch.full((1, 31), 7.0 + number))
 
     def padded(*values: float) -> torch.Tensor:
-        return torch.cat([torch.cat([torch.full((31,), value), torch.zeros(1)]) for value in values])
+        return torch.cat(
+            [torch.cat([torch.full((31,), value), torch.zeros(1)]) for value in values]
+        )
 
     want = {
         "e.experts.w13_weight": padded(2, 3, 3, 4),  # gate and up of the first, then of the second
@@ -125,7 +151,8 @@ def test_sglangs_own_checksums_are_of_stacked_tensors() -> None:
         "model.embed_tokens.weight": torch.cat([torch.ones(70), torch.zeros(58)]),  # 128 rows
     }
     assert digest.finish() == {
-        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16] for name, tensor in want.items()
+        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
+        for name, tensor in want.items()
     }
 
 
@@ -146,7 +173,9 @@ def test_sglangs_ranks_hold_parts_of_stacks() -> None:
     want: dict[str, Tensor] = {}
     for rank, half in enumerate((slice(0, 2), slice(2, 4))):
         parts = {
-            "model.layers.0.self_attn.qkv_proj.weight": torch.cat([q[half], k, v]),  # both have the only head of keys
+            "model.layers.0.self_attn.qkv_proj.weight": torch.cat(
+                [q[half], k, v]
+            ),  # both have the only head of keys
             "model.layers.0.self_attn.o_proj.weight": q.t()[:, half],
             "model.layers.0.mlp.gate_up_proj.weight": torch.cat([q[half], q[half] + 100]),
             "model.norm.weight": torch.ones(3),
@@ -157,7 +186,9 @@ def test_sglangs_ranks_hold_parts_of_stacks() -> None:
             "layers.1.experts.w2_weight": q.t()[None, :, half] + 1,
         }
         want |= {f"{name} of rank {rank}": part for name, part in parts.items()}
-    assert digest.finish() == {name: f"{gpu_hash(part.bfloat16()):016x}" for name, part in want.items()}
+    assert digest.finish() == {
+        name: f"{gpu_hash(part.bfloat16()):016x}" for name, part in want.items()
+    }
 
 
 @pytest.mark.parametrize("how", ["torch", "kernel"])
@@ -166,8 +197,8 @@ def test_the_hash_of_a_gpu_is_sglangs(how: str, monkeypatch: pytest.MonkeyPatch)
         triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
         if not triton.knobs.runtime.interpret:
             pytest.skip("needs TRITON_INTERPRET=1, as tests/conftest.py has it")
-        from mcore_mas.rollout.models import hash_kernel
-        from mcore_mas.rollout.models import tensors as module
+        from rollout.models import hash_kernel
+        from rollout.models import tensors as module
 
         kernel = partial(hash_kernel.sum_of_tiles, seeds=module._SEEDS)
         monkeypatch.setattr(module, "_sum_of_tiles", kernel)
@@ -176,7 +207,9 @@ def test_the_hash_of_a_gpu_is_sglangs(how: str, monkeypatch: pytest.MonkeyPatch)
     many = (torch.arange(40_000) % 251).float()
     assert gpu_hash(many) == 0xA5A582EB081D1E92
     assert gpu_hash(many.view(200, 200).t().contiguous().t()) == 0xA5A582EB081D1E92
-    assert gpu_hash(torch.arange(5, dtype=torch.uint8)) == 0x5378E41554869438  # two words, filled up
+    assert (
+        gpu_hash(torch.arange(5, dtype=torch.uint8)) == 0x5378E41554869438
+    )  # two words, filled up
     assert gpu_hash(torch.empty(0)) == 0
-    monkeypatch.setattr("mcore_mas.rollout.models.tensors._TILES", 2)  # blocks of 16,384 words
+    monkeypatch.setattr("rollout.models.tensors._TILES", 2)  # blocks of 16,384 words
     assert gpu_hash(many) == 0xA5A582EB081D1E92

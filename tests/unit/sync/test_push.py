@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.models.tensors import buckets
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, alone, digests, push
-from mcore_mas.rollout.sync.push import GroupSender, TensorSender, flatten
-from mcore_mas.rollout.sync.sglang_layout import SGLangLayout
+from rollout.base.errors import EngineError
+from rollout.models.tensors import buckets
+from rollout.sync import SyncRoute, WeightUpdate, alone, digests, push
+from rollout.sync.push import GroupSender, TensorSender, flatten
+from rollout.sync.sglang_layout import SGLangLayout
 from tests.support.meeting import meeting
 from tests.support.three_tensors import NAMES, tensors
 
@@ -34,7 +34,19 @@ def test_a_bucket_is_laid_out_as_sglang_reads_it() -> None:
         ("byte", torch.ones(1).byte()),
     ]
     flat, metadata = flatten(given)
-    assert flat.tolist() == [0, 0, 0, 63, 128, 63, 0, 64, 64, 64, 1]  # 0.5 | 1, 2, 3 as bfloat16 | 1; little end first
+    assert flat.tolist() == [
+        0,
+        0,
+        0,
+        63,
+        128,
+        63,
+        0,
+        64,
+        64,
+        64,
+        1,
+    ]  # 0.5 | 1, 2, 3 as bfloat16 | 1; little end first
     assert [(m.name, m.start_idx, m.end_idx, m.numel) for m in metadata] == [
         ("one", 0, 4, 4),
         ("half", 4, 10, 6),
@@ -55,9 +67,13 @@ def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> No
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request.url.path)
         refuses = request.url.path == refused
-        return httpx.Response(400 if refuses else 200, json={"success": not refuses, "message": "not now"})
+        return httpx.Response(
+            400 if refuses else 200, json={"success": not refuses, "message": "not now"}
+        )
 
-    to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"held": {}})
+    to = SyncRoute(
+        transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"held": {}}
+    )
     sender = TensorSender(to, rank=0, exchange=alone)
     sender._http = httpx.Client(transport=httpx.MockTransport(answer))
     if refused:
@@ -65,13 +81,20 @@ def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> No
             sender.send(tensors().items(), 1, {})
     else:
         sender.send(tensors().items(), 1, {})
-    whole = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/flush_cache"]
+    whole = [
+        "/begin_weight_update",
+        "/update_weights_from_tensor",
+        "/end_weight_update",
+        "/flush_cache",
+    ]
     begun, _, ended, _ = whole
     # a refused beginning may be a session that a dead trainer has left open
     assert asked == {"": whole, begun: [begun, ended] * 2, whole[1]: whole[:3]}[refused]
 
 
-def test_a_rank_that_no_server_is_beside_shares_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_no_server_is_beside_shares_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three ranks, two servers of one GPU: torch keeps memory that was shared until somebody has opened it."""
     sent: list[list[str]] = []
 
@@ -151,7 +174,9 @@ def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
         update = request.url.path.startswith("/update_weights")
         updates.extend([request.url.path] if update else [])
         refuses = update and len(updates) == 2
-        return httpx.Response(400 if refuses else 200, json={"success": not refuses, "message": "no memory"})
+        return httpx.Response(
+            400 if refuses else 200, json={"success": not refuses, "message": "no memory"}
+        )
 
     options = {"held": {}, "bucket_bytes": 1}  # a bucket for every tensor
     to = SyncRoute(transport="t", place="http://127.0.0.1:9", model=str(model), options=options)
@@ -179,7 +204,9 @@ def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
     assert len(updates) == 2 + 3
 
 
-def test_every_rank_sums_its_share_of_the_engines_tensors(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_sums_its_share_of_the_engines_tensors(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     summed: dict[int, list[int]] = {}  # by thread, which is a rank
 
     def hashed(tensor: Tensor, *, gpu: bool) -> str:
@@ -188,7 +215,9 @@ def test_every_rank_sums_its_share_of_the_engines_tensors(model: Path, monkeypat
 
     monkeypatch.setattr(digests, "sum_of", hashed)
     held = {"dtype": "float32", "tp": 2, "kv_heads": 2, "gpu": False, "vocab": 64}
-    to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"held": held})
+    to = SyncRoute(
+        transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"held": held}
+    )
 
     def play(rank: int, exchange: Callable[[Any], list[Any]]) -> dict[str, str]:
         sender = TensorSender(to, rank=rank, exchange=exchange)
@@ -201,7 +230,11 @@ def test_every_rank_sums_its_share_of_the_engines_tensors(model: Path, monkeypat
     digest = digests.SGLangDigest(**held)
     for name, tensor in tensors().items():
         digest.add(name, tensor)
-    assert sorted(map(len, summed.values())) == [1, 2, 3]  # of three tensors; the last are those of all at once
+    assert sorted(map(len, summed.values())) == [
+        1,
+        2,
+        3,
+    ]  # of three tensors; the last are those of all at once
     assert said == [digest.finish()] * 2
 
 
@@ -256,7 +289,9 @@ def pushed(
 ) -> tuple[Server, list[WeightUpdate]]:
     """What a server at tp 2 is given, one stream a rank."""
     options = {"held": HELD, "tp": 2, "direct": DIRECT, **options}
-    to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(model), options=options)
+    to = SyncRoute(
+        transport="tensor", place="http://127.0.0.1:9", model=str(model), options=options
+    )
     server = Server()
 
     def play(rank: int, exchange: Callable[[Any], list[Any]]) -> WeightUpdate:
@@ -282,7 +317,10 @@ def test_each_rank_of_a_server_is_given_its_shard_where_it_holds_it_so(
     def stream(rank: int) -> Iterator[tuple[str, Tensor]]:
         layout = SGLangLayout(**HELD, ranks=[rank])
         for name, tensor in DECODER.items():
-            yield name, layout.shares(name, tensor)[0] if cut and "down_proj" not in name else tensor
+            yield (
+                name,
+                layout.shares(name, tensor)[0] if cut and "down_proj" not in name else tensor,
+            )
 
     server, updates = pushed(decoder, [stream(0), stream(1)], bucket_bytes=bucket_bytes)
     q, k, v = (DECODER[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv")
@@ -293,13 +331,17 @@ def test_each_rank_of_a_server_is_given_its_shard_where_it_holds_it_so(
             "model.embed_tokens.weight": DECODER["model.embed_tokens.weight"][rows],
             "model.layers.0.input_layernorm.weight": torch.tensor([7.0, 8.0]),
             "model.layers.0.self_attn.qkv_proj.weight": torch.cat([q[heads], k[one], v[one]]),
-            "model.layers.0.self_attn.o_proj.weight": DECODER["model.layers.0.self_attn.o_proj.weight"][:, heads],
+            "model.layers.0.self_attn.o_proj.weight": DECODER[
+                "model.layers.0.self_attn.o_proj.weight"
+            ][:, heads],
             "model.layers.0.mlp.gate_up_proj.weight": torch.cat([gate[heads], up[heads]]),
         }
         assert server.direct[rank].keys() == want.keys()
         assert all(torch.equal(server.direct[rank][name], tensor) for name, tensor in want.items())
         (down,) = server.full[rank].items()
-        assert down[0] == "model.layers.0.mlp.down_proj.weight" and torch.equal(down[1], DECODER[down[0]])
+        assert down[0] == "model.layers.0.mlp.down_proj.weight" and torch.equal(
+            down[1], DECODER[down[0]]
+        )
     forms = {1: ["direct"] * 5 + ["flattened_bucket"], 1 << 20: ["direct", "flattened_bucket"]}
     assert sorted(server.requests) == forms[bucket_bytes]
     digest = digests.SGLangDigest(**HELD)
@@ -320,14 +362,20 @@ def test_a_share_of_another_shape_is_refused(decoder: Path) -> None:
 def test_shares_come_alone_where_both_sides_are_cut_alike(decoder: Path) -> None:
     def shares(ranks: int, **changes: Any) -> frozenset[str]:
         options = {"held": {**HELD, **changes}, "tp": 2, "direct": changes.pop("direct", DIRECT)}
-        to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(decoder), options=options)
+        to = SyncRoute(
+            transport="tensor", place="http://127.0.0.1:9", model=str(decoder), options=options
+        )
         return TensorSender(to).shares(ranks)
 
     every = frozenset(DECODER) - {"model.layers.0.mlp.down_proj.weight"}
     assert shares(2) == every
     assert shares(2, vocab=127) == every  # 64 and 63 rows on both sides
-    assert shares(2, vocab=126) == every - {"model.embed_tokens.weight"}  # 63 each, and SGLang has 64 and 62
-    assert shares(1) == shares(4) == shares(2, kv_heads=1) == frozenset()  # ranks of SGLang would have the same head
+    assert shares(2, vocab=126) == every - {
+        "model.embed_tokens.weight"
+    }  # 63 each, and SGLang has 64 and 62
+    assert (
+        shares(1) == shares(4) == shares(2, kv_heads=1) == frozenset()
+    )  # ranks of SGLang would have the same head
 
 
 def test_a_gpu_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,8 +383,14 @@ def test_a_gpu_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         is_cuda, device = True, torch.device("cuda", 0)
 
     whole = tuple(range(15))
-    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda tensor: (tuple, whole))
+    monkeypatch.setattr(
+        "torch.multiprocessing.reductions.reduce_tensor", lambda tensor: (tuple, whole)
+    )
     monkeypatch.setattr(push, "_name_of", lambda device: f"GPU-{device.index}")
     rebuild, arguments = push._Shared(OnAGpu()).__reduce__()  # type: ignore[arg-type]
     assert rebuild is tuple
-    assert arguments == (*whole[:6], "GPU-0", *whole[7:])  # where rebuild_cuda_tensor has the device
+    assert arguments == (
+        *whole[:6],
+        "GPU-0",
+        *whole[7:],
+    )  # where rebuild_cuda_tensor has the device

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from mcore_mas.rollout.environments.math import last_boxed
-from mcore_mas.rollout.orchestras.replies import parse_approval, parse_boxed
-from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.tasks.arithmetic import (
+from rollout.environments.math import last_boxed
+from rollout.orchestras.replies import parse_approval, parse_boxed
+from rollout.tasks import GENERATORS
+from rollout.tasks.arithmetic import (
     LEVELS,
     Slip,
     arithmetic_demonstrations,
@@ -19,7 +19,7 @@ from mcore_mas.rollout.tasks.arithmetic import (
     work_out,
     work_out_wrongly,
 )
-from mcore_mas.rollout.teams.roles import ROLES
+from rollout.teams.roles import ROLES
 
 SHORT = {
     "solver": replace(ROLES["solver"], system="", user="{team_context}{problem}"),
@@ -72,7 +72,9 @@ def test_written_solutions_are_right_and_wrong_ones_are_wrong():
     random = Random(0)
     for _ in range(1000):
         sign, width = random.choice("+-"), random.choice((2, 3))
-        pair = sorted((random.randint(10 ** (width - 1), 10**width - 1) for _ in range(2)), reverse=True)
+        pair = sorted(
+            (random.randint(10 ** (width - 1), 10**width - 1) for _ in range(2)), reverse=True
+        )
         answer = sum(pair) if sign == "+" else pair[0] - pair[1]
         assert last_boxed(work_out(sign, pair)) == str(answer)
         wrong, slip = work_out_wrongly(random, sign, pair)
@@ -111,14 +113,20 @@ def test_demonstrations_use_training_sums_only():
     held_out = {sum_of(t.prompt) for t in arithmetic_tasks(0, {"validation": 600, "test": 600})}
     for demonstration in arithmetic_demonstrations(0, 2000, roles=SHORT):
         prompt = demonstration.messages[-2].content
-        problem = prompt.splitlines()[0].removeprefix("Check: ") if demonstration.agent == "verifier" else prompt
+        problem = (
+            prompt.splitlines()[0].removeprefix("Check: ")
+            if demonstration.agent == "verifier"
+            else prompt
+        )
         assert sum_of(problem.rsplit("\n", 1)[-1]) not in held_out
 
 
 def test_sizes_sources_and_ids():
     tasks = arithmetic_tasks(7, {"train": 100, "validation": 6, "test": 14})
     assert Counter(task.split for task in tasks) == {"train": 100, "validation": 6, "test": 14}
-    assert Counter(task.source for task in tasks if task.split == "validation") == dict.fromkeys(LEVELS, 1)
+    assert Counter(task.source for task in tasks if task.split == "validation") == dict.fromkeys(
+        LEVELS, 1
+    )
     assert max(Counter(task.source for task in tasks if task.split == "train").values()) == 17
     assert len({task.id for task in tasks}) == 120
     assert all(task.env == "math" for task in tasks)
@@ -132,7 +140,9 @@ def test_equal_seeds_give_equal_tasks_and_more_extend_fewer():
 
 
 def test_asking_for_more_than_there_is_says_so():
-    with pytest.raises(ValueError, match=r"add_2digit: \d+ test tasks asked for, .* lower data\.test"):
+    with pytest.raises(
+        ValueError, match=r"add_2digit: \d+ test tasks asked for, .* lower data\.test"
+    ):
         arithmetic_tasks(0, {"test": 20_000})
 
 

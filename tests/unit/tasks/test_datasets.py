@@ -14,9 +14,9 @@ from huggingface_hub import snapshot_download
 import mcore_mas as mm
 from mcore_mas.api.objects import split_tasks
 from mcore_mas.config.compose import resolve
-from mcore_mas.rollout.config.data import DataConfig, make_tasks
-from mcore_mas.rollout.records.files import RecordError
-from mcore_mas.rollout.tasks.files import dataset_files, located_dataset, read_task_file
+from rollout.config.data import DataConfig, make_tasks
+from rollout.records.files import RecordError
+from rollout.tasks.files import dataset_files, located_dataset, read_task_file
 from tests.support.hub import FakeHub, running
 
 CARD = """---
@@ -47,7 +47,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (repository / "refs" / "main").write_text("abc123")
     folder = repository / "snapshots" / "abc123"
     for part, n in (("train-00000-of-00002", 0), ("train-00001-of-00002", 2), ("a", 4), ("b", 6)):
-        rows(folder / "main" / f"{part}.parquet", *({"Query": f"{m}+1?", "gold": m + 1} for m in (n, n + 1)))
+        rows(
+            folder / "main" / f"{part}.parquet",
+            *({"Query": f"{m}+1?", "gold": m + 1} for m in (n, n + 1)),
+        )
     rows(folder / "socratic" / "x.parquet", {"Query": "why?", "gold": "so"})
     (folder / "README.md").write_text(CARD)
     return folder
@@ -62,14 +65,24 @@ def test_what_the_hubs_own_client_downloaded_is_read_with_the_hub_gone(
 ) -> None:
     """Its cache has links to blobs, locks, a list of the tree; what was not downloaded is told, and nobody is asked."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    shard = rows(tmp_path / "a.parquet", {"Query": "1+1?", "gold": 2}, {"Query": "2+2?", "gold": 4}).read_bytes()
-    hub = FakeHub(repositories={"datasets/me/sums": {"main/train-0.parquet": shard, "README.md": CARD.encode()}})
+    shard = rows(
+        tmp_path / "a.parquet", {"Query": "1+1?", "gold": 2}, {"Query": "2+2?", "gold": 4}
+    ).read_bytes()
+    hub = FakeHub(
+        repositories={
+            "datasets/me/sums": {"main/train-0.parquet": shard, "README.md": CARD.encode()}
+        }
+    )
     with running(hub):
-        snapshot_download("me/sums", repo_type="dataset", endpoint=hub.url, cache_dir=tmp_path / "cache")
+        snapshot_download(
+            "me/sums", repo_type="dataset", endpoint=hub.url, cache_dir=tmp_path / "cache"
+        )
     asked = len(hub.asked)
     (folder,) = (tmp_path / "cache" / "datasets--me--sums" / "snapshots").iterdir()
     assert (folder / "main" / "train-0.parquet").is_symlink()
-    tasks = mm.load_tasks("me/sums", subset="main", split="train", columns={"prompt": "Query", "answer": "gold"})
+    tasks = mm.load_tasks(
+        "me/sums", subset="main", split="train", columns={"prompt": "Query", "answer": "gold"}
+    )
     assert [(task.prompt, task.answers) for task in tasks] == [("1+1?", ("2",)), ("2+2?", ("4",))]
     with pytest.raises(ValueError, match="hf download --repo-type dataset me/other"):
         mm.load_tasks("me/other", split="train")
@@ -78,7 +91,10 @@ def test_what_the_hubs_own_client_downloaded_is_read_with_the_hub_gone(
 
 def test_a_card_names_the_files_of_a_subset_and_split(hub: Path) -> None:
     assert located_dataset("me/sums") == str(hub)
-    assert names(dataset_files(hub, "main", "train")) == ["train-00000-of-00002", "train-00001-of-00002"]
+    assert names(dataset_files(hub, "main", "train")) == [
+        "train-00000-of-00002",
+        "train-00001-of-00002",
+    ]
     assert names(dataset_files(hub, "main", "test")) == ["a", "b"]
     assert names(dataset_files(hub, "socratic", "train")) == ["x"]
     with pytest.raises(RecordError, match="subset None; expected one of main, socratic"):
@@ -92,8 +108,14 @@ def test_a_card_names_the_files_of_a_subset_and_split(hub: Path) -> None:
     [
         ("configs: [", "its head cannot be read"),
         ("configs: 3", "its head cannot be read"),
-        ("configs: [{data_files: {train: ../../secret.jsonl}}]", "no files of split train; there are train"),
-        ("configs: [{data_files: [{split: test, path: /etc/*}]}]", "no files of split train; there are test"),
+        (
+            "configs: [{data_files: {train: ../../secret.jsonl}}]",
+            "no files of split train; there are train",
+        ),
+        (
+            "configs: [{data_files: [{split: test, path: /etc/*}]}]",
+            "no files of split train; there are test",
+        ),
     ],
 )
 def test_a_card_that_cannot_be_used_is_one_line(tmp_path: Path, head: str, words: str) -> None:
@@ -119,7 +141,9 @@ def test_without_a_card_files_are_of_the_split_that_they_are_called_by(tmp_path:
         ["train-00000-of-00001"], ["dev"], ["test_set"],
     ]  # fmt: skip
     assert names(dataset_files(tmp_path, "data", "train")) == ["train-00000-of-00001"]
-    with pytest.raises(RecordError, match=r"no files of split extra; there are contest/test_set\.parquet, data/dev"):
+    with pytest.raises(
+        RecordError, match=r"no files of split extra; there are contest/test_set\.parquet, data/dev"
+    ):
         dataset_files(tmp_path, None, "extra")
 
 
@@ -134,7 +158,9 @@ def test_a_config_takes_a_data_set_by_its_id_with_other_columns(hub: Path, tmp_p
     head += "trainer: {steps: 1, tasks_per_step: 1, group_size: 2}\nevaluation: {samples: 1}\n"
     experiment.write_text(f"{head}data: {json.dumps(data)}\n")
     values = resolve(["experiment=mine"], experiment.parents[1])
-    assert values["data"]["train"][0]["path"] == values["data"]["test"][0]["path"] == str(hub)  # with its revision
+    assert (
+        values["data"]["train"][0]["path"] == values["data"]["test"][0]["path"] == str(hub)
+    )  # with its revision
     tasks = make_tasks(DataConfig.model_validate(values["data"]), 1)
     found = {split: [(task.prompt, task.answers) for task in own] for split, own in tasks.items()}
     assert found["train"] == [("1+1?", ("2",)), ("2+1?", ("3",))]  # over both files
@@ -143,38 +169,59 @@ def test_a_config_takes_a_data_set_by_its_id_with_other_columns(hub: Path, tmp_p
 
 
 def test_the_api_loads_one_and_says_how_to_get_one(hub: Path) -> None:
-    tasks = mm.load_tasks("me/sums", subset="main", columns={"prompt": "Query", "answer": "gold"}, limit=3)
-    assert [(task.prompt, task.answers) for task in tasks] == [("0+1?", ("1",)), ("1+1?", ("2",)), ("2+1?", ("3",))]
-    with pytest.raises(ValueError, match=r"^me/none: not here; .*`hf download --repo-type dataset me/none`") as refused:
+    tasks = mm.load_tasks(
+        "me/sums", subset="main", columns={"prompt": "Query", "answer": "gold"}, limit=3
+    )
+    assert [(task.prompt, task.answers) for task in tasks] == [
+        ("0+1?", ("1",)),
+        ("1+1?", ("2",)),
+        ("2+1?", ("3",)),
+    ]
+    with pytest.raises(
+        ValueError, match=r"^me/none: not here; .*`hf download --repo-type dataset me/none`"
+    ) as refused:
         mm.load_tasks("me/none")
     assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match=r"^columns: there is no 'promt'; known here"):
         mm.load_tasks("me/sums", columns={"promt": "query"})
-    with pytest.raises(RecordError, match=r"row 0 of format plain has no question: expected one of nothere"):
+    with pytest.raises(
+        RecordError, match=r"row 0 of format plain has no question: expected one of nothere"
+    ):
         mm.load_tasks("me/sums", subset="main", columns={"prompt": "nothere"})
 
 
 def test_programs_have_no_columns_to_name(tmp_path: Path) -> None:
     path = rows(tmp_path / "x.parquet", {"a": 1})
-    with pytest.raises(RecordError, match=r"rows of format apps are programs with tests; leave columns out"):
+    with pytest.raises(
+        RecordError, match=r"rows of format apps are programs with tests; leave columns out"
+    ):
         list(read_task_file(path, format="apps", split="test", columns={"prompt": "a"}))
 
 
 def test_rows_are_read_as_those_of_a_file(tmp_path: Path) -> None:
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1?"}]
-    found = [{"Query": asked, "gold": "so \\boxed{2}"}, {"Query": asked, "gold": "2"}, {"Query": "2+2?", "gold": 4}]
+    found = [
+        {"Query": asked, "gold": "so \\boxed{2}"},
+        {"Query": asked, "gold": "2"},
+        {"Query": "2+2?", "gold": 4},
+    ]
     columns = {"prompt": "Query", "answer": "gold"}
     tasks = mm.load_tasks(iter(found), columns=columns, format="math")
-    assert [(task.prompt, task.answers) for task in tasks] == [("1+1?", ("2",)), ("2+2?", ("4",))]  # each once
+    assert [(task.prompt, task.answers) for task in tasks] == [
+        ("1+1?", ("2",)),
+        ("2+2?", ("4",)),
+    ]  # each once
     assert mm.load_tasks(rows(tmp_path / "a.parquet", found[2]), columns=columns) == mm.load_tasks(
         found[2:], columns=columns
     )
     with pytest.raises(
-        RecordError, match=r"^rows: row 0 of format plain has no question: .*; its columns: Query, gold$"
+        RecordError,
+        match=r"^rows: row 0 of format plain has no question: .*; its columns: Query, gold$",
     ):
         mm.load_tasks(found)
     with pytest.raises(
-        RecordError, match=r"^rows: row 1 of format plain has a question that is neither text nor a conv"
+        RecordError,
+        match=r"^rows: row 1 of format plain has a question that is neither text nor a conv",
     ):
         mm.load_tasks([{"prompt": "p", "answer": 1}, {"prompt": asked * 2, "answer": 1}])
 
@@ -183,7 +230,9 @@ def test_objects_of_the_library_datasets_are_tasks(tmp_path: Path) -> None:
     """With a Python that has it: of a file, of a folder that it saved, streamed, and by split."""
     datasets = pytest.importorskip("datasets")
     file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps({"Query": f"{n}+1?", "gold": n + 1}) + "\n" for n in range(20)))
+    file.write_text(
+        "".join(json.dumps({"Query": f"{n}+1?", "gold": n + 1}) + "\n" for n in range(20))
+    )
     columns = {"prompt": "Query", "answer": "gold"}
     expected = mm.load_tasks(file, columns=columns)
     loaded = datasets.load_dataset("json", data_files=str(file), split="train")
@@ -191,8 +240,14 @@ def test_objects_of_the_library_datasets_are_tasks(tmp_path: Path) -> None:
     streamed = datasets.load_dataset("json", data_files=str(file), split="train", streaming=True)
     for given in (loaded, datasets.load_from_disk(tmp_path / "saved"), streamed):
         assert mm.load_tasks(given, columns=columns) == expected and len(expected) == 20
-    by_split = loaded.rename_columns({"Query": "prompt", "gold": "answer"}).train_test_split(test_size=4, seed=1)
+    by_split = loaded.rename_columns({"Query": "prompt", "gold": "answer"}).train_test_split(
+        test_size=4, seed=1
+    )
     assert isinstance(by_split, datasets.DatasetDict)
     found = split_tasks(by_split)
-    assert {split: len(tasks) for split, tasks in found.items()} == {"train": 15, "validation": 1, "test": 4}
+    assert {split: len(tasks) for split, tasks in found.items()} == {
+        "train": 15,
+        "validation": 1,
+        "test": 4,
+    }
     assert [task.prompt for task in found["test"]] == by_split["test"]["prompt"][:]

@@ -8,14 +8,14 @@ from itertools import combinations
 
 import pytest
 
-from mcore_mas.rollout.tasks.encyclopedia import (
+from rollout.tasks.encyclopedia import (
     encyclopedia_demonstrations,
     encyclopedia_tasks,
     make_encyclopedia,
     passages,
     split_of_entity,
 )
-from mcore_mas.rollout.teams.roles import ROLES, Role
+from rollout.teams.roles import ROLES, Role
 
 SPLITS = ("train", "validation", "test")
 SIZES = {"train": 400, "validation": 60, "test": 200}
@@ -49,7 +49,10 @@ def test_splits_share_no_person_and_no_town(seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, 7])
 def test_tasks_of_two_splits_ask_about_nobody_in_common(seed: int) -> None:
     tasks = encyclopedia_tasks(seed, SIZES)
-    people = {split: {task.id.rsplit("/", 1)[1] for task in tasks if task.split == split} for split in SPLITS}
+    people = {
+        split: {task.id.rsplit("/", 1)[1] for task in tasks if task.split == split}
+        for split in SPLITS
+    }
     prompts = {split: {task.prompt for task in tasks if task.split == split} for split in SPLITS}
     for one, other in combinations(SPLITS, 2):
         assert not people[one] & people[other]
@@ -71,7 +74,9 @@ def test_a_name_keeps_its_split_in_every_world() -> None:
 
 def test_passages_tell_every_answer() -> None:
     text = {entry.title: entry.text for entry in passages(3)}
-    homes = {person.name.lower().replace(" ", "-"): person for person in make_encyclopedia(3).people}
+    homes = {
+        person.name.lower().replace(" ", "-"): person for person in make_encyclopedia(3).people
+    }
     for task in encyclopedia_tasks(3, SIZES):
         person = homes[task.id.rsplit("/", 1)[1]]
         assert person.home.name in text[person.name]
@@ -88,7 +93,9 @@ def test_same_seed_same_world_another_seed_another() -> None:
 
 
 def test_sizes_are_checked() -> None:
-    with pytest.raises(ValueError, match="encyclopedia, one_hop: 50000 test tasks asked for, but there are 8"):
+    with pytest.raises(
+        ValueError, match="encyclopedia, one_hop: 50000 test tasks asked for, but there are 8"
+    ):
         encyclopedia_tasks(0, {"test": 100_000})
 
 
@@ -97,7 +104,9 @@ def test_demonstrations_are_legal_and_about_train_only(roles: dict[str, Role]) -
     assert len(shown) == 3000
     world = make_encyclopedia(0)
     others = {entity.name for entity in (*world.people, *world.towns) if entity.split != "train"}
-    text = "\n".join(message.content for demonstration in shown for message in demonstration.messages)
+    text = "\n".join(
+        message.content for demonstration in shown for message in demonstration.messages
+    )
     assert not [name for name in others if name in text]
     for demonstration in shown:
         assert [message.role for message in demonstration.messages] == ["user", "assistant"]

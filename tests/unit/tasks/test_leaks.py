@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from mcore_mas.rollout.environments.code import pack_solution, pack_test
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest
-from mcore_mas.rollout.tasks.splits import Leak, LeakKind, find_leaks, shingles, shows_its_score, tokenise
+from rollout.environments.code import pack_solution, pack_test
+from rollout.records.trajectory import Task
+from rollout.sandbox.judge import CallTest, StdinTest
+from rollout.tasks.splits import Leak, LeakKind, find_leaks, shingles, shows_its_score, tokenise
 
 
 def task(id: str, prompt: str, env: str = "math", answers: tuple[str, ...] = ("1",)) -> Task:
@@ -28,7 +28,10 @@ def ids(found: Leak) -> list[tuple[str, str]]:
 
 def test_sudoku_puzzles_that_return_every_400_seeds() -> None:
     """Puzzle = seed % 400, train seeds from 0, test seeds from 100000; 100000 % 400 is 0."""
-    bank = [f"Solve:\n{i // 4 % 4 + 1} . . {i % 4 + 1}\n. {i // 16 % 5} . .\n{i // 80} . 1 ." for i in range(400)]
+    bank = [
+        f"Solve:\n{i // 4 % 4 + 1} . . {i % 4 + 1}\n. {i // 16 % 5} . .\n{i // 80} . 1 ."
+        for i in range(400)
+    ]
     assert len(set(bank)) == 400
     train = [task(f"sudoku/{seed}", bank[seed % 400], "sudoku") for seed in range(400)]
     test = [task(f"sudoku/{seed}", bank[seed % 400], "sudoku") for seed in range(100_000, 100_100)]
@@ -44,7 +47,10 @@ def test_aime_of_all_years_holds_aime_2024() -> None:
     """Other ids, LaTeX delimiters and spacing; the problems are the same."""
     every = [
         task("aime/1983-1", "Let $x$, $y$ and $z$ all exceed $1$. Find $\\log_z w$."),
-        task("aime/2024-I-1", "Every morning Aya goes for a $9$-kilometer walk. Find $t$, with $s+\\frac{1}{2}$."),
+        task(
+            "aime/2024-I-1",
+            "Every morning Aya goes for a $9$-kilometer walk. Find $t$, with $s+\\frac{1}{2}$.",
+        ),
         task("aime/2024-I-2", "There exist real numbers $x$ and $y$. Find $xy$."),
     ]
     test = [
@@ -61,7 +67,9 @@ def test_aime_of_all_years_holds_aime_2024() -> None:
 
 
 def packed(*tests: tuple[str, bool]) -> tuple[str, ...]:
-    return tuple(pack_test(StdinTest(stdin=given, expected="7"), visible=visible) for given, visible in tests)
+    return tuple(
+        pack_test(StdinTest(stdin=given, expected="7"), visible=visible) for given, visible in tests
+    )
 
 
 def test_programs_scored_on_tests_that_they_are_shown() -> None:
@@ -78,10 +86,14 @@ def test_programs_scored_on_tests_that_they_are_shown() -> None:
 
 def test_calls_are_compared_by_function_and_arguments() -> None:
     def call(arguments: tuple[object, ...], visible: bool) -> str:
-        return pack_test(CallTest(function="f", arguments=arguments, accepted=(1,)), visible=visible)
+        return pack_test(
+            CallTest(function="f", arguments=arguments, accepted=(1,)), visible=visible
+        )
 
     assert shows_its_score(task("a", "A", "code", (call(([1, 2],), True), call(([1, 2],), False))))
-    assert not shows_its_score(task("a", "A", "code", (call(([1, 2],), True), call(([2, 1],), False))))
+    assert not shows_its_score(
+        task("a", "A", "code", (call(([1, 2],), True), call(([2, 1],), False)))
+    )
 
 
 def test_ids_texts_and_pairs_of_splits() -> None:
@@ -90,7 +102,9 @@ def test_ids_texts_and_pairs_of_splits() -> None:
         "validation": [task("3", "Two."), task("1", "three")],
         "test": [task("4", "THREE"), task("5", "five")],
     }
-    found = {(one.earlier, one.split, one.kind): ids(one) for one in find_leaks(splits) if one.matches}
+    found = {
+        (one.earlier, one.split, one.kind): ids(one) for one in find_leaks(splits) if one.matches
+    }
     assert found == {
         ("train", "validation", "id"): [("1", "1")],
         ("train", "validation", "text"): [("2", "3")],
@@ -109,7 +123,10 @@ def test_similar_is_the_share_of_runs_in_common() -> None:
     test = [task(f"k{k}", words(k)) for k in (0, 2, 6, 7)]
     leaks = find_leaks({"train": train, "test": test}, words=3, threshold=0.5)
     similar = leak(leaks, "similar")
-    assert [(m.task.id, m.similarity) for m in similar.matches] == [("k2", 16 / 20), ("k6", 12 / 24)]
+    assert [(m.task.id, m.similarity) for m in similar.matches] == [
+        ("k2", 16 / 20),
+        ("k6", 12 / 24),
+    ]
     assert not similar.exact
     assert ids(leak(leaks, "text")) == [("t", "k0")]
 
@@ -155,7 +172,9 @@ def test_shingles_of_short_texts() -> None:
 @pytest.mark.slow
 def test_twenty_thousand_by_one_thousand_in_seconds() -> None:
     pick = random.Random(0)
-    vocabulary = [f"w{a}{b}" for a in "abcdefghijklmnopqrstuvwxyz" for b in "abcdefghijklmnopqrstuvwxyz"]
+    vocabulary = [
+        f"w{a}{b}" for a in "abcdefghijklmnopqrstuvwxyz" for b in "abcdefghijklmnopqrstuvwxyz"
+    ]
     train = [task(str(i), " ".join(pick.choices(vocabulary, k=80))) for i in range(20_000)]
     test = [task(f"x{i}", f"{train[i].prompt} again") for i in range(1000)]
     start = time.process_time()
@@ -163,4 +182,6 @@ def test_twenty_thousand_by_one_thousand_in_seconds() -> None:
     assert time.process_time() - start < 60
     found = leak(leaks, "similar")
     # 80 words have 73 runs of 8, 81 have 74
-    assert [(m.earlier.id, m.similarity) for m in found.matches] == [(str(i), 73 / 74) for i in range(1000)]
+    assert [(m.earlier.id, m.similarity) for m in found.matches] == [
+        (str(i), 73 / 74) for i in range(1000)
+    ]

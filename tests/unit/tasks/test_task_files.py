@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_mas.rollout.records.files import RecordError, write_tasks
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.tasks.fields import Fields
-from mcore_mas.rollout.tasks.files import FORMATS, distinct, read_rows, read_task_file
+from rollout.records.files import RecordError, write_tasks
+from rollout.records.trajectory import Task
+from rollout.tasks.fields import Fields
+from rollout.tasks.files import FORMATS, distinct, read_rows, read_task_file
 
 DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -77,7 +77,12 @@ def user(text: str) -> list[dict[str, str]]:
         (
             "dapo",
             ".parquet",
-            verl(user("What is 2+2?\n\nLet's think step by step and output the final answer within \\boxed{}."), "4"),
+            verl(
+                user(
+                    "What is 2+2?\n\nLet's think step by step and output the final answer within \\boxed{}."
+                ),
+                "4",
+            ),
             ("dapo", "What is 2+2?", ("4",)),
         ),
         (
@@ -91,7 +96,12 @@ def user(text: str) -> list[dict[str, str]]:
             ),
             ("aime24/0", "Find m.", ("113",)),
         ),
-        ("math", ".jsonl", {"query": "1+1?", "target": 2, "uid": "u1"}, ("math/u1", "1+1?", ("2",))),
+        (
+            "math",
+            ".jsonl",
+            {"query": "1+1?", "target": 2, "uid": "u1"},
+            ("math/u1", "1+1?", ("2",)),
+        ),
         (
             "math",
             ".jsonl",
@@ -126,7 +136,14 @@ def user(text: str) -> list[dict[str, str]]:
         (
             "aime_2024",
             ".parquet",
-            {"id": 60, "problem": "Walk.", "solution": "No.", "answer": "204", "url": "u", "year": "2024"},
+            {
+                "id": 60,
+                "problem": "Walk.",
+                "solution": "No.",
+                "answer": "204",
+                "url": "u",
+                "year": "2024",
+            },
             ("aime_2024/60", "Walk.", ("204",)),
         ),
         (
@@ -150,24 +167,58 @@ def user(text: str) -> list[dict[str, str]]:
         (
             "aime",
             ".csv",
-            {"ID": "1983-1", "Year": 1983, "Problem Number": 1, "Question": "Let x.", "Answer": "060", "Part": ""},
+            {
+                "ID": "1983-1",
+                "Year": 1983,
+                "Problem Number": 1,
+                "Question": "Let x.",
+                "Answer": "060",
+                "Part": "",
+            },
             ("aime/1983-1", "Let x.", ("060",)),
         ),
-        ("amc_23", ".parquet", {"id": 0, "problem": "Cities.", "answer": 27.0}, ("amc_23/0", "Cities.", ("27",))),
+        (
+            "amc_23",
+            ".parquet",
+            {"id": 0, "problem": "Cities.", "answer": 27.0},
+            ("amc_23/0", "Cities.", ("27",)),
+        ),
         (
             "minerva",
             ".parquet",
-            {"problem": "Mass?", "solution": "\\boxed{1.6}", "answer": "1.6", "idx": 3, "type": "Astronomy"},
+            {
+                "problem": "Mass?",
+                "solution": "\\boxed{1.6}",
+                "answer": "1.6",
+                "idx": 3,
+                "type": "Astronomy",
+            },
             ("minerva/3", "Mass?", ("1.6",)),
         ),
         (
             "olympiad_bench",
             ".parquet",
-            {"id": 1606, "question": "Find x, y.", "context": "Let x<y.", "final_answer": ["1", "3"], "unit": None},
+            {
+                "id": 1606,
+                "question": "Find x, y.",
+                "context": "Let x<y.",
+                "final_answer": ["1", "3"],
+                "unit": None,
+            },
             ("olympiad_bench/1606", "Let x<y.\nFind x, y.", ("1, 3",)),
         ),
-        ("polaris", ".parquet", {"problem": "P.", "answer": "6", "difficulty": "1/8"}, ("polaris", "P.", ("6",))),
-        ("gsm8k", ".parquet", {"question": "Q.", "answer": "9 * 2 = 18\n#### 18"}, ("gsm8k", "Q.", ("18",))),
+        (
+            "polaris",
+            ".parquet",
+            {"problem": "P.", "answer": "6", "difficulty": "1/8"},
+            ("polaris", "P.", ("6",)),
+        ),
+        (
+            "gsm8k",
+            ".parquet",
+            {"question": "Q.", "answer": "9 * 2 = 18\n#### 18"},
+            ("gsm8k", "Q.", ("18",)),
+        ),
         (
             "search",
             ".parquet",
@@ -176,7 +227,9 @@ def user(text: str) -> list[dict[str, str]]:
                 "question": "total number of death row inmates in the us?",
                 "golden_answers": ["2,718"],
                 "data_source": "nq",
-                **verl(user("Answer the given question. Question: total ..."), {"target": ["2,718"]}),
+                **verl(
+                    user("Answer the given question. Question: total ..."), {"target": ["2,718"]}
+                ),
                 "extra_info": {"index": 0, "split": "train"},
             },
             ("nq/train_0", "total number of death row inmates in the us?", ("2,718",)),
@@ -186,15 +239,28 @@ def user(text: str) -> list[dict[str, str]]:
             ".parquet",
             {
                 "data_source": "popqa",
-                **verl([], {"target": ["a", "b", "a"]}, extra_info={"index": 7, "question": "Who?"}),
+                **verl(
+                    [], {"target": ["a", "b", "a"]}, extra_info={"index": 7, "question": "Who?"}
+                ),
             },
             ("popqa/7", "Who?", ("a", "b")),
         ),
-        ("nq", ".jsonl", {"question": "who?", "answer": ["Ann", "Anne"]}, ("nq", "who?", ("Ann", "Anne"))),
+        (
+            "nq",
+            ".jsonl",
+            {"question": "who?", "answer": ["Ann", "Anne"]},
+            ("nq", "who?", ("Ann", "Anne")),
+        ),
         (
             "hotpotqa",
             ".json",
-            {"_id": "5a8b", "question": "Same?", "answer": "yes", "context": [["T", ["s"]]], "level": "hard"},
+            {
+                "_id": "5a8b",
+                "question": "Same?",
+                "answer": "yes",
+                "context": [["T", ["s"]]],
+                "level": "hard",
+            },
             ("hotpotqa/5a8b", "Same?", ("yes",)),
         ),
         (
@@ -210,7 +276,12 @@ def user(text: str) -> list[dict[str, str]]:
         (
             "popqa",
             ".parquet",
-            {"id": 4222362, "question": "Job?", "possible_answers": '["politician", "pol"]', "obj": "politician"},
+            {
+                "id": 4222362,
+                "question": "Job?",
+                "possible_answers": '["politician", "pol"]',
+                "obj": "politician",
+            },
             ("popqa/4222362", "Job?", ("politician", "pol")),
         ),
         (
@@ -222,13 +293,26 @@ def user(text: str) -> list[dict[str, str]]:
         (
             "musique",
             ".jsonl",
-            {"id": "2hop__1", "question": "Where?", "answer": "US", "answer_aliases": ["USA"], "answerable": True},
+            {
+                "id": "2hop__1",
+                "question": "Where?",
+                "answer": "US",
+                "answer_aliases": ["USA"],
+                "answerable": True,
+            },
             ("musique/2hop__1", "Where?", ("US", "USA")),
         ),
-        ("bamboogle", ".csv", {"Question": "Who was?", "Answer": "Mill"}, ("bamboogle", "Who was?", ("Mill",))),
+        (
+            "bamboogle",
+            ".csv",
+            {"Question": "Who was?", "Answer": "Mill"},
+            ("bamboogle", "Who was?", ("Mill",)),
+        ),
     ],
 )
-def test_a_published_row(tmp_path: Path, format: str, suffix: str, row: dict[str, Any], task: tuple[Any, ...]) -> None:
+def test_a_published_row(
+    tmp_path: Path, format: str, suffix: str, row: dict[str, Any], task: tuple[Any, ...]
+) -> None:
     named, question, answers = task
     (found,) = load(write(tmp_path / f"x{suffix}", [row]), format)
     own = digest(question)
@@ -250,7 +334,9 @@ def test_a_mark_of_windows_at_the_beginning_is_passed_over(tmp_path: Path, name:
 
 
 def test_half_a_character_becomes_the_sign_for_one(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text('{"prompt": "a \\ud83d b", "answer": "1"}')  # a text that was cut by its length
+    (tmp_path / "x.jsonl").write_text(
+        '{"prompt": "a \\ud83d b", "answer": "1"}'
+    )  # a text that was cut by its length
     assert [task.prompt for task in load(tmp_path / "x.jsonl", "plain")] == ["a \ufffd b"]
 
 
@@ -270,11 +356,27 @@ def test_ids_stay_when_rows_move(tmp_path: Path) -> None:
             {"question": "?", "answer": 1},
             "has no question: expected one of problem to be filled; its columns: question, answer",
         ),
-        ("aime_2024", {"problem": "?", "id": 3}, "has no answer: expected one of answer, solution to be filled"),
-        ("aime_2024", {"problem": "?", "answer": " "}, "has no answer: expected one of answer, solution"),
+        (
+            "aime_2024",
+            {"problem": "?", "id": 3},
+            "has no answer: expected one of answer, solution to be filled",
+        ),
+        (
+            "aime_2024",
+            {"problem": "?", "answer": " "},
+            "has no answer: expected one of answer, solution",
+        ),
         ("nq", {"question": "?", "answer": [" "]}, "has an empty answer"),
-        ("nq", {"question": "?", "answer": True}, "has an answer that is a bool; expected text, a number or a list"),
-        ("math", {"problem": "?", "solution": "so it is" * 60}, "has no final answer of 1 to 400 characters"),
+        (
+            "nq",
+            {"question": "?", "answer": True},
+            "has an answer that is a bool; expected text, a number or a list",
+        ),
+        (
+            "math",
+            {"problem": "?", "solution": "so it is" * 60},
+            "has no final answer of 1 to 400 characters",
+        ),
         ("math", {"problem": "?", "solution": "\\boxed{4"}, "has no final answer"),
         (
             "dapo",
@@ -288,8 +390,16 @@ def test_ids_stay_when_rows_move(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_row_of_another_shape(tmp_path: Path, format: str, row: dict[str, Any], words: str) -> None:
-    good = {"problem": "Q", "question": "Q", "prompt": "Q", "answer": "1", "reward_model": {"ground_truth": "1"}}
+def test_a_row_of_another_shape(
+    tmp_path: Path, format: str, row: dict[str, Any], words: str
+) -> None:
+    good = {
+        "problem": "Q",
+        "question": "Q",
+        "prompt": "Q",
+        "answer": "1",
+        "reward_model": {"ground_truth": "1"},
+    }
     path = write(tmp_path / "x.jsonl", [good, row])
     with pytest.raises(RecordError) as caught:
         load(path, format)
@@ -308,7 +418,9 @@ def test_a_row_of_another_shape(tmp_path: Path, format: str, row: dict[str, Any]
         ("x.csv", None, "x.csv: no such file"),
     ],
 )
-def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, content: str | None, words: str) -> None:
+def test_a_file_that_cannot_be_read(
+    tmp_path: Path, name: str, content: str | None, words: str
+) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(RecordError, match=words):
@@ -343,19 +455,27 @@ def test_own_files_keep_ids_sources_and_splits(tmp_path: Path) -> None:
 def test_what_repeats(tmp_path: Path) -> None:
     one, two = {"problem": "One?", "answer": 1}, {"problem": "Two?", "answer": 2}
     path = write(tmp_path / "x.json", [one, two, one])
-    with pytest.raises(RecordError, match=r"row 2: task math/\w+ is in .*x.json: row 0 already; set data.duplicates"):
+    with pytest.raises(
+        RecordError,
+        match=r"row 2: task math/\w+ is in .*x.json: row 0 already; set data.duplicates",
+    ):
         list(distinct(read_task_file(path, format="math", split="test"), {}, drop=False))
     kept = list(distinct(read_task_file(path, format="math", split="test"), {}, drop=True))
     assert [task.prompt for task in kept] == ["One?", "Two?"]
     other = write(tmp_path / "y.json", [one, {"problem": "One?", "answer": 7}])
-    with pytest.raises(RecordError, match=r"y.json: row 1: task math/\w+ is in .*row 0 with another prompt or answer"):
+    with pytest.raises(
+        RecordError,
+        match=r"y.json: row 1: task math/\w+ is in .*row 0 with another prompt or answer",
+    ):
         list(distinct(read_task_file(other, format="math", split="test"), {}, drop=True))
 
 
 def test_the_same_file_twice_repeats(tmp_path: Path) -> None:
     path = write(tmp_path / "x.json", [{"problem": "One?", "answer": 1}])
     seen: dict[str, Any] = {}
-    assert len(list(distinct(read_task_file(path, format="math", split="test"), seen, drop=True))) == 1
+    assert (
+        len(list(distinct(read_task_file(path, format="math", split="test"), seen, drop=True))) == 1
+    )
     assert not list(distinct(read_task_file(path, format="math", split="test"), seen, drop=True))
 
 
@@ -363,6 +483,11 @@ def test_every_format_and_column_is_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
     section = page.partition("## Data files")[2].partition("\n## ")[0]
     assert not [name for name in FORMATS if f"`{name}`" not in section]
-    columns = {path for one in FORMATS.values() if isinstance(one, Fields) for path in (*one.question, *one.answers)}
+    columns = {
+        path
+        for one in FORMATS.values()
+        if isinstance(one, Fields)
+        for path in (*one.question, *one.answers)
+    }
     short = {"reward_model.answer", "reward_model.target"}  # written as `.answer` and `.target`
     assert not [path for path in columns - short if f"`{path}`" not in section]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.rollout.models.chat_template import Renderer
+from rollout.models.chat_template import Renderer
 from tests.support.templates import renderer_of
 
 

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.retrieval.client import Passage
-from mcore_mas.rollout.base.task_group import once, put_on_record
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.environments.math_equality import AnswerComparison
-from mcore_mas.rollout.environments.protocol import Step, ToolCall
-from mcore_mas.rollout.environments.search import SearchEnv
-from mcore_mas.rollout.environments.tools import Tool, tool_of
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, Trajectory
-from mcore_mas.rollout.sandbox import RunResult, Verdict
-from mcore_mas.rollout.teams.journal import CollectionJournal
-from mcore_mas.rollout.teams.roles import Agent, Role
-from mcore_mas.rollout.teams.team import Team
-from mcore_mas.rollout.teams.tree import Branching
+from retrieval.client import Passage
+from rollout.base.task_group import once, put_on_record
+from rollout.engines import EngineClient
+from rollout.environments.math_equality import AnswerComparison
+from rollout.environments.protocol import Step, ToolCall
+from rollout.environments.search import SearchEnv
+from rollout.environments.tools import Tool, tool_of
+from rollout.records.trajectory import Completion, Sampling, Trajectory
+from rollout.sandbox import RunResult, Verdict
+from rollout.teams.journal import CollectionJournal
+from rollout.teams.roles import Agent, Role
+from rollout.teams.team import Team
+from rollout.teams.tree import Branching
 from tests.faults.forked import forked
 from tests.support.play import SEED, STEP, TASK, Adder, collect, number
 from tests.support.scripted_engine import ScriptedEngine
@@ -99,12 +99,18 @@ def collected(folder: Path, dies_at: int | None = None, **options: Any) -> Seque
 
     role = Role(name="r", system="", user="{conversation}", parse=number)
     agent = Agent(
-        name="a", role=role, policy="p", sampling=Sampling(max_tokens=400), tools={"t": partial(tools, folder)}
+        name="a",
+        role=role,
+        policy="p",
+        sampling=Sampling(max_tokens=400),
+        tools={"t": partial(tools, folder)},
     )
     team = Team({"a": agent}, {"p": EngineClient(engine=ScriptedEngine(said), renderer=renderer)})
     make_env = partial(SearchEnv, retriever=Retriever(folder / "searched"))
     options["journal"] = CollectionJournal(folder / "journal.jsonl", {0: "x"}).part("")
-    played = collect([TASK], team, make_env, orchestra, group_size=SIZE, seed=SEED, step=STEP, **options)
+    played = collect(
+        [TASK], team, make_env, orchestra, group_size=SIZE, seed=SEED, step=STEP, **options
+    )
     return asyncio.run(played)[0].trajectories
 
 
@@ -113,7 +119,9 @@ def counts(folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dies_at", [5, 9, 14])
-def test_after_a_kill_no_letter_is_sent_and_no_passage_searched_twice(tmp_path: Path, dies_at: int) -> None:
+def test_after_a_kill_no_letter_is_sent_and_no_passage_searched_twice(
+    tmp_path: Path, dies_at: int
+) -> None:
     assert forked(partial(collected, tmp_path, dies_at), tmp_path / "log") == -signal.SIGKILL
     before = counts(tmp_path)
     assert 0 < sum(before) < 4 * SIZE
@@ -121,9 +129,15 @@ def test_after_a_kill_no_letter_is_sent_and_no_passage_searched_twice(tmp_path: 
     assert counts(tmp_path) == (2 * SIZE, 2 * SIZE)
     assert [t.error for t in resumed] == [""] * SIZE
     for trajectory in resumed:  # what a trajectory holds itself is made again
-        assert [event.result for event in trajectory.tools if event.tool == "remember"] == ["x", "x y"]
+        assert [event.result for event in trajectory.tools if event.tool == "remember"] == [
+            "x",
+            "x y",
+        ]
     assert len((tmp_path / "remembered").read_text().split()) > 2 * SIZE
-    assert len({event.result for t in resumed for event in t.tools if event.tool == "send"}) == 2 * SIZE
+    assert (
+        len({event.result for t in resumed for event in t.tools if event.tool == "send"})
+        == 2 * SIZE
+    )
 
 
 def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: Path) -> None:
@@ -150,7 +164,9 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
             if len(self.calls) == self.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             asked = renderer._tokenizer.decode(list(prompt_ids)).count("<tool_response>")
-            reply = [call("write", page=str(sampling.seed % 97)), call("read"), call("read"), "1"][min(asked, 3)]
+            reply = [call("write", page=str(sampling.seed % 97)), call("read"), call("read"), "1"][
+                min(asked, 3)
+            ]
             self._script = lambda *_: [*renderer.encode(reply), renderer.stop[0]]
             return await super().generate(prompt_ids, sampling)
 
@@ -166,15 +182,27 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
         engine = Seeded({})
         engine.dies_at = dies_at  # type: ignore[attr-defined]
         role = Role(name="r", system="", user="{conversation}", parse=number)
-        agent = Agent(name="a", role=role, policy="p", sampling=Sampling(max_tokens=400), tools={"t": diary})
+        agent = Agent(
+            name="a", role=role, policy="p", sampling=Sampling(max_tokens=400), tools={"t": diary}
+        )
         team = Team({"a": agent}, {"p": EngineClient(engine=engine, renderer=renderer)})
         record = CollectionJournal(tmp_path / journal, {0: "x"}).part("")
         played = collect(
-            [TASK], team, Adder, one_chat, group_size=1, seed=SEED, step=STEP, tree=Branching(width=3), journal=record
+            [TASK],
+            team,
+            Adder,
+            one_chat,
+            group_size=1,
+            seed=SEED,
+            step=STEP,
+            tree=Branching(width=3),
+            journal=record,
         )
         [trajectory] = asyncio.run(played)[0].trajectories
         assert trajectory.error == ""
-        return [(turn.node, turn.text) for turn in trajectory.turns] + [(e.node, e.result) for e in trajectory.tools]
+        return [(turn.node, turn.text) for turn in trajectory.turns] + [
+            (e.node, e.result) for e in trajectory.tools
+        ]
 
     whole = told("whole")
     assert len({result for _, result in whole if result.isdecimal()}) > 1
@@ -184,7 +212,9 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
     assert len((tmp_path / "read").read_text().split("\n")) - before < before
 
 
-def test_what_is_answered_comes_back_as_it_was_and_what_raised_is_asked_again(tmp_path: Path) -> None:
+def test_what_is_answered_comes_back_as_it_was_and_what_raised_is_asked_again(
+    tmp_path: Path,
+) -> None:
     result = RunResult(verdict=Verdict.RE, stdout="\u2028\0", stderr="", exit_code=-9, wall_s=0.1)
     answers = {
         AnswerComparison: AnswerComparison.UNDECIDED,
@@ -211,7 +241,9 @@ def test_what_is_answered_comes_back_as_it_was_and_what_raised_is_asked_again(tm
             asked.append("no text")
             return b"\xff"
 
-        put_on_record(CollectionJournal(tmp_path / "journal", {0: "x"}).part("greedy"), lambda: "here")
+        put_on_record(
+            CollectionJournal(tmp_path / "journal", {0: "x"}).part("greedy"), lambda: "here"
+        )
         found = [await once(kind, partial(answer, kind), "\ud800") for kind in answers]
         with pytest.raises(ValueError):
             await once(str, broken)

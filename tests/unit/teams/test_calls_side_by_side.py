@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.environments.tools import Tool, tool_of
-from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.records.trajectory import Sampling, Status, Trajectory
-from mcore_mas.rollout.teams.roles import Agent, ChatRules, Role
-from mcore_mas.rollout.teams.team import Team
+from rollout.engines import EngineClient
+from rollout.environments.tools import Tool, tool_of
+from rollout.models.chat_template import Renderer
+from rollout.records.trajectory import Sampling, Status, Trajectory
+from rollout.teams.roles import Agent, ChatRules, Role
+from rollout.teams.team import Team
 from tests.support.play import SEED, STEP, TASK, Adder, collect, number
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import call
@@ -57,12 +57,23 @@ def meet(renderer: Renderer, tools: Any, *replies: str, **rules: Any) -> Traject
         await chat.run(max_turns=1)
         await env.step("1")
 
-    engine = ScriptedEngine(lambda prompt, n: (*renderer.encode([*replies, "done"][n]), renderer.stop[0]))
+    engine = ScriptedEngine(
+        lambda prompt, n: (*renderer.encode([*replies, "done"][n]), renderer.stop[0])
+    )
     role = Role(name="r", system="S", user="", parse=number)
     sampling = Sampling(max_tokens=400)
-    a = Agent(name="a", role=role, policy="p", sampling=sampling, chats=ChatRules(**rules), tools={"met": tools})
+    a = Agent(
+        name="a",
+        role=role,
+        policy="p",
+        sampling=sampling,
+        chats=ChatRules(**rules),
+        tools={"met": tools},
+    )
     team = Team({"a": a}, {"p": EngineClient(engine=engine, renderer=renderer)})
-    (group,) = asyncio.run(collect([TASK], team, Adder, orchestra, group_size=1, seed=SEED, step=STEP))
+    (group,) = asyncio.run(
+        collect([TASK], team, Adder, orchestra, group_size=1, seed=SEED, step=STEP)
+    )
     return group.trajectories[0]
 
 
@@ -76,7 +87,12 @@ def test_calls_of_a_reply_are_made_side_by_side_where_their_tool_allows_it(qwen:
     assert log.index("Bob comes") < log.index("Ann goes") > log.index("Bob goes")
     told = [message.content for message in trajectory.turns[1].messages if message.role == "tool"]
     assert told == ["Cy passed", "Ann was there", "Di passed", "Bob was there"]
-    assert [event.result for event in trajectory.tools] == ["Cy passed", "Di passed", "Ann was there", "Bob was there"]
+    assert [event.result for event in trajectory.tools] == [
+        "Cy passed",
+        "Di passed",
+        "Ann was there",
+        "Bob was there",
+    ]
 
 
 def test_calls_of_other_tools_wait_for_one_another(qwen: Renderer) -> None:

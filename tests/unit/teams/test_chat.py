@@ -15,16 +15,16 @@ import pytest
 
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.packing.pack import pack
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.environments.protocol import AgentMistake
-from mcore_mas.rollout.environments.tools import Tool, tool_of
-from mcore_mas.rollout.models.chat_template import Renderer
-from mcore_mas.rollout.records.trajectory import Group, Sampling, Status, Trajectory
-from mcore_mas.rollout.teams.chat import Chat
-from mcore_mas.rollout.teams.roles import Agent, ChatRules, Role
-from mcore_mas.rollout.teams.team import Team
-from mcore_mas.rollout.teams.tree import Branching
 from mcore_mas.training.metrics import rollout_metrics
+from rollout.engines import EngineClient
+from rollout.environments.protocol import AgentMistake
+from rollout.environments.tools import Tool, tool_of
+from rollout.models.chat_template import Renderer
+from rollout.records.trajectory import Group, Sampling, Status, Trajectory
+from rollout.teams.chat import Chat
+from rollout.teams.roles import Agent, ChatRules, Role
+from rollout.teams.team import Team
+from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, number
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import call, renderer_of
@@ -69,7 +69,10 @@ def play(
     Replies come in the order of the calls, or are what `told` makes of the prompt.
     """
     engine = ScriptedEngine(
-        lambda prompt, n: (*renderer.encode(told(shown(renderer, prompt)) if told else replies[n]), renderer.stop[0])
+        lambda prompt, n: (
+            *renderer.encode(told(shown(renderer, prompt)) if told else replies[n]),
+            renderer.stop[0],
+        )
     )
     role = Role(name="r", system="S", user="{conversation}", parse=number)
     a = Agent(
@@ -83,7 +86,9 @@ def play(
     b = replace(a, name="b", tools={}, role=replace(role, system=""))
     client = EngineClient(engine=engine, renderer=renderer, max_length=max_length)
     team = Team({"a": a, "b": b}, {"p": client})
-    (group,) = asyncio.run(collect([TASK], team, Adder, orchestra, group_size=1, seed=SEED, step=STEP, **options))
+    (group,) = asyncio.run(
+        collect([TASK], team, Adder, orchestra, group_size=1, seed=SEED, step=STEP, **options)
+    )
     return group.trajectories[0], engine
 
 
@@ -104,13 +109,17 @@ def shown(renderer: Renderer, ids: Sequence[int]) -> str:
 
 def counted(trajectory: Trajectory, *names: str) -> list[float]:
     """A step's metrics of chats, of a trajectory alone."""
-    rewarded = replace(trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns))
+    rewarded = replace(
+        trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns)
+    )
     metrics = rollout_metrics([Group(task=TASK, trajectories=(rewarded,))])
     return [metrics[f"chat/{name}"] for name in names]
 
 
 def test_a_chat_is_one_path_of_tokens_and_only_replies_train(qwen: Renderer) -> None:
-    trajectory, _ = play(qwen, one_chat, "  " + call("count_on", '{"by":2}'), "3", call("count_on", '{"by": 5}'), "8")
+    trajectory, _ = play(
+        qwen, one_chat, "  " + call("count_on", '{"by":2}'), "3", call("count_on", '{"by": 5}'), "8"
+    )
     assert trajectory.error == ""
     before: tuple[int, ...] = ()
     for turn in trajectory.turns:
@@ -118,15 +127,22 @@ def test_a_chat_is_one_path_of_tokens_and_only_replies_train(qwen: Renderer) -> 
         before = turn.prompt_ids + turn.completion_ids
         assert (turn.chat, turn.valid) == ("a/0", True)
     assert [turn.scores.get("tool_calls") for turn in trajectory.turns] == [1.0, None, 1.0, None]
-    assert [event.result for event in trajectory.tools] == ["now 2", "now 7"]  # one counter for the trajectory
+    assert [event.result for event in trajectory.tools] == [
+        "now 2",
+        "now 7",
+    ]  # one counter for the trajectory
     assert [(event.after_turn, event.tool, event.query) for event in trajectory.tools] == [
         (0, "count_on", '{"by": 2}'),
         (2, "count_on", '{"by": 5}'),
     ]
     assert "now 2" in shown(qwen, trajectory.turns[1].prompt_ids)
-    rewarded = replace(trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns))
+    rewarded = replace(
+        trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns)
+    )
     samples = to_samples([Group(task=TASK, trajectories=(rewarded,))])
-    (batch,) = pack([replace(s, advantages=(1.0,) * len(s.completion_ids)) for s in samples], 10_000)
+    (batch,) = pack(
+        [replace(s, advantages=(1.0,) * len(s.completion_ids)) for s in samples], 10_000
+    )
     assert len(batch.token_ids) == len(before) - 1  # each token once; the last predicts nothing
     said = [token for turn in trajectory.turns for token in turn.completion_ids]
     assert batch.labels.tolist() == said  # what tools and users said is nobody's label
@@ -145,7 +161,9 @@ def test_a_chat_is_one_path_of_tokens_and_only_replies_train(qwen: Renderer) -> 
 def test_a_template_that_drops_thoughts_makes_a_root_that_is_counted(tmp_path: Path) -> None:
     renderer = renderer_of("qwen3", tmp_path)
     thought = "<think>\nhm\n</think>\n\n"
-    trajectory, _ = play(renderer, one_chat, thought + call("count_on", '{"by": 1}'), f"{thought}3", "8")
+    trajectory, _ = play(
+        renderer, one_chat, thought + call("count_on", '{"by": 1}'), f"{thought}3", "8"
+    )
     assert [turn.scores.get("root") for turn in trajectory.turns] == [None, None, 1.0]
     assert counted(trajectory, "roots") == [1.0]
     assert "hm" not in shown(renderer, trajectory.turns[2].prompt_ids)
@@ -167,7 +185,9 @@ def test_a_chat_says_one_thing_at_a_time(qwen: Renderer, monkeypatch: pytest.Mon
         await asyncio.gather(chat.say("one?"), chat.say("two?"))
 
     trajectory, _ = play(qwen, two_at_once, "1", "2")
-    assert trajectory.error.endswith("chat a/0 is at a reply already; wait for that, or open another chat")
+    assert trajectory.error.endswith(
+        "chat a/0 is at a reply already; wait for that, or open another chat"
+    )
 
 
 def test_broken_calls_are_told_of_and_counted(qwen: Renderer) -> None:
@@ -182,7 +202,11 @@ def test_broken_calls_are_told_of_and_counted(qwen: Renderer) -> None:
         "2",
     )
     first, second, _ = trajectory.turns
-    assert (first.valid, first.scores["tool_calls"], first.scores["malformed_calls"]) == (False, 4.0, 1.0)
+    assert (first.valid, first.scores["tool_calls"], first.scores["malformed_calls"]) == (
+        False,
+        4.0,
+        1.0,
+    )
     assert [message.content for message in second.messages[-4:]] == [
         'This tool call cannot be read. Write it as JSON: {"name": "...", "arguments": {...}}',
         "There is no tool 'minus'; tools: count_on",
@@ -202,7 +226,9 @@ def test_a_tool_that_breaks_fails_its_trajectory(qwen: Renderer) -> None:
 def test_calls_are_limited_by_turn_by_trajectory_and_in_length(qwen: Renderer) -> None:
     two = call("count_on", '{"by": 1}') * 2
     rules = ChatRules(calls_per_turn=1, calls=2, result_chars=6)
-    trajectory, _ = play(qwen, one_chat, two, two, "1", call("count_on", '{"by": 1}'), "2", rules=rules)
+    trajectory, _ = play(
+        qwen, one_chat, two, two, "1", call("count_on", '{"by": 1}'), "2", rules=rules
+    )
     results = [m.content for m in trajectory.turns[-1].messages if m.role == "tool"]
     assert results == [
         "now 1",
@@ -211,7 +237,9 @@ def test_calls_are_limited_by_turn_by_trajectory_and_in_length(qwen: Renderer) -
         "This call was not made: a reply may make 1.",
         "This call was not made: all 2 calls are spent. Answer without tools.",
     ]
-    trajectory, _ = play(qwen, one_chat, call("count_on", '{"by": 99}'), "1", "2", rules=ChatRules(result_chars=4))
+    trajectory, _ = play(
+        qwen, one_chat, call("count_on", '{"by": 99}'), "1", "2", rules=ChatRules(result_chars=4)
+    )
     assert trajectory.tools[0].result == "no\n[... 2 characters ...]\n99"
 
 
@@ -259,9 +287,16 @@ def test_a_full_chat_stops_folds_or_drops_its_oldest_results(qwen: Renderer) -> 
     assert counted(trajectory, "full", "folded") == [1.0, 0.0]
 
     rules = ChatRules(when_full="fold", summariser="b")
-    trajectory, _ = play(qwen, orchestra, "one", "two", "short", "three", rules=rules, max_length=550)
+    trajectory, _ = play(
+        qwen, orchestra, "one", "two", "short", "three", rules=rules, max_length=550
+    )
     assert trajectory.error == ""
-    assert [(turn.agent, turn.index) for turn in trajectory.turns] == [("a", 0), ("a", 1), ("b", 2), ("a", 3)]
+    assert [(turn.agent, turn.index) for turn in trajectory.turns] == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 2),
+        ("a", 3),
+    ]
     last = trajectory.turns[3]
     assert last.messages[-1].content == f"first\n\nWhat has happened since:\nshort\n\n{'y' * 60}"
     assert (last.scores["folded"], last.scores["root"], len(last.messages)) == (1.0, 1.0, 2)
@@ -316,7 +351,9 @@ def test_long_chats_are_rendered_off_the_event_loop_side_by_side(qwen: Renderer)
     assert threads == [False] * 8
     for turn in trajectory.turns[8:]:
         first = trajectory.turns[turn.index - 8]
-        assert turn.prompt_ids[: len(first.prompt_ids) + 3] == first.prompt_ids + first.completion_ids
+        assert (
+            turn.prompt_ids[: len(first.prompt_ids) + 3] == first.prompt_ids + first.completion_ids
+        )
         assert len(turn.prompt_ids) > 30_000
 
 
@@ -351,12 +388,18 @@ def test_a_chat_grows_as_a_tree_whose_branches_have_tools_of_their_own(qwen: Ren
 
     trajectory, _ = play(qwen, orchestra, told=told, tree=Branching(width=2))
     assert trajectory.error == ""
-    assert [(turn.node, turn.text) for turn in trajectory.turns][-2:] == [("0.0", "8"), ("0.1", "8")]
+    assert [(turn.node, turn.text) for turn in trajectory.turns][-2:] == [
+        ("0.0", "8"),
+        ("0.1", "8"),
+    ]
     assert trajectory.leaf == "0.0"
-    assert {event.result for event in trajectory.tools} == {"now 2"}  # each branch counts for itself
+    assert {event.result for event in trajectory.tools} == {
+        "now 2"
+    }  # each branch counts for itself
     first, then = trajectory.path
     assert (
-        then.prompt_ids[: len(first.prompt_ids) + len(first.completion_ids)] == first.prompt_ids + first.completion_ids
+        then.prompt_ids[: len(first.prompt_ids) + len(first.completion_ids)]
+        == first.prompt_ids + first.completion_ids
     )
 
 
@@ -372,15 +415,27 @@ def test_qwen3_without_thinking_begins_anew_at_every_turn(
 
     renderer = renderer_of("qwen3", tmp_path, **arguments)
     trajectory, _ = play(renderer, four, "1", "2", "3", "4")
-    assert [turn.scores.get("root", 0.0) for turn in trajectory.turns] == [0.0] + [1.0 if roots else 0.0] * 3
+    assert [turn.scores.get("root", 0.0) for turn in trajectory.turns] == [0.0] + [
+        1.0 if roots else 0.0
+    ] * 3
     empty = renderer.encode("<think>\n\n</think>\n\n") if arguments else ()
     for before, turn in pairwise(trajectory.turns):
         shared = before.prompt_ids[: len(before.prompt_ids) - len(empty)]
-        assert turn.prompt_ids[: len(shared)] == shared  # all but the latest reply is still one path
-    rewarded = replace(trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns))
+        assert (
+            turn.prompt_ids[: len(shared)] == shared
+        )  # all but the latest reply is still one path
+    rewarded = replace(
+        trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns)
+    )
     samples = to_samples([Group(task=TASK, trajectories=(rewarded,))])
-    (batch,) = pack([replace(s, advantages=(1.0,) * len(s.completion_ids)) for s in samples], 10_000)
+    (batch,) = pack(
+        [replace(s, advantages=(1.0,) * len(s.completion_ids)) for s in samples], 10_000
+    )
     last = trajectory.turns[-1]
-    again = sum(len(empty) + len(turn.completion_ids) - 1 for turn in trajectory.turns[:-1]) if roots else 0
+    again = (
+        sum(len(empty) + len(turn.completion_ids) - 1 for turn in trajectory.turns[:-1])
+        if roots
+        else 0
+    )
     # of the last turn each token but its end, and beside that path each earlier reply behind its empty thought
     assert len(batch.token_ids) == len(last.prompt_ids) + len(last.completion_ids) - 1 + again

@@ -8,20 +8,24 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.credit.samples import to_samples
-from mcore_mas.rollout.base.errors import EngineError, Unusable
-from mcore_mas.rollout.environments import ENVS
-from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory
-from mcore_mas.rollout.teams.collect import Deadlines
+from rollout.base.errors import EngineError, Unusable
+from rollout.environments import ENVS
+from rollout.records.trajectory import Group, Status, Trajectory
+from rollout.teams.collect import Deadlines
 from tests.support.play import SEED, STEP, TASK, Adder, Bytes, collect, make_team, seeded
 from tests.support.scripted_engine import ScriptedEngine
 
 
-def play(orchestra, engine, *, tasks=(TASK,), group_size=1, make_env=Adder, **options) -> list[Trajectory]:
+def play(
+    orchestra, engine, *, tasks=(TASK,), group_size=1, make_env=Adder, **options
+) -> list[Trajectory]:
     """The trajectories of one collection, which must leave no task behind."""
 
     async def run():
         team = make_team(engine)
-        groups = await collect(tasks, team, make_env, orchestra, group_size=group_size, seed=SEED, step=STEP, **options)
+        groups = await collect(
+            tasks, team, make_env, orchestra, group_size=group_size, seed=SEED, step=STEP, **options
+        )
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return groups
 
@@ -79,7 +83,10 @@ def test_steps_without_a_turn_between_them_add_up():
         await env.step("2")
 
     [trajectory] = play(orchestra, says("0", "0"))
-    assert [turn.scores for turn in trajectory.turns] == [{"team": 5.0, "total": 5.0}, {"team": 2.0, "total": 7.0}]
+    assert [turn.scores for turn in trajectory.turns] == [
+        {"team": 5.0, "total": 5.0},
+        {"team": 2.0, "total": 7.0},
+    ]
 
 
 def test_a_turn_that_no_step_followed_was_not_measured():
@@ -153,7 +160,9 @@ def test_d5_a_state_that_the_environment_names_is_anchored_without_history():
     start, right, again = (turn.anchor for turn in trajectory.turns)
     assert start == again != right and start
     assert len({turn.state_key for turn in trajectory.turns}) == 3
-    rewarded = replace(trajectory, turns=tuple(replace(turn, reward=0.0) for turn in trajectory.turns))
+    rewarded = replace(
+        trajectory, turns=tuple(replace(turn, reward=0.0) for turn in trajectory.turns)
+    )
     samples = to_samples([Group(task=maze, trajectories=(rewarded,))])
     assert [sample.state for sample in samples] == [start, right, start]
     # an environment that names none leaves the prompt's digest
@@ -177,7 +186,11 @@ def test_a_late_trajectory_is_failed_and_the_others_go_on():
     engine = Slow(quick=0.0, late=60.0)
     tasks = [replace(TASK, id=name) for name in ("late", "quick")]
     late, quick = play(orchestra, engine, tasks=tasks, limits=Deadlines(trajectory_s=0.1))
-    assert (late.status, late.outcome, late.metrics) == (Status.LATE, None, {"late/trajectory": 1.0})
+    assert (late.status, late.outcome, late.metrics) == (
+        Status.LATE,
+        None,
+        {"late/trajectory": 1.0},
+    )
     assert late.error == "the trajectory's deadline of 0.1 s passed while it waited for a (turn 0)"
     assert (quick.status, quick.outcome) == (Status.COMPLETED, 1.0)
     assert engine.aborted == 1
@@ -193,11 +206,16 @@ def test_a_deadline_names_what_was_waited_for(where):
         await (env.step("1") if where == "adder.step" else asyncio.sleep(60))
 
     [trajectory] = play(orchestra, says(), make_env=Stuck, limits=Deadlines(trajectory_s=0.05))
-    assert trajectory.error == f"the trajectory's deadline of 0.05 s passed while it waited for {where}"
+    assert (
+        trajectory.error
+        == f"the trajectory's deadline of 0.05 s passed while it waited for {where}"
+    )
 
 
 def test_in_time_is_as_without_a_deadline():
-    assert play(relay, says("9", "2", "3"), limits=Deadlines(trajectory_s=60)) == play(relay, says("9", "2", "3"))
+    assert play(relay, says("9", "2", "3"), limits=Deadlines(trajectory_s=60)) == play(
+        relay, says("9", "2", "3")
+    )
 
 
 def test_a_failed_turn_ends_those_beside_it():
@@ -231,7 +249,9 @@ def test_what_nobody_can_do_without_ends_the_collection_and_all_that_runs():
     async def run():
         tasks = [replace(TASK, id=name) for name in ("fine", "bug")]
         with pytest.raises(Unusable, match="the key is refused"):
-            await collect(tasks, make_team(engine), Adder, orchestra, group_size=2, seed=SEED, step=STEP)
+            await collect(
+                tasks, make_team(engine), Adder, orchestra, group_size=2, seed=SEED, step=STEP
+            )
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
@@ -248,7 +268,10 @@ def test_an_orchestra_that_takes_no_step_fails():
     async def orchestra(task, team, env):
         await team.act("a", said="x")
 
-    assert play(orchestra, says("1"))[0].error == "the orchestra ended without a step in the environment"
+    assert (
+        play(orchestra, says("1"))[0].error
+        == "the orchestra ended without a step in the environment"
+    )
 
 
 def test_seeds_are_by_place():
@@ -271,7 +294,9 @@ def test_no_two_turns_of_a_run_have_one_seed():
     engine = ScriptedEngine(lambda *_: (*b"1", 0))
 
     async def run(step):
-        return await collect(two, make_team(engine), Adder, both, group_size=3, seed=SEED, step=step)
+        return await collect(
+            two, make_team(engine), Adder, both, group_size=3, seed=SEED, step=step
+        )
 
     for step in (0, 1):
         asyncio.run(run(step))

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.remote import RemoteConfig
-from mcore_mas.rollout.engines.remote.caller import RemoteClient
-from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted
-from mcore_mas.rollout.records.trajectory import Message, Sampling
-from mcore_mas.rollout.teams.team import Team
+from rollout.base.errors import EngineError
+from rollout.engines.remote import RemoteConfig
+from rollout.engines.remote.caller import RemoteClient
+from rollout.engines.remote.ledger import BudgetExhausted
+from rollout.records.trajectory import Message, Sampling
+from rollout.teams.team import Team
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.play import make_team
 from tests.support.scripted_engine import ScriptedEngine
@@ -51,7 +51,11 @@ def test_a_team_of_a_policy_and_a_frozen_model(tmp_path) -> None:
         assert (other.prompt_ids, other.completion_ids, other.logprobs) == ((), (), ())
         body = server.bodies[0]
         assert body["messages"] == [{"role": "user", "content": "7"}]
-        assert (body["temperature"], body["max_tokens"], body["seed"]) == (0.7, 99, other.seed % 2**63)
+        assert (body["temperature"], body["max_tokens"], body["seed"]) == (
+            0.7,
+            99,
+            other.seed % 2**63,
+        )
         assert (metrics["calls"], metrics["tokens"]) == (1.0, 11.0)
         again, _, metrics = play(remote(server.url), tmp_path, 1)
         assert again == turns
@@ -73,9 +77,15 @@ def test_failures_are_the_engines_and_an_empty_purse_stops(tmp_path) -> None:
             asyncio.run(say(remote(server.url)))
         with pytest.raises(BudgetExhausted, match="2 calls would pass the limit of 1"):
             asyncio.run(say(remote(server.url, budget={"calls": 1})))
-    with chat_server(Response(b"no", status=400)) as server, pytest.raises(EngineError, match="friend: status 400: no"):
+    with (
+        chat_server(Response(b"no", status=400)) as server,
+        pytest.raises(EngineError, match="friend: status 400: no"),
+    ):
         asyncio.run(say(remote(server.url)))
-    with chat_server(says("late", delay_s=30)) as server, pytest.raises(EngineError, match=r"no reply within 0\.2 s"):
+    with (
+        chat_server(says("late", delay_s=30)) as server,
+        pytest.raises(EngineError, match=r"no reply within 0\.2 s"),
+    ):
         asyncio.run(say(remote(server.url, deadline_s=0.2)))
 
 

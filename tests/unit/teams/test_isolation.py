@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EngineError, EnvError
-from mcore_mas.rollout.base.task_group import LEFT, PATIENCE_S, Watchdog, cancel_tasks
-from mcore_mas.rollout.records.trajectory import Status
-from mcore_mas.rollout.teams.collect import Deadlines
-from mcore_mas.rollout.teams.tree import Branching
 from mcore_mas.training.metrics import losses, rollout_metrics
+from rollout.base.errors import EngineError, EnvError
+from rollout.base.task_group import LEFT, PATIENCE_S, Watchdog, cancel_tasks
+from rollout.records.trajectory import Status
+from rollout.teams.collect import Deadlines
+from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.slow import Slow, ask, play, statuses, tasks, team_of
@@ -48,10 +48,19 @@ def test_a_deadline_holds_against_a_tool_that_ignores_its_cancellation(key):
     complaints = []
 
     async def run():
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: complaints.append(context)
+        )
         team = make_team(ScriptedEngine(lambda *_: (*b"1", 0)))
         groups = await collect(
-            [TASK], team, Deaf, ask, group_size=1, seed=SEED, step=STEP, limits=Deadlines(**{key: 5})
+            [TASK],
+            team,
+            Deaf,
+            ask,
+            group_size=1,
+            seed=SEED,
+            step=STEP,
+            limits=Deadlines(**{key: 5}),
         )
         at = asyncio.get_running_loop().time()
         left = len(asyncio.all_tasks()) - 1
@@ -181,7 +190,9 @@ def test_an_environment_is_closed_however_its_trajectory_ends():
                 raise EnvError("broken")
             return await super().step(action)
 
-    groups, _ = play(ask, Slow(), tasks=tasks(1, 2, 60), make_env=Held, limits=Deadlines(trajectory_s=10))
+    groups, _ = play(
+        ask, Slow(), tasks=tasks(1, 2, 60), make_env=Held, limits=Deadlines(trajectory_s=10)
+    )
     assert statuses(groups) == [Status.COMPLETED, Status.FAILED, Status.LATE]
     assert closed == ["0", "1", "2"]
 
@@ -193,14 +204,19 @@ def test_a_reply_that_the_engine_gave_up_is_a_failure_and_no_malformed_turn():
             if len(self.calls) != 2:
                 return whole
             spans = tuple(replace(span, end=1) for span in whole.versions)
-            return replace(whole, token_ids=(49,), logprobs=(-0.5,), finish_reason="abort", versions=spans)
+            return replace(
+                whole, token_ids=(49,), logprobs=(-0.5,), finish_reason="abort", versions=spans
+            )
 
     engine = Aborting(lambda *_: (*b"1", 0))
     engine.busy = 0
     groups, _ = play(ask, engine, tasks=tasks(0, 0, 0))
     assert statuses(groups) == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
     lost = groups[1].trajectories[0]
-    assert (lost.turns, lost.error) == ((), "EngineError: the engine gave the reply up after 1 tokens")
+    assert (lost.turns, lost.error) == (
+        (),
+        "EngineError: the engine gave the reply up after 1 tokens",
+    )
     assert rollout_metrics(groups)["agent/a/valid_ratio"] == 1.0
     assert losses(groups) == (
         "1 of 3 trajectories are lost (1 failed); the first, 3/1/0: "
@@ -221,7 +237,9 @@ def test_slots_come_back_whatever_happens_to_those_who_had_or_wanted_them():
         team = team_of(engine, max_in_flight=2, deadline_s=10)
         options = {"seed": SEED, "step": STEP, "limits": Deadlines(trajectory_s=12)}
         # late calls, failing ones, and some that are cancelled while they wait for a slot
-        first = await collect(tasks(60, 60, 7, 60, 7, 60, 60), team, Adder, ask, group_size=1, **options)
+        first = await collect(
+            tasks(60, 60, 7, 60, 7, 60, 60), team, Adder, ask, group_size=1, **options
+        )
         began = asyncio.get_running_loop().time()
         # a full group ends those that have slots and those that wait for one
         await collect(tasks(1, 1), team, Adder, ask, group_size=1, surplus=3, **options)
@@ -233,7 +251,9 @@ def test_slots_come_back_whatever_happens_to_those_who_had_or_wanted_them():
     assert Counter(statuses(first)) == {Status.LATE: 5, Status.FAILED: 2}
     assert began == 12
     assert statuses(last) == [Status.COMPLETED] * 4
-    assert ended - middle == 2.0  # four seconds of calls, two at a time: neither more slots nor fewer
+    assert (
+        ended - middle == 2.0
+    )  # four seconds of calls, two at a time: neither more slots nor fewer
     assert engine.busiest == 2 and engine.busy == 0
 
 
@@ -250,7 +270,9 @@ def test_whatever_ends_when_everything_is_accounted_for_once():
 
         engine = Slow()
         limits = Deadlines(
-            tool_s=rng.choice([None, 2]), trajectory_s=rng.choice([None, 4, 6]), batch_s=rng.choice([None, 4, 7])
+            tool_s=rng.choice([None, 2]),
+            trajectory_s=rng.choice([None, 4, 6]),
+            batch_s=rng.choice([None, 4, 7]),
         )
         surplus, size = rng.choice([0, 0, 2]), 3
         groups, at = play(
@@ -260,7 +282,10 @@ def test_whatever_ends_when_everything_is_accounted_for_once():
             group_size=size,
             surplus=surplus,
             limits=limits,
-            settings={"deadline_s": rng.choice([None, 2, 3]), "max_in_flight": rng.choice([None, 1, 4])},
+            settings={
+                "deadline_s": rng.choice([None, 2, 3]),
+                "max_in_flight": rng.choice([None, 1, 4]),
+            },
             tree=Branching(width=2) if case % 4 == 0 else None,
         )
         played = [t for group in groups for t in group.trajectories]
@@ -290,7 +315,14 @@ class TestABlockedLoop:
         async def run():
             team = make_team(ScriptedEngine(lambda *_: (*b"1", 0)))
             await collect(
-                [TASK], team, Blocking, ask, group_size=1, seed=SEED, step=STEP, watchdog=Watchdog(0.5, lines.append)
+                [TASK],
+                team,
+                Blocking,
+                ask,
+                group_size=1,
+                seed=SEED,
+                step=STEP,
+                watchdog=Watchdog(0.5, lines.append),
             )
 
         asyncio.run(run())
@@ -298,7 +330,9 @@ class TestABlockedLoop:
 
     def test_it_is_said_from_outside_and_where(self):
         first, *more = self.said(1.0)
-        assert re.match(r"the event loop has been blocked for \d s, so that no deadline holds", first)
+        assert re.match(
+            r"the event loop has been blocked for \d s, so that no deadline holds", first
+        )
         assert "test_isolation.py:" in first and first.endswith(" step")
         assert len(more) <= 1  # after twice the time
 

@@ -16,25 +16,25 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_mas.retrieval.corpus import Passage, RetrievalError
-from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.text import shown_text
-from mcore_mas.rollout.config.sections import OrchestraConfig
-from mcore_mas.rollout.environments import ENVS, TOOLS
-from mcore_mas.rollout.environments.games import GAMES
-from mcore_mas.rollout.environments.mcp import McpEnv, McpServer
-from mcore_mas.rollout.environments.protocol import Step, ToolCall
-from mcore_mas.rollout.environments.search import REWARDS
-from mcore_mas.rollout.environments.tools import call_tool
-from mcore_mas.rollout.models.tool_calls import TOOL_FORMATS, parse_reply
-from mcore_mas.rollout.orchestras import ORCHESTRAS
-from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
-from mcore_mas.rollout.records.trajectory import Message, Status, Task, ToolUse, valid_text
-from mcore_mas.rollout.rewards.penalties import VALIDITY_RULES
-from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.teams.journal import Quarantined
-from mcore_mas.rollout.teams.roles import ROLES
-from mcore_mas.rollout.teams.tree import Branching
+from retrieval.corpus import Passage, RetrievalError
+from rollout.base.errors import EnvError
+from rollout.base.text import shown_text
+from rollout.config.sections import OrchestraConfig
+from rollout.environments import ENVS, TOOLS
+from rollout.environments.games import GAMES
+from rollout.environments.mcp import McpEnv, McpServer
+from rollout.environments.protocol import Step, ToolCall
+from rollout.environments.search import REWARDS
+from rollout.environments.tools import call_tool
+from rollout.models.tool_calls import TOOL_FORMATS, parse_reply
+from rollout.orchestras import ORCHESTRAS
+from rollout.records.files import read_trajectories, write_trajectories
+from rollout.records.trajectory import Message, Status, Task, ToolUse, valid_text
+from rollout.rewards.penalties import VALIDITY_RULES
+from rollout.tasks import GENERATORS
+from rollout.teams.journal import Quarantined
+from rollout.teams.roles import ROLES
+from rollout.teams.tree import Branching
 from tests.support import casts
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine
@@ -50,9 +50,13 @@ def test_text_is_made_valid_where_it_enters_a_record() -> None:
     assert shown_text("\x1b]0;x\x07\r\u202ea\tb\n\x9b2J") == "\\x1b]0;x\\x07\\r\\u202ea\tb\n\\x9b2J"
 
 
-def test_a_tool_that_is_called_by_half_a_character_is_told_so_and_the_trajectory_goes_on(tmp_path: Path) -> None:
+def test_a_tool_that_is_called_by_half_a_character_is_told_so_and_the_trajectory_goes_on(
+    tmp_path: Path,
+) -> None:
     servers = {"small": McpServer(command=sys.executable, args=[str(SERVER)])}
-    task = Task(id="t", prompt="How much is 40 + 2?", answers=("42",), env="mcp", source="s", split="train")
+    task = Task(
+        id="t", prompt="How much is 40 + 2?", answers=("42",), env="mcp", source="s", split="train"
+    )
     trajectory, seen = casts.play(
         "single",
         {"player": "tool_caller"},
@@ -93,9 +97,16 @@ def collected(folder: Path, replies: list[str], **options: Any) -> list[Any]:
     return list(asyncio.run(run)[0].trajectories)
 
 
-def test_whoever_breaks_is_quarantined_alone_with_what_it_takes_to_play_it_again(tmp_path: Path) -> None:
+def test_whoever_breaks_is_quarantined_alone_with_what_it_takes_to_play_it_again(
+    tmp_path: Path,
+) -> None:
     played = collected(tmp_path, ["5", "13", "7", "6"])
-    assert [t.status for t in played] == [Status.COMPLETED, Status.FAILED, Status.FAILED, Status.COMPLETED]
+    assert [t.status for t in played] == [
+        Status.COMPLETED,
+        Status.FAILED,
+        Status.FAILED,
+        Status.COMPLETED,
+    ]
     assert [t.error for t in played] == [
         "",
         "Defect: adder.step: MemoryError: 13",
@@ -110,15 +121,24 @@ def test_whoever_breaks_is_quarantined_alone_with_what_it_takes_to_play_it_again
         assert (found.task, found.seed, found.step, found.sample) == (TASK, SEED, STEP, sample)
         silent = ScriptedEngine({})  # nobody else may be asked
         team = found.team(make_team(silent))
-        for fixed, error in ((Breaks, played[sample].error), (Adder, "" if sample == 1 else played[sample].error)):
-            [group] = asyncio.run(collect([TASK], team, fixed, one_step, group_size=sample + 1, seed=SEED, step=STEP))
+        for fixed, error in (
+            (Breaks, played[sample].error),
+            (Adder, "" if sample == 1 else played[sample].error),
+        ):
+            [group] = asyncio.run(
+                collect([TASK], team, fixed, one_step, group_size=sample + 1, seed=SEED, step=STEP)
+            )
             again = group.trajectories[sample]
             assert again.error == error
-            assert [turn.text for turn in again.turns] == [turn.text for turn in played[sample].turns]
+            assert [turn.text for turn in again.turns] == [
+                turn.text for turn in played[sample].turns
+            ]
         assert silent.calls == []
 
 
-def test_an_environment_that_cannot_be_made_and_a_reward_that_is_no_number_are_quarantined(tmp_path: Path) -> None:
+def test_an_environment_that_cannot_be_made_and_a_reward_that_is_no_number_are_quarantined(
+    tmp_path: Path,
+) -> None:
     def unmade(task: Task) -> Adder:
         raise KeyError("no such board")
 
@@ -131,15 +151,27 @@ def test_an_environment_that_cannot_be_made_and_a_reward_that_is_no_number_are_q
         (NotANumber, "Defect: adder.step: its reward is nan"),
     ):
         engine = ScriptedEngine(lambda *_: (*b"1", 0))
-        run = collect([TASK], make_team(engine), make_env, one_step, group_size=1, seed=SEED, step=STEP)
+        run = collect(
+            [TASK], make_team(engine), make_env, one_step, group_size=1, seed=SEED, step=STEP
+        )
         assert asyncio.run(run)[0].trajectories[0].error == error
 
 
 @pytest.mark.parametrize("tree", [None, Branching(width=2)])
-def test_what_breaks_is_called_by_the_name_of_the_environment_that_is_played(tree: Branching | None) -> None:
+def test_what_breaks_is_called_by_the_name_of_the_environment_that_is_played(
+    tree: Branching | None,
+) -> None:
     engine = ScriptedEngine(lambda *_: (*b"13", 0))
     run = collect(
-        [TASK], make_team(engine), Breaks, one_step, group_size=1, seed=SEED, step=STEP, env="own:Breaks", tree=tree
+        [TASK],
+        make_team(engine),
+        Breaks,
+        one_step,
+        group_size=1,
+        seed=SEED,
+        step=STEP,
+        env="own:Breaks",
+        tree=tree,
     )
     assert asyncio.run(run)[0].trajectories[0].error == "Defect: own:Breaks.step: MemoryError: 13"
 
@@ -155,7 +187,10 @@ PIECES = (
 
 def hostile(source: random.Random) -> str:
     """Any text: pieces of what is read somewhere, and characters of every plane."""
-    parts = [source.choice(PIECES) if source.random() < 0.8 else chr(source.randrange(0x110000)) for _ in range(6)]
+    parts = [
+        source.choice(PIECES) if source.random() < 0.8 else chr(source.randrange(0x110000))
+        for _ in range(6)
+    ]
     return "".join(parts[: source.randrange(7)])
 
 
@@ -167,7 +202,9 @@ class Anything:
 
     def text(self) -> str:
         if self.source.random() < 0.03:
-            raise self.source.choice([EnvError("down"), KeyError("odd"), UnicodeError("bad"), RecursionError("deep")])
+            raise self.source.choice(
+                [EnvError("down"), KeyError("odd"), UnicodeError("bad"), RecursionError("deep")]
+            )
         return hostile(self.source)
 
     def reset(self, task: Task) -> str:
@@ -208,7 +245,9 @@ class Anything:
 
 
 def speaks(source: random.Random) -> ScriptedEngine:
-    return ScriptedEngine(lambda *_: (*valid_text(hostile(source)).encode().replace(b"\0", b" "), 0))
+    return ScriptedEngine(
+        lambda *_: (*valid_text(hostile(source)).encode().replace(b"\0", b" "), 0)
+    )
 
 
 @pytest.mark.parametrize("name", sorted(ORCHESTRAS))
@@ -216,7 +255,9 @@ def speaks(source: random.Random) -> ScriptedEngine:
 @given(seed=st.integers(0, 2**32))
 def test_nothing_that_is_said_or_answered_ends_a_collection(name: str, seed: int) -> None:
     source = random.Random(seed)
-    config = yaml.safe_load((ROOT / "configs" / "team" / f"{name}.yaml").read_text(encoding="utf-8"))
+    config = yaml.safe_load(
+        (ROOT / "configs" / "team" / f"{name}.yaml").read_text(encoding="utf-8")
+    )
     roles = {agent: own.get("role", agent) for agent, own in (config.get("agents") or {}).items()}
     orchestra = OrchestraConfig(**config["orchestra"]).call
     env = partial(Anything, source=source)
@@ -226,9 +267,12 @@ def test_nothing_that_is_said_or_answered_ends_a_collection(name: str, seed: int
     )  # fmt: skip
     trajectories = asyncio.run(run)[0].trajectories
     assert len(trajectories) == 4
-    for trajectory in trajectories:  # an orchestra may stumble over a tool that breaks, and over nothing else
+    for (
+        trajectory
+    ) in trajectories:  # an orchestra may stumble over a tool that breaks, and over nothing else
         assert "quarantined" not in trajectory.metrics or any(
-            broken in trajectory.error for broken in ("KeyError: 'odd'", "UnicodeError: bad", "RecursionError: deep")
+            broken in trajectory.error
+            for broken in ("KeyError: 'odd'", "UnicodeError: bad", "RecursionError: deep")
         ), trajectory.error
 
 
@@ -241,13 +285,21 @@ class Library:
     async def search(self, query: str, k: int, where: Any = None) -> list[Passage]:
         if self.source.random() < 0.1:
             raise RetrievalError("away")
-        return [Passage.compose(hostile(self.source), hostile(self.source), hostile(self.source)) for _ in range(k)]
+        return [
+            Passage.compose(hostile(self.source), hostile(self.source), hostile(self.source))
+            for _ in range(k)
+        ]
 
     async def passages(self, id: str, around: int) -> list[Passage]:
         return await self.search(id, 1 + around)
 
 
-GENERATED = {"code": "programs", "data_science": "tabular", "repository": "repositories", "search": "encyclopedia"}
+GENERATED = {
+    "code": "programs",
+    "data_science": "tabular",
+    "repository": "repositories",
+    "search": "encyclopedia",
+}
 LIBRARIES = {"alfworld": "alfworld", "webshop": "web_agent_site"}  # which are no requirement
 
 
@@ -281,7 +333,9 @@ def test_no_action_breaks_an_environment(name: str, tmp_path: Path) -> None:
     for seed in range(12 if name in GAMES or name == "math" else 3):
         source = random.Random(seed)
         task, make_env = place(name, source)
-        run = collect([task], make_team(ScriptedEngine({})), make_env, steps, group_size=2, seed=seed, step=0)
+        run = collect(
+            [task], make_team(ScriptedEngine({})), make_env, steps, group_size=2, seed=seed, step=0
+        )
         trajectories = asyncio.run(run)[0].trajectories
         assert [t.error for t in trajectories if "quarantined" in t.metrics] == []
         write_trajectories(tmp_path / "all.parquet", trajectories)
@@ -290,7 +344,10 @@ def test_no_action_breaks_an_environment(name: str, tmp_path: Path) -> None:
 
 def anything(source: random.Random, depth: int = 0) -> Any:
     """Any JSON."""
-    kinds = [lambda: hostile(source), lambda: source.choice([None, True, -1, 10**30, 1e308, float("nan")])]
+    kinds = [
+        lambda: hostile(source),
+        lambda: source.choice([None, True, -1, 10**30, 1e308, float("nan")]),
+    ]
     if depth < 2:
         kinds += [
             lambda: [anything(source, depth + 1) for _ in range(2)],
@@ -306,15 +363,22 @@ def test_no_call_breaks_a_tool(name: str) -> None:
 
     async def calls() -> int:
         task, make_env = place("search", source)
-        own = {"search": {"env": make_env(task), "filters": True}, "passages": {"env": make_env(task)}}
+        own = {
+            "search": {"env": make_env(task), "filters": True},
+            "passages": {"env": make_env(task)},
+        }
         own["mcp"] = {"servers": {"small": McpServer(command=sys.executable, args=[str(SERVER)])}}
         away = 0
         async with TOOLS[name](**own.get(name, {})) as opened:
             tools = {tool.schema.name: tool for tool in opened}
             for number in range(60 if name != "python" else 20):
                 tool = tools[source.choice(list(tools))]
-                named = {key: anything(source) for key in tool.schema.parameters.get("properties", {})}
-                given = source.choice([named, anything(source), {k: hostile(source) for k in named}])
+                named = {
+                    key: anything(source) for key in tool.schema.parameters.get("properties", {})
+                }
+                given = source.choice(
+                    [named, anything(source), {k: hostile(source) for k in named}]
+                )
                 use = ToolUse(id=str(number), name=tool.schema.name, arguments=json.dumps(given))
                 try:
                     call = await call_tool(tools, use, call_s=10.0, most_chars=200)

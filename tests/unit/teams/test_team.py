@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from mcore_mas.rollout.engines import EngineClient
-from mcore_mas.rollout.records.trajectory import Sampling
-from mcore_mas.rollout.teams.roles import Agent, Role
-from mcore_mas.rollout.teams.team import Team
+from rollout.engines import EngineClient
+from rollout.records.trajectory import Sampling
+from rollout.teams.roles import Agent, Role
+from rollout.teams.team import Team
 from tests.support.play import Bytes, make_team
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -23,7 +23,9 @@ def state(system: str, user: str) -> str:
         def render(self, messages):
             return (1,)
 
-    seat = Team({"r": agent}, {"p": EngineClient(engine=ScriptedEngine({(1,): (0,)}), renderer=Blind())}).seat(0)
+    seat = Team(
+        {"r": agent}, {"p": EngineClient(engine=ScriptedEngine({(1,): (0,)}), renderer=Blind())}
+    ).seat(0)
     asyncio.run(seat.act("r", user=user))
     return seat.turns[0].state_key
 
@@ -43,7 +45,9 @@ def test_a_state_may_hold_any_text():
 def test_another_temperature_changes_nothing_else():
     team = make_team(ScriptedEngine({}))
     cold = team.resampled(temperature=0.0)
-    assert {agent.sampling for agent in cold.agents.values()} == {Sampling(max_tokens=99, temperature=0.0)}
+    assert {agent.sampling for agent in cold.agents.values()} == {
+        Sampling(max_tokens=99, temperature=0.0)
+    }
     assert cold.resampled(temperature=0.7) == team
 
 

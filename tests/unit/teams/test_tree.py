@@ -7,9 +7,9 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_mas.rollout.records.trajectory import Group, Status, derive_seed
-from mcore_mas.rollout.rewards.turn_scores import local_team
-from mcore_mas.rollout.teams.tree import Branching
+from rollout.records.trajectory import Group, Status, derive_seed
+from rollout.rewards.turn_scores import local_team
+from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.trees import DUET, duet, grow, rows
@@ -26,7 +26,11 @@ def test_the_best_branch_goes_on_and_every_turn_is_there_once():
         ("1.1", 1, "b", "4", 4.0),
         ("1.2", 1, "b", "4", 4.0),
     ]
-    assert (trajectory.leaf, trajectory.outcome, trajectory.metrics) == ("1.1", 9.0, {"total": 9.0})  # first of equals
+    assert (trajectory.leaf, trajectory.outcome, trajectory.metrics) == (
+        "1.1",
+        9.0,
+        {"total": 9.0},
+    )  # first of equals
     assert trajectory.status is Status.COMPLETED
     assert [turn.node for turn in trajectory.path] == ["1", "1.1"]
     assert sorted(asked()) == sorted(DUET)  # a replay asks nobody
@@ -86,7 +90,9 @@ def test_reward_before_a_round_is_not_that_rounds():
         reply = await team.act("a", said="x")
         await env.step(reply.text)
 
-    trajectory = grow(orchestra, seeded({("a", 0, ""): "2", ("a", 0, "1"): "6"})[0], Branching(width=2))
+    trajectory = grow(
+        orchestra, seeded({("a", 0, ""): "2", ("a", 0, "1"): "6"})[0], Branching(width=2)
+    )
     assert [turn.scores["branch"] for turn in trajectory.turns] == [2.0, 6.0]
     assert trajectory.outcome == 16.0
 
@@ -127,7 +133,9 @@ async def pair(task, team, env):
         return (await env.step(reply.text)).observation
 
     async def nested(name, depth):
-        return await (asyncio.gather(nested(name, depth - 1)) if depth else asyncio.wait_for(strand(name), 60))
+        return await (
+            asyncio.gather(nested(name, depth - 1)) if depth else asyncio.wait_for(strand(name), 60)
+        )
 
     seen = await asyncio.gather(strand("a"), nested("b", 3))
     reply = await team.act("a", said=str(seen))
@@ -159,7 +167,9 @@ def test_replies_come_in_the_order_of_the_calls_whoever_is_faster():
             await asyncio.sleep(0.03 if bytes(prompt_ids) == b"a" else 0)
             return await self._inner.generate(prompt_ids, sampling)
 
-    assert grow(pair, Late(), Branching(width=2)) == grow(pair, seeded(SIMULTANEOUS)[0], Branching(width=2))
+    assert grow(pair, Late(), Branching(width=2)) == grow(
+        pair, seeded(SIMULTANEOUS)[0], Branching(width=2)
+    )
 
 
 def test_the_tree_ends_with_the_branch_that_goes_on():
@@ -197,13 +207,22 @@ def test_a_sampled_branch_is_any_and_the_same_again():
     async def leaves():
         tree = Branching(width=2, select="sampled")
         [group] = await collect(
-            [TASK], make_team(Dice()), Adder, orchestra, group_size=12, seed=SEED, step=STEP, tree=tree
+            [TASK],
+            make_team(Dice()),
+            Adder,
+            orchestra,
+            group_size=12,
+            seed=SEED,
+            step=STEP,
+            tree=tree,
         )
         return [trajectory.leaf for trajectory in group.trajectories]
 
     drawn = asyncio.run(leaves())
     assert drawn == asyncio.run(leaves())
-    assert drawn == [str(derive_seed(SEED, STEP, TASK.id, sample, "select", 0) % 2) for sample in range(12)]
+    assert drawn == [
+        str(derive_seed(SEED, STEP, TASK.id, sample, "select", 0) % 2) for sample in range(12)
+    ]
     assert set(drawn) == {"0", "1"}
 
 
@@ -250,7 +269,9 @@ class Dice:
     """An engine that says a digit drawn by the call's seed, and counts its calls."""
 
     def __init__(self):
-        self.inner = ScriptedEngine(lambda _, call: (*str(self.inner.calls[call][1].seed % 10).encode(), 0))
+        self.inner = ScriptedEngine(
+            lambda _, call: (*str(self.inner.calls[call][1].seed % 10).encode(), 0)
+        )
 
     async def generate(self, prompt_ids, sampling):
         return await self.inner.generate(prompt_ids, sampling)
@@ -263,7 +284,15 @@ def test_width_one_plays_what_is_played_without_a_tree(moves):
 
     def told(trajectory):
         return [
-            (t.index, t.agent, t.seed, t.state_key, t.prompt_ids, t.completion_ids, t.scores.get("team"))
+            (
+                t.index,
+                t.agent,
+                t.seed,
+                t.state_key,
+                t.prompt_ids,
+                t.completion_ids,
+                t.scores.get("team"),
+            )
             for t in trajectory.turns
         ]
 
@@ -280,11 +309,15 @@ def test_any_tree_is_whole(moves, width, select):
     trajectory = grow(dance(moves), engine, Branching(width=width, select=select))
     turns = sum(len("ab") if who == "*" else 1 for who, _ in moves)
     assert trajectory.status is Status.COMPLETED
-    assert len(trajectory.turns) == len(engine.inner.calls) == width * turns  # every call is one turn
+    assert (
+        len(trajectory.turns) == len(engine.inner.calls) == width * turns
+    )  # every call is one turn
     assert len({turn.seed for turn in trajectory.turns}) == width * turns
     assert [turn.index for turn in trajectory.path] == list(range(turns))
     assert len({(turn.node, turn.index) for turn in trajectory.turns}) == width * turns
-    for turn in trajectory.path:  # siblings saw what the path saw, and the greedy path is the best of them
+    for (
+        turn
+    ) in trajectory.path:  # siblings saw what the path saw, and the greedy path is the best of them
         parent = turn.node.rpartition(".")[0]
         siblings = [t for t in trajectory.turns if t.index == turn.index]
         assert {t.node.rpartition(".")[0] for t in siblings} == {parent}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 
-from mcore_mas.rollout.base.errors import EngineError, EnvError
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.records.trajectory import Status, derive_seed
-from mcore_mas.rollout.teams.collect import Deadlines
-from mcore_mas.rollout.teams.tree import Branching
+from rollout.base.errors import EngineError, EnvError
+from rollout.environments.protocol import Step
+from rollout.records.trajectory import Status, derive_seed
+from rollout.teams.collect import Deadlines
+from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, Adder, seeded
 from tests.support.trees import DUET, duet, grow, rows
 
@@ -28,7 +28,13 @@ class Refusing:
 
 
 def test_a_failed_branch_is_dropped_and_counted_and_the_others_go_on():
-    replies = {("a", 0, ""): "1", ("a", 0, "2"): "boom", ("b", 1, ""): "4", ("b", 1, "0.1"): "2", ("b", 1, "0.2"): "3"}
+    replies = {
+        ("a", 0, ""): "1",
+        ("a", 0, "2"): "boom",
+        ("b", 1, ""): "4",
+        ("b", 1, "0.1"): "2",
+        ("b", 1, "0.2"): "3",
+    }
     trajectory = grow(duet, Refusing(replies, ("a", 0, "1")), Branching(width=3))
     assert trajectory.status is Status.COMPLETED
     assert [turn.node for turn in trajectory.turns] == ["0", "0.0", "0.1", "0.2"]
@@ -103,7 +109,10 @@ def test_a_fickle_orchestra_is_named():
         await env.step(reply.text)
 
     trajectory = grow(orchestra, seeded({})[0], Branching(width=2))
-    assert re.search(r"it waits for a \(turn 0, state (\w+)\) instead of b \(turn 0, state \1\)", trajectory.error)
+    assert re.search(
+        r"it waits for a \(turn 0, state (\w+)\) instead of b \(turn 0, state \1\)",
+        trajectory.error,
+    )
 
 
 def test_an_environment_that_breaks_in_a_replay_costs_that_branch():
@@ -151,5 +160,8 @@ def test_a_late_branch_ends_the_tree():
 
     trajectory = grow(duet, Late(), Branching(width=3), limits=Deadlines(trajectory_s=0.5))
     assert trajectory.status is Status.LATE
-    assert trajectory.error == "the trajectory's deadline of 0.5 s passed while it waited for b (turn 1)"
+    assert (
+        trajectory.error
+        == "the trajectory's deadline of 0.5 s passed while it waited for b (turn 1)"
+    )
     assert trajectory.leaf == "1.0"

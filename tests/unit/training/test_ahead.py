@@ -15,10 +15,10 @@ from hypothesis import example, given, settings, strategies
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError
 from mcore_mas.credit.samples import Sample
-from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.training.joblog import Stopped, TrainingError
+from mcore_mas.runtime.joblog import Stopped, TrainingError
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.metrics import staleness_metrics
+from rollout.records.files import read_trajectories
 from tests.support.simulated import Log, SimulatedEngine, engines_of, handed_over, simulated_run
 from tests.support.virtual_time import run_virtually
 
@@ -43,13 +43,21 @@ def train(run, first=0):
 DELAYS = strategies.fixed_dictionaries(
     {
         "seed": strategies.integers(0, 2**16),
-        "pace": strategies.sampled_from([0.1, 1.0, 5.0]),  # replies much faster, as fast, much slower than updates
-        "updates_s": strategies.lists(strategies.floats(0.0, 40.0), min_size=2, max_size=4),  # in turn
+        "pace": strategies.sampled_from(
+            [0.1, 1.0, 5.0]
+        ),  # replies much faster, as fast, much slower than updates
+        "updates_s": strategies.lists(
+            strategies.floats(0.0, 40.0), min_size=2, max_size=4
+        ),  # in turn
         "hand_over_s": strategies.sampled_from([0.0, 0.3, 20.0]),
         "slots": strategies.sampled_from([1, 3, 100]),
         "oversample": strategies.sampled_from([1.0, 1.5]),
         "own": strategies.sampled_from(
-            [(), ("+trainer.updates_per_step=2",), ("+trainer.alternate={order: [solver, verifier]}",)]
+            [
+                (),
+                ("+trainer.updates_per_step=2",),
+                ("+trainer.alternate={order: [solver, verifier]}",),
+            ]
         ),
     }
 )
@@ -65,7 +73,9 @@ SLOW_REPLIES = {
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_no_turn_is_trained_further_behind_than_allowed_whatever_takes_how_long(tmp_path, staleness):
+def test_no_turn_is_trained_further_behind_than_allowed_whatever_takes_how_long(
+    tmp_path, staleness
+):
     seen: Counter[str] = Counter()
 
     @settings(max_examples=5)
@@ -84,7 +94,9 @@ def check_ages(folder, staleness, *, seed, pace, updates_s, hand_over_s, slots, 
     """Train and count every turn's age by hand; how many turns were as old as allowed, and how many changed weights."""
     steps = 4
     rows: list[dict[str, float]] = []
-    handed = [{"solver": [0], "verifier": [0]}]  # before each step: without a signal there is no update
+    handed = [
+        {"solver": [0], "verifier": [0]}
+    ]  # before each step: without a signal there is no update
     run = simulated_run(
         folder,
         *SHAPE,
@@ -110,8 +122,13 @@ def check_ages(folder, staleness, *, seed, pace, updates_s, hand_over_s, slots, 
         turns = [turn for t in written(run, step) if t.status == "completed" for turn in t.turns]
         for turn in turns:
             assert turn.versions[0].start == 0 and turn.versions[-1].end == len(turn.completion_ids)
-            assert all(a.end == b.start for a, b in zip(turn.versions, turn.versions[1:], strict=False))
-            assert all(a.version < b.version for a, b in zip(turn.versions, turn.versions[1:], strict=False))
+            assert all(
+                a.end == b.start for a, b in zip(turn.versions, turn.versions[1:], strict=False)
+            )
+            assert all(
+                a.version < b.version
+                for a, b in zip(turn.versions, turn.versions[1:], strict=False)
+            )
         # at the update, as told by the trajectories alone
         trained = [turn for turn in turns if turn.policy in run.config.in_turn(step)]
         ages = [sum(v > turn.oldest_version for v in handed[step][turn.policy]) for turn in trained]
@@ -161,12 +178,22 @@ def test_without_staleness_a_step_trains_what_it_collects_and_nothing_runs_besid
         assert written(run, step) == written(plain, step)
         assert {turn.policy_version for t in written(run, step) for turn in t.turns} == {step}
     assert not any(name.startswith("staleness") for row in rows for name in row)
-    assert all(batch.ages is None for gang in run.groups.values() for update in gang.updates for batch in update)
+    assert all(
+        batch.ages is None
+        for gang in run.groups.values()
+        for update in gang.updates
+        for batch in update
+    )
 
 
 def test_stale_replies_say_so_in_their_micro_batches(tmp_path):
     run = simulated_run(
-        tmp_path, *SHAPE, "trainer.steps=3", "+trainer.staleness=1", tokens=lambda _: 12, seconds=lambda _: 60.0
+        tmp_path,
+        *SHAPE,
+        "trainer.steps=3",
+        "+trainer.staleness=1",
+        tokens=lambda _: 12,
+        seconds=lambda _: 60.0,
     )
     train(run)
     first, *later = run.groups["solver"].updates
@@ -176,7 +203,9 @@ def test_stale_replies_say_so_in_their_micro_batches(tmp_path):
 
 
 def test_training_stops_before_it_trains_what_is_too_old(tmp_path):
-    run = simulated_run(tmp_path, *SHAPE, "trainer.steps=4", "+trainer.staleness=1", seconds=lambda _: 60.0)
+    run = simulated_run(
+        tmp_path, *SHAPE, "trainer.steps=4", "+trainer.staleness=1", seconds=lambda _: 60.0
+    )
 
     class Stuck(SimulatedEngine):
         async def commit_update(self, update):
@@ -185,7 +214,8 @@ def test_training_stops_before_it_trains_what_is_too_old(tmp_path):
     for engine in engines_of(run).values():
         engine.__class__ = Stuck
     with pytest.raises(
-        TrainingError, match=r"sampled by version 0 of policy \w+, which is 2 hand-overs behind; .* allows 1"
+        TrainingError,
+        match=r"sampled by version 0 of policy \w+, which is 2 hand-overs behind; .* allows 1",
     ):
         train(run)
 
@@ -195,7 +225,9 @@ def test_a_run_that_is_told_to_stop_goes_on_without_losing_or_repeating_a_step(t
     reported: list[int] = []
 
     def seconds(updates: int) -> float:
-        if updates == 1 and not reported[1:]:  # in the middle of the second step's update, which is finished
+        if (
+            updates == 1 and not reported[1:]
+        ):  # in the middle of the second step's update, which is finished
             os.kill(os.getpid(), signal.SIGTERM)
         return 60.0
 
@@ -234,7 +266,10 @@ def test_what_fails_ahead_fails_the_step_it_belongs_to(tmp_path):
         seconds=lambda _: 60.0,
         report=lambda step, metrics: reported.append(step),
     )
-    with pytest.raises(TrainingError, match="step 0: all 4 trajectories failed; the first: the trajectory's deadline"):
+    with pytest.raises(
+        TrainingError,
+        match="step 0: all 4 trajectories failed; the first: the trajectory's deadline",
+    ):
         train(run)
     assert reported == []
 
@@ -250,7 +285,9 @@ def test_oversampling_gives_up_the_slowest_of_each_group(tmp_path):
         report=lambda step, metrics: rows.append(dict(metrics)),
     )
     train(run)
-    assert [(row["rollout/trajectories"], row["rollout/aborted"]) for row in rows] == [(12.0, 4.0)] * 2
+    assert [(row["rollout/trajectories"], row["rollout/aborted"]) for row in rows] == [
+        (12.0, 4.0)
+    ] * 2
     completed = {t.task_id: 0 for t in written(run, 0)}
     for t in written(run, 0):
         completed[t.task_id] += t.status == "completed"
@@ -266,7 +303,14 @@ def test_what_shares_memory_with_its_trainer_is_not_collected_ahead():
 def test_staleness_in_numbers():
     def sample(age):
         return Sample(
-            policy="p", agent="a", task="t", trajectory="x", turn=0, prompt_ids=(1,), completion_ids=(2,), age=age
+            policy="p",
+            agent="a",
+            task="t",
+            trajectory="x",
+            turn=0,
+            prompt_ids=(1,),
+            completion_ids=(2,),
+            age=age,
         )
 
     found = staleness_metrics([sample(0), sample(2), sample(2), replace(sample(1), policy="q")])

@@ -12,14 +12,21 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.rollout.base.task_group import PATIENCE_S
-from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.records.trajectory import Status
-from mcore_mas.training.joblog import Stopped
+from mcore_mas.runtime.joblog import Stopped
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.metrics import losses, success
+from rollout.base.task_group import PATIENCE_S
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Status
 from tests.support.played import failed, group, trajectory, turn
-from tests.support.simulated import Log, SimulatedEngine, Text, engines_of, simulated_run, with_engines
+from tests.support.simulated import (
+    Log,
+    SimulatedEngine,
+    Text,
+    engines_of,
+    simulated_run,
+    with_engines,
+)
 from tests.support.virtual_time import run_virtually
 
 SHAPE = ["trainer.tasks_per_step=2", "trainer.group_size=2"]
@@ -28,8 +35,13 @@ TURNS = "+trainer.alternate={order: [solver, verifier]}"
 
 def ahead(*overrides: str) -> list[int]:
     """The last step that may be collected while step 0, 1, ... is trained, of 6."""
-    config = RunConfig.check(resolve(["experiment=demo_math", "trainer.steps=6", *overrides]), "test")
-    return [max(later for later in range(step, 6) if config.may_collect(later, step)) for step in range(6)]
+    config = RunConfig.check(
+        resolve(["experiment=demo_math", "trainer.steps=6", *overrides]), "test"
+    )
+    return [
+        max(later for later in range(step, 6) if config.may_collect(later, step))
+        for step in range(6)
+    ]
 
 
 def bounds(solver: int, verifier: int) -> list[str]:
@@ -41,13 +53,19 @@ def bounds(solver: int, verifier: int) -> list[str]:
     [
         ([], [0, 1, 2, 3, 4, 5]),
         (["+trainer.staleness=2"], [2, 3, 4, 5, 5, 5]),
-        (["+trainer.staleness=2", "+policies.solver.staleness=1"], [1, 2, 3, 4, 5, 5]),  # the smallest binds the team
+        (
+            ["+trainer.staleness=2", "+policies.solver.staleness=1"],
+            [1, 2, 3, 4, 5, 5],
+        ),  # the smallest binds the team
         (bounds(0, 3), [0, 1, 2, 3, 4, 5]),
         # solver is trained in steps 0, 2 and 4, verifier in 1, 3 and 5: two steps are one hand-over of each
         ([TURNS, "+trainer.staleness=1"], [2, 3, 4, 5, 5, 5]),
         ([TURNS, *bounds(0, 1)], [0, 2, 2, 4, 4, 5]),  # only beside the verifier's training
         ([TURNS, *bounds(2, 1)], [3, 3, 5, 5, 5, 5]),
-        (["+agents.solver.loss_weight=0", "+agents.verifier.loss_weight=0"], [0, 1, 2, 3, 4, 5]),  # nothing trains
+        (
+            ["+agents.solver.loss_weight=0", "+agents.verifier.loss_weight=0"],
+            [0, 1, 2, 3, 4, 5],
+        ),  # nothing trains
     ],
 )
 def test_how_far_ahead_each_step_may_be_collected(overrides, last):
@@ -88,15 +106,30 @@ def test_bounds_of_single_policies_hold_and_are_met(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+collection.call_s=9", "+collection.trajectory_s=5"], "collection: call_s 9 never comes: trajectory_s 5 is"),
-        (["+collection.tool_s=9", "+collection.batch_s=5"], "collection: tool_s 9 never comes: batch_s 5 is over befo"),
+        (
+            ["+collection.call_s=9", "+collection.trajectory_s=5"],
+            "collection: call_s 9 never comes: trajectory_s 5 is",
+        ),
+        (
+            ["+collection.tool_s=9", "+collection.batch_s=5"],
+            "collection: tool_s 9 never comes: batch_s 5 is over befo",
+        ),
         (
             ["+agents.verifier.loss_weight=0", "+policies.verifier.staleness=1"],
             r"policies\.verifier\.staleness: nothing trains this policy; leave it out",
         ),
-        (["+policies.solver.staleness=-1"], r"policies\.solver\.staleness: expected an integer of at least 0"),
-        (["+trainer.oversample=0.5"], r"trainer\.oversample: expected a number of at least 1 \(got 0\.5\)"),
-        (["+trainer.staleness=1", "+engine.sleep=true"], r"engine\.sleep: engines have no rest while staleness is 1"),
+        (
+            ["+policies.solver.staleness=-1"],
+            r"policies\.solver\.staleness: expected an integer of at least 0",
+        ),
+        (
+            ["+trainer.oversample=0.5"],
+            r"trainer\.oversample: expected a number of at least 1 \(got 0\.5\)",
+        ),
+        (
+            ["+trainer.staleness=1", "+engine.sleep=true"],
+            r"engine\.sleep: engines have no rest while staleness is 1",
+        ),
         (
             [
                 "policies.verifier.model=''",
@@ -129,7 +162,11 @@ def test_a_steps_deadline_is_for_all_its_batches(tmp_path):
 
     def play(name, *overrides):
         run = simulated_run(
-            tmp_path / name, *SHAPE, "filter={name: informative, resample: 2}", *overrides, tokens=lambda _: 12
+            tmp_path / name,
+            *SHAPE,
+            "filter={name: informative, resample: 2}",
+            *overrides,
+            tokens=lambda _: 12,
         )
         for engine in engines_of(run).values():
             engine.__class__ = Sure
@@ -143,14 +180,18 @@ def test_a_steps_deadline_is_for_all_its_batches(tmp_path):
     assert (short.batches, ended) == (2, pytest.approx(1.5 * each))
     first, second = short.groups[:2], short.groups[2:]
     assert {t.status for g in first for t in g.trajectories} == {Status.COMPLETED}
-    assert {t.status for g in second for t in g.trajectories} == {Status.ABORTED}  # and the step goes on
+    assert {t.status for g in second for t in g.trajectories} == {
+        Status.ABORTED
+    }  # and the step goes on
     assert f"the batch's deadline of {1.5 * each:g} s passed" in second[0].trajectories[0].error
 
 
 def test_the_greedy_trajectories_are_played_beside_the_others(tmp_path):
     settings = [*SHAPE, "orchestra.options.max_loops=1"]
     _, plain = timed(simulated_run(tmp_path / "a", *settings, tokens=lambda _: 12))
-    experience, beside = timed(simulated_run(tmp_path / "b", *settings, "advantage={name: remax}", tokens=lambda _: 12))
+    experience, beside = timed(
+        simulated_run(tmp_path / "b", *settings, "advantage={name: remax}", tokens=lambda _: 12)
+    )
     assert plain == beside
     assert {"greedy"} <= set(experience.samples[0].scores)
 
@@ -191,8 +232,12 @@ def test_what_is_lost_is_said_in_a_line_of_its_step(tmp_path):
 
 def test_losses_in_words():
     whole = trajectory(turn(0))
-    full = trajectory(turn(0), outcome=None, status=Status.ABORTED, error="its group was full", metrics={"x": 1.0})
-    late = trajectory(outcome=None, status=Status.ABORTED, error="too late", metrics={"late/batch": 1.0})
+    full = trajectory(
+        turn(0), outcome=None, status=Status.ABORTED, error="its group was full", metrics={"x": 1.0}
+    )
+    late = trajectory(
+        outcome=None, status=Status.ABORTED, error="too late", metrics={"late/batch": 1.0}
+    )
     assert losses([group(whole, full)]) == ""
     assert losses([group(whole, full), group(failed(), late, failed())]) == (
         "3 of 5 trajectories are lost (2 failed, 1 aborted); the first, 0/t/0: EngineError"

@@ -7,7 +7,7 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.models import check_layout
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.rollout.base.errors import ModelError
+from rollout.base.errors import ModelError
 from tests.support import reference
 
 
@@ -106,7 +106,9 @@ def test_what_can_be_passes(model: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_depend_on_the_model_is_refused_with_the_config(model: Path, override: str, line: str) -> None:
+def test_what_does_not_depend_on_the_model_is_refused_with_the_config(
+    model: Path, override: str, line: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         config(model, override)
     assert str(caught.value).endswith(line)

@@ -43,10 +43,14 @@ def test_d1_an_advantage_beyond_the_bound_stops_the_run_with_one_line() -> None:
 
 def test_an_advantage_that_is_no_number_stops_the_run_wherever_it_stands() -> None:
     for advantages in ([1.0, math.nan, 2.0], [math.nan, 1.0, 2.0], [1.0, 2.0, math.nan]):
-        samples = [turn(f"t{i}", "solver", 0.0, advantage) for i, advantage in enumerate(advantages)]
+        samples = [
+            turn(f"t{i}", "solver", 0.0, advantage) for i, advantage in enumerate(advantages)
+        ]
         one = replace(samples[0], completion_ids=(1, 2, 3), advantages=tuple(advantages))
         for given in (samples, [one]):
-            with pytest.raises(CreditError, match=r"agent solver has an advantage of nan \(trajectory t"):
+            with pytest.raises(
+                CreditError, match=r"agent solver has an advantage of nan \(trajectory t"
+            ):
                 CreditWatch().check(trainer(), 0, given)
 
 
@@ -65,7 +69,9 @@ def test_d2_a_run_whose_first_steps_have_no_advantage_stops() -> None:
         resumed.check(trainer(signal_within=3), step, flat)
 
 
-def test_d2_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_steps(tmp_path: Path) -> None:
+def test_d2_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_steps(
+    tmp_path: Path,
+) -> None:
     def always_right(prompt: tuple[int, ...], call: int) -> bytes:
         return box(task_of(prompt))
 
@@ -80,7 +86,12 @@ def test_d2_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_step
 
 def test_rewards_of_very_different_scales_are_told_of_where_credit_by_task_mixes_them() -> None:
     """A solver's 0 or 1 beside a spender's -50 to 0: the trajectory's vote is the spender's noise."""
-    mixed = [turn("a", "solver", 1.0), turn("b", "solver", 0.0), turn("a", "spender", -50.0), turn("b", "spender", 0.0)]
+    mixed = [
+        turn("a", "solver", 1.0),
+        turn("b", "solver", 0.0),
+        turn("a", "spender", -50.0),
+        turn("b", "spender", 0.0),
+    ]
 
     def told(name: str, samples: list[Sample], **options: str) -> str:
         rule = AdvantageConfig(name=name, options=options)
@@ -93,10 +104,23 @@ def test_rewards_of_very_different_scales_are_told_of_where_credit_by_task_mixes
     assert told("rloo", mixed) and told("reinforce_pp_baseline", mixed) and told("gigpo", mixed)
     assert told("drmas", mixed) == told("grpo", mixed, peers="agent") == told("remax", mixed) == ""
     assert told("grpo", mixed[:2]) == ""  # the spender's turns are not there
-    shared = [turn("a", "solver", 1.0), turn("b", "solver", 0.0), turn("a", "spender", 9.9), turn("b", "spender", 0.0)]
+    shared = [
+        turn("a", "solver", 1.0),
+        turn("b", "solver", 0.0),
+        turn("a", "spender", 9.9),
+        turn("b", "spender", 0.0),
+    ]
     assert told("grpo", shared) == ""
-    assert told("grpo", [turn("a", "solver", 5.0), turn("a", "spender", 99.0)]) == ""  # nobody's rewards differ
+    assert (
+        told("grpo", [turn("a", "solver", 5.0), turn("a", "spender", 99.0)]) == ""
+    )  # nobody's rewards differ
     watch, rules = CreditWatch(), {"solver": AdvantageConfig(name="grpo")}
     other = [turn("a", "buyer", -9e3), turn("b", "buyer", 0.0)]
     steps = [mixed, shared, mixed, [*mixed, *other], mixed]
-    assert [bool(watch.scales_apart(samples, rules)) for samples in steps] == [True, False, False, True, False]
+    assert [bool(watch.scales_apart(samples, rules)) for samples in steps] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]

@@ -10,16 +10,16 @@ import pytest
 import yaml
 
 from mcore_mas.cli.main import main
-from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
-from mcore_mas.rollout.environments import math
-from mcore_mas.rollout.environments.math import last_boxed
-from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
-from mcore_mas.rollout.records.trajectory import Group, Status
-from mcore_mas.rollout.rewards.allocation import allocate
+from mcore_mas.runtime.joblog import TrainingError
 from mcore_mas.training import async_rollout
-from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.metrics import rollout_metrics
+from rollout.base.errors import EngineError, PromptTooLong
+from rollout.environments import math
+from rollout.environments.math import last_boxed
+from rollout.environments.protocol import Step
+from rollout.records.files import read_trajectories, write_trajectories
+from rollout.records.trajectory import Group, Status
+from rollout.rewards.allocation import allocate
 from tests.support.scripted_run import box, make_run, task_of
 
 
@@ -45,7 +45,9 @@ def test_every_turn_is_rewarded_written_and_a_sample(tmp_path: Path) -> None:
     assert written == [t for group in experience.groups for t in group.trajectories]
 
 
-def test_a_step_is_written_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_written_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, writers = make_run(tmp_path, lambda prompt, call: box(task_of(prompt))), []
 
     def write(*given: Any) -> None:
@@ -81,7 +83,9 @@ def test_resampling_goes_on_until_enough_tasks_say_something(tmp_path: Path) -> 
 
 
 def test_resampling_is_bounded(tmp_path: Path) -> None:
-    run = make_run(tmp_path, lambda prompt, call: box(-1), "filter={name: informative, resample: 2}")
+    run = make_run(
+        tmp_path, lambda prompt, call: box(-1), "filter={name: informative, resample: 2}"
+    )
     experience = asyncio.run(run.rollouts.collect_batch(0))
     assert (experience.batches, experience.samples) == (3, ())
 
@@ -103,7 +107,9 @@ def test_remax_plays_a_greedy_trajectory_of_each_task_beside(tmp_path: Path) -> 
 
 def out_of_ten(group: Group) -> Group:
     """As a coach might: ten for what is right."""
-    return allocate(group, lambda trajectory: [10.0 * (trajectory.outcome or 0.0) for _ in trajectory.turns])
+    return allocate(
+        group, lambda trajectory: [10.0 * (trajectory.outcome or 0.0) for _ in trajectory.turns]
+    )
 
 
 def test_d10_remax_rewards_the_greedy_trajectory_as_the_others(tmp_path: Path) -> None:
@@ -117,12 +123,16 @@ def test_d10_remax_rewards_the_greedy_trajectory_as_the_others(tmp_path: Path) -
 
 
 def test_a_task_without_its_greedy_baseline_does_not_train(tmp_path: Path) -> None:
-    run = make_run(tmp_path, lambda prompt, call: box(0), "advantage={name: remax}", "trainer.group_size=1")
+    run = make_run(
+        tmp_path, lambda prompt, call: box(0), "advantage={name: remax}", "trainer.group_size=1"
+    )
     engine = run.rollouts.team.players["solver"].engine
     plain = engine.generate
 
     async def fails_when_greedy(prompt_ids, sampling):
-        if sampling.temperature == 0.0 and task_of(prompt_ids) == int(run.rollouts.schedule.batch(0)[0].id):
+        if sampling.temperature == 0.0 and task_of(prompt_ids) == int(
+            run.rollouts.schedule.batch(0)[0].id
+        ):
             raise EngineError("gone")
         return await plain(prompt_ids, sampling)
 
@@ -138,7 +148,9 @@ def test_a_step_in_which_everything_failed_stops_the_run(tmp_path: Path) -> None
     def fails(prompt, call):
         raise EngineError("no engine")
 
-    with pytest.raises(TrainingError, match="step 0: all 4 trajectories failed; the first: EngineError: no engine"):
+    with pytest.raises(
+        TrainingError, match="step 0: all 4 trajectories failed; the first: EngineError: no engine"
+    ):
         asyncio.run(make_run(tmp_path, fails).rollouts.collect_batch(0))
     # what failed can be looked at
     assert len(read_trajectories(tmp_path / "trajectories" / "step_000000.parquet")) == 4
@@ -164,7 +176,10 @@ def test_more_quarantined_trajectories_than_allowed_end_the_step(
     [file] = (run.rollouts.folder.parent / "quarantine").iterdir()
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(run.config.model_dump(mode="json")))
-    for fixed, status, words in ((False, 1, "KeyError: 'thirteen'"), (True, 0, "completed   outcome 0")):
+    for fixed, status, words in (
+        (False, 1, "KeyError: 'thirteen'"),
+        (True, 0, "completed   outcome 0"),
+    ):
         if fixed:
             monkeypatch.undo()
         monkeypatch.setattr("sys.argv", ["mcore-mas", "replay", str(file), "--config", str(config)])
@@ -173,8 +188,13 @@ def test_more_quarantined_trajectories_than_allowed_end_the_step(
         assert ended.value.code == status
         assert words in capsys.readouterr().out
     monkeypatch.setattr(math, "last_boxed", breaks)
-    run = make_run(tmp_path / "again", lambda prompt, call: box(13 if call < 2 else task_of(prompt)))
-    with pytest.raises(TrainingError, match=r"step 0: 2 of 4 trajectories are quarantined, more than collection.max_q"):
+    run = make_run(
+        tmp_path / "again", lambda prompt, call: box(13 if call < 2 else task_of(prompt))
+    )
+    with pytest.raises(
+        TrainingError,
+        match=r"step 0: 2 of 4 trajectories are quarantined, more than collection.max_q",
+    ):
         asyncio.run(run.rollouts.collect_batch(0))
 
 
@@ -182,7 +202,9 @@ def test_an_environment_of_ones_own_is_named_where_it_breaks(tmp_path: Path) -> 
     """Its tasks are of env math."""
     name = "tests.unit.training.test_experience:Breaking"
     run = make_run(tmp_path, lambda prompt, call: box(task_of(prompt)), f"env={{name: {name}}}")
-    with pytest.raises(TrainingError, match=rf"the first: Defect: {name}\.step: KeyError: 'own'; see to it"):
+    with pytest.raises(
+        TrainingError, match=rf"the first: Defect: {name}\.step: KeyError: 'own'; see to it"
+    ):
         asyncio.run(run.rollouts.collect_batch(0))
 
 
@@ -199,13 +221,23 @@ def test_a_validation_measures_by_the_rules_of_an_evaluation(tmp_path: Path) -> 
             raise PromptTooLong("prompt of 600 tokens, and there is room for 500")
         return box(0)
 
-    sampling = ("evaluation.temperature=0.6", "evaluation.top_p=0.95", "evaluation.top_k=20", "evaluation.retries=1")
+    sampling = (
+        "evaluation.temperature=0.6",
+        "evaluation.top_p=0.95",
+        "evaluation.top_k=20",
+        "evaluation.retries=1",
+    )
     run = make_run(tmp_path, script, *sampling, "trainer.validation_samples=1")
     tasks = sorted(run.rollouts.schedule._tasks, key=lambda task: task.id)[:3]
     board = asyncio.run(replace(run.rollouts, validation=tuple(tasks)).validate())
     metrics = board.metrics()
     assert metrics.pop("ci_low") < 1 / 3 < metrics.pop("ci_high")
-    assert metrics == {"failed": 0.0, "overlong": 1.0, "accuracy": pytest.approx(1 / 3), "valid_ratio": 1.0}
+    assert metrics == {
+        "failed": 0.0,
+        "overlong": 1.0,
+        "accuracy": pytest.approx(1 / 3),
+        "valid_ratio": 1.0,
+    }
     assert sorted(asked) == [0, 1, 1, 2]
     engine = run.rollouts.team.players["solver"].engine  # type: ignore[attr-defined]
     assert {(s.temperature, s.top_p, s.top_k) for _, s in engine.calls} == {(0.6, 0.95, 20)}

@@ -12,18 +12,25 @@ from typing import Any
 import pytest
 from pydantic_core import to_json
 
-from mcore_mas.rollout.base.ownership import epoch_of, owned
-from mcore_mas.rollout.engines import PolicyReply
-from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.records.trajectory import Completion, VersionSpan
-from mcore_mas.rollout.teams import journal as journals
-from mcore_mas.rollout.teams.journal import CollectionJournal
-from mcore_mas.training.joblog import Stopped
+from mcore_mas.runtime.joblog import Stopped
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.weight_sync import WeightSync
+from rollout.base.ownership import epoch_of, owned
+from rollout.engines import PolicyReply
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Completion, VersionSpan
+from rollout.teams import journal as journals
+from rollout.teams.journal import CollectionJournal
 from tests.support.played import trajectory, turn
-from tests.support.simulated import TOKEN_S, Log, SimulatedEngine, engines_of, handed_over, simulated_run
+from tests.support.simulated import (
+    TOKEN_S,
+    Log,
+    SimulatedEngine,
+    engines_of,
+    handed_over,
+    simulated_run,
+)
 from tests.support.virtual_time import run_virtually
 
 STEPS = 6
@@ -59,9 +66,13 @@ class Counting(SimulatedEngine):
         return completion
 
 
-def session(folder: Path, staleness: int, *overrides: str, update_s: float = 20.0) -> TrainingSession:
+def session(
+    folder: Path, staleness: int, *overrides: str, update_s: float = 20.0
+) -> TrainingSession:
     """The run as a start finds it: from its newest checkpoint, or from nothing."""
-    run = simulated_run(folder, *SETTINGS, f"+trainer.staleness={staleness}", *overrides, seconds=lambda _: update_s)
+    run = simulated_run(
+        folder, *SETTINGS, f"+trainer.staleness={staleness}", *overrides, seconds=lambda _: update_s
+    )
     for engine in engines_of(run).values():
         engine.__class__ = Counting
     found = run.checkpoints.newest(print)
@@ -96,7 +107,11 @@ def train(run: TrainingSession, until_s: float = 1e9) -> bool:
 
 
 def played(folder: Path) -> list[Any]:
-    return [t for step in range(STEPS) for t in read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet")]
+    return [
+        t
+        for step in range(STEPS)
+        for t in read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet")
+    ]
 
 
 def tokens_of(folder: Path) -> int:
@@ -114,13 +129,17 @@ def test_after_a_death_next_to_nothing_is_sampled_again_and_nothing_is_left_out(
 ) -> None:
     whole = session(tmp_path / "whole", staleness)
     ended: list[float] = []
-    whole = replace(whole, logbook=Log(lambda step, metrics: ended.append(asyncio.get_running_loop().time())))
+    whole = replace(
+        whole, logbook=Log(lambda step, metrics: ended.append(asyncio.get_running_loop().time()))
+    )
     assert train(whole)
     assert sampled_by(whole) == tokens_of(tmp_path / "whole")
 
     first = session(tmp_path / "killed", staleness)
     assert not train(first, share * ended[-1])
-    files = {path: path.read_bytes() for path in (tmp_path / "killed" / "trajectories").glob("*.parquet")}
+    files = {
+        path: path.read_bytes() for path in (tmp_path / "killed" / "trajectories").glob("*.parquet")
+    }
     done = [path for path in files if '"complete":true' in journal_of(path).read_text()]
     second = session(tmp_path / "killed", staleness)
     assert train(second)
@@ -148,7 +167,13 @@ def test_with_deterministic_neither_time_nor_a_death_decides_which_weights_sampl
         if name == "killed":
             assert not train(session(tmp_path / name, staleness, *own, update_s=update_s), 70.0)
         assert train(session(tmp_path / name, staleness, *own, update_s=update_s))
-        found.append([(t.id, turn.seed, turn.versions, turn.text) for t in played(tmp_path / name) for turn in t.turns])
+        found.append(
+            [
+                (t.id, turn.seed, turn.versions, turn.text)
+                for t in played(tmp_path / name)
+                for turn in t.turns
+            ]
+        )
     quick, slow, killed = found
     assert quick == slow == killed
     version = {(int(id.split("/")[0]), versions) for id, _, versions, _ in quick}
@@ -165,13 +190,17 @@ def test_a_stop_while_weights_wait_leaves_the_rest_of_a_collection_to_them(tmp_p
 
     async def until_stopped() -> None:
         asyncio.get_running_loop().call_later(60.0, first.stop.tell)
-        with pytest.raises(Stopped, match=r"^stopped by its caller; the same command goes on from the newest"):
+        with pytest.raises(
+            Stopped, match=r"^stopped by its caller; the same command goes on from the newest"
+        ):
             await train_steps(first, 0)
         assert asyncio.get_running_loop().time() == pytest.approx(60.0)
 
     run_virtually(until_stopped())
     assert train(session(tmp_path / "stopped", 1, "+engine.deterministic=true", update_s=0.5))
-    stopped, unbroken = ([(t.id, t.turns) for t in played(tmp_path / name)] for name in ("stopped", "whole"))
+    stopped, unbroken = (
+        [(t.id, t.turns) for t in played(tmp_path / name)] for name in ("stopped", "whole")
+    )
     assert stopped == unbroken
 
 
@@ -209,14 +238,20 @@ def test_a_file_of_trajectories_that_is_damaged_is_played_again(tmp_path: Path) 
     again = session(tmp_path, 0)
     assert train(again)
     assert played(tmp_path) == before
-    assert sampled_by(again) == sum(len(turn.completion_ids) for t in before if t.step >= 3 for turn in t.turns)
+    assert sampled_by(again) == sum(
+        len(turn.completion_ids) for t in before if t.step >= 3 for turn in t.turns
+    )
 
 
 def test_experts_of_a_token_are_written_once_and_found_with_its_reply(tmp_path: Path) -> None:
     path, routing = tmp_path / "step_000000.jsonl", bytes(range(200, 248))
     span = VersionSpan(version=0, start=0, end=2)
     completion = Completion(
-        token_ids=(3, 4), logprobs=(-0.5, -0.5), finish_reason="stop", versions=(span,), routing=routing
+        token_ids=(3, 4),
+        logprobs=(-0.5, -0.5),
+        finish_reason="stop",
+        versions=(span,),
+        routing=routing,
     )
     turns = [turn(index, seed=index + 7, routing=routing if index else b"") for index in range(2)]
     played = trajectory(*turns)
@@ -229,8 +264,12 @@ def test_experts_of_a_token_are_written_once_and_found_with_its_reply(tmp_path: 
     found = again.trajectory(played.id)
     assert found == played
     assert found is not None and [turn.routing for turn in found.turns] == [b"", routing]
-    path.write_bytes(b"\n".join(line for line in path.read_bytes().split(b"\n") if b"reply 8" not in line))
-    assert CollectionJournal(path, {0: "start"}).part("").trajectory(played.id) is None  # it is played again
+    path.write_bytes(
+        b"\n".join(line for line in path.read_bytes().split(b"\n") if b"reply 8" not in line)
+    )
+    assert (
+        CollectionJournal(path, {0: "start"}).part("").trajectory(played.id) is None
+    )  # it is played again
 
 
 def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
@@ -246,14 +285,22 @@ def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     rows = CollectionJournal(path, {3: "x"})
     assert [(rows.find(f"row {n}") or {}).get("n") for n in range(5)] == [0, None, 2, None, 4]
     assert rows.newest == 3
-    assert [CollectionJournal(path, other).find("row 0") for other in ({3: "y"}, {2: "x"}, {})] == [None] * 3
+    assert [CollectionJournal(path, other).find("row 0") for other in ({3: "y"}, {2: "x"}, {})] == [
+        None
+    ] * 3
 
 
-def test_rows_of_one_round_of_the_event_loop_are_written_together_and_answers_at_once(tmp_path: Path) -> None:
+def test_rows_of_one_round_of_the_event_loop_are_written_together_and_answers_at_once(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "journal.jsonl"
 
     def keys() -> list[str]:
-        return [json.loads(line.partition(b" ")[2])["key"] for line in path.read_bytes().split(b"\n") if line]
+        return [
+            json.loads(line.partition(b" ")[2])["key"]
+            for line in path.read_bytes().split(b"\n")
+            if line
+        ]
 
     async def play() -> None:
         journal = CollectionJournal(path, {3: "x"})
@@ -272,7 +319,9 @@ def test_rows_of_one_round_of_the_event_loop_are_written_together_and_answers_at
     asyncio.run(play())
 
 
-def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_journal_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "journal").write_text("in the way")
     run = session(tmp_path, 0)
     assert train(run)
@@ -288,14 +337,25 @@ def test_an_owner_that_has_lost_its_folder_appends_nothing_and_what_it_had_appen
     with owned(tmp_path):
         journal, epoch = CollectionJournal(path, {3: "x"}), epoch_of(tmp_path)
         journal.add("row 0", 3)
-        for number, later in enumerate((epoch + 1, epoch, epoch + 1), 1):  # of another owner, and of this one too late
+        for number, later in enumerate(
+            (epoch + 1, epoch, epoch + 1), 1
+        ):  # of another owner, and of this one too late
             monkeypatch.setattr(journals, "epoch_of", lambda _, own=later: own)
             journal.add(f"row {number}", 3)
-        (tmp_path / "lock.json").write_text(json.dumps({"host": "far", "pid": 7, "since": "now", "epoch": epoch + 1}))
+        (tmp_path / "lock.json").write_text(
+            json.dumps({"host": "far", "pid": 7, "since": "now", "epoch": epoch + 1})
+        )
         journal.add("row 4", 3)
         journal.add("row 5", 3)
     rows = CollectionJournal(path, {3: "x"})
-    assert [rows.find(f"row {number}") is not None for number in range(6)] == [True, True, False, True, False, False]
+    assert [rows.find(f"row {number}") is not None for number in range(6)] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert capfd.readouterr().err.splitlines() == [
         f"{path}: not written any more ({tmp_path}: taken over by process 7 on 'far' since now; this process, of epoch "
         f"{epoch}, writes no more); a run that is killed now plays this step again"

@@ -15,9 +15,15 @@ from tests.unit.training.test_stopping import stuck
     ("overrides", "stay"),
     [
         ((), [0, 1, 2, 3]),
-        (("+trainer.keep_trajectories=1", "trainer.checkpoint_every=2"), [2, 3]),  # a checkpoint of two steps is there
+        (
+            ("+trainer.keep_trajectories=1", "trainer.checkpoint_every=2"),
+            [2, 3],
+        ),  # a checkpoint of two steps is there
         (("+trainer.keep_trajectories=3", "trainer.checkpoint_every=1"), [1, 2, 3]),
-        (("+trainer.keep_trajectories=1", "trainer.checkpoint_every=9"), [0, 1, 2, 3]),  # there is none to go on from
+        (
+            ("+trainer.keep_trajectories=1", "trainer.checkpoint_every=9"),
+            [0, 1, 2, 3],
+        ),  # there is none to go on from
     ],
 )
 def test_the_newest_steps_stay_and_those_since_the_checkpoint(

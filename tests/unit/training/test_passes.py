@@ -14,11 +14,16 @@ from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
 from mcore_mas.credit.samples import Sample
 from mcore_mas.packing import pack as packing
 from mcore_mas.packing.pack import pack
-from mcore_mas.training.joblog import TrainingError
-from mcore_mas.training.policy_trainer import PolicyTrainer, merge_updates, policy_spec, step_places
+from mcore_mas.runtime.joblog import TrainingError
+from mcore_mas.runtime.trainer_specs import policy_spec
+from mcore_mas.training.policy_trainer import PolicyTrainer, merge_updates, step_places
 from tests.support.simulated import SimulatedGang
 
-CRITIC = ("advantage=gae", "+policies.solver.critic={lr: 1.0e-3, head_start: 2}", "+policies.verifier.critic.lr=1.0e-3")
+CRITIC = (
+    "advantage=gae",
+    "+policies.solver.critic={lr: 1.0e-3, head_start: 2}",
+    "+policies.verifier.critic.lr=1.0e-3",
+)
 
 
 def turn(number: int) -> Sample:
@@ -36,13 +41,18 @@ def trained(
     gang: SimulatedGang | None = None,
 ) -> list[list[int]]:
     """The turns of each update of seven, by their first token."""
-    config = RunConfig.check(resolve(["experiment=demo_math", f"results={folder}", *overrides]), "test")
+    config = RunConfig.check(
+        resolve(["experiment=demo_math", f"results={folder}", *overrides]), "test"
+    )
     gang = gang or SimulatedGang(lambda _: 0.0)
     trainer = PolicyTrainer("solver", config, gang, critic=critic)  # type: ignore[arg-type]
     samples = [turn(number) for number in range(7)]
     credited = [replace(s, returns=(0.0, 0.0), values=(0.0, 0.0)) if critic else s for s in samples]
     asyncio.run(trainer.update(trainer.pack(samples, step), credited, step))
-    return [sorted(int(i) - 100 for m in update for i in m.token_ids if i >= 100) for update in gang.updates]
+    return [
+        sorted(int(i) - 100 for m in update for i in m.token_ids if i >= 100)
+        for update in gang.updates
+    ]
 
 
 def test_a_step_is_one_update_of_all(tmp_path: Path) -> None:
@@ -73,14 +83,18 @@ class _Disagreeing(SimulatedGang):
     async def update(self, microbatches, at=None):
         gap = 0.5 if len(self.updates) >= self._first else 0.0
         own = {f"agent/solver/logprob_gap_{name}": gap for name in ("mean", "k3", "p99", "max")}
-        return await super().update(microbatches, at) | own | {"agent/solver/logprob_gap_count": 2.0}
+        return (
+            await super().update(microbatches, at) | own | {"agent/solver/logprob_gap_count": 2.0}
+        )
 
 
 @pytest.mark.parametrize("overrides", [(), ("loss.kl.coef=0.1",), CRITIC])
 def test_samples_are_packed_beside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
 ) -> None:
-    config = RunConfig.check(resolve(["experiment=demo_math", f"results={tmp_path}", *overrides]), "test")
+    config = RunConfig.check(
+        resolve(["experiment=demo_math", f"results={tmp_path}", *overrides]), "test"
+    )
     packers: list[threading.Thread] = []
 
     def noted(*given: Any, **how: Any) -> Any:
@@ -94,7 +108,9 @@ def test_samples_are_packed_beside_the_event_loop(
 
     async def play() -> None:
         await trainer.score(batches)
-        credited = [replace(s, returns=(0.0, 0.0), values=(0.0, 0.0)) for b in batches for s in b.samples]
+        credited = [
+            replace(s, returns=(0.0, 0.0), values=(0.0, 0.0)) for b in batches for s in b.samples
+        ]
         await trainer.update(batches, credited, 0)
 
     asyncio.run(play())
@@ -104,7 +120,9 @@ def test_samples_are_packed_beside_the_event_loop(
 
 def test_a_step_is_judged_by_the_first_update_that_has_turns(tmp_path: Path) -> None:
     """An update before it, whose turns have no advantage, changes no weights and compares nothing."""
-    config = RunConfig.check(resolve(["experiment=demo_math", f"results={tmp_path}", "+trainer.minibatch=1"]), "test")
+    config = RunConfig.check(
+        resolve(["experiment=demo_math", f"results={tmp_path}", "+trainer.minibatch=1"]), "test"
+    )
     gang = _Disagreeing()
     trainer = PolicyTrainer("solver", config, gang)  # type: ignore[arg-type]
     batches = trainer.pack(samples := [turn(number) for number in range(7)], 0)
@@ -121,8 +139,12 @@ def test_with_a_correction_every_update_of_the_first_pass_is_judged(tmp_path: Pa
     corrected = ("+trainer.minibatch=3", "+loss.correction.name=tis")
     with pytest.raises(TrainingError, match=r"differ from the engine's by mean 0\.5"):
         trained(tmp_path, *corrected, gang=_Disagreeing(first=2))
-    trained(tmp_path, *corrected, "+trainer.passes=2", gang=_Disagreeing(first=3))  # the second pass says nothing new
-    assert merge_updates([{"a/logprob_gap_count": 2.0}, {"a/logprob_gap_count": 3.0}]) == {"a/logprob_gap_count": 5.0}
+    trained(
+        tmp_path, *corrected, "+trainer.passes=2", gang=_Disagreeing(first=3)
+    )  # the second pass says nothing new
+    assert merge_updates([{"a/logprob_gap_count": 2.0}, {"a/logprob_gap_count": 3.0}]) == {
+        "a/logprob_gap_count": 5.0
+    }
 
 
 def test_a_run_whose_gradients_are_never_finite_stops(tmp_path: Path) -> None:
@@ -133,14 +155,19 @@ def test_a_run_whose_gradients_are_never_finite_stops(tmp_path: Path) -> None:
 
     class Diverged(SimulatedGang):
         async def update(self, microbatches, at=None):
-            return await super().update(microbatches, at) | {"grad_norm": next(norms), "skipped_updates": 1.0}
+            return await super().update(microbatches, at) | {
+                "grad_norm": next(norms),
+                "skipped_updates": 1.0,
+            }
 
     gang = Diverged(lambda _: 0.0)
     trainer = PolicyTrainer("solver", config, gang)  # type: ignore[arg-type]
     samples = [turn(number) for number in range(4)]
     for step in range(4):  # in the second one update was finite
         asyncio.run(trainer.update(trainer.pack(samples, step), samples, step))
-    with pytest.raises(TrainingError, match="step 4: no gradient of policy solver was finite in 3 steps"):
+    with pytest.raises(
+        TrainingError, match="step 4: no gradient of policy solver was finite in 3 steps"
+    ):
         asyncio.run(trainer.update(trainer.pack(samples, 4), samples, 4))
 
 
@@ -152,7 +179,9 @@ def test_a_critic_may_have_a_head_start(tmp_path: Path) -> None:
 
 
 def test_samples_are_cut_in_one_way(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="minibatch and updates_per_step both cut a step's samples"):
+    with pytest.raises(
+        ConfigError, match="minibatch and updates_per_step both cut a step's samples"
+    ):
         resolve(["experiment=demo_math", "+trainer.minibatch=3", "+trainer.updates_per_step=2"])
 
 
@@ -162,13 +191,16 @@ def test_with_mini_batches_a_rate_is_of_its_step(tmp_path: Path) -> None:
     settings = ["trainer.steps=7", "+trainer.minibatch=3", "trainer.passes=2", turns]
     falls = ["+policies.solver.schedule=linear", "policies.solver.warmup_steps=2"]
     run = RunConfig.check(resolve(["experiment=demo_math", *settings, *falls]), "test")
-    assert policy_spec("solver", run).decay_steps == places_in_schedule(run, "solver") == 3  # steps 2, 3 and 6
+    assert (
+        policy_spec("solver", run).decay_steps == places_in_schedule(run, "solver") == 3
+    )  # steps 2, 3 and 6
     assert [(step_places(run, "solver") or [])[step] for step in (2, 3, 6)] == [0, 1, 2]
     for overrides, places in ((("+trainer.minibatch=3",), [4] * 3), ((), [None])):
         gang = SimulatedGang(lambda _: 0.0)
         trained(tmp_path, *overrides, step=4, gang=gang)
         assert gang.places == places
     with pytest.raises(
-        ConfigError, match=r"policies.solver: schedule 'linear' ends with update 3, but warmup_steps is"
+        ConfigError,
+        match=r"policies.solver: schedule 'linear' ends with update 3, but warmup_steps is",
     ):
         resolve(["experiment=demo_math", *settings, falls[0], "policies.solver.warmup_steps=3"])

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mcore_mas.rollout.engines.embedded.batching import Ask, EmbeddedEngine, LocalEngine, Outcome
-from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.records.trajectory import Trajectory
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession
+from rollout.engines.embedded.batching import Ask, EmbeddedEngine, LocalEngine, Outcome
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Trajectory
+from rollout.sync import SyncRoute, WeightUpdate
 from tests.support.replay import sample_again
 from tests.support.simulated import TOKEN_S, simulated_run, with_engines
 from tests.support.virtual_time import run_virtually
@@ -51,7 +51,9 @@ class TimedEngine(LocalEngine):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, max_length=LENGTH, rows=1)
-        self.core = EmbeddedEngine.from_folder(folder, max_length=LENGTH, rows=32, deterministic=True)
+        self.core = EmbeddedEngine.from_folder(
+            folder, max_length=LENGTH, rows=32, deterministic=True
+        )
 
     async def begin_update(self) -> SyncRoute:
         return SyncRoute(transport="simulated", place="", model="")
@@ -104,7 +106,10 @@ def model(tmp_path_factory):
 def runs(tmp_path_factory, model):
     """The trajectories of three trainings by their staleness; one updates faster than it collects."""
     folder = tmp_path_factory.mktemp("runs")
-    return {n: played(train(folder / str(n), model, n, update_s=s)) for n, s in ((0, 5.0), (1, 2.0), (2, 7.0))}
+    return {
+        n: played(train(folder / str(n), model, n, update_s=s))
+        for n, s in ((0, 5.0), (1, 2.0), (2, 7.0))
+    }
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -114,7 +119,9 @@ def test_every_turn_is_sampled_again_to_the_bit_from_its_seed_and_versions(runs,
     for turn in turns:
         found = sample_again(alone, turn, lambda version: weights(version).state_dict().items())
         assert found == (turn.completion_ids, turn.logprobs)
-    assert len({turn.seed for turn in turns}) == len(turns)  # by run, step, task, sample, agent and turn
+    assert len({turn.seed for turn in turns}) == len(
+        turns
+    )  # by run, step, task, sample, agent and turn
     assert {span.version for turn in turns for span in turn.versions} >= {0, 1}
     straddling = any(len(turn.versions) > 1 for turn in turns)
     assert straddling == (staleness > 0)  # ahead of training, weights came in the middle of some
@@ -122,7 +129,9 @@ def test_every_turn_is_sampled_again_to_the_bit_from_its_seed_and_versions(runs,
 
 def test_the_same_weights_say_the_same_whatever_runs_beside(runs):
     """Collected ahead, with other steps in the same batches, or not."""
-    plain, *others = ({(t.id, turn.index): turn for t in runs[n] for turn in t.turns} for n in (0, 1, 2))
+    plain, *others = (
+        {(t.id, turn.index): turn for t in runs[n] for turn in t.turns} for n in (0, 1, 2)
+    )
     compared = 0
     for other in others:
         for place in plain.keys() & other.keys():

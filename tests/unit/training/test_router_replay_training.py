@@ -13,13 +13,14 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import to_samples
-from mcore_mas.rollout.config.sections import build_allocator, build_env, build_player, build_team
-from mcore_mas.rollout.engines import EngineConfig
-from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
-from mcore_mas.rollout.records.trajectory import Group as Played
-from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.training.engine_factory import _engine_settings
-from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec
+from mcore_mas.runtime.engine_factory import _engine_settings
+from mcore_mas.runtime.trainer_specs import policy_spec
+from mcore_mas.training.policy_trainer import PolicyTrainer
+from rollout.config.sections import build_allocator, build_env, build_player, build_team
+from rollout.engines import EngineConfig
+from rollout.records.files import read_trajectories, write_trajectories
+from rollout.records.trajectory import Group as Played
+from rollout.records.trajectory import Task
 from tests.support.in_process import Bytes, Engine, Group
 from tests.support.play import collect
 
@@ -30,9 +31,20 @@ STEPS = 2
 def make_mixture(folder: Path) -> Path:
     """Random weights over bytes; 8 experts, of which a token goes to 2, and whose scores are close."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    }
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -71,10 +83,20 @@ def gaps(folder: Path, model: Path, replay: bool) -> list[float]:
     trainer = PolicyTrainer("solver", config, group)  # type: ignore[arg-type]
     found = []
     for step in range(STEPS):
-        played = collect([TASK], team, build_env(config.env), config.orchestra.call, group_size=4, seed=1, step=step)
+        played = collect(
+            [TASK],
+            team,
+            build_env(config.env),
+            config.orchestra.call,
+            group_size=4,
+            seed=1,
+            step=step,
+        )
         rewarded = list(map(build_allocator(config.reward, config.agents), asyncio.run(played)))
         write_trajectories(folder / f"{step}.parquet", rewarded[0].trajectories)
-        samples = to_samples([Played(task=TASK, trajectories=tuple(read_trajectories(folder / f"{step}.parquet")))])
+        samples = to_samples(
+            [Played(task=TASK, trajectories=tuple(read_trajectories(folder / f"{step}.parquet")))]
+        )
         assert all(bool(sample.routing) == replay for sample in samples)
         batches = trainer.pack(samples, step)
         metrics = asyncio.run(trainer.update(batches, estimate(samples, rules), step))
@@ -84,7 +106,9 @@ def gaps(folder: Path, model: Path, replay: bool) -> list[float]:
     return found
 
 
-def test_with_router_replay_the_trainer_says_what_the_engine_said(tmp_path: Path, one_rank: None) -> None:
+def test_with_router_replay_the_trainer_says_what_the_engine_said(
+    tmp_path: Path, one_rank: None
+) -> None:
     model = make_mixture(tmp_path / "model")
     with_replay, without = (gaps(tmp_path, model, replay) for replay in (True, False))
     print(f"KL(engine, trainer) by step: {with_replay} with replay, {without} without")
@@ -97,12 +121,24 @@ def test_a_remote_model_has_no_router_to_replay(tmp_path: Path) -> None:
         "+policies.verifier.remote={provider: openai, model: m}",
         "+policies.verifier.own.engine.router_replay=true",
     )
-    with pytest.raises(ConfigError, match=r"own.engine.router_replay: a remote model says nothing of its experts"):
+    with pytest.raises(
+        ConfigError, match=r"own.engine.router_replay: a remote model says nothing of its experts"
+    ):
         run_config(tmp_path, tmp_path, *overrides)
-    remotes = [f"policies.{policy}={{remote: {{provider: openai, model: m}}}}" for policy in ("solver", "verifier")]
-    overrides = ("engine.router_replay=true", *(f"agents.{name}.loss_weight=0" for name in ("solver", "verifier")))
-    with pytest.raises(ConfigError, match=r"engine.router_replay: remote models say nothing of their experts"):
-        run_config(tmp_path, tmp_path, "~policies", *(f"+{remote}" for remote in remotes), *overrides)
+    remotes = [
+        f"policies.{policy}={{remote: {{provider: openai, model: m}}}}"
+        for policy in ("solver", "verifier")
+    ]
+    overrides = (
+        "engine.router_replay=true",
+        *(f"agents.{name}.loss_weight=0" for name in ("solver", "verifier")),
+    )
+    with pytest.raises(
+        ConfigError, match=r"engine.router_replay: remote models say nothing of their experts"
+    ):
+        run_config(
+            tmp_path, tmp_path, "~policies", *(f"+{remote}" for remote in remotes), *overrides
+        )
 
 
 def test_an_engine_that_does_not_say_what_it_chose_is_refused() -> None:

@@ -2,12 +2,15 @@
 
 import pytest
 
-from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.training.async_rollout import Schedule
+from rollout.records.trajectory import Task
 
 
 def tasks(n: int) -> list[Task]:
-    return [Task(id=str(i), prompt="", answers=("",), env="math", source="s", split="train") for i in range(n)]
+    return [
+        Task(id=str(i), prompt="", answers=("",), env="math", source="s", split="train")
+        for i in range(n)
+    ]
 
 
 def ids(schedule: Schedule, step: int) -> list[str]:

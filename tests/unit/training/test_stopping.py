@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from mcore_mas.runtime.checkpoint import Checkpoints
+from mcore_mas.runtime.joblog import Stopped
+from mcore_mas.runtime.recipe import Identity
 from mcore_mas.training.async_rollout import Schedule
-from mcore_mas.training.checkpoint import Checkpoints
-from mcore_mas.training.joblog import Stopped
 from mcore_mas.training.loop import train_steps
-from mcore_mas.training.recipe import Identity
 from mcore_mas.training.step import TrainingSession
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_run import Bytes, box, make_run, task_of
@@ -36,7 +36,9 @@ class StuckEngine(ScriptedEngine):
         return await super().generate(prompt_ids, sampling)
 
 
-def stuck(tmp_path: Path, at: int, rows: list[Any], *overrides: str, validation: int = 0) -> TrainingSession:
+def stuck(
+    tmp_path: Path, at: int, rows: list[Any], *overrides: str, validation: int = 0
+) -> TrainingSession:
     def script(prompt: tuple[int, ...], call: int) -> bytes:
         return box(task_of(prompt))
 
@@ -47,13 +49,21 @@ def stuck(tmp_path: Path, at: int, rows: list[Any], *overrides: str, validation:
     gangs: Any = {policy: SimulatedGang(lambda _: 0.0) for policy in engines}
     tasks = [run.rollouts.schedule.batch(step)[i] for step in range(4) for i in range(2)]
     log = Log(lambda step, metrics: rows.append((step, dict(metrics))))
-    run = with_engines(make_session(run.config, tmp_path, tasks, engines, gangs, log), engines, Bytes())
+    run = with_engines(
+        make_session(run.config, tmp_path, tasks, engines, gangs, log), engines, Bytes()
+    )
     schedule = Schedule(tasks, 2, seed=1)
-    return replace(run, rollouts=replace(run.rollouts, schedule=schedule, validation=tuple(tasks[:validation])))
+    return replace(
+        run, rollouts=replace(run.rollouts, schedule=schedule, validation=tuple(tasks[:validation]))
+    )
 
 
 def manifest(run: TrainingSession, step: int) -> dict[str, Any]:
-    return json.loads((run.rollouts.folder.parent / "checkpoints" / f"step_{step:06d}" / "manifest.json").read_text())
+    return json.loads(
+        (
+            run.rollouts.folder.parent / "checkpoints" / f"step_{step:06d}" / "manifest.json"
+        ).read_text()
+    )
 
 
 def test_a_collection_is_abandoned_and_the_steps_before_it_are_saved(tmp_path: Path) -> None:
@@ -63,7 +73,10 @@ def test_a_collection_is_abandoned_and_the_steps_before_it_are_saved(tmp_path: P
         asyncio.run(train_steps(run, 0))
     assert [step for step, _ in rows] == [0, 1]
     assert manifest(run, 2)["state"]["unreported"] is None
-    assert sorted(path.name for path in run.rollouts.folder.iterdir()) == ["step_000000.parquet", "step_000001.parquet"]
+    assert sorted(path.name for path in run.rollouts.folder.iterdir()) == [
+        "step_000000.parquet",
+        "step_000001.parquet",
+    ]
 
 
 def test_nothing_is_saved_twice_and_nothing_of_no_steps(tmp_path: Path) -> None:
@@ -78,10 +91,14 @@ def test_nothing_is_saved_twice_and_nothing_of_no_steps(tmp_path: Path) -> None:
     assert not (tmp_path / "first" / "checkpoints" / "step_000000").exists()
 
 
-def test_a_step_whose_validation_was_abandoned_is_reported_after_it_was_made_up(tmp_path: Path) -> None:
+def test_a_step_whose_validation_was_abandoned_is_reported_after_it_was_made_up(
+    tmp_path: Path,
+) -> None:
     rows: list[Any] = []
     settings = ("trainer.validate_every=2",)
-    run = stuck(tmp_path, 1 + 2 * CALLS, rows, *settings, validation=1)  # inside the validation after step 2
+    run = stuck(
+        tmp_path, 1 + 2 * CALLS, rows, *settings, validation=1
+    )  # inside the validation after step 2
     with pytest.raises(Stopped, match="after step 2"):
         asyncio.run(train_steps(run, 0))
     assert [step for step, _ in rows] == [-1, 0]
@@ -89,7 +106,10 @@ def test_a_step_whose_validation_was_abandoned_is_reported_after_it_was_made_up(
     unreported = manifest(run, 2)["state"]["unreported"]
     assert unreported["reward/mean"] == 1.0
     again = stuck(tmp_path, 10**9, rows, *settings, validation=1)
-    again = replace(again, checkpoints=Checkpoints(tmp_path / "checkpoints", Identity(run="r", models={}), keep=2))
+    again = replace(
+        again,
+        checkpoints=Checkpoints(tmp_path / "checkpoints", Identity(run="r", models={}), keep=2),
+    )
     asyncio.run(train_steps(again, 2, unreported))
     assert [step for step, _ in rows] == [-1, 0, 1, 2, 3]
     assert rows[2][1] == {

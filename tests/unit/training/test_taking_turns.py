@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.training.checkpoint import Saved
+from mcore_mas.runtime.checkpoint import Saved
+from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.train import _load
-from mcore_mas.training.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.training.weight_sync import Memory
+from rollout.base.errors import EngineError
 
 
 class Taker:
@@ -60,7 +60,13 @@ def play(memory: Memory, said: list[str], error: Exception | None = None) -> Non
     asyncio.run(act())
 
 
-BEFORE = ["trainer gives all", "critic gives all", "learner takes kv_cache", "frozen takes kv_cache", "-"]
+BEFORE = [
+    "trainer gives all",
+    "critic gives all",
+    "learner takes kv_cache",
+    "frozen takes kv_cache",
+    "-",
+]
 AFTER = ["trainer takes all", "critic takes all"]
 
 
@@ -118,11 +124,19 @@ def test_a_server_that_died_beside_trainers_starts_while_they_have_given_their_m
             said.append("starts")
 
     asyncio.run(start())
-    assert said == ["trainer gives all", "critic gives all", "starts", "critic takes all", "trainer takes all"]
+    assert said == [
+        "trainer gives all",
+        "critic gives all",
+        "starts",
+        "critic takes all",
+        "trainer takes all",
+    ]
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_engines_of_a_run_that_goes_on_start_while_trainers_have_given_their_memory(found: bool) -> None:
+def test_engines_of_a_run_that_goes_on_start_while_trainers_have_given_their_memory(
+    found: bool,
+) -> None:
     """A server sizes its cache by the memory that it finds free, and starts when it is first asked, to sleep too."""
     said: list[str] = []
 
@@ -132,7 +146,11 @@ def test_engines_of_a_run_that_goes_on_start_while_trainers_have_given_their_mem
     own = SimpleNamespace(lora=None)
     session = SimpleNamespace(
         config=SimpleNamespace(engine=SimpleNamespace(sleep=True), policies={"learner": own}),
-        groups={"trainer": SimpleNamespace(ready=lambda: note("loads"), restore=lambda _: note("restores"))},
+        groups={
+            "trainer": SimpleNamespace(
+                ready=lambda: note("loads"), restore=lambda _: note("restores")
+            )
+        },
         weight_sync={"learner": SimpleNamespace(push=lambda version: note(f"pushes {version}"))},
         memory=memory_of(said),
     )

@@ -14,12 +14,12 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.retrieval.corpus import RetrievalError
-from mcore_mas.rollout.base.ownership import FolderError, owned
-from mcore_mas.rollout.engines import remote as keys
+from mcore_mas.runtime.engine_factory import sidecar_of, world
 from mcore_mas.training import train as training
-from mcore_mas.training.engine_factory import sidecar_of, world
 from mcore_mas.training.train import train
+from retrieval.corpus import RetrievalError
+from rollout.base.ownership import FolderError, owned
+from rollout.engines import remote as keys
 from tests.support.run_folder import make_run
 
 VARIABLE = "RUN_TEST_KEY"
@@ -70,30 +70,40 @@ def test_a_retriever_elsewhere_is_asked_with_its_token(tmp_path: Path) -> None:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = [f"+retriever.urls=[http://127.0.0.1:{server.server_port}]", f"+retriever.key_file={token}"]
+        url = [
+            f"+retriever.urls=[http://127.0.0.1:{server.server_port}]",
+            f"+retriever.key_file={token}",
+        ]
         config = RunConfig.check(resolve(["experiment=demo_search", *url]), "a test")
         with world(config, "unused") as make_env, pytest.raises(RetrievalError, match="400"):
             asyncio.run(make_env.keywords["retriever"].search("who?"))
         server.shutdown()
     assert asked == ["Bearer 0123456789abcdef"]
-    with pytest.raises(ConfigError, match="retriever: key_file is the token of servers that run elsewhere; set urls"):
+    with pytest.raises(
+        ConfigError,
+        match="retriever: key_file is the token of servers that run elsewhere; set urls",
+    ):
         resolve(["experiment=demo_search", url[1]])
 
 
-def test_a_retriever_inherits_no_key_even_where_no_coach_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retriever_inherits_no_key_even_where_no_coach_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = {}
 
     def start(sidecar: object) -> str:
         seen.update(os.environ)
         raise _NothingStarts
 
-    monkeypatch.setattr("mcore_mas.retrieval.sidecar.RetrieverSidecar.__enter__", start)
+    monkeypatch.setattr("retrieval.sidecar.RetrieverSidecar.__enter__", start)
     config = RunConfig.check(resolve(["experiment=demo_search", *COACHED]), "a test")
     with pytest.raises(_NothingStarts), world(config, "evaluation/base-retriever"):
         pass
     assert seen
     assert VARIABLE not in seen
-    assert keys.read_key(VARIABLE, None).get_secret_value() == "sk-0123456789abcdef"  # kept for a later use
+    assert (
+        keys.read_key(VARIABLE, None).get_secret_value() == "sk-0123456789abcdef"
+    )  # kept for a later use
 
 
 def test_a_search_may_wait_for_all_that_an_evaluation_plays() -> None:
@@ -105,7 +115,11 @@ def test_a_search_may_wait_for_all_that_an_evaluation_plays() -> None:
     assert config.retriever.timeout_s > longest_s
     options = sidecar_of(config.retriever, Path("index"))._options
     assert float(options[options.index("--deadline-s") + 1]) > longest_s
-    elsewhere = ["experiment=demo_search", "+retriever.urls=[http://127.0.0.1:1]", "+retriever.timeout_s=77"]
+    elsewhere = [
+        "experiment=demo_search",
+        "+retriever.urls=[http://127.0.0.1:1]",
+        "+retriever.timeout_s=77",
+    ]
     with world(RunConfig.check(resolve(elsewhere), "a test"), "unused") as make_env:
         assert make_env.keywords["retriever"]._timeout_s == 77
 
@@ -134,7 +148,9 @@ def test_who_has_lost_the_folder_while_it_trained_does_not_write_its_models_over
 
     group = SimpleNamespace(write_model=write_model)
     session = SimpleNamespace(
-        config=config, trainers={"solver": SimpleNamespace(groups={"solver": group})}, weight_sync={}
+        config=config,
+        trainers={"solver": SimpleNamespace(groups={"solver": group})},
+        weight_sync={},
     )
     session.stop = SimpleNamespace(unless=lambda work, _: work)
     monkeypatch.setattr(training, "_load", nothing)
@@ -142,13 +158,18 @@ def test_who_has_lost_the_folder_while_it_trained_does_not_write_its_models_over
 
     async def train_steps(*_: object) -> None:
         if written:  # the second time somebody else comes while it trains
-            lock.write_text(json.dumps({"host": "far", "pid": 7, "since": "2026", "epoch": 1 << 60}))
+            lock.write_text(
+                json.dumps({"host": "far", "pid": 7, "since": "2026", "epoch": 1 << 60})
+            )
 
     monkeypatch.setattr(training, "train_steps", train_steps)
     lock.parent.mkdir(parents=True)
     with owned(lock.parent):
         asyncio.run(training._train(session, None, again=False))
         assert written == [lock.parent / "models" / "solver"]
-        with pytest.raises(FolderError, match=r"taken over by process 7 on 'far' since 2026; this process, of epoch"):
+        with pytest.raises(
+            FolderError,
+            match=r"taken over by process 7 on 'far' since 2026; this process, of epoch",
+        ):
             asyncio.run(training._train(session, None, again=False))
     assert len(written) == 1

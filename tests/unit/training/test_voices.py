@@ -11,9 +11,9 @@ import yaml
 from mcore_mas import code_commit
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.training.evaluate import evaluate
+from mcore_mas.evaluation.evaluate import evaluate
 from mcore_mas.training.train import train
+from rollout.records.files import read_trajectories
 from tests.support.chat_server import ChatServer, chat_server, says
 from tests.support.in_process import training_here
 from tests.support.run_folder import make_run, metrics_of
@@ -53,7 +53,9 @@ def test_a_remote_policy_plays_in_an_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.multirank
-def test_a_remote_policy_plays_in_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_policy_plays_in_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with chat_server(says("<verify>approve</verify>")) as server, training_here(monkeypatch):
         run = make_run(tmp_path, "data.validation=1")
         train(with_remote(run, server.url, steps=2, checkpoint_every=2, validate_every=2))
@@ -77,10 +79,16 @@ def test_a_remote_policy_plays_in_a_training(tmp_path: Path, monkeypatch: pytest
             "a policy has either a model .* or a remote",
         ),
         ({"policies.verifier": {"lr": 1e-3}}, "a policy has either a model .* or a remote"),
-        ({"policies.verifier.lr": 0}, "policies.verifier.lr is missing; agent 'verifier' trains this policy"),
+        (
+            {"policies.verifier.lr": 0},
+            "policies.verifier.lr is missing; agent 'verifier' trains this policy",
+        ),
         ({"engine.name": "sglong"}, "unknown engine 'sglong'"),
         ({"engine.name": "sglang"}, "sglang needs python, the interpreter of its own environment"),
-        ({"engine.transport": "pigeon"}, "embedded has no transport 'pigeon'; known: shared, disk, delta"),
+        (
+            {"engine.transport": "pigeon"},
+            "embedded has no transport 'pigeon'; known: shared, disk, delta",
+        ),
         ({"engine.device": "abacus"}, "engine.device"),
         (
             {"engine.name": "sglang", "engine.python": "p", "engine.device": "cuda"},

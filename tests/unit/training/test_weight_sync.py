@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 from mcore_mas.training.weight_sync import WeightSync, watched
+from rollout.base.errors import EngineError
+from rollout.sync import SyncRoute, WeightUpdate
 from tests.support.simulated import handed_over
 
 
@@ -96,5 +96,7 @@ def test_an_engine_that_lost_its_weights_gets_the_same_version_again() -> None:
 
     trainer, engine, sync = asyncio.run(play())
     assert trainer.said == ["export 1", *["awake", "export 1"] * 3]
-    assert engine.aborted == ["not taken"]  # who waits for the weights hears of it, and the watch goes on
+    assert engine.aborted == [
+        "not taken"
+    ]  # who waits for the weights hears of it, and the watch goes on
     assert sync.versions == [0, 1]

@@ -1,0 +1,1 @@
+"""Evaluation of trained teams: scores on held-out tasks, export of models, serving."""
