@@ -58,7 +58,9 @@ EVALUATION = {  # what must hold of an evaluation at the papers' scale
         "tests/unit/evaluation/test_evaluate.py::test_a_killed_evaluation_goes_on_to_the_same_scores",
         "tests/unit/evaluation/test_evaluate.py::test_what_another_model_said_is_not_taken_for_this_ones",
     ),
-    "all GPUs serve": ("tests/unit/evaluation/test_evaluate.py::TestPlacement::test_all_gpus_serve",),
+    "all GPUs serve": (
+        "tests/unit/evaluation/test_evaluate.py::TestPlacement::test_all_gpus_serve",
+    ),
     "a validation measures by the same rules, with evaluation's sampling": (
         "tests/unit/training/test_experience.py::test_a_validation_measures_by_the_rules_of_an_evaluation",
     ),

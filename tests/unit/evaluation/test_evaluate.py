@@ -38,7 +38,7 @@ from rollout.models.chat_template import Renderer
 from rollout.records.files import read_tasks, read_trajectories
 from tests.support.run_folder import make_run
 from tests.support.slotted_sglang import slotted_server
-from tests.unit.training.test_measure import trajectory
+from tests.unit.evaluation.test_measure import trajectory
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 TEAM = ("solver", "verifier")

@@ -15,7 +15,7 @@ from mcore_mas.runtime.recipe import Identity
 from mcore_mas.training.train import fork_run
 from rollout.base.ownership import owned
 from tests.faults.forked import forked, run_folder, trained
-from tests.unit.training.test_checkpoint import MODELS, names, save, silent
+from tests.unit.runtime.test_checkpoint import MODELS, names, save, silent
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
