@@ -28,6 +28,7 @@ from mcore_mas.config.policy import (
     check_sharing,
     sharing,
 )
+from mcore_mas.config.removed import removed_key_error
 from mcore_mas.equations.advantages import NEEDS, compared
 from mcore_mas.equations.divergence import Precision
 from mcore_mas.equations.filters import contrasted
@@ -62,9 +63,6 @@ class ConfigError(ValueError):
 
 STATES = ("base", "trained")  # of a run's policies: before training and after it
 GAIN = "trained-base"  # their difference, paired by task
-_RENAMED = {
-    "trainer.logprob_tolerance": "trainer.agreement"
-}  # keys of version 0.1, and what they are called now
 
 
 class RunConfig(Section):
@@ -275,6 +273,10 @@ class RunConfig(Section):
         Raises:
             ConfigError: they do not validate.
         """
+        if isinstance(values, dict):
+            removed = removed_key_error(values)
+            if removed:
+                raise ConfigError(f"{where}: {removed}")
         try:
             if isinstance(values, dict):
                 _check_played(values.get("agents"), values.get("policies"))
@@ -283,8 +285,6 @@ class RunConfig(Section):
             )
         except ValidationError as error:
             said = invalid(error, cls, given).removeprefix("the config: ")
-            for old, new in _RENAMED.items():
-                said = said.replace(f"unknown key '{old}'", f"'{old}' is now '{new}'")
             raise ConfigError(f"{where}: {said}") from None
         except ValueError as error:  # also UnknownName
             raise ConfigError(f"{where}: {error}") from None

@@ -184,7 +184,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ("+trainer.stesp=3", "unknown key 'trainer.stesp'; known here: steps, tasks_per_step"),
         (
             "+trainer.logprob_tolerance=1e-3",
-            "'trainer.logprob_tolerance' is now 'trainer.agreement'; known here: ",
+            "trainer.logprob_tolerance was removed: bound the figures under trainer.agreement",
         ),
         (
             "policies.solver.lr=fast",

@@ -1,0 +1,48 @@
+"""Config keys of earlier versions, and what replaces each of them.
+
+To remove or rename a key, take it out of its section and add a row to REMOVED_KEYS. The key of a row is the dotted
+name of the removed key; `*` stands for any one name, such as that of a policy. Write `KEY=VALUE` if only one value of a
+key was removed, or one entry of a list. The text of a row completes the sentence "KEY was removed: …", so it says what
+to write instead. A row for `engine`, `loss` or `trainer` also applies below `policies.*.own`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+REMOVED_KEYS: Mapping[str, str] = {
+    "trainer.logprob_tolerance": "bound the figures under trainer.agreement",
+}
+
+
+def removed_key_error(values: Mapping[str, Any], removed: Mapping[str, str] = REMOVED_KEYS) -> str:
+    """Return a line about the first removed key or value in a nested config, or "" if there is none."""
+    for row, replacement in removed.items():
+        pattern, _, value = row.partition("=")
+        for keys, found in _find(values, pattern.split(".")):
+            entries = found if isinstance(found, list | tuple) else [found]
+            if not value:
+                return f"{'.'.join(keys)} was removed: {replacement}"
+            if value in entries:
+                return f"{'.'.join(keys)}: {value} was removed: {replacement}"
+    return ""
+
+
+def _find(values: Any, pattern: Sequence[str]) -> Iterator[tuple[list[str], Any]]:
+    """Yield the keys and the value of each setting that the pattern names, also below `policies.*.own`."""
+    yield from _matches(values, pattern)
+    if pattern[0] in ("engine", "loss", "trainer"):
+        yield from _matches(values, ["policies", "*", "own", *pattern])
+
+
+def _matches(values: Any, pattern: Sequence[str]) -> Iterator[tuple[list[str], Any]]:
+    if not pattern:
+        yield [], values
+        return
+    if not isinstance(values, Mapping):
+        return
+
+    first, *rest = pattern
+    for key in values if first == "*" else [first]:
+        if key in values:
+            for keys, found in _matches(values[key], rest):
+                yield [str(key), *keys], found

@@ -1,0 +1,51 @@
+"""Removed keys are refused with one line that says what replaces them."""
+
+from typing import Any
+
+import pytest
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.removed import removed_key_error
+from mcore_mas.config.run import ConfigError
+
+REMOVED = {
+    "trainer.pace": "use trainer.staleness",
+    "policies.*.shape": "use tp and dp",
+    "engine.transport=morse": "use engine.transport: disk",
+    "tracking.also=pigeon": "use wandb",
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"trainer": {"pace": 1}}, "trainer.pace was removed: use trainer.staleness"),
+        (
+            {"policies": {"a": {}, "b": {"shape": None}}},
+            "policies.b.shape was removed: use tp and dp",
+        ),
+        (
+            {"engine": {"transport": "morse"}},
+            "engine.transport: morse was removed: use engine.transport: disk",
+        ),
+        (
+            {"policies": {"a": {"own": {"engine": {"transport": "morse"}}}}},
+            "policies.a.own.engine.transport: morse was removed: use engine.transport: disk",
+        ),
+        (
+            {"tracking": {"also": ["wandb", "pigeon"]}},
+            "tracking.also: pigeon was removed: use wandb",
+        ),
+        ({"engine": {"transport": "disk"}, "policies": {"a": None}, "tracking": 3}, ""),
+    ],
+)
+def test_names_the_removed_key_and_its_replacement(values: dict[str, Any], expected: str) -> None:
+    assert removed_key_error(values, REMOVED) == expected
+
+
+def test_a_removed_key_in_an_override_is_refused_before_validation() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.logprob_tolerance was removed: bound the figures under trainer\.agreement",
+    ):
+        resolve(["experiment=demo_math", "trainer.logprob_tolerance=1e-3", "seed=text"])
