@@ -270,7 +270,7 @@ def serve_run(
         int, typer.Option(help="Answered at a time; further ones get status 429.", min=1)
     ] = 256,
     most_connections: Annotated[
-        int, typer.Option(help="Open at a time; calls of further ones too.", min=1)
+        int, typer.Option(help="Open at a time; while there are more, calls get status 503.", min=1)
     ] = 1024,
 ) -> None:
     """Answer as models of OpenAI's and Anthropic's APIs: the whole team by the run's name, and each of its agents."""

@@ -168,7 +168,7 @@ def serve(
         state: `base` or `trained`, of its policies.
         token_file: has a bearer token; needed for a host that is not loopback.
         most_calls: answered at a time.
-        most_connections: open at a time; of further ones every call is refused.
+        most_connections: open at a time; while there are more, calls are answered with status 503.
 
     Raises:
         ConfigError: the run cannot be used.
@@ -194,6 +194,6 @@ def serve(
             f"{', '.join(served.models)} at {url_of(listener)}/v1 (Anthropic: {url_of(listener)}); Ctrl-C ends it"
         )
         server = uvicorn.Server(
-            server_config(app, drain_s=_DRAIN_S, lifespan=False, most=most_connections)
+            server_config(app, drain_s=_DRAIN_S, lifespan=False, max_connections=most_connections)
         )
         runner.run(server.serve(sockets=[listener]))

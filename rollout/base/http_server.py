@@ -1,29 +1,32 @@
-"""HTTP server parts: a listener, deadlines for requests, bodies within bounds, and a server inside an event loop."""
+"""HTTP server parts that the gateway, the studio, `mcore-mas serve` and the retriever share.
+
+`listen` opens a socket and reads the server's token, `server_config` configures uvicorn with a
+deadline for request bodies, `read_body` reads a body of bounded size, and `answering` serves an
+application inside the running event loop.
+"""
 
 import asyncio
 import errno
 import hmac
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.base.http import is_loopback
 from rollout.base.processes import Restarts, say
 from rollout.base.text import ShownFormatter
 
-READ_S = 10.0  # for a whole request, from its first byte or the connection's start
-TAKE_S, TAKE_BYTES = 30.0, 1 << 20  # of an answer so much is taken in so long, or all that is left
-SERVER = "HTTP server"  # name of a task that serves
+READ_TIMEOUT_S = 10.0
+SERVER = "HTTP server"  # name of the asyncio task that serves
+_KEEP_ALIVE_S = 75  # a client's idle connection outlives the pauses between its calls
 _MIN_TOKEN_CHARS = 16
 _LOGGING = {
     "version": 1,
@@ -35,15 +38,22 @@ _LOGGING = {
 
 
 class BodyTooLarge(Exception):
-    """A request's body has more bytes than it may; the message says how many that is."""
+    """A request's body is larger than the server accepts; the message gives the limit."""
 
 
 class ListenError(ValueError):
-    """Nobody can listen at an address: says at which, why, and what to do."""
+    """The server cannot listen at an address; the message says where, why and what to do."""
+
+
+class ClosingResponse(JSONResponse):
+    """Answer to a request whose body was too large."""
+
+    def __init__(self, content: object, status_code: int = 413) -> None:
+        super().__init__(content, status_code)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 asks the system for a free one."""
+    """Return a listening TCP socket; port 0 takes any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,183 +63,139 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a listener is asked."""
+    """Return the URL at which a listening socket is reached."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The body of a request, of at most `most` bytes; BodyTooLarge if it has more, or says so."""
-    declared = request.headers.get("content-length", "0")
-    if not declared.isdecimal() or int(declared[:20]) > most:
-        raise BodyTooLarge(f"the body is over {most} bytes")
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > most:
-            raise BodyTooLarge(f"the body is over {most} bytes")
-    return bytes(body)
-
-
-class ClosingResponse(JSONResponse):
-    """A connection's last, sent at once; the rest of the body is read and dropped, so that its sender hears it."""
-
-    def __init__(
-        self, content: object, status_code: int = 413, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(content, status_code, {**(headers or {}), "Connection": "close"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with suppress(TimeoutError):
-            async with asyncio.timeout(READ_S):
-                while (await receive()).get("more_body", False):
-                    pass
-        await send({"type": "http.response.body", "body": b""})
-
-
 def token_of(host: str, token_file: Path | None) -> str | None:
-    """The bearer token in a file, without which a server listens on loopback only.
+    """Read the bearer token of a server from a file; None without a file, on loopback only.
 
     Raises:
-        ValueError: `host` is not loopback and there is none, or it is too short.
+        ValueError: there is no token and `host` is not loopback, or the token is too short.
         OSError: the file cannot be read.
     """
-    token = token_file.read_text().strip() if token_file else None
-    if token is not None and len(token) < _MIN_TOKEN_CHARS:
+    if token_file is None:
+        if not is_loopback(host):
+            raise ValueError(f"host {host} is not loopback; bind 127.0.0.1, or give --token-file")
+        return None
+
+    token = token_file.read_text().strip()
+    if len(token) < _MIN_TOKEN_CHARS:
         raise ValueError(
-            f"{token_file}: the token has {len(token)} characters, expected at least {_MIN_TOKEN_CHARS}"
+            f"{token_file}: the token has {len(token)} characters, "
+            f"expected at least {_MIN_TOKEN_CHARS}"
         )
-    if token is None and not is_loopback(host):
-        raise ValueError(f"host {host} is not loopback; bind 127.0.0.1, or give --token-file")
     return token
 
 
 def listen(host: str, port: int, token_file: Path | None) -> tuple[socket.socket, str | None]:
-    """A listening socket, and the token that its server asks for.
+    """Return a listening socket and the bearer token that its server demands, if any.
 
     Raises:
-        ListenError: the token cannot be used, or nobody may listen there.
+        ListenError: the token cannot be used, or the address is taken or not allowed.
     """
     try:
         token = token_of(host, token_file)
         return bind(host, port), token
     except (OSError, ValueError) as error:
-        said = str(error)
+        reason = str(error)
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            said = f"{error.strerror}; choose another --port, 0 for a free one"
-        raise ListenError(f"cannot serve on {host}:{port}: {said}") from None
+            reason = f"{error.strerror}; choose another --port, 0 for a free one"
+        raise ListenError(f"cannot serve on {host}:{port}: {reason}") from None
 
 
 def bears(request: Request, token: str) -> bool:
-    """Whether a request carries the token, as a bearer's or in `x-api-key`, where Anthropic's clients put it."""
-    wanted = token.encode()
-    given = (
-        request.headers.get("authorization", "").removeprefix("Bearer "),
-        request.headers.get("x-api-key", ""),
-    )
-    return any(hmac.compare_digest(one.encode(), wanted) for one in given)
+    """Return True if a request carries the token.
+
+    OpenAI's clients send it as a bearer token, Anthropic's in the header `x-api-key`.
+    """
+    expected = token.encode()
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    api_key = request.headers.get("x-api-key", "")
+    return any(hmac.compare_digest(candidate.encode(), expected) for candidate in (bearer, api_key))
 
 
-CROWDED = (
-    "crowded"  # state of requests of a connection beyond as many as may be open: how many that is
-)
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return a request's body.
+
+    Raises:
+        BodyTooLarge: the body, or its declared length, is over `max_bytes`. uvicorn drops the rest.
+    """
+    too_large = BodyTooLarge(f"the body is over {max_bytes} bytes")
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        raise too_large
+
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
 
 
-class TimedProtocol(H11Protocol):
-    """Uvicorn's protocol, which waits for ever for a request's rest and for an answer to be taken, with deadlines."""
+class ReadDeadline:
+    """ASGI middleware that answers 408 if a request's body is not complete within `timeout_s`.
 
-    def __init__(self, *given: Any, most: int | None = None, **settings: Any) -> None:
-        """Requests of a connection beyond `most` are `CROWDED`; the application refuses them."""
-        super().__init__(*given, **settings)
-        self._most = most
+    uvicorn itself waits for the rest of a body without limit.
+    """
 
-    _late: asyncio.TimerHandle | None = None
-    _untaken: asyncio.TimerHandle | None = None
+    def __init__(self, app: ASGIApp, timeout_s: float) -> None:
+        self._app = app
+        self._timeout_s = timeout_s
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if self._most is not None and len(self.connections) > self._most:
-            self.app_state = {**self.app_state, CROWDED: self._most}
-        transport.set_write_buffer_limits(
-            high=0
-        )  # `pause_writing` is when something waits to be taken
-        self._wait()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
 
-    def data_received(self, data: bytes) -> None:
-        self._wait()
-        super().data_received(data)
-        if str(self.conn.their_state) not in (
-            "IDLE",
-            "SEND_BODY",
-        ):  # h11's names: nothing of it is there yet, or part
-            self._cancel()
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        body_complete = False
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if (
-            str(self.conn.their_state) == "SEND_BODY"
-        ):  # the next request came with the one before, in part
-            self._wait()
+        async def receive_before_deadline() -> Message:
+            nonlocal body_complete
+            if body_complete:  # only a disconnect can follow, at any time
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                detail = f"the body was not complete within {self._timeout_s:g} s"
+                raise HTTPException(408, detail, headers={"Connection": "close"}) from None
+            body_complete = not message.get("more_body", False)
+            return message
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._await_taking()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._cancel_taking()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel()
-        self._cancel_taking()
-        super().connection_lost(exc)
-
-    def _await_taking(self) -> None:
-        most = self.transport.get_write_buffer_size() - TAKE_BYTES
-        self._untaken = self.loop.call_later(TAKE_S, self._check_taken, most)
-
-    def _check_taken(self, most: int) -> None:
-        if self.transport.get_write_buffer_size() > most:
-            self.transport.abort()
-        else:
-            self._await_taking()
-
-    def _cancel_taking(self) -> None:
-        if self._untaken is not None:
-            self._untaken.cancel()
-            self._untaken = None
-
-    def _wait(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(READ_S, self.transport.abort)
-
-    def _cancel(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+        await self._app(scope, receive_before_deadline, send)
 
 
 def server_config(
-    app: Starlette, *, drain_s: int, lifespan: bool, most: int | None = None
+    app: Starlette,
+    *,
+    drain_s: int,
+    lifespan: bool,
+    max_connections: int | None = None,
+    read_timeout_s: float = READ_TIMEOUT_S,
 ) -> uvicorn.Config:
-    """How our servers answer: quietly, without web sockets, and with `drain_s` seconds to end what runs.
+    """Return the uvicorn configuration of an application.
 
     Args:
-        most: connections, beyond which requests are `CROWDED`; None: any number.
+        drain_s: seconds that requests in progress get when the server stops.
+        lifespan: True if the application has startup and shutdown handlers.
+        max_connections: open connections; while there are more, uvicorn answers every request with
+            status 503. None: no limit.
+        read_timeout_s: seconds within which a request's body must arrive.
     """
     return uvicorn.Config(
-        app,
-        http=partial(TimedProtocol, most=most),  # type: ignore[arg-type]
+        ReadDeadline(app, read_timeout_s),
+        http="h11",
         ws="none",
         lifespan="on" if lifespan else "off",
+        # uvicorn refuses requests when the number of connections has reached the limit
+        limit_concurrency=None if max_connections is None else max_connections + 1,
         log_config=_LOGGING,
         log_level="warning",
         access_log=False,
-        timeout_keep_alive=75,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=drain_s,
         server_header=False,
     )

@@ -19,9 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
 from rollout.base.http_server import (
-    CROWDED,
     BodyTooLarge,
-    ClosingResponse,
     answering,
     bears,
     bind,
@@ -199,18 +197,13 @@ def _guarded(
     """The handler with its failures as statuses, in its dialect; None: in the caller's."""
 
     async def answer(request: Request) -> Response:
-        crowd = request.scope.get("state", {}).get(CROWDED)
         try:
-            if crowd:
-                raise GatewayError(429, f"{crowd} connections are open, which is as many as may be")
             return await handler(request)
         except Exception as error:
             told = _told(error)
             headers = {"Retry-After": "1"} if told.status == 429 else {"x-should-retry": "false"}
             spoken = MESSAGES if "anthropic-version" in request.headers else COMPLETIONS
             body = (dialect or spoken).error(told)
-            if crowd or told.status == 413:
-                return ClosingResponse(body, told.status, headers)
             return JSONResponse(body, status_code=told.status, headers=headers)
 
     return answer

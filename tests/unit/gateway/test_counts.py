@@ -1,4 +1,4 @@
-"""What a prompt counts before it is asked, and how many connections may be open."""
+"""Counting the tokens of a prompt before it is sent."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
-import uvicorn
 
-from rollout.base.http_server import bind, server_config, url_of
-from rollout.gateway.app import Entrance, gateway_app
-from rollout.gateway.dialects import GatewayError
 from tests.support.gateway import opened, scripted
 
 TOOL = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -75,50 +70,4 @@ def test_a_count_is_what_the_same_call_reads_and_changes_nothing(tmp_path: Path)
             named = await post("/a/b/v1/messages/count_tokens", asked)
             assert named.json()["input_tokens"] > 0
 
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/v1/messages", "error"), ("/v1/chat/completions", None)]
-)
-def test_calls_of_a_connection_too_many_are_refused_in_their_dialect(
-    path: str, kind: str | None
-) -> None:
-    def find(_: object) -> Any:
-        raise GatewayError(401, "nobody is known here")
-
-    async def status(body: bytes) -> tuple[int, Any]:
-        async with httpx.AsyncClient(trust_env=False) as api:
-            reply = await api.post(url + path, content=body)
-        return reply.status_code, reply
-
-    async def run() -> None:
-        config = server_config(
-            gateway_app(Entrance(find, 9), ""), drain_s=1, lifespan=False, most=2
-        )
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        held = [await asyncio.open_connection(*listener.getsockname()) for _ in range(2)]
-        code, reply = await status(
-            b"x" * (4 << 20)
-        )  # its body is not read, and it hears all the same
-        assert (code, reply.headers["retry-after"], reply.headers["connection"]) == (
-            429,
-            "1",
-            "close",
-        )
-        assert reply.json().get("type") == kind
-        assert (
-            reply.json()["error"]["message"] == "2 connections are open, which is as many as may be"
-        )
-        assert reply.json()["error"]["type"] == "rate_limit_error"
-        held.pop()[1].close()
-        await asyncio.sleep(0.1)
-        assert (await status(b"{}"))[0] == 401  # there is room again
-        held.pop()[1].close()
-        server.should_exit = True
-        await serving
-
-    listener = bind("127.0.0.1", 0)
-    url = url_of(listener)
     asyncio.run(run())

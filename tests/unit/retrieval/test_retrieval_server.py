@@ -9,15 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,11 +26,8 @@ from retrieval.corpus import Passage, RetrievalError
 from retrieval.encoder import Encoder, minilm_folder
 from retrieval.index import Index, Searcher, check_canary
 from retrieval.sidecar import RetrieverSidecar
-from rollout.base import http_server as serving_module
 from rollout.base.files import unsealed
 from rollout.base.http import is_loopback
-from rollout.base.http_server import TimedProtocol, bind
-from tests.support.half_open import hold_open
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 ROOT = Path(__file__).resolve().parents[3]
@@ -462,97 +456,3 @@ def test_the_server_dies_with_its_parent(index_dir: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
-
-
-@asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[tuple[int, uvicorn.Server]]:
-    """A server in this event loop, and its port."""
-    listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(
-        app, http=TimedProtocol, lifespan="off", log_level="error", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        yield listener.getsockname()[1], server
-    finally:
-        server.should_exit = True
-        await task
-
-
-def test_a_request_that_is_never_finished_loses_its_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """300 of them stayed open for ever; those that are finished in time, or come one after another, are answered."""
-    monkeypatch.setattr(serving_module, "READ_S", 1.5)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            while (await receive()).get("more_body"):
-                pass
-            await asyncio.sleep(2.0)  # longer than a request may take to be read
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [(b"content-length", b"2")],
-                }
-            )
-            await send({"type": "http.response.body", "body": b"ok"})
-
-    async def answered(port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for _ in range(2):  # on one connection
-            for part in (b"GET / HT", b"TP/1.1\r\nHost: x\r\n\r\n"):
-                writer.write(part)
-                await asyncio.sleep(0.1)
-            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
-        writer.close()
-
-    async def main() -> None:
-        async with serving(app) as (port, _):
-            seconds, _ = await asyncio.gather(
-                hold_open(port, "/retrieve", status=200), answered(port)
-            )
-            assert len(seconds) == 300 and max(seconds) < 10
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("header", ["", "Connection: close\r\n"])
-def test_an_answer_that_nobody_takes_loses_its_connection(
-    header: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server kept each for ever, with its connection; one that is taken slowly comes whole."""
-    monkeypatch.setattr(serving_module, "TAKE_S", 1.0)
-    answer = bytes(16 << 20)  # more than the system keeps for a connection
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        length = str(len(answer)).encode()
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]}
-        )
-        await send({"type": "http.response.body", "body": answer})
-
-    async def main() -> None:
-        request = f"GET / HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode()
-        async with serving(app) as (port, server), asyncio.timeout(20):
-            held = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
-            for one in held:
-                one.sendall(request)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(request)
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-            assert len(server.server_state.connections) == 6
-            for _ in range(16):  # of which some wait longer than a second
-                assert await reader.readexactly(1 << 20) == answer[: 1 << 20]
-                await asyncio.sleep(0.15)
-            writer.close()
-            while server.server_state.connections:
-                await asyncio.sleep(0.1)
-            for one in held:
-                one.close()
-
-    asyncio.run(main())
