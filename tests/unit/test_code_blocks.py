@@ -6,7 +6,6 @@ tests/workflow/test_shell_blocks.py, where they can run; all else is checked her
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import re
 import runpy
@@ -265,17 +264,5 @@ def test_code_for_users_has_public_names_alone() -> None:
 
 
 def test_all_python_is_run() -> None:
+    """tests/workflow/test_quickstart.py runs the README's block."""
     assert {b.values[0] for b in blocks("python")} == {*PRINTS, "README-2"}
-
-
-def test_the_readmes_team_is_short_and_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ((_, body),) = [b.values for b in blocks("python") if b.values[0].startswith("README")]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "readme.py").write_text(body.partition("run.train()")[0])
-    assert list(runpy.run_path("readme.py")["run"].config.agents) == ["solver", "verifier"]
-    assert len(ast.parse(body).body) <= 8  # as short as the field's
-    assert (
-        "run.train()\nprint(run.evaluate(k=4), run.chat(" in body
-    )  # which the quickstart's test does
