@@ -24,7 +24,7 @@ from mcore_mas import code_commit
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.evaluation.measure import Scoreboard, Shards, measure, score_rows
-from mcore_mas.planning.machine import on_its_devices
+from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.engine_factory import (
     close_engines,
     make_engines,
@@ -159,7 +159,7 @@ def playing(
     gpus = gpus_of_servers(config)
     config = shared_out(config, gpus)
     remotes = open_remotes(config, Path(f"{place}remotes"))
-    with on_its_devices(config), ExitStack() as stack:
+    with hide_gpus_from_cpu_run(config), ExitStack() as stack:
         make_env = stack.enter_context(world(config, str(Path(f"{place}retriever").absolute())))
         engines = make_engines(
             config, config.models, Path(f"{place}engines"), trained=False, gpus=gpus

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.machine import on_its_devices
+from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import newest
 from mcore_mas.runtime.recipe import identity_of
 from rollout.base.files import check_tree, read_record, write_json, write_text
@@ -103,7 +103,7 @@ def _write(config: RunConfig, policy: str, checkpoint: Path, to: Path, *, adapte
         spec, tp=1, pp=1, vpp=1, cp=1, dp=1, sp=False, distributed_optimizer=False, overlap=False
     )
     to.parent.mkdir(parents=True, exist_ok=True)
-    with on_its_devices(config):
+    with hide_gpus_from_cpu_run(config):
         init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
         try:
             trainer = MegatronTrainer(spec)

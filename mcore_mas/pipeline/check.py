@@ -10,8 +10,13 @@ from mcore_mas.config.models import check_layout, cold_started
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.pipeline.sources import known_sources
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.planning.jobs import PlacementError, check_fits, server_gpus, tenants_of
-from mcore_mas.planning.machine import gpus_here
+from mcore_mas.planning.machine import count_visible_gpus
+from mcore_mas.planning.worker_groups import (
+    PlacementError,
+    check_fits,
+    gpus_per_engine,
+    list_worker_groups,
+)
 from mcore_mas.tracking.trackers import not_installed
 from rollout.base.errors import ModelError
 from rollout.base.options import UnknownName
@@ -189,8 +194,8 @@ def too_few(config: RunConfig, train: int) -> Iterator[str]:
 
 def _servers(config: RunConfig, node_gpus: int) -> Iterator[str]:
     """That a server of an evaluation does not fit one machine: this one, or of those that it submits to."""
-    there = node_gpus if _submits() else gpus_here() or node_gpus
-    for policy, size in server_gpus(config).items() if config.cluster.device != "cpu" else ():
+    there = node_gpus if _submits() else count_visible_gpus() or node_gpus
+    for policy, size in gpus_per_engine(config).items() if config.cluster.device != "cpu" else ():
         if (wanted := size + (config.retriever.gpus if config.retriever else 0)) > there:
             yield (
                 f"an evaluation needs {wanted} GPUs of one machine for a server of {policy} (engine.tp {size}), and "
@@ -206,7 +211,7 @@ def _submits() -> bool:
 
 def _devices(config: RunConfig) -> Iterator[str]:
     """That the devices of a run's choice are not those of its engines, or too few for its training here."""
-    device, gpus = config.cluster.device, gpus_here()
+    device, gpus = config.cluster.device, count_visible_gpus()
     if device == "cpu" and (gpus or _submits()):
         for policy in config.models:
             engine = for_policy(config, policy).engine
@@ -225,7 +230,9 @@ def _devices(config: RunConfig) -> Iterator[str]:
         yield "cluster.device: cuda, and there is no GPU here; set it to auto or cpu"
     elif gpus:
         try:
-            check_fits(tenants_of(config, "GPU"), config.cluster.pool, "GPU", [gpus - searched])
+            check_fits(
+                list_worker_groups(config, "GPU"), config.cluster.pool, "GPU", [gpus - searched]
+            )
         except PlacementError as error:
             yield str(error)
 
@@ -241,7 +248,7 @@ def machine_problems(config: RunConfig) -> Iterator[str]:
         if config.policies[n].own.engine
     }
     for where, engine in engines.items():
-        if engine.device == "cuda" and not submits and not gpus_here():
+        if engine.device == "cuda" and not submits and not count_visible_gpus():
             yield f"{where}.device: cuda, and there is no GPU here; set it to cpu"
         if (
             engine.name == "sglang"

@@ -19,7 +19,7 @@ from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from mcore_mas.pipeline.base_model import run_demonstrations
 from mcore_mas.pipeline.sharing import settings_digest
-from mcore_mas.planning.machine import on_its_devices
+from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import Checkpoints
 from mcore_mas.runtime.engine_factory import world
 from mcore_mas.runtime.joblog import STOP_SIGNALS, Stopped
@@ -64,7 +64,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         objective=Objective(loss="cross_entropy"),
     )
     renderer = Renderer(base_dir)
-    with on_its_devices(config), ExitStack() as stack:
+    with hide_gpus_from_cpu_run(config), ExitStack() as stack:
         init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
         stack.callback(destroy_process_groups)
         trainer = MegatronTrainer(spec)

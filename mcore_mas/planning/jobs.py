@@ -1,137 +1,32 @@
-"""Jobs of a cluster: which processes of a run take a device each, and what a stage asks for of machines."""
+"""Needs of the jobs of a run: nodes, GPUs, CPUs and memory that each stage requests."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
-from mcore_mas.config.run import RunConfig, engine_holder, for_policy
+from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.planning.choose import placement_of, shapes_of
 from mcore_mas.planning.estimate import host_bytes, workloads
 from mcore_mas.planning.memory import engine_weights
 from mcore_mas.planning.page import PASSAGE_BYTES, index_needs
+from mcore_mas.planning.worker_groups import (
+    DeviceType,
+    count_devices,
+    gpus_per_engine,
+    list_worker_groups,
+)
 from rollout.base.errors import ModelError
 from rollout.base.files import read_json
 from rollout.config.sections import RetrieverConfig
-
-Pool = Literal["shared", "split"]
-Kind = Literal["GPU", "CPU"]
-Part = Literal["trainer", "critic", "engine"]
-GroupKey = tuple[str, Part]  # policy, part
-
-
-class PlacementError(ValueError):
-    """A run's processes do not fit the devices there are: one line with what each policy needs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """Processes that meet in one group and need a device each."""
-
-    policy: str
-    part: Part
-    devices: int
-    unit: int = 1  # so many of them, one after the other, must lie on one node
-    label: str | None = None  # `pool` of the nodes that they may be on; None: any
-
-    @property
-    def pieces(self) -> list[int]:
-        """Devices of each part that is placed by itself: engines need not be near each other."""
-        return (
-            [self.unit] * (self.devices // self.unit) if self.part == "engine" else [self.devices]
-        )
-
-
-def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
-    """Everything of a run that needs devices, policy by policy."""
-    tenants = []
-    for name, policy in config.policies.items():
-        nodes = config.cluster.nodes.get(name)
-        train, rollout = (nodes.train, nodes.rollout) if nodes else (None, None)
-        if name in config.trained and config.holder(name) == name:
-            ranks: dict[str, Any] = {"devices": policy.ranks, "unit": policy.tp, "label": train}
-            tenants.append(Tenant(policy=name, part="trainer", **ranks))
-            if policy.critic is not None and not policy.share_base:
-                tenants.append(Tenant(policy=name, part="critic", **ranks))
-        if policy.remote is not None:
-            continue
-        engine = for_policy(config, name).engine
-        if engine.urls or engine_holder(config, name) != name:
-            continue  # of servers elsewhere; of an adapter that is in the engine of the holder
-        if (
-            engine.name == "sglang" or kind == "CPU" or engine.device == "cuda"
-        ):  # else it takes none of the GPUs
-            unit = engine.tp if engine.name == "sglang" else 1
-            tenants.append(
-                Tenant(
-                    policy=name,
-                    part="engine",
-                    devices=engine.replicas * unit,
-                    unit=unit,
-                    label=rollout,
-                )
-            )
-    return tenants
-
-
-def needed(tenants: Sequence[Tenant], pool: Pool) -> int:
-    """How many devices they take."""
-    return (sum if pool == "split" else max)(tenant.devices for tenant in tenants) if tenants else 0
-
-
-def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, nodes: Sequence[int]) -> None:
-    """Refuse a run that needs more devices than there are on `nodes`, or more on one of them than it has.
-
-    Raises:
-        PlacementError: with what every policy needs.
-    """
-    wanted, available = needed(tenants, pool), sum(nodes)
-    for tenant in tenants:
-        if wanted <= available and tenant.unit > max(nodes):
-            raise PlacementError(
-                f"{tenant.policy}: {tenant.part} needs {tenant.unit} {kind}s of one node (tp), and the largest of "
-                f"{len(nodes)} nodes has {max(nodes)}; use a smaller tp"
-            )
-    if wanted <= available:
-        return
-    table = "; ".join(
-        f"{policy}: "
-        + ", ".join(
-            f"{tenant.part} {tenant.devices}" for tenant in tenants if tenant.policy == policy
-        )
-        for policy in dict.fromkeys(tenant.policy for tenant in tenants)
-    )
-    shared = needed(tenants, "shared")
-    advice = (
-        f"use cluster.pool: shared, which needs {shared}"
-        if shared <= available
-        else "use fewer ranks"
-    )
-    if kind == "GPU":
-        advice += ", or compute on CPUs: cluster.device: cpu"
-    raise PlacementError(
-        f"cluster.pool: {pool} needs {wanted} {kind}s and there are {available} ({table}); {advice}, or more {kind}s"
-    )
-
-
-def server_gpus(config: RunConfig) -> dict[str, int]:
-    """GPUs of one engine of each policy that has any of its own: an evaluation needs these on one machine."""
-    engines = {policy: for_policy(config, policy).engine for policy in config.models}
-    ours = {
-        p: e
-        for p, e in engines.items()
-        if (e.name == "sglang" or e.device == "cuda") and not e.urls
-    }
-    return {policy: engine.tp if engine.name == "sglang" else 1 for policy, engine in ours.items()}
-
 
 Stage = Literal["train", "evaluate", "start", "retriever"]
 
 # MB. A process: torch and what it loads, on a GPU also what CUDA keeps in the host's memory; the driver: the collector,
 # Ray's own processes, tokenizers. docs/cluster.md has what was measured.
-_PROCESS_MB: Mapping[Kind, int] = MappingProxyType({"CPU": 600, "GPU": 6_000})
-_DRIVER_MB: Mapping[Kind, int] = MappingProxyType({"CPU": 700, "GPU": 16_000})
+_PROCESS_MB: Mapping[DeviceType, int] = MappingProxyType({"CPU": 600, "GPU": 6_000})
+_DRIVER_MB: Mapping[DeviceType, int] = MappingProxyType({"CPU": 700, "GPU": 16_000})
 _PROGRAMS_MB = 2_000  # what models wrote, in sandboxes, many at a time
 _WITH_PROGRAMS = ("code", "data_science", "repository")
 _SERVED_MB = 900  # a retriever with an index of its own: encoder and passages of a generator
@@ -161,7 +56,7 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     """
     engines = [for_policy(config, policy).engine for policy in config.models]
     on_gpus = any(e.name == "sglang" or e.device == "cuda" for e in engines)
-    kind: Kind = (
+    kind: DeviceType = (
         "GPU"
         if config.cluster.device == "cuda" or (on_gpus and config.cluster.device == "auto")
         else "CPU"
@@ -171,20 +66,20 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     on_gpu = config.retriever.gpus if config.retriever else 0
     if stage == "retriever":
         return JobNeeds(nodes=1, gpus=on_gpu, cpus=searching or 1, memory_mb=1_000 + searched)
-    tenants = tenants_of(config, kind)
+    worker_groups = list_worker_groups(config, kind)
     if (
         stage == "evaluate"
     ):  # no trainers, and as many engines of each policy as the GPUs of training allow
-        one = sum(server_gpus(config).values()) if kind == "GPU" else 0
-        most = min(node_gpus, needed(tenants, config.cluster.pool))
+        one = sum(gpus_per_engine(config).values()) if kind == "GPU" else 0
+        most = min(node_gpus, count_devices(worker_groups, config.cluster.pool))
         # with fewer GPUs than one of each needs they share them
         devices = min(node_gpus, max(one, most // one * one)) if one else int(kind == "GPU")
         processes = max(len(engines), devices)
     elif stage == "start":
         devices, processes = int(kind == "GPU"), 2 * len(config.policies)
     else:
-        devices = needed(tenants, config.cluster.pool) if kind == "GPU" else 0
-        processes = sum(tenant.devices for tenant in tenants)
+        devices = count_devices(worker_groups, config.cluster.pool) if kind == "GPU" else 0
+        processes = sum(workers.devices for workers in worker_groups)
     nodes = -(-devices // node_gpus) if stage == "train" and devices else 1
     memory = _DRIVER_MB[kind] + searched + processes * _PROCESS_MB[kind]
     memory += _PROGRAMS_MB * (config.env.name in _WITH_PROGRAMS)

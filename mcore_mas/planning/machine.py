@@ -1,4 +1,7 @@
-"""GPUs of this machine: how many a run may take, without torch, which takes seconds to say so, and how to hide them."""
+"""GPUs of this machine: count, name and hide them.
+
+`count_visible_gpus` does not import torch, which takes seconds.
+"""
 
 import importlib.util
 import os
@@ -11,25 +14,30 @@ from mcore_mas.config.run import RunConfig
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def gpus_here() -> int:
-    """How many GPUs this process may take; none where torch is built without CUDA."""
-    torch = importlib.util.find_spec("torch")
-    if (
-        torch is None
-        or not Path(torch.origin or "").with_name("lib").joinpath("libtorch_cuda.so").exists()
-    ):
+def count_visible_gpus() -> int:
+    """Return the number of GPUs that this process may use.
+
+    It is 0 if torch is missing or built without CUDA.
+    """
+    if not _torch_has_cuda():
         return 0
-    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    named = os.environ.get(_VISIBLE)
-    return (
-        there
-        if named is None
-        else min(there, sum(name not in ("", "-1") for name in named.split(",")))
-    )
+    installed = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get(_VISIBLE)
+    if visible is None:
+        return installed
+    named = [name for name in visible.split(",") if name not in ("", "-1")]
+    return min(installed, len(named))
 
 
-def visible_gpus() -> list[str]:
-    """The GPUs that this process sees, as it would name them to a child."""
+def _torch_has_cuda() -> bool:
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    return Path(torch.origin).with_name("lib").joinpath("libtorch_cuda.so").exists()
+
+
+def visible_gpu_ids() -> list[str]:
+    """Return the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them to a child."""
     import torch
 
     named = os.environ.get(_VISIBLE, "").split(",")
@@ -40,10 +48,10 @@ def visible_gpus() -> list[str]:
 
 
 @contextmanager
-def on_its_devices(config: RunConfig) -> Iterator[None]:
-    """For the block, this process and those that it starts see no GPU if the run computes on CPUs.
+def hide_gpus_from_cpu_run(config: RunConfig) -> Iterator[None]:
+    """Hide all GPUs from this process and its children for the block, if `cluster.device` is "cpu".
 
-    CUDA reads it once: nothing may have asked for it before.
+    CUDA reads CUDA_VISIBLE_DEVICES once, so nothing may have initialized CUDA before.
     """
     before = os.environ.get(_VISIBLE)
     if config.cluster.device == "cpu":
@@ -51,6 +59,7 @@ def on_its_devices(config: RunConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.pop(_VISIBLE, None)
-        if before is not None:
+        if before is None:
+            os.environ.pop(_VISIBLE, None)
+        else:
             os.environ[_VISIBLE] = before

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_mas.config.policy import sharing
 from mcore_mas.config.run import RunConfig, for_policy
-from mcore_mas.planning.machine import visible_gpus
+from mcore_mas.planning.machine import visible_gpu_ids
 from retrieval.client import RetrievalClient
 from retrieval.sidecar import RetrieverSidecar
 from rollout.base.errors import ModelError
@@ -79,7 +79,7 @@ def make_engines(
             in_turn = any(held[gpu] > 1 for own in gpus[policy] for gpu in own)
             settings |= {"replicas": len(gpus[policy]), "gpus": gpus[policy], "in_turn": in_turn}
         elif gpus is not None and name == "embedded_local" and any(gpus[policy]):
-            name, seen = _ON_EACH_GPU, visible_gpus()
+            name, seen = _ON_EACH_GPU, visible_gpu_ids()
             settings |= {"devices": [f"cuda:{seen.index(gpu)}" for (gpu,) in gpus[policy]]}
             del settings["device"]
         own = places.get(policy) if places else None
@@ -244,7 +244,7 @@ def sidecar_of(
         log_path=log,
         python=retriever.python,
         encoder_folder=retriever.encoder_folder,
-        gpus=visible_gpus()[-retriever.gpus :] if retriever.gpus else (),
+        gpus=visible_gpu_ids()[-retriever.gpus :] if retriever.gpus else (),
         extra_args=(
             *("--threads", str(retriever.threads), "--ranking", retriever.ranking),
             *("--backend", retriever.backend, "--device", retriever.device),

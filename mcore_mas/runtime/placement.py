@@ -13,19 +13,19 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
-from mcore_mas.planning.jobs import (
+from mcore_mas.planning.machine import visible_gpu_ids
+from mcore_mas.planning.memory import engine_weights, kv_bytes
+from mcore_mas.planning.worker_groups import (
+    DeviceType,
     GroupKey,
-    Kind,
     PlacementError,
     Pool,
-    Tenant,
+    WorkerGroup,
     check_fits,
-    needed,
-    server_gpus,
-    tenants_of,
+    count_devices,
+    gpus_per_engine,
+    list_worker_groups,
 )
-from mcore_mas.planning.machine import visible_gpus
-from mcore_mas.planning.memory import engine_weights, kv_bytes
 from mcore_mas.runtime.cluster import KEEP_PAGES, Node, cores_here
 from rollout.base.options import merged
 from rollout.engines import EngineConfig
@@ -46,9 +46,9 @@ _FINEST = 10_000  # parts of a device that Ray tells apart
 class Room:
     """The devices that a run may take, of this machine or of the nodes of a Ray that runs already."""
 
-    kind: Kind
+    kind: DeviceType
     pool: Pool
-    tenants: Sequence[Tenant]
+    worker_groups: Sequence[WorkerGroup]
     nodes: Mapping[str, int]  # devices by Ray's id of the node
     labels: Mapping[str, str | None] = field(
         default_factory=dict
@@ -68,8 +68,10 @@ class Room:
         """
         if config.cluster.threads_per_process or joined or config.engine.deterministic:
             return config.cluster.threads_per_process or 1
-        engines = sum(tenant.devices for tenant in self.tenants if tenant.part == "engine")
-        trainers = sum(tenant.devices for tenant in self.tenants if tenant.part != "engine")
+        engines = sum(workers.devices for workers in self.worker_groups if workers.part == "engine")
+        trainers = sum(
+            workers.devices for workers in self.worker_groups if workers.part != "engine"
+        )
         return max(
             1,
             cores_here() // max(1, engines + trainers if config.ahead else max(engines, trainers)),
@@ -101,12 +103,12 @@ def room_for(config: RunConfig, nodes: Sequence[Node] = ()) -> Room:
     """
     pool = config.cluster.pool
     gpus = config.cluster.device != "cpu" and any(node.gpus for node in nodes)
-    kind: Kind = ("GPU" if gpus else "CPU") if nodes else kind_here(config)
-    tenants = tenants_of(config, kind)
+    kind: DeviceType = ("GPU" if gpus else "CPU") if nodes else kind_here(config)
+    worker_groups = list_worker_groups(config, kind)
     own = {
         "": torch.cuda.device_count()
         if kind == "GPU"
-        else config.cluster.cpus or needed(tenants, pool)
+        else config.cluster.cpus or count_devices(worker_groups, pool)
     }
     if kind == "GPU" and config.retriever and config.retriever.gpus:
         if nodes:
@@ -115,24 +117,29 @@ def room_for(config: RunConfig, nodes: Sequence[Node] = ()) -> Room:
             )
         own[""] -= config.retriever.gpus
     devices = {node.id: node.gpus if kind == "GPU" else node.cpus for node in nodes} or own
-    _check_labels(tenants, kind, devices, nodes)
-    check_fits(tenants, pool, kind, list(devices.values()))
+    _check_labels(worker_groups, kind, devices, nodes)
+    check_fits(worker_groups, pool, kind, list(devices.values()))
     if kind == "GPU":
         _check_servers(config)
     return Room(
         kind=kind,
         pool=pool,
-        tenants=tenants,
+        worker_groups=worker_groups,
         nodes=devices,
         labels={node.id: node.pool for node in nodes},
     )
 
 
 def _check_labels(
-    tenants: Sequence[Tenant], kind: Kind, devices: Mapping[str, int], nodes: Sequence[Node]
+    worker_groups: Sequence[WorkerGroup],
+    kind: DeviceType,
+    devices: Mapping[str, int],
+    nodes: Sequence[Node],
 ) -> None:
-    for label in dict.fromkeys(tenant.label for tenant in tenants if tenant.label):
-        own = [tenant for tenant in tenants if tenant.label == label]
+    for label in dict.fromkeys(
+        workers.node_label for workers in worker_groups if workers.node_label
+    ):
+        own = [workers for workers in worker_groups if workers.node_label == label]
         there = [devices[node.id] for node in nodes if node.pool == label]
         if not there:
             known = ", ".join(sorted({node.pool for node in nodes if node.pool})) or "none"
@@ -174,7 +181,7 @@ def _check_servers(config: RunConfig) -> None:
             raise PlacementError(f"policies.{policy}: engine.transport: distributed: {told}")
 
 
-def kind_here(config: RunConfig) -> Kind:
+def kind_here(config: RunConfig) -> DeviceType:
     """What a run computes on, on this machine.
 
     Raises:
@@ -200,10 +207,10 @@ def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
     elsewhere: dict[str, list[list[str]]] = {
         policy: [[]] * engine.servers for policy, engine in engines.items()
     }
-    sizes = server_gpus(config)
+    sizes = gpus_per_engine(config)
     if not sizes or kind_here(config) != "GPU":
         return elsewhere
-    gpus, one = visible_gpus(), sum(sizes.values())
+    gpus, one = visible_gpu_ids(), sum(sizes.values())
     gpus = gpus[: len(gpus) - (config.retriever.gpus if config.retriever else 0)]
     largest = max(sizes, key=lambda policy: sizes[policy])
     if sizes[largest] > len(gpus):
@@ -320,36 +327,42 @@ class DevicePlacement:
         self.nodes: dict[GroupKey, list[str]] = {}  # Ray's id of each process's node
 
     def fill(self) -> None:
-        """Set devices aside for every tenant that has none.
+        """Set devices aside for every group of workers that has none.
 
         Raises:
             PlacementError: Ray does not find room for a group within a minute, or not in one piece.
         """
         room = self.room
-        missing = [t for t in room.tenants if (t.policy, t.part) not in self._groups]
+        missing = [t for t in room.worker_groups if (t.policy, t.part) not in self._groups]
         held = Counter(node for nodes in self.nodes.values() for node in nodes)
         free = [devices - held[node] for node, devices in room.nodes.items()]
         if room.pool == "shared" and missing:
-            most = needed(missing, "shared")
+            most = count_devices(missing, "shared")
             group = _group([1] * most, strategies([most], free)[0], room.kind)
             part = _FINEST // len(missing) / _FINEST  # rounded down, so that all of them fit
-            for tenant in missing:
-                self._settle(tenant, [group], 1, part)
+            for workers in missing:
+                self._settle(workers, [group], 1, part)
             return
         hardest_first = sorted(
-            missing, key=lambda tenant: (tenant.label is None, -max(tenant.pieces))
+            missing,
+            key=lambda workers: (workers.node_label is None, -max(workers.placement_group_sizes)),
         )
-        pieces = [(tenant, size) for tenant in hardest_first for size in tenant.pieces]
+        pieces = [
+            (workers, size) for workers in hardest_first for size in workers.placement_group_sizes
+        ]
         labels = [room.labels.get(node) for node in room.nodes]
         hows = strategies(
-            [size for _, size in pieces], free, [tenant.label for tenant, _ in pieces], labels
+            [size for _, size in pieces],
+            free,
+            [workers.node_label for workers, _ in pieces],
+            labels,
         )
         made = grouped(
-            ((t.policy, t.part), _group([t.unit] * (size // t.unit), how, room.kind, t.label))
+            ((t.policy, t.part), _group([t.tp] * (size // t.tp), how, room.kind, t.node_label))
             for (t, size), how in zip(pieces, hows, strict=True)
         )
         for t in hardest_first:
-            self._settle(t, made[t.policy, t.part], t.unit, 1)
+            self._settle(t, made[t.policy, t.part], t.tp, 1)
 
     def drop(self, keys: Collection[GroupKey]) -> None:
         """Give the devices of these back; what still runs on them ends."""
@@ -364,7 +377,7 @@ class DevicePlacement:
         """One more device for an engine that has one each, None where none is free."""
         kind, label = (
             self.room.kind,
-            next(t.label for t in self.room.tenants if (t.policy, t.part) == key),
+            next(t.node_label for t in self.room.worker_groups if (t.policy, t.part) == key),
         )
         if ray.available_resources().get(kind, 0) < 1:
             return None
@@ -383,9 +396,9 @@ class DevicePlacement:
         del self.options[key][number], self.nodes[key][number]
         remove_placement_group(self._groups[key].pop(number))
 
-    def _settle(self, tenant: Tenant, groups: Sequence[Any], size: int, part: float) -> None:
-        """Give a tenant its places in groups whose bundles have `size` devices; neighbours are on one node."""
-        key, own = (tenant.policy, tenant.part), []
+    def _settle(self, workers: WorkerGroup, groups: Sequence[Any], size: int, part: float) -> None:
+        """Give workers their places in groups whose bundles have `size` devices; neighbours are on one node."""
+        key, own = (workers.policy, workers.part), []
         nodes = [
             *self.room.nodes
         ]  # by address, as trainers number their ranks; that of a Ray of one's own has no name
@@ -395,11 +408,11 @@ class DevicePlacement:
                 node_of, key=lambda b: (nodes.index(node_of[b]) if node_of[b] in nodes else 0, b)
             )
             own += [(node_of[b], group, b) for b in ordered for _ in range(size)]
-        del own[tenant.devices :]
-        if any(count % tenant.unit for count in Counter(node for node, _, _ in own).values()):
+        del own[workers.devices :]
+        if any(count % workers.tp for count in Counter(node for node, _, _ in own).values()):
             raise PlacementError(
-                f"{tenant.policy}: {tenant.part} needs every {tenant.unit} {self.room.kind}s on one node (tp), and the "
-                "nodes' free ones do not divide so; use a smaller tp, or cluster.pool: split"
+                f"{workers.policy}: {workers.part} needs every {workers.tp} {self.room.kind}s on one node (tp), and "
+                "the nodes' free ones do not divide so; use a smaller tp, or cluster.pool: split"
             )
         self._groups[key], self.nodes[key] = list(groups), [node for node, _, _ in own]
         self.options[key] = [
@@ -410,7 +423,7 @@ class DevicePlacement:
 def _group(
     bundles: Sequence[int],
     strategy: str,
-    kind: Kind,
+    kind: DeviceType,
     label: str | None = None,
     *,
     wait_s: float = _WAIT_S,
@@ -427,7 +440,7 @@ def _group(
     return group
 
 
-def _options(group: Any, bundle: int, kind: Kind, part: float) -> Options:
+def _options(group: Any, bundle: int, kind: DeviceType, part: float) -> Options:
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle
     )

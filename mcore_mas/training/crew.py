@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.megatron.device import WatchFiles
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.planning.jobs import GroupKey, Part, PlacementError
+from mcore_mas.planning.worker_groups import GroupKey, Part, PlacementError
 from mcore_mas.runtime.checkpoint import CheckpointError
 from mcore_mas.runtime.cluster import NodeLost, alive_nodes, failed_starts, lost_nodes, node_here
 from mcore_mas.runtime.engine_factory import close_engines, make_engines
@@ -159,7 +159,9 @@ class Crew:
         if not isinstance(lost, NodeLost):
             return
         alive = {node.id for node in alive_nodes()}
-        devices = {(tenant.policy, tenant.part): tenant.devices for tenant in self.room.tenants}
+        devices = {
+            (workers.policy, workers.part): workers.devices for workers in self.room.worker_groups
+        }
         ended: list[GroupKey] = [key for key in self._placement.nodes if key[1] != "engine"]
         for key, nodes in self._placement.nodes.items():
             grown = len(nodes) > devices.get(

@@ -16,7 +16,7 @@ from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layout
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
-from mcore_mas.planning.machine import on_its_devices
+from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints, Saved
 from mcore_mas.runtime.cluster import joined_ray, running_ray
 from mcore_mas.runtime.engine_factory import make_players, make_renderers, open_remotes, world
@@ -97,7 +97,7 @@ def train(
     if not (folder / "lock.json").exists():  # the first start; who lets others in later has his way
         with suppress(PermissionError):  # it is somebody else's
             folder.chmod(0o700)
-    with on_its_devices(config), ExitStack() as stack:
+    with hide_gpus_from_cpu_run(config), ExitStack() as stack:
         stack.enter_context(owned(folder))
         warnings: list[str] = []
         found = (checkpoints := _checkpoints(config)).newest(

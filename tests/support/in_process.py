@@ -18,7 +18,7 @@ from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
-from mcore_mas.planning.jobs import tenants_of
+from mcore_mas.planning.worker_groups import list_worker_groups
 from mcore_mas.tracking import logbook
 from mcore_mas.training import crew, train
 from rollout.base.failpoints import failpoint
@@ -149,14 +149,21 @@ def engines_here(
 
 
 def room_here(config: RunConfig) -> SimpleNamespace:
-    tenants = tenants_of(config, "CPU")
+    worker_groups = list_worker_groups(config, "CPU")
     return SimpleNamespace(
-        kind="CPU", cpus=1, told={}, tenants=tenants, threads_of=lambda *_, **__: 1, gpus=0
+        kind="CPU",
+        cpus=1,
+        told={},
+        worker_groups=worker_groups,
+        threads_of=lambda *_, **__: 1,
+        gpus=0,
     )
 
 
 def placed_here(room: SimpleNamespace, **_: object) -> SimpleNamespace:
-    places = {(tenant.policy, tenant.part): [{}] * tenant.devices for tenant in room.tenants}
+    places = {
+        (workers.policy, workers.part): [{}] * workers.devices for workers in room.worker_groups
+    }
     return SimpleNamespace(options=places, nodes={}, fill=nothing)
 
 

@@ -20,7 +20,7 @@ from benchmarks.gpu.sections import SECTIONS as PROGRAMS
 from benchmarks.gpu.shapes import CASES, of_case
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.jobs import needed, server_gpus, tenants_of
+from mcore_mas.planning.worker_groups import count_devices, gpus_per_engine, list_worker_groups
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,8 +261,8 @@ def test_acceptance_asks_for_as_many_gpus_as_its_trainings_and_their_evaluations
             *places,
         ]
         config = RunConfig.check(resolve(["experiment=demo_math", *settings]), transport)
-        trained = needed(tenants_of(config, "GPU"), config.cluster.pool)
-        assert least == max(trained, sum(server_gpus(config).values())), transport
+        trained = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
+        assert least == max(trained, sum(gpus_per_engine(config).values())), transport
 
 
 def test_the_page_is_current() -> None:

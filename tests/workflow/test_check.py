@@ -57,7 +57,7 @@ def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: None)
-    monkeypatch.setattr("mcore_mas.pipeline.check.gpus_here", lambda: 0)
+    monkeypatch.setattr("mcore_mas.pipeline.check.count_visible_gpus", lambda: 0)
     settings = ["policies.solver.tp=3", "engine.max_length=2048", "engine.device=cuda"]
     lines = said("cluster.device=auto", *settings)
     assert lines == [
@@ -99,7 +99,7 @@ def test_a_training_that_has_too_few_gpus_here_is_refused_before_its_cold_start(
     monkeypatch: pytest.MonkeyPatch, gpus: int, overrides: list[str], line: str | None
 ) -> None:
     monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: None)
-    monkeypatch.setattr("mcore_mas.pipeline.check.gpus_here", lambda: gpus)
+    monkeypatch.setattr("mcore_mas.pipeline.check.count_visible_gpus", lambda: gpus)
     assert said(*overrides) == ([f"run 'demo_math': {line}"] if line else [])
     if gpus:  # from where jobs go to other machines nothing is known of them
         monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: name)

@@ -131,7 +131,7 @@ from pathlib import Path
 import psutil, ray
 from mcore_mas.packing.pack import pack
 from mcore_mas.runtime.trainer_group import TrainerGroup
-from mcore_mas.planning.jobs import Tenant
+from mcore_mas.planning.worker_groups import WorkerGroup
 from mcore_mas.runtime.cluster import ClusterError, joined_ray
 from mcore_mas.runtime.placement import DevicePlacement, Room
 from rollout.base.ownership import owned
@@ -145,9 +145,9 @@ with owned(Path("/dev/shm")):  # every node has its own
     except ClusterError as error:
         refused = str(error)
 with owned(folder), joined_ray(address, folder / 'lock.json') as nodes:
-    tenant = Tenant(policy="p", part="trainer", devices=2)
+    workers = WorkerGroup(policy="p", part="trainer", devices=2)
     devices = {node.id: node.cpus for node in nodes}
-    placement = DevicePlacement(Room(kind="CPU", pool="split", tenants=[tenant], nodes=devices), joined=True)
+    placement = DevicePlacement(Room(kind="CPU", pool="split", worker_groups=[workers], nodes=devices), joined=True)
     placement.fill()
     spec = ranks.spec_of(str(folder / "model"), dp=2)
     group = TrainerGroup("p", spec, threads=1, places=placement.options["p", "trainer"])

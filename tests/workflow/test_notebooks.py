@@ -32,7 +32,7 @@ def test_the_models_notebook_takes_a_gpu_where_there_is_one(
 ) -> None:
     """Its cells as far as the training, on a machine that says that it has one."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("mcore_mas.pipeline.check.gpus_here", lambda: 1)
+    monkeypatch.setattr("mcore_mas.pipeline.check.count_visible_gpus", lambda: 1)
     monkeypatch.chdir(tmp_path)
     describe_model(Path("Qwen/Qwen2.5-0.5B-Instruct"))
     (path,) = [path for path in NOTEBOOKS if path.stem == "own_model"]

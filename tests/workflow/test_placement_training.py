@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from mcore_mas.planning.jobs import PlacementError
+from mcore_mas.planning.worker_groups import PlacementError
 from mcore_mas.training.train import train
 from tests.support.run_folder import make_run, metrics_of
 

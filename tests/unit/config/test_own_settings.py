@@ -12,7 +12,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig, for_policy, places_in_schedule
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel
-from mcore_mas.planning.jobs import tenants_of
+from mcore_mas.planning.worker_groups import list_worker_groups
 from mcore_mas.runtime import engine_factory
 from mcore_mas.runtime.trainer_specs import policy_spec
 from mcore_mas.training.policy_trainer import PolicyTrainer
@@ -193,7 +193,9 @@ def test_each_policy_has_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None
         "engine.python=python",
         "policies.verifier.own.engine={tp: 2, replicas: 3}",
     )
-    taken = [(t.policy, t.devices) for t in tenants_of(servers, "GPU") if t.part == "engine"]
+    taken = [
+        (t.policy, t.devices) for t in list_worker_groups(servers, "GPU") if t.part == "engine"
+    ]
     assert taken == [("solver", 1), ("verifier", 6)]
 
 
@@ -237,7 +239,9 @@ def test_a_policy_may_have_another_engine_than_the_run(monkeypatch: pytest.Monke
         {},
         None,
     )  # nothing of SGLang's
-    taken = [(t.policy, t.devices) for t in tenants_of(other_way, "GPU") if t.part == "engine"]
+    taken = [
+        (t.policy, t.devices) for t in list_worker_groups(other_way, "GPU") if t.part == "engine"
+    ]
     assert taken == [("solver", 1), ("verifier", 1)]
     with pytest.raises(
         ConfigError,

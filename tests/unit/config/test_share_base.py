@@ -11,8 +11,8 @@ from mcore_mas.planning.estimate import (
     rank_sets,
     trainer_kinds,
 )
-from mcore_mas.planning.jobs import tenants_of
 from mcore_mas.planning.memory import GPUS, adapter_parameters, count_parameters
+from mcore_mas.planning.worker_groups import list_worker_groups
 from rollout.models.architecture import planned_architecture
 from rollout.models.layout import ParallelLayout
 
@@ -34,16 +34,16 @@ def test_they_take_the_ranks_of_the_first_for_trainers_and_critics() -> None:
         "+policies.verifier.tp=2",
     ]
     apart, together = config(*LORA, *critic), config(*LORA, *critic, *SHARED)
-    assert [(t.policy, t.part, t.devices) for t in tenants_of(apart, "GPU")] == [
+    assert [(t.policy, t.part, t.devices) for t in list_worker_groups(apart, "GPU")] == [
         ("solver", "trainer", 2),
         ("verifier", "trainer", 2),
         ("verifier", "critic", 2),
     ]
-    assert [(t.policy, t.part, t.devices) for t in tenants_of(together, "GPU")] == [
+    assert [(t.policy, t.part, t.devices) for t in list_worker_groups(together, "GPU")] == [
         ("solver", "trainer", 2)
     ]
     # and a CPU for the embedded engine, in which both adapters are
-    assert [(t.policy, t.part) for t in tenants_of(together, "CPU")] == [
+    assert [(t.policy, t.part) for t in list_worker_groups(together, "CPU")] == [
         ("solver", "trainer"),
         ("solver", "engine"),
     ]

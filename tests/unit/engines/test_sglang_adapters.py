@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.planning.jobs import tenants_of
+from mcore_mas.planning.worker_groups import list_worker_groups
 from rollout.base.errors import EngineError
 from rollout.engines import EngineConfig
 from rollout.engines.adapters import AdapterEngine, adapter_engines
@@ -306,11 +306,11 @@ def config(*overrides: str) -> RunConfig:
 
 
 def test_policies_that_share_their_base_share_servers_too() -> None:
-    assert [(t.policy, t.part) for t in tenants_of(config(), "GPU")] == [
+    assert [(t.policy, t.part) for t in list_worker_groups(config(), "GPU")] == [
         ("solver", "trainer"),
         ("solver", "engine"),
     ]
-    apart = tenants_of(config("engine.adapters=merged"), "GPU")
+    apart = list_worker_groups(config("engine.adapters=merged"), "GPU")
     assert [(t.policy, t.part) for t in apart] == [
         ("solver", "trainer"),
         ("solver", "engine"),

@@ -23,9 +23,9 @@ from mcore_mas.config.run import ConfigError, RunConfig, for_policy
 from mcore_mas.evaluation import evaluate as evaluation
 from mcore_mas.evaluation.evaluate import EvaluationError, converse, evaluate, playing, seated
 from mcore_mas.evaluation.measure import Shards
-from mcore_mas.planning.jobs import PlacementError
-from mcore_mas.planning.machine import visible_gpus
+from mcore_mas.planning.machine import visible_gpu_ids
 from mcore_mas.planning.memory import engine_weights
+from mcore_mas.planning.worker_groups import PlacementError
 from mcore_mas.runtime.cluster import Node
 from mcore_mas.runtime.engine_factory import make_engines, sidecar_of
 from mcore_mas.runtime.placement import gpus_of_servers, room_for, shared_out
@@ -341,7 +341,7 @@ class TestPlacement:
                 assert isinstance(replica, Replica)
                 asyncio.run(replica.start())
         assert started == [["8", "9"], ["10", "11"], ["12", "13"], ["14", "15"]]
-        assert visible_gpus()[0] == "8"
+        assert visible_gpu_ids()[0] == "8"
 
 
 class TestSeats:

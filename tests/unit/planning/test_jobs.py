@@ -9,8 +9,9 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.choose import placement_of, shapes_of
-from mcore_mas.planning.jobs import JobNeeds, job_needs, object_store_mb, tasks_mb, tenants_of
+from mcore_mas.planning.jobs import JobNeeds, job_needs, object_store_mb, tasks_mb
 from mcore_mas.planning.memory import count_parameters
+from mcore_mas.planning.worker_groups import list_worker_groups
 
 
 @cache
@@ -42,16 +43,16 @@ def test_a_run_on_cpus_asks_for_its_processes() -> None:
 def test_every_server_of_an_engine_has_a_place_of_its_own_also_on_cpus() -> None:
     sglang = ["engine=sglang", "engine.replicas=3", "+policies.solver.own.engine.tp=2"]
     engines = [
-        (tenant.policy, tenant.devices, tenant.unit)
+        (workers.policy, workers.devices, workers.tp)
         for kind in ("CPU", "GPU")
-        for tenant in tenants_of(config("demo_math", *sglang), kind)
-        if tenant.part == "engine"
+        for workers in list_worker_groups(config("demo_math", *sglang), kind)
+        if workers.part == "engine"
     ]
     assert engines == [("solver", 6, 2), ("verifier", 3, 1)] * 2
     elsewhere = config(
         "demo_math", "engine=sglang", "engine.python=null", "+engine.urls=['http://127.0.0.1:1']"
     )
-    assert {tenant.part for tenant in tenants_of(elsewhere, "CPU")} == {"trainer"}
+    assert {workers.part for workers in list_worker_groups(elsewhere, "CPU")} == {"trainer"}
 
 
 def test_samples_have_room_for_a_step_of_them_twice() -> None:

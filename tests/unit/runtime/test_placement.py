@@ -11,7 +11,13 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.planning.jobs import PlacementError, Tenant, check_fits, needed, tenants_of
+from mcore_mas.planning.worker_groups import (
+    PlacementError,
+    WorkerGroup,
+    check_fits,
+    count_devices,
+    list_worker_groups,
+)
 from mcore_mas.runtime import cluster, placement
 from mcore_mas.runtime.cluster import Node
 from mcore_mas.runtime.placement import (
@@ -37,8 +43,8 @@ def config(*overrides: str) -> RunConfig:
     return RunConfig.check(resolve(["experiment=demo_math", *LAYOUT, *overrides]), "a test")
 
 
-def named(tenants: list[Tenant]) -> list[tuple[str, str, int]]:
-    return [(tenant.policy, tenant.part, tenant.devices) for tenant in tenants]
+def named(worker_groups: list[WorkerGroup]) -> list[tuple[str, str, int]]:
+    return [(workers.policy, workers.part, workers.devices) for workers in worker_groups]
 
 
 def test_every_trainer_and_critic_needs_its_ranks_and_an_embedded_engine_a_cpu() -> None:
@@ -46,19 +52,19 @@ def test_every_trainer_and_critic_needs_its_ranks_and_an_embedded_engine_a_cpu()
         "advantage=gae",
         *(f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")),
     ]
-    assert named(tenants_of(config(*critic), "GPU")) == [
+    assert named(list_worker_groups(config(*critic), "GPU")) == [
         ("solver", "trainer", 2),
         ("solver", "critic", 2),
         ("verifier", "trainer", 4),
         ("verifier", "critic", 4),
     ]
-    on_gpus = named(tenants_of(config("+engine.device=cuda"), "GPU"))
-    assert [tenant for tenant in on_gpus if tenant[1] == "engine"] == [
+    on_gpus = named(list_worker_groups(config("+engine.device=cuda"), "GPU"))
+    assert [workers for workers in on_gpus if workers[1] == "engine"] == [
         ("solver", "engine", 1),
         ("verifier", "engine", 1),
     ]
     frozen = config("+agents.verifier.loss_weight=0")
-    assert named(tenants_of(frozen, "CPU")) == [
+    assert named(list_worker_groups(frozen, "CPU")) == [
         ("solver", "trainer", 2),
         ("solver", "engine", 1),
         ("verifier", "engine", 1),
@@ -66,24 +72,24 @@ def test_every_trainer_and_critic_needs_its_ranks_and_an_embedded_engine_a_cpu()
 
 
 def test_split_adds_up_and_shared_takes_the_largest() -> None:
-    tenants = tenants_of(config(), "CPU")
-    assert needed(tenants, "split") == 2 + 1 + 4 + 1
-    assert needed(tenants, "shared") == 4
-    assert needed([], "split") == 0
+    worker_groups = list_worker_groups(config(), "CPU")
+    assert count_devices(worker_groups, "split") == 2 + 1 + 4 + 1
+    assert count_devices(worker_groups, "shared") == 4
+    assert count_devices([], "split") == 0
 
 
 def test_too_few_devices_are_refused_with_what_every_policy_needs() -> None:
-    tenants = tenants_of(config(), "GPU")
-    check_fits(tenants, "split", "GPU", [6])
-    check_fits(tenants, "split", "GPU", [4, 2])
-    check_fits(tenants, "shared", "GPU", [4])
+    worker_groups = list_worker_groups(config(), "GPU")
+    check_fits(worker_groups, "split", "GPU", [6])
+    check_fits(worker_groups, "split", "GPU", [4, 2])
+    check_fits(worker_groups, "shared", "GPU", [4])
     for pool, available, advice in [
         ("split", 5, "use cluster.pool: shared, which needs 4, "),
         ("split", 3, "use fewer ranks, "),
         ("shared", 3, "use fewer ranks, "),
     ]:
         with pytest.raises(PlacementError) as caught:
-            check_fits(tenants, pool, "GPU", [available])
+            check_fits(worker_groups, pool, "GPU", [available])
         assert str(caught.value) == (
             f"cluster.pool: {pool} needs {6 if pool == 'split' else 4} GPUs and there are {available} "
             f"(solver: trainer 2; verifier: trainer 4); {advice}"
@@ -153,10 +159,13 @@ def test_two_versions_of_nccl_are_refused_before_anything_starts(
 
 
 def test_ranks_that_share_tensors_need_one_node() -> None:
-    tenants = tenants_of(config(), "GPU")
-    assert [(tenant.policy, tenant.unit) for tenant in tenants] == [("solver", 2), ("verifier", 1)]
+    worker_groups = list_worker_groups(config(), "GPU")
+    assert [(workers.policy, workers.tp) for workers in worker_groups] == [
+        ("solver", 2),
+        ("verifier", 1),
+    ]
     with pytest.raises(PlacementError) as caught:
-        check_fits(tenants, "split", "GPU", [1] * 6)
+        check_fits(worker_groups, "split", "GPU", [1] * 6)
     assert str(caught.value) == (
         "solver: trainer needs 2 GPUs of one node (tp), and the largest of 6 nodes has 1; use a smaller tp"
     )
@@ -221,7 +230,9 @@ def test_a_policys_nodes_are_those_with_its_label() -> None:
     ]
     apart = ["+cluster.address=auto", "+cluster.nodes.solver={train: a, rollout: b}"]
     apart += ["policies.verifier.pp=1", "policies.verifier.cp=1", "policies.verifier.overlap=false"]
-    assert [(t.policy, t.part, t.label) for t in tenants_of(config(*apart), "CPU")] == [
+    assert [
+        (t.policy, t.part, t.node_label) for t in list_worker_groups(config(*apart), "CPU")
+    ] == [
         *(("solver", "trainer", "a"), ("solver", "engine", "b")),
         *(("verifier", "trainer", None), ("verifier", "engine", None)),
     ]
@@ -331,9 +342,9 @@ def test_ranks_that_share_tensors_are_never_given_two_nodes(
     monkeypatch.setattr(
         placement, "placement_group_table", lambda _: {"bundles_to_node_id": dict(enumerate(nodes))}
     )
-    solver = Tenant(policy="solver", part="trainer", devices=4, unit=2)
+    solver = WorkerGroup(policy="solver", part="trainer", devices=4, tp=2)
     places = DevicePlacement(
-        Room(kind="GPU", pool="shared", tenants=[solver], nodes={"a": 4, "b": 4})
+        Room(kind="GPU", pool="shared", worker_groups=[solver], nodes={"a": 4, "b": 4})
     )
     if fits:
         places.fill()
@@ -361,9 +372,11 @@ def test_places_are_by_the_address_of_their_node_for_trainer_and_engine_alike(
         "placement_group_table",
         lambda _: {"bundles_to_node_id": dict(enumerate("abab"))},
     )
-    tenants = [Tenant(policy="solver", part=part, devices=4) for part in ("trainer", "engine")]
+    worker_groups = [
+        WorkerGroup(policy="solver", part=part, devices=4) for part in ("trainer", "engine")
+    ]
     places = DevicePlacement(
-        Room(kind="GPU", pool="shared", tenants=tenants, nodes={"b": 2, "a": 2})
+        Room(kind="GPU", pool="shared", worker_groups=worker_groups, nodes={"b": 2, "a": 2})
     )
     places.fill()
     assert places.nodes == {("solver", "trainer"): [*"bbaa"], ("solver", "engine"): [*"bbaa"]}

@@ -1,0 +1,167 @@
+"""Worker groups of a run: the processes that need a device each, and a check that they fit.
+
+`list_worker_groups` derives them from a config, and `check_fits` compares them with the nodes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mcore_mas.config.run import RunConfig, engine_holder, for_policy
+
+DeviceType = Literal["GPU", "CPU"]
+Pool = Literal["shared", "split"]
+Part = Literal["trainer", "critic", "engine"]
+GroupKey = tuple[str, Part]  # policy, part
+
+
+class PlacementError(ValueError):
+    """The worker groups of a run do not fit the devices; one line with the needs of each policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGroup:
+    """Processes of one part of a policy, with a device each."""
+
+    policy: str
+    part: Part
+    devices: int
+    tp: int = 1  # consecutive ranks that must be on one node
+    node_label: str | None = None  # required value of the nodes' label `pool`; None: any node
+
+    @property
+    def placement_group_sizes(self) -> list[int]:
+        """Devices of each Ray placement group.
+
+        All ranks of a trainer are placed together. The replicas of an engine are placed one by
+        one, because they do not communicate.
+        """
+        if self.part == "engine":
+            return [self.tp] * (self.devices // self.tp)
+        return [self.devices]
+
+
+def list_worker_groups(config: RunConfig, device_type: DeviceType) -> list[WorkerGroup]:
+    """Return all worker groups of a run that need devices of this type, policy by policy."""
+    worker_groups = []
+    for policy in config.policies:
+        worker_groups.extend(_trainer_groups(config, policy))
+        worker_groups.extend(_engine_groups(config, policy, device_type))
+    return worker_groups
+
+
+def _trainer_groups(config: RunConfig, name: str) -> list[WorkerGroup]:
+    policy = config.policies[name]
+    if name not in config.trained or config.holder(name) != name:
+        return []  # the policy is frozen, or trains an adapter on the ranks of another policy
+
+    nodes = config.cluster.nodes.get(name)
+    parts: list[Part] = ["trainer"]
+    if policy.critic is not None and not policy.share_base:
+        parts.append("critic")
+    return [
+        WorkerGroup(
+            policy=name,
+            part=part,
+            devices=policy.ranks,
+            tp=policy.tp,
+            node_label=nodes.train if nodes else None,
+        )
+        for part in parts
+    ]
+
+
+def _engine_groups(config: RunConfig, name: str, device_type: DeviceType) -> list[WorkerGroup]:
+    if config.policies[name].remote is not None:
+        return []
+
+    engine = for_policy(config, name).engine
+    if engine.urls or engine_holder(config, name) != name:
+        return []  # the servers run elsewhere, or the engine of another policy has this adapter
+
+    if device_type == "GPU" and engine.name == "embedded" and engine.device != "cuda":
+        return []
+
+    nodes = config.cluster.nodes.get(name)
+    tp = engine.tp if engine.name == "sglang" else 1
+    workers = WorkerGroup(
+        policy=name,
+        part="engine",
+        devices=engine.replicas * tp,
+        tp=tp,
+        node_label=nodes.rollout if nodes else None,
+    )
+    return [workers]
+
+
+def count_devices(worker_groups: Sequence[WorkerGroup], pool: Pool) -> int:
+    """Return the number of devices that the groups take.
+
+    With the pool "split" every group has devices of its own; with "shared" all use the same ones.
+    """
+    sizes = [workers.devices for workers in worker_groups]
+    return sum(sizes) if pool == "split" else max(sizes, default=0)
+
+
+def check_fits(
+    worker_groups: Sequence[WorkerGroup],
+    pool: Pool,
+    device_type: DeviceType,
+    nodes: Sequence[int],
+) -> None:
+    """Check that the groups fit the nodes, of which `nodes` has the number of devices.
+
+    Raises:
+        PlacementError: there are too few devices, or no node has enough for a tensor-parallel
+            group.
+    """
+    required = count_devices(worker_groups, pool)
+    available = sum(nodes)
+    if required > available:
+        raise PlacementError(_too_few_devices(worker_groups, pool, device_type, available))
+
+    largest_node = max(nodes)
+    for workers in worker_groups:
+        if workers.tp > largest_node:
+            raise PlacementError(
+                f"{workers.policy}: {workers.part} needs {workers.tp} {device_type}s of one node "
+                f"(tp), and the largest of {len(nodes)} nodes has {largest_node}; use a smaller tp"
+            )
+
+
+def _too_few_devices(
+    worker_groups: Sequence[WorkerGroup], pool: Pool, device_type: DeviceType, available: int
+) -> str:
+    parts_by_policy: dict[str, list[str]] = {}
+    for workers in worker_groups:
+        parts_by_policy.setdefault(workers.policy, []).append(f"{workers.part} {workers.devices}")
+    table = "; ".join(f"{policy}: {', '.join(parts)}" for policy, parts in parts_by_policy.items())
+
+    shared = count_devices(worker_groups, "shared")
+    advice = "use fewer ranks"
+    if shared <= available:
+        advice = f"use cluster.pool: shared, which needs {shared}"
+    if device_type == "GPU":
+        advice += ", or compute on CPUs: cluster.device: cpu"
+
+    return (
+        f"cluster.pool: {pool} needs {count_devices(worker_groups, pool)} {device_type}s and there "
+        f"are {available} ({table}); {advice}, or more {device_type}s"
+    )
+
+
+def gpus_per_engine(config: RunConfig) -> dict[str, int]:
+    """Return the GPUs of one engine of each policy whose engine is on GPUs of this run.
+
+    One engine of each is the least that an evaluation needs, on one machine.
+    """
+    sizes = {}
+    for policy in config.models:
+        engine = for_policy(config, policy).engine
+        if engine.urls:
+            continue
+        if engine.name == "sglang":
+            sizes[policy] = engine.tp
+        elif engine.device == "cuda":
+            sizes[policy] = 1
+    return sizes
