@@ -30,7 +30,7 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     restarts: int = Field(
         3, ge=0
-    )  # of all trainers from the newest state when one is lost or hangs, in an hour
+    )  # of all trainers from the newest checkpoint when one is lost or hangs, in an hour
     hang_s: float | None = Field(
         1800.0, gt=0
     )  # without a sign of life of a trainer at work; None: any time

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from mcore_mas.runtime.full_disk import ROOM_S, until_room
+from mcore_mas.runtime.full_disk import until_room
 from mcore_mas.runtime.joblog import TrainingError
 from mcore_mas.runtime.recipe import Identity, differences
 from rollout.base.failpoints import failpoint
@@ -48,18 +48,12 @@ class Saved:
 class Checkpoints:
     """The checkpoints under one folder, newest last."""
 
-    def __init__(
-        self, folder: Path, identity: Identity, *, keep: int, best: int = 0, room_s: float = ROOM_S
-    ) -> None:
-        """Keep the newest `keep` and the `best` by their metric; what a killed writer left behind is removed.
-
-        `room_s`: seconds to wait for room, as `until_room` has it; with 0 a full disk is an error like any other.
-        """
+    def __init__(self, folder: Path, identity: Identity, *, keep: int, best: int = 0) -> None:
+        """Keep the newest `keep` and the `best` by their metric; what a killed writer left behind is removed."""
         self._folder = folder
         self.identity = identity
         self._keep = keep
         self._best = best
-        self._room_s = room_s
         self._writing: asyncio.Task[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         for partial in folder.glob(".*.partial"):
@@ -96,16 +90,11 @@ class Checkpoints:
             failpoint("checkpoint.begun")
 
         try:
-            await until_room(begin, partial, self._room_s)
+            await until_room(begin, partial)
             files = await write(partial)
         except OSError as error:
             raise _unwritten(partial, error) from error
         self._writing = asyncio.create_task(self._complete(partial, manifest, files))
-
-    @property
-    def writing(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self._writing is not None and not self._writing.done()
 
     async def finish(self) -> None:
         """Wait for the checkpoint that is being written, if one is.
@@ -196,12 +185,8 @@ class Checkpoints:
 
     async def _complete(self, partial: Path, manifest: dict[str, Any], files: Written) -> None:
         try:
-            manifest["files"] = dict(
-                sorted((await until_room(files, partial, self._room_s)).items())
-            )
-            await until_room(
-                lambda: asyncio.to_thread(self._commit, partial, manifest), partial, self._room_s
-            )
+            manifest["files"] = dict(sorted((await until_room(files, partial)).items()))
+            await until_room(lambda: asyncio.to_thread(self._commit, partial, manifest), partial)
         except ProcessLost:
             raise
         except Exception as error:

@@ -17,14 +17,14 @@ _FIRST_S, _MOST_S = 1.0, 60.0  # between two tries
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
-async def until_room(write: Callable[[], Awaitable[_T]], path: Path, room_s: float = ROOM_S) -> _T:
+async def until_room(write: Callable[[], Awaitable[_T]], path: Path) -> _T:
     """What `write` comes to, which writes `path`: called again while a disk or a quota is full, of which a line tells.
 
     Raises:
-        Exception: what `write` raises for another reason, or when there has been no room for `room_s` seconds.
+        Exception: what `write` raises for another reason, or when there has been no room for `ROOM_S` seconds.
     """
     time, pause = asyncio.get_running_loop().time, _FIRST_S
-    deadline = time() + room_s
+    deadline = time() + ROOM_S
     while True:
         try:
             return await write()
@@ -38,7 +38,7 @@ async def until_room(write: Callable[[], Awaitable[_T]], path: Path, room_s: flo
                 free = shutil.disk_usage(there).free >> 20
                 say(
                     f"{path}: the disk or a quota is full ({free} MiB are free); make room: it is tried again for "
-                    f"{room_s / 60:.0f} minutes, and nothing is lost"
+                    f"{ROOM_S / 60:.0f} minutes, and nothing is lost"
                 )
         await asyncio.sleep(pause)
         pause = min(2 * pause, _MOST_S)

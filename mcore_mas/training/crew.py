@@ -72,17 +72,6 @@ class Crew:
         ]
         return [group for group in groups if group.home is group]
 
-    @property
-    def here(self) -> bool:
-        """Whether all ranks of trainers are on this process' machine."""
-        own = {
-            node
-            for (_, part), nodes in self._placement.nodes.items()
-            if part != "engine"
-            for node in nodes
-        }
-        return not self._joined or own == {node_here()}
-
     def start(self, kl: Mapping[str, Mapping[str, float]]) -> None:
         """Start all that does not run; `kl` are adaptive coefficients that a checkpoint has.
 

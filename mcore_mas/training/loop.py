@@ -44,8 +44,6 @@ async def train_steps(
             await cancel_tasks(session.rollouts.under_way.values())
     except ProcessLost:
         await session.checkpoints.abandon()  # who was to write it may hang
-        if session.recent:
-            await session.recent.abandon()
         raise
     except BaseException:
         with suppress(CheckpointError, ProcessLost):
@@ -87,8 +85,6 @@ async def _take(session: TrainingSession, number: int) -> None:
     best = _BEST_BY in metrics and checkpoints.is_best(metrics[_BEST_BY])
     if last or best or (number + 1) % trainer.checkpoint_every == 0:
         await _save(session, number + 1, metrics.get(_BEST_BY))
-    elif session.recent and not checkpoints.writing:  # ranks write one state at a time
-        await session.recent.keep(number + 1, _state(session, number + 1), _writer(session))
     if trainer.keep_trajectories is not None:  # a run that goes on reads those since its checkpoint
         session.rollouts.prune(min(number + 1 - trainer.keep_trajectories, checkpoints.newest_step))
 
@@ -139,8 +135,6 @@ async def _save(
     unreported: Mapping[str, float] | None = None,
 ) -> None:
     """Begin the checkpoint of the state after `steps` steps; training goes on while it is written."""
-    if session.recent:
-        await session.recent.finish()
     await session.checkpoints.save(
         steps, _state(session, steps, unreported), _writer(session), metric
     )

@@ -11,7 +11,6 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.advantages import ALONE
 from mcore_mas.runtime.checkpoint import Checkpoints
 from mcore_mas.runtime.joblog import StopSignal, TrainingError
-from mcore_mas.runtime.recent import RecentState
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.tracking.logbook import Logbook
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
@@ -49,7 +48,6 @@ class TrainingSession:
     logbook: Logbook
     stop: StopSignal = field(default_factory=StopSignal)
     after_step: AfterStep | None = None  # of a run that somebody watches
-    recent: RecentState | None = None  # where all ranks are on this process' machine
     credit_watch: CreditWatch = field(default_factory=CreditWatch)
 
     @property

@@ -24,7 +24,6 @@ from mcore_mas.runtime.full_disk import until_room
 from mcore_mas.runtime.joblog import StopSignal, TrainingError
 from mcore_mas.runtime.placement import room_for
 from mcore_mas.runtime.ray_client import train_at
-from mcore_mas.runtime.recent import RecentState, recent_state, state_bytes
 from mcore_mas.runtime.recipe import identity_of, input_digests, lineage_of
 from mcore_mas.tracking.logbook import Logbook, open_logbook
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
@@ -33,7 +32,7 @@ from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import AfterStep, TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 from rollout.base.files import atomic_folder, tree_sha256, writable, write_json
-from rollout.base.ownership import check_owner, epoch_of, owned, remove_path
+from rollout.base.ownership import check_owner, epoch_of, owned
 from rollout.base.processes import ProcessLost, Restarts, forget_restarts
 from rollout.base.task_group import Watchdog, contain_exits
 from rollout.config.data import prepared_tasks
@@ -42,7 +41,6 @@ from rollout.engines.remote.caller import RemoteClient
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from rollout.rewards.coach import Coach
-from rollout.sync import memory_path
 
 _NEVER_APPENDED = frozenset(
     {".safetensors", ".parquet"}
@@ -110,9 +108,6 @@ def train(
         coach = Coach(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")
         make_env = stack.enter_context(world(config, "train/retriever"))
-        stack.callback(
-            remove_path, recent := memory_path()
-        )  # once the ranks are gone; after a SIGKILL the next run
         if room is None:
             room, logs = (
                 room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json"))),
@@ -128,9 +123,7 @@ def train(
             closing(Crew(config, room, joined=address != "local", logs=logs))
         )
         stop = StopSignal(signals=after_step is None)
-        run = _Run(
-            config, config_path, crew, tasks, coach, remotes, make_env, recent, after_step, stop
-        )
+        run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, after_step, stop)
         done = asyncio.run(run.train(found, warnings)) | {"commit": commit}
         write_json(
             folder / "done.json", done | {"devices": crew.room.told, "epoch": epoch_of(folder)}
@@ -148,12 +141,15 @@ class _Run:
     coach: Coach | None
     remotes: Mapping[str, RemoteClient]
     make_env: Callable[[Task], Env]
-    recent: Path  # folder in memory
     after_step: AfterStep | None
     stop: StopSignal
 
     async def train(self, found: Saved | None, warnings: Sequence[str]) -> dict[str, Any]:
-        """Train from `found`, again from the newest state whenever trainers are lost; what `done.json` says."""
+        """Train from `found`, and again from the newest checkpoint after trainers are lost.
+
+        Returns:
+            Content of done.json.
+        """
         contain_exits()
         self.stop.listen()
         restarts, again = Restarts("trainers", self.config.cluster.restarts), False
@@ -184,17 +180,11 @@ class _Run:
                             ) from lost
                         again, tracked, left = True, log.tracking_run, restarts.left
                         log.note(
-                            f"{lost}; trainers start again from the newest state, {left} restarts left"
+                            f"{lost}; trainers start again from the newest checkpoint, {left} restarts left"
                         )
                         await self.crew.replace(lost, log.note)
                 warnings = []
-                found = self._newest(warnings.append)
-
-    def _newest(self, told: Callable[[str], None]) -> Saved | None:
-        """The newest of the checkpoints on disk and of the state in memory."""
-        checkpoints = _checkpoints(self.config)
-        found = checkpoints.newest(told), recent_state(self.recent, checkpoints.identity, told)
-        return max((saved for saved in found if saved), key=lambda saved: saved.step, default=None)
+                found = _checkpoints(self.config).newest(warnings.append)
 
     def _session(self, log: Logbook, found: Saved | None) -> TrainingSession:
         config, engines, trainers = self.config, self.crew.engines, self.crew.trainers
@@ -207,9 +197,6 @@ class _Run:
         )
         checkpoints = _checkpoints(config)
         versions, start = state.get("versions", {}), lineage_of(checkpoints.identity)
-        kept = (
-            self.crew.here and not config.cluster.one_by_one
-        )  # where trainers take turns, a state moves all of them
         lineage = {int(version): own for version, own in state.get("lineage", {}).items()}
         return TrainingSession(
             config=config,
@@ -244,9 +231,6 @@ class _Run:
             logbook=log,
             stop=self.stop,
             after_step=self.after_step,
-            recent=RecentState(self.recent, checkpoints.identity, state_bytes(config), log.note)
-            if kept
-            else None,
         )
 
 

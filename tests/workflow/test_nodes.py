@@ -215,7 +215,7 @@ def test_a_gang_across_two_nodes_loses_one_and_ends_as_it_would_have(tmp_path: P
         nodes.start_ray(nodes.add(), 1)
         said = ended()
     assert (
-        f"lost node {nodes.address(2)}; trainers start again from the newest state, 2 restarts left"
+        f"lost node {nodes.address(2)}; trainers start again from the newest checkpoint, 2 restarts left"
         in said
     )
     assert "cluster.pool: shared needs 2 CPUs and there are 1" in said

@@ -140,9 +140,7 @@ def kill_in_training(run: Path) -> None:
     process, kept = start(run), MEMORY / f"mcore_mas-{os.getuid()}"
     wait_for_step(2, process, run)
     wait_until((run / "train" / "checkpoints" / "step_000002" / "manifest.json").is_file, 60)
-    wait_until(
-        lambda: bool(list(kept.glob(f"{process.pid}-*/step_*"))), 60
-    )  # the state after its last step
+    assert list(kept.glob(f"{process.pid}-*"))  # the weights on their way to the engine
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     _, said = process.communicate(timeout=120)
@@ -255,20 +253,19 @@ def rank_of(
 def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(
     tmp_path: Path, unbroken_pair: Path
 ) -> None:
-    """One is killed in an update; short steps are lost each time, as a state is in memory, where nothing stays."""
-    run = make_run(
-        tmp_path, *PAIR, "trainer.checkpoint_every=6", "+cluster.hang_s=15", "+cluster.restarts=2"
-    )
+    """Kill a rank in an update, then stop another one: each costs the steps since the newest checkpoint."""
+    run = make_run(tmp_path, *PAIR, "+cluster.hang_s=15", "+cluster.restarts=2")
+    checkpoints = run / "train" / "checkpoints"
     process = start(run)
     wait_for_step(1, process, run)
+    wait_until((checkpoints / "step_000002" / "manifest.json").is_file, 60)
     killed = rank_of(run, process, "verifier-0", None)
     doing, deadline = run / "train" / "ranks" / "verifier-0.txt", time.monotonic() + 600
     while not doing.read_text().startswith("update"):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.001)
     killed.send_signal(signal.SIGKILL)
-    clocks = [row["time/unix_s"] for row in metrics_of(run) if row["step"] >= 0]
-    finished = len(clocks)
+    finished = len([row for row in metrics_of(run) if row["step"] >= 0])
     rank_of(
         run, process, "verifier-0", killed
     )  # all have started again, and what is done again is off the record
@@ -277,16 +274,11 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(
     stopped.send_signal(signal.SIGSTOP)
     _, said = process.communicate(timeout=900)
     assert process.returncode == 0, said
-    kept = int(re.findall(rf"continuing from {MEMORY}/\S+/step_(\d+)\n", said)[0])
-    # of the last step the state may have been under way; of those before, what was left out is not two seconds younger
-    assert 1 <= kept <= finished and clocks[max(kept, finished - 1) - 1] - clocks[kept - 1] < 3.0, (
-        kept,
-        clocks,
-        said,
-    )
+    resumed_from = re.findall(rf"continuing from {checkpoints}/step_(\d+)\n", said)
+    assert len(resumed_from) == 2 and 2 <= int(resumed_from[0]) <= finished, said
     restarts = [line for line in said.splitlines() if "trainers start again" in line]
     assert len(restarts) == 2, said
-    again = "trainers start again from the newest state"
+    again = "trainers start again from the newest checkpoint"
     assert restarts[0].endswith(f"policy verifier: rank 0 died; {again}, 1 restarts left")
     assert re.search(  # rank 0 is not told of where it has answered and does not wait for rank 1
         r"policy solver: nothing for \d+ s; rank 1 (does not answer in \w+|has not begun) \(is it stopped\?\)"
@@ -294,7 +286,7 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(
         restarts[1],
     ), restarts[1]
     assert not stopped.is_running()
-    assert [folder.name for folder in (run / "train" / "checkpoints").iterdir()] == ["step_000006"]
+    assert {folder.name for folder in checkpoints.iterdir()} == {"step_000004", "step_000006"}
     assert not list(MEMORY.glob(f"mcore_mas-*/{process.pid}-*"))
     assert metrics_of(run)[-1]["restarts/trainers"] == 2.0
     assert_same(run, unbroken_pair)
