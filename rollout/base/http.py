@@ -1,4 +1,8 @@
-"""HTTP client with one retry policy: exponential backoff with full jitter, never sooner than the server asked for."""
+"""HTTP client with one retry policy: exponential backoff with full jitter.
+
+`HttpClient` sends requests to one server. `retried` repeats a call while it raises `Unanswered`,
+but never sooner than the server asked.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
@@ -25,53 +29,50 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 BACKOFF_S = 0.2  # mean of the first pause; doubles with each retry
-MAX_BACKOFF_S = 20.0  # mean of the longest
+MAX_BACKOFF_S = 20.0  # mean of the longest pause
 MAX_REPLY_BYTES = 64 << 20
-SHOWN = 200  # characters of a server's own words in an error
 DIGEST_HEADER = "content-digest"
-_BUSY = (408, 409, 425, 429)  # statuses below 500 that another try may change
-# A machine that is cut off does not close its connections: the kernel asks it for a sign of life, and after a minute
-# without one a request that waits for its answer fails as that of a connection that broke.
-_SIGNS_OF_LIFE = [
+_CONNECT_TIMEOUT_S = 10.0
+_QUOTED_CHARS = 200  # of a server's reply, in an error message
+_RETRIED_STATUSES = (408, 409, 425, 429)  # below 500; another attempt may succeed
+# A machine that is cut off does not close its connections. The kernel probes them, so that a
+# request to such a machine fails after about a minute instead of waiting for its reply without end.
+_KEEPALIVE_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20),  # seconds
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-    (
-        socket.IPPROTO_TCP,
-        socket.TCP_USER_TIMEOUT,
-        60_000,
-    ),  # milliseconds that what is sent may go unconfirmed
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20),  # seconds without traffic before the first probe
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),  # seconds between probes
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),  # probes without an answer
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),  # milliseconds without acknowledgement
 ]
 
 Result = TypeVar("Result")
 
 
 class Unanswered(Exception):
-    """One request got no usable answer; another try may.
+    """A request got no usable reply; another attempt may get one.
 
     Attributes:
-        retry_after_s: seconds the server asked to wait, 0 if it did not say.
-        unbilled: the server has certainly done no work on it.
+        retry_after_s: seconds that the server asked to wait, 0 if it named none.
+        unbilled: True if the server has certainly not worked on the request.
     """
 
-    def __init__(self, trouble: str, *, retry_after_s: float = 0.0, unbilled: bool = False) -> None:
-        super().__init__(trouble)
+    def __init__(self, message: str, *, retry_after_s: float = 0.0, unbilled: bool = False) -> None:
+        super().__init__(message)
         self.retry_after_s = retry_after_s
         self.unbilled = unbilled
 
 
 class TimedOut(Unanswered):
-    """The answer did not come within its time."""
+    """The reply did not arrive within the timeout."""
 
 
 class Refused(Exception):
-    """The server answered with a status that no retry changes."""
+    """The server answered with a status that a retry does not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpReply:
-    """An answer, read whole."""
+    """A complete reply."""
 
     status: int
     headers: Mapping[str, str]
@@ -79,36 +80,68 @@ class HttpReply:
 
     @property
     def text(self) -> str:
-        """The body as text."""
+        """The body as text; bytes that are not UTF-8 are replaced."""
         return self.content.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """The body's JSON; Unanswered if it is none."""
+        """Parse the body as JSON; raise Unanswered if it is malformed."""
         try:
             return json.loads(self.content)
         except ValueError as error:
             raise Unanswered(f"malformed reply: {error}") from None
 
     def succeeded(self) -> HttpReply:
-        """Itself, if its status is 200; Unanswered if the server is busy or broken, Refused at any other."""
+        """Return this reply if its status is 200.
+
+        Raises:
+            Unanswered: the server is busy or broken.
+            Refused: any other status.
+        """
         if self.status == 200:
             return self
-        raise failure_of(self.status, self.text, self.headers)
+        raise error_for_status(self.status, self.text, self.headers)
 
 
-def failure_of(status: int, body: str, headers: Mapping[str, str]) -> Unanswered | Refused:
-    """What a status other than 200 means: the server is busy or broken, or no retry changes its answer."""
-    trouble = f"status {status}: {' '.join(body[:SHOWN].split())}"
-    if status >= 500 or status in _BUSY:
-        return Unanswered(trouble, retry_after_s=retry_after_s(headers), unbilled=True)
-    return Refused(trouble)
+def error_for_status(status: int, body: str, headers: Mapping[str, str]) -> Unanswered | Refused:
+    """Return the error for a status other than 200: Unanswered if a retry may help, or Refused."""
+    message = f"status {status}: {' '.join(body[:_QUOTED_CHARS].split())}"
+    if status >= 500 or status in _RETRIED_STATUSES:
+        return Unanswered(message, retry_after_s=retry_after_s(headers), unbilled=True)
+    return Refused(message)
+
+
+def error_for_transport(error: httpx.RequestError) -> Unanswered:
+    """Convert a failure below HTTP, such as a refused or broken connection, to Unanswered."""
+    not_sent = (
+        httpx.ConnectError,
+        httpx.ConnectTimeout,
+        httpx.PoolTimeout,
+        httpx.ProxyError,
+        httpx.UnsupportedProtocol,
+    )
+    message = str(error) or type(error).__name__
+    return Unanswered(message, unbilled=isinstance(error, not_sent))
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Connections of one event loop.
+
+    Each is an httpx client with a single connection: httpx's own pool searches all of its
+    connections for every request.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    slots: asyncio.Semaphore
+    idle: list[httpx.AsyncClient] = field(default_factory=list)
 
 
 class HttpClient:
-    """Requests to one server, from one event loop after another, never from two at once.
+    """Requests to one server.
 
-    No proxy is taken from the environment, and redirects are not followed: neither loopback traffic nor a key goes
-    anywhere else.
+    A client may be used from several event loops one after another, but not from two at once.
+    Proxies of the environment are ignored and redirects are not followed, so that neither loopback
+    traffic nor a key goes to another host.
     """
 
     def __init__(
@@ -119,23 +152,24 @@ class HttpClient:
         connections: int = 100,
         timeout_s: float | None = None,
         proxy: str | None = None,
-        most_bytes: int = MAX_REPLY_BYTES,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
-        """Set up; nothing is sent.
+        """Configure the client; no connection is opened.
 
         Args:
-            token: the server's bearer token, if any.
-            connections: at most open at once.
-            timeout_s: of one request; None: no limit.
-            most_bytes: of one answer.
+            token: bearer token of the server.
+            connections: maximum number of open connections.
+            timeout_s: seconds for one request; None: no limit.
+            proxy: URL of a proxy for all requests.
+            max_reply_bytes: maximum size of a reply.
         """
         self.url = url.rstrip("/")
-        self._timeout_s, self._most_bytes, self._connections = timeout_s, most_bytes, connections
-        self._headers, self._proxy = {"Authorization": f"Bearer {token}"} if token else {}, proxy
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._free: list[
-            httpx.AsyncClient
-        ] = []  # of the loop, one connection each: a pool looks through all of its
+        self.max_reply_bytes = max_reply_bytes
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._connections = connections
+        self._timeout_s = timeout_s
+        self._proxy = proxy
+        self._pool: _Pool | None = None
 
     async def send(
         self,
@@ -144,96 +178,102 @@ class HttpClient:
         body: object = None,
         *,
         timeout_s: float | None = None,
-        heard: Callable[[bytes], None] | None = None,
+        on_chunk: Callable[[bytes], None] | None = None,
     ) -> HttpReply:
-        """Send one request with a JSON body, and read its answer whole, or give its parts to `heard` as they come.
+        """Send one request and read its reply.
+
+        Args:
+            body: is sent as JSON; None: no body.
+            timeout_s: overrides the client's timeout. Waiting for a free connection does not count.
+            on_chunk: is called with each part of a reply of status 200 as it arrives; the returned
+                reply then has no content.
 
         Raises:
-            Unanswered: no connection, it broke, or the answer is too long.
-            TimedOut: the answer took longer than `timeout_s`, or without it than the client's, once a connection was
-                free for it.
+            TimedOut: the reply took longer than the timeout.
+            Unanswered: no connection, a broken one, or a reply that is too large.
         """
-        timeout_s, loop = timeout_s or self._timeout_s, asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._free, self._slots = loop, [], asyncio.Semaphore(self._connections)
-        free, slots = self._free, self._slots
+        if timeout_s is None:
+            timeout_s = self._timeout_s
+        pool = self._pool_of_running_loop()
         try:
-            async with slots, asyncio.timeout(timeout_s):
-                http = free.pop() if free else self._open()
+            async with pool.slots, asyncio.timeout(timeout_s):
+                connection = pool.idle.pop() if pool.idle else self._open_connection()
                 try:
-                    return await self._exchange(http, method, path, body, heard)
+                    return await self._exchange(connection, method, path, body, on_chunk)
                 finally:
-                    free.append(http)
+                    pool.idle.append(connection)
         except TimeoutError:
             raise TimedOut(f"no answer within {timeout_s or 0:g} s") from None
         except httpx.RequestError as error:
-            raise unanswered(error) from None
+            raise error_for_transport(error) from None
 
-    def _open(self) -> httpx.AsyncClient:
-        one = httpx.Limits(max_connections=1)
-        way = httpx.AsyncHTTPTransport(
+    def _pool_of_running_loop(self) -> _Pool:
+        loop = asyncio.get_running_loop()
+        if self._pool is None or self._pool.loop is not loop:
+            self._pool = _Pool(loop=loop, slots=asyncio.Semaphore(self._connections))
+        return self._pool
+
+    def _open_connection(self) -> httpx.AsyncClient:
+        transport = httpx.AsyncHTTPTransport(
             trust_env=False,
-            verify=trusted(),
-            limits=one,
+            verify=ssl_context(),
+            limits=httpx.Limits(max_connections=1),
             proxy=self._proxy,
-            socket_options=_SIGNS_OF_LIFE,
+            socket_options=_KEEPALIVE_OPTIONS,
         )
-        timeout = httpx.Timeout(None, connect=10.0)  # asyncio's is around it
         return httpx.AsyncClient(
-            trust_env=False, headers=self._headers, timeout=timeout, transport=way
+            trust_env=False,
+            headers=self._headers,
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            transport=transport,
         )
 
     async def _exchange(
         self,
-        http: httpx.AsyncClient,
+        connection: httpx.AsyncClient,
         method: str,
         path: str,
         body: object,
-        heard: Callable[[bytes], None] | None,
+        on_chunk: Callable[[bytes], None] | None,
     ) -> HttpReply:
         content = bytearray()
-        async with http.stream(method, self.url + path, json=body) as reply:  # json=None: no body
-            async for part in reply.aiter_bytes():
-                if heard is not None and reply.status_code == 200:
-                    heard(part)
+        async with connection.stream(method, self.url + path, json=body) as response:
+            async for chunk in response.aiter_bytes():
+                if on_chunk is not None and response.status_code == 200:
+                    on_chunk(chunk)
                     continue
-                content += part
-                if len(content) > self._most_bytes:
-                    raise Unanswered(f"a reply of more than {self._most_bytes} bytes")
-        said = (
-            reply.headers.get(DIGEST_HEADER, "") if "content-encoding" not in reply.headers else ""
-        )
-        if heard is None and said.startswith("sha-256=:") and said != content_digest(content):
-            raise Unanswered(f"a reply that is not what its {DIGEST_HEADER} says")
-        return HttpReply(reply.status_code, reply.headers, bytes(content))
+                content += chunk
+                if len(content) > self.max_reply_bytes:
+                    raise Unanswered(f"a reply of more than {self.max_reply_bytes} bytes")
+
+        if on_chunk is None:
+            _check_digest(response.headers, content)
+        return HttpReply(response.status_code, response.headers, bytes(content))
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
-        while self._free:
-            await self._free.pop().aclose()
+        idle = self._pool_of_running_loop().idle
+        while idle:
+            await idle.pop().aclose()
+
+
+def _check_digest(headers: Mapping[str, str], content: bytearray) -> None:
+    digest = headers.get(DIGEST_HEADER, "")
+    if "content-encoding" in headers or not digest.startswith("sha-256=:"):
+        return
+    if digest != content_digest(content):
+        raise Unanswered(f"a reply that is not what its {DIGEST_HEADER} says")
 
 
 def content_digest(body: bytes | bytearray) -> str:
-    """What stands in `DIGEST_HEADER` of an answer with this body (RFC 9530)."""
+    """Return the value of the header `Content-Digest` for a body (RFC 9530)."""
     return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
 
 
-@functools.cache  # they take 50 ms to read
-def trusted() -> ssl.SSLContext:
-    """The certificates of public authorities, or of those in SSL_CERT_FILE or SSL_CERT_DIR."""
+@functools.cache  # loading the certificates takes 50 ms
+def ssl_context() -> ssl.SSLContext:
+    """Return a context that trusts public authorities, or those of SSL_CERT_FILE or SSL_CERT_DIR."""
     return httpx.create_ssl_context()
-
-
-def unanswered(error: httpx.RequestError) -> Unanswered:
-    """What went wrong below HTTP."""
-    unsent = (
-        httpx.ConnectError,
-        httpx.ConnectTimeout,
-        httpx.PoolTimeout,
-        httpx.ProxyError,
-        httpx.UnsupportedProtocol,
-    )
-    return Unanswered(str(error) or type(error).__name__, unbilled=isinstance(error, unsent))
 
 
 async def retried(
@@ -244,76 +284,82 @@ async def retried(
     patience_s: float = math.inf,
     note: Callable[[], None] | None = None,
 ) -> Result:
-    """What `attempt` gives, which is made again as long as it raises `Unanswered`.
+    """Return the result of `attempt`, which is repeated while it raises Unanswered.
 
     Args:
         retries: further attempts after the first.
         backoff_s: mean of the first pause; None: `BACKOFF_S`.
-        patience_s: no pause may reach past that many seconds from now.
-        note: called before each further attempt.
+        patience_s: no pause may end later than this many seconds from now.
+        note: is called before each further attempt.
 
     Raises:
         Unanswered: the last attempt's.
     """
-    backoff_s = BACKOFF_S if backoff_s is None else backoff_s
-    jitter = tenacity.wait_random_exponential(multiplier=2 * backoff_s, max=2 * MAX_BACKOFF_S)
+    if backoff_s is None:
+        backoff_s = BACKOFF_S
+    backoff = tenacity.wait_random_exponential(multiplier=2 * backoff_s, max=2 * MAX_BACKOFF_S)
 
     def pause_s(state: tenacity.RetryCallState) -> float:
-        failure = state.outcome.exception() if state.outcome else None
-        return max(jitter(state), failure.retry_after_s if isinstance(failure, Unanswered) else 0.0)
+        error = state.outcome.exception() if state.outcome else None
+        asked_s = error.retry_after_s if isinstance(error, Unanswered) else 0.0
+        return max(backoff(state), asked_s)
 
-    attempts = tenacity.AsyncRetrying(
+    retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(Unanswered),
         stop=tenacity.stop_after_attempt(retries + 1) | tenacity.stop_before_delay(patience_s),
         wait=pause_s,
         before_sleep=(lambda _: note()) if note else None,
         reraise=True,
     )
-    return await attempts(attempt)
+    return await retrying(attempt)
 
 
 def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float:
-    """Seconds to wait according to `retry-after-ms` or `Retry-After` (seconds or a date), 0 without either."""
+    """Return the pause that a reply asks for, in seconds; 0 if it asks for none.
+
+    It is read from `retry-after-ms`, or from `Retry-After` as seconds or as a date.
+
+    Args:
+        now: POSIX time; None: the clock's.
+    """
     for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         value = headers.get(name, "").strip()
         if value.replace(".", "", 1).isdecimal():
             return float(value) * unit_s
-        if value:
-            try:
-                return max(
-                    0.0,
-                    parsedate_to_datetime(value).timestamp()
-                    - (time.time() if now is None else now),
-                )
-            except ValueError:
-                continue
+        if not value:
+            continue
+        try:
+            date = parsedate_to_datetime(value)
+        except ValueError:
+            continue
+        return max(0.0, date.timestamp() - (time.time() if now is None else now))
     return 0.0
 
 
 def without_proxy(*hosts: str) -> dict[str, str]:
-    """Variables of the environment of a client that is to ask `hosts` through no proxy."""
-    named = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
-    direct = (
-        named if named == ["*"] else [*named, *hosts]
-    )  # which stands for all hosts only by itself
-    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(dict.fromkeys(filter(None, direct))))
+    """Return environment variables with which a child process connects to `hosts` directly."""
+    value = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if value != "*":  # "*" means all hosts, but only alone
+        names = [*value.split(","), *hosts]
+        value = ",".join(dict.fromkeys(name for name in names if name))
+    return {"NO_PROXY": value, "no_proxy": value}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine, by its address or as localhost."""
+    """Return True if `host` is a loopback address or "localhost"."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-def _url(url: str) -> str:
+def _validate_url(url: str) -> str:
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port above 65535
-        usable = False
-    if not usable:
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port above 65535
+        valid = False
+    if not valid:
         raise PydanticCustomError(
             "option", "expected http(s)://host/path, with a port from 1 to 65535 if any"
         )
@@ -324,14 +370,17 @@ def _url(url: str) -> str:
     return url
 
 
-Url = Annotated[str, AfterValidator(_url)]  # of a server, in a config; without credentials
+Url = Annotated[str, AfterValidator(_validate_url)]  # of a server, without credentials
 
 
 def check_private(name: str, url: str | None) -> None:
-    """Refuse a URL over which a key would travel in the clear.
+    """Refuse a URL over which a key would travel unencrypted.
+
+    Args:
+        name: option that holds the URL, for the message.
 
     Raises:
-        ValueError: it would; `name` is what the URL is of.
+        ValueError: the URL is http and its host is not loopback.
     """
     parts = urlsplit(url or "")
     if parts.scheme == "http" and not is_loopback(parts.hostname or ""):

@@ -248,7 +248,7 @@ class SandboxFusion(Runner):
         super().__init__(limits, slots)
         self._retries = retries
         token = token_file.read_text().strip() if token_file else None
-        self._http = HttpClient(url, token=token, most_bytes=_REPLY_BYTES)
+        self._http = HttpClient(url, token=token, max_reply_bytes=_REPLY_BYTES)
 
     async def aclose(self) -> None:
         await self._http.aclose()

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 from pydantic import Field, JsonValue, SecretStr, model_validator
 
 from rollout.base.errors import Unusable
-from rollout.base.http import Url, check_private, failure_of
+from rollout.base.http import Url, check_private, error_for_status
 from rollout.base.options import Section, imported, lookup
 from rollout.records.trajectory import Message
 
@@ -72,7 +72,7 @@ class Provider(Protocol):
 
 def status_error(status: int, body: str, headers: Mapping[str, str]) -> Exception:
     """The error that an HTTP status other than 200 means; all vendors use the same numbers."""
-    failure = failure_of(status, body, headers)
+    failure = error_for_status(status, body, headers)
     if (
         status in (401, 402, 403, 404)
         or 300 <= status < 400

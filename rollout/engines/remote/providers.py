@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from rollout.base.http import HttpClient, Unanswered, trusted, unanswered
+from rollout.base.http import HttpClient, Unanswered, error_for_transport, ssl_context
 from rollout.engines import remote
 from rollout.engines.remote import (
     Answer,
@@ -33,7 +33,7 @@ class OpenAIChat:
             token=key.get_secret_value() if key else None,
             connections=config.concurrency,
             proxy=config.proxy,
-            most_bytes=LARGEST,
+            max_reply_bytes=LARGEST,
         )
 
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
@@ -99,7 +99,7 @@ class AnthropicMessages:
             timeout=config.timeout_s,
             max_retries=0,  # retries are counted and paid for in `caller`
             http_client=anthropic.DefaultAsyncHttpxClient(
-                proxy=config.proxy, trust_env=False, verify=trusted(), follow_redirects=False
+                proxy=config.proxy, trust_env=False, verify=ssl_context(), follow_redirects=False
             ),
         )
 
@@ -154,7 +154,7 @@ class GeminiContent:
         self._config = config
         # a client of ours, because without one the library would choose aiohttp where that is installed
         self._http = httpx.AsyncClient(
-            proxy=config.proxy, trust_env=False, verify=trusted(), timeout=config.timeout_s
+            proxy=config.proxy, trust_env=False, verify=ssl_context(), timeout=config.timeout_s
         )
         self._client = genai.Client(
             api_key=remote.required(key, "gemini").get_secret_value(),
@@ -182,7 +182,7 @@ class GeminiContent:
             headers = getattr(error.response, "headers", None) or {}
             raise remote.status_error(error.code or 500, str(error.message), headers) from None
         except httpx.RequestError as error:
-            raise unanswered(error) from None
+            raise error_for_transport(error) from None
         usage = reply.usage_metadata
         thoughts = (getattr(usage, "thoughts_token_count", None) or 0) if usage else 0
         written = counted(usage.candidates_token_count) if usage else None

@@ -32,7 +32,11 @@ class SGLangClient:
     ) -> None:
         self.url = url
         self._http = HttpClient(
-            url, token=key, connections=connections, timeout_s=timeout_s, most_bytes=_REPLY_BYTES
+            url,
+            token=key,
+            connections=connections,
+            timeout_s=timeout_s,
+            max_reply_bytes=_REPLY_BYTES,
         )
 
     async def call(
@@ -53,9 +57,9 @@ class SGLangClient:
 
         async def attempt() -> HttpReply:
             try:
-                heard = stream.begin() if stream is not None else None
+                on_chunk = stream.begin() if stream is not None else None
                 return await self._http.send(
-                    "GET" if body is None else "POST", path, body, heard=heard
+                    "GET" if body is None else "POST", path, body, on_chunk=on_chunk
                 )
             except TimedOut as error:
                 raise EngineError(f"SGLang {path}: {error}") from None

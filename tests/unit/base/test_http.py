@@ -1,11 +1,12 @@
-"""One retry policy: what is tried again, how often, and never sooner than the server asked for."""
+"""HTTP client: connections, certificates, statuses, retries and loopback hosts."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import certifi
@@ -15,72 +16,92 @@ from rollout.base.http import (
     HttpClient,
     HttpReply,
     Refused,
+    TimedOut,
     Unanswered,
     is_loopback,
     retried,
-    trusted,
+    ssl_context,
+    without_proxy,
 )
 
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-def test_a_certificate_of_ones_own_is_trusted_where_the_environment_names_it(
+
+@dataclass(slots=True)
+class Flaky:
+    """A call that raises the error the first few times."""
+
+    error: Exception
+    failures: int
+    attempts: int = 0
+
+    async def __call__(self) -> str:
+        self.attempts += 1
+        if self.attempts <= self.failures:
+            raise self.error
+        return "reply"
+
+
+def exchange(handler: Handler, use: Callable[[str], Awaitable[None]]) -> None:
+    """Serve `handler` on a free port of an event loop, and await `use` with its URL."""
+
+    async def run() -> None:
+        async with await asyncio.start_server(handler, "127.0.0.1", 0) as server:
+            await use(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+    asyncio.run(run())
+
+
+def test_the_environment_may_name_other_certificates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
-    (tmp_path / "own.pem").write_text(first + end)
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "own.pem"))
-    assert len(trusted.__wrapped__().get_ca_certs()) == 1
+    (tmp_path / "one.pem").write_text(first + end)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "one.pem"))
+    assert len(ssl_context.__wrapped__().get_ca_certs()) == 1
     for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
         monkeypatch.delenv(name, raising=False)
-    assert len(trusted.__wrapped__().get_ca_certs()) > 9
+    assert len(ssl_context.__wrapped__().get_ca_certs()) > 9
 
 
-def failing(times: int, error: Callable[[], Exception]) -> tuple[Callable[[], object], list[int]]:
-    """An attempt that fails that many times, and a list that grows with every attempt."""
-    made: list[int] = []
+def test_an_unanswered_call_is_retried_and_its_last_error_raised() -> None:
+    notes: list[None] = []
+    call = Flaky(Unanswered("busy"), failures=2)
+    reply = asyncio.run(retried(call, retries=2, backoff_s=0.001, note=lambda: notes.append(None)))
+    assert (reply, call.attempts, len(notes)) == ("reply", 3, 2)
 
-    async def attempt() -> str:
-        made.append(len(made))
-        if len(made) <= times:
-            raise error()
-        return "answer"
-
-    return attempt, made
-
-
-def test_what_may_change_is_tried_again_and_the_last_trouble_is_told() -> None:
-    attempt, made = failing(2, lambda: Unanswered("busy"))
-    noted: list[int] = []
-    assert (
-        asyncio.run(retried(attempt, retries=2, backoff_s=0.001, note=lambda: noted.append(1)))
-        == "answer"
-    )
-    assert (len(made), len(noted)) == (3, 2)
-    attempt, made = failing(9, lambda: Unanswered("busy"))
+    call = Flaky(Unanswered("busy"), failures=9)
     with pytest.raises(Unanswered, match="busy"):
-        asyncio.run(retried(attempt, retries=2, backoff_s=0.001))
-    assert len(made) == 3
-    attempt, made = failing(9, lambda: Refused("status 401"))
+        asyncio.run(retried(call, retries=2, backoff_s=0.001))
+    assert call.attempts == 3
+
+
+def test_a_refused_call_is_not_retried() -> None:
+    call = Flaky(Refused("status 401"), failures=9)
     with pytest.raises(Refused):
-        asyncio.run(retried(attempt, retries=2, backoff_s=0.001))
-    assert len(made) == 1
+        asyncio.run(retried(call, retries=2, backoff_s=0.001))
+    assert call.attempts == 1
 
 
-def test_a_pause_is_as_long_as_the_server_asked_for_unless_patience_ends_before() -> None:
-    attempt, _ = failing(1, lambda: Unanswered("busy", retry_after_s=0.2))
+def test_a_pause_is_as_long_as_the_server_asks_unless_patience_ends_before() -> None:
     began = time.monotonic()
-    assert asyncio.run(retried(attempt, retries=1, backoff_s=0.001)) == "answer"
+    call = Flaky(Unanswered("busy", retry_after_s=0.2), failures=1)
+    assert asyncio.run(retried(call, retries=1, backoff_s=0.001)) == "reply"
     assert time.monotonic() - began >= 0.2
-    attempt, made = failing(1, lambda: Unanswered("busy", retry_after_s=60.0))
+
+    call = Flaky(Unanswered("busy", retry_after_s=60.0), failures=1)
     with pytest.raises(Unanswered, match="busy"):
-        asyncio.run(retried(attempt, retries=1, patience_s=1.0))
-    assert len(made) == 1
+        asyncio.run(retried(call, retries=1, patience_s=1.0))
+    assert call.attempts == 1
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
-def test_a_busy_server_has_done_no_work(status: int) -> None:
+def test_a_busy_server_has_not_worked_on_the_request(status: int) -> None:
     with pytest.raises(Unanswered, match=f"status {status}: slow down") as caught:
         HttpReply(status, {"retry-after": "3"}, b"slow\n down").succeeded()
-    assert (caught.value.retry_after_s, caught.value.unbilled) == (3.0, True)
+    assert caught.value.retry_after_s == 3.0
+    assert caught.value.unbilled
 
 
 def test_other_statuses_are_refusals() -> None:
@@ -91,68 +112,100 @@ def test_other_statuses_are_refusals() -> None:
         HttpReply(200, {}, b"<html>").json()
 
 
-def test_nobody_there_has_done_no_work() -> None:
+def test_a_refused_connection_has_cost_nothing() -> None:
     with pytest.raises(Unanswered) as caught:
         asyncio.run(HttpClient("http://127.0.0.1:9").send("GET", "/"))
     assert caught.value.unbilled
 
 
-def test_a_connection_is_used_again_and_no_more_are_opened_than_may_be() -> None:
-    opened: list[int] = []
+def test_a_late_or_large_reply_is_unanswered() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def wait(url: str) -> None:
+        with pytest.raises(TimedOut, match=r"no answer within 0\.1 s"):
+            await HttpClient(url, timeout_s=0.1).send("GET", "/")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        writer.close()
+
+    async def read(url: str) -> None:
+        with pytest.raises(Unanswered, match="a reply of more than 1 bytes"):
+            await HttpClient(url, max_reply_bytes=1).send("GET", "/")
+
+    exchange(silent, wait)
+    exchange(answer, read)
+
+
+def test_connections_are_reused_within_their_limit_and_not_by_another_event_loop() -> None:
+    opened: list[None] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        opened.append(1)
+        opened.append(None)
         with contextlib.suppress(asyncio.IncompleteReadError):
             while await reader.readuntil(b"\r\n\r\n"):
                 await asyncio.sleep(0.01)
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+                writer.write(OK)
         writer.close()
 
-    async def ask() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        async with server:
-            client = HttpClient(
-                f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections=3
-            )
-            replies = await asyncio.gather(*(client.send("GET", "/") for _ in range(12)))
-            assert [reply.content for reply in replies] == [b"ok"] * 12
-            await asyncio.gather(*(client.send("GET", "/") for _ in range(3)))
-            await client.aclose()
+    async def use(url: str) -> None:
+        client = HttpClient(url, connections=3)
+        replies = await asyncio.gather(*(client.send("GET", "/") for _ in range(12)))
+        assert [reply.content for reply in replies] == [b"ok"] * 12
+        await asyncio.gather(*(client.send("GET", "/") for _ in range(3)))
+        await client.aclose()
 
-    asyncio.run(ask())
-    asyncio.run(ask())  # another loop has connections of its own
+    exchange(serve, use)
+    exchange(serve, use)
     assert len(opened) == 6
 
 
-def test_who_is_asked_is_watched_for_signs_of_life_while_an_answer_is_awaited() -> None:
-    """As the kernel lists connections: a timer of kind 2 asks whether the other end is there."""
+def test_the_kernel_probes_a_server_while_its_reply_is_awaited() -> None:
+    """/proc/net/tcp shows the timer of each connection; 02 is the keepalive timer."""
     timers: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        await asyncio.sleep(0.3)  # until the request is confirmed
-        caller = f":{writer.get_extra_info('peername')[1]:04X}"
-        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        timers.extend(line[5][:2] for line in lines if line[1].endswith(caller))
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
-        writer.close()  # from Python 3.12 on a server waits for its connections
+        await asyncio.sleep(0.3)  # until the request is acknowledged
+        port = f":{writer.get_extra_info('peername')[1]:04X}"
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        timers.extend(row[5][:2] for row in rows if row[1].endswith(port))
+        writer.write(OK)
+        writer.close()  # from Python 3.12 on, a server waits for its connections
 
-    async def ask() -> None:
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-            assert (await client.send("GET", "/")).status == 200
-            await client.aclose()
+    async def use(url: str) -> None:
+        client = HttpClient(url)
+        assert (await client.send("GET", "/")).status == 200
+        await client.aclose()
 
-    asyncio.run(ask())
+    exchange(serve, use)
     assert timers == ["02"]
 
 
-def test_this_machine_is_told_by_address_or_name() -> None:
-    known = {
-        "127.0.0.1": True,
-        "::1": True,
-        "localhost": True,
-        "10.0.0.1": False,
-        "example.org": False,
-    }
-    assert {host: is_loopback(host) for host in known} == known
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.1", False),
+        ("example.org", False),
+    ],
+)
+def test_loopback_hosts(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("", "a,b"), ("example.org,a", "example.org,a,b"), ("*", "*")],
+)
+def test_hosts_are_added_to_those_without_a_proxy(
+    value: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", value)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert without_proxy("a", "b") == {"NO_PROXY": expected, "no_proxy": expected}

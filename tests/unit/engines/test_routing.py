@@ -160,7 +160,7 @@ def test_an_answer_of_sglang_is_read() -> None:
 def test_the_experts_of_a_long_reply_fit_into_an_answer() -> None:
     """Of 131,072 tokens in 94 layers of 8 (Qwen3-235B-A22B): int32 in base64, which takes four bytes for three."""
     client = SGLangClient("http://127.0.0.1:9", timeout_s=1, connections=1)
-    assert client._http._most_bytes > 131_072 * 94 * 8 * 4 * 4 / 3
+    assert client._http.max_reply_bytes > 131_072 * 94 * 8 * 4 * 4 / 3
 
 
 def test_a_stream_has_them_in_its_last_event() -> None:
