@@ -43,9 +43,11 @@ BLOCKS = [
     for page in PAGES
     for number, (_, language, body) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")))
 ]
-_, _TABLE = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Command line\n")
-TABLE = re.findall(r"^\| `(mcore-mas [^`]+)`(?:, `(mcore-mas [^`]+)`)?", _TABLE, flags=re.MULTILINE)
-README_COMMANDS = [command for row in TABLE for command in row if command]
+_COMMANDS_PAGE = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+_ROWS = re.findall(
+    r"^\| `(mcore-mas [^`]+)`(?:, `(mcore-mas [^`]+)`)?", _COMMANDS_PAGE, flags=re.MULTILINE
+)
+TABLE_COMMANDS = [command for row in _ROWS for command in row if command]
 
 HERE = "workflow/test_shell_blocks.py"
 LONG = "make test-documents"  # the same file; what takes longer than the suite has time for

@@ -265,4 +265,4 @@ def test_code_for_users_has_public_names_alone() -> None:
 
 def test_all_python_is_run() -> None:
     """tests/workflow/test_quickstart.py runs the README's block."""
-    assert {b.values[0] for b in blocks("python")} == {*PRINTS, "README-2"}
+    assert {b.values[0] for b in blocks("python")} == {*PRINTS, "README-1"}

@@ -33,7 +33,7 @@ from rollout.records.files import write_tasks, write_trajectories
 from rollout.tasks.games import draw_tasks
 from tests.support.browser import BINARY, Browser, needs_chromium
 from tests.support.commands import called
-from tests.support.documents import BLOCKS, HERE, LONG, README_COMMANDS, RUN_BY, STORIES, runner
+from tests.support.documents import BLOCKS, HERE, LONG, RUN_BY, STORIES, TABLE_COMMANDS, runner
 from tests.support.run_folder import make_run
 from tests.support.tiny_bert import write_bert
 from tests.unit.reports.test_pictures import PUZZLES, played
@@ -59,7 +59,7 @@ LINES = [
     if block.language == "sh" and block.page not in STORIES
     for line in block.lines
 ]
-COMMANDS = list(dict.fromkeys([*README_COMMANDS, *LINES]))
+COMMANDS = list(dict.fromkeys([*TABLE_COMMANDS, *LINES]))
 READING = r"mcore-mas (check|compare|doctor|explain|list|ls|show)\b"  # their lines are called by one process
 SERVERS = r"mcore-mas (studio|serve|ui)|make (ui|retriever)"  # they run until Ctrl-C
 ASKED = {"serve": "/v1/models", "retriever": "/health"}  # others by their first page
