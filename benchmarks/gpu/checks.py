@@ -25,7 +25,7 @@ from benchmarks.gpu.shapes import LAYOUTS, Forest
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 # where an update of one agent waits: for its statistics, for its gradient's norm, and when it clips
-WAITS = Counter({"device.py": 1, "clip_grads.py": 2})
+WAITS = Counter({"transfer.py": 1, "clip_grads.py": 2})
 # between log-probabilities of bfloat16 and of float32 by quantile, at most: twice what a CPU has for this model
 GAPS = {0.5: 0.015, 0.99: 0.06, 0.999: 0.07}
 
@@ -48,8 +48,8 @@ def attention_inputs(
 ) -> tuple[list[Tensor], Any, Any]:
     """Queries, keys, values and a slope; Triton's layout, with other sizes of `tiles` if given, and torch's."""
     from mcore_mas.megatron.batch import Segment
-    from mcore_mas.megatron.device import upload
     from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
+    from mcore_mas.megatron.transfer import upload
 
     heads, kv_heads, dim = shape
     segments = [Segment(tokens=tokens, parent=parent) for tokens, parent, _ in forest]

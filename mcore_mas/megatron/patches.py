@@ -2,8 +2,8 @@
 
 import warnings
 
+from mcore_mas.megatron.apex_replacements import patch_fallbacks
 from mcore_mas.megatron.cpu import patch_cuda, patch_release
-from mcore_mas.megatron.device import patch_fallbacks
 
 # Training without Transformer Engine or Apex is a supported way, not an accident to be warned of at every import.
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mcore_mas.megatron.batch import CostModel, Microbatch
-from mcore_mas.megatron.device import RankWatch, WatchFiles, exchange
+from mcore_mas.megatron.collectives import all_gather_json
+from mcore_mas.megatron.rank_watch import RankMonitor, RankWatchdog
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.planning.memory import peak_flops
 from rollout.base.files import Digest
@@ -81,13 +82,13 @@ def _tensor(name: str, value: Any) -> Any:
 class _Rank:
     """One process of the trainers of a policy, or of all policies on one frozen model."""
 
-    def __init__(self, threads: int, watched: WatchFiles | None) -> None:
+    def __init__(self, threads: int, watched: RankMonitor | None) -> None:
         from mcore_mas.megatron.step.trainer import (
             MegatronTrainer,  # loads Megatron, which the controller does not
         )
 
         self._load, self._watched = MegatronTrainer, watched
-        self._watch: RankWatch | None = None
+        self._watch: RankWatchdog | None = None
         self._rank = 0  # until it joins the others
         self._threads = threads
         self._store: Any = None
@@ -115,7 +116,7 @@ class _Rank:
         """Meet the other ranks and load the model, once for all policies; returns what its GPU is called, if any."""
         self._rank = rank
         if self._watched:
-            self._watch = RankWatch(self._watched.of(rank), self._watched.hang_s)
+            self._watch = RankWatchdog(self._watched.status_file(rank), self._watched.hang_s)
         with self._phase("join"):
             first = next(iter(specs.values()))
             own = str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else _LOOPBACK
@@ -167,7 +168,10 @@ class _Rank:
         """
         lasting = replace(route, state={})
         if policy not in self._senders or self._senders[policy][0] != lasting:
-            self._senders[policy] = lasting, make_sender(route, rank=self._rank, exchange=exchange)
+            self._senders[policy] = (
+                lasting,
+                make_sender(route, rank=self._rank, exchange=all_gather_json),
+            )
         model, sender = self._trainers[policy].model, self._senders[policy][1]
         with self._phase("export"):
             weights = (
@@ -234,7 +238,7 @@ class TrainerGroup:
         threads: int,
         places: Sequence[Mapping[str, Any]] | None = None,
         turns: TrainerTurns | None = None,
-        watched: WatchFiles | None = None,
+        watched: RankMonitor | None = None,
         base: TrainerGroup | None = None,
     ) -> None:
         """Start the ranks; returns before they have loaded the model (see `ready`), which waits for its turn.
@@ -424,7 +428,7 @@ class TrainerGroup:
         together, home = asyncio.gather(*asked), self.home
         watched = home._watched if home._joined else None
         watching: asyncio.Future[Any] = asyncio.ensure_future(
-            watched.stalled(asked) if watched else asyncio.Event().wait()
+            watched.wait_for_hang(asked) if watched else asyncio.Event().wait()
         )
         try:
             await asyncio.wait({together, watching}, return_when=asyncio.FIRST_COMPLETED)

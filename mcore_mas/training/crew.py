@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ray.exceptions import RayError
 
 from mcore_mas.config.run import RunConfig, for_policy
-from mcore_mas.megatron.device import WatchFiles
+from mcore_mas.megatron.rank_watch import RankMonitor
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.planning.worker_groups import GroupKey, Part, PlacementError
 from mcore_mas.runtime.checkpoint import CheckpointError
@@ -209,7 +209,7 @@ class Crew:
                 threads=config.cluster.threads_per_process or 1,
                 places=places.get((name, part)),
                 turns=turns,
-                watched=WatchFiles(folder=folder, policy=who, hang_s=hang_s) if hang_s else None,
+                watched=RankMonitor(folder=folder, policy=who, hang_s=hang_s) if hang_s else None,
                 base=base,
             )
 

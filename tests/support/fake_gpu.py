@@ -781,8 +781,8 @@ def worse(where: str, name: str, change: Callable[[Any], Any]) -> Callable[[], A
 
 
 def one_by_one(_: Any) -> Any:
-    """In place of `uploads`: each when it is asked for."""
-    from mcore_mas.megatron.device import upload
+    """In place of `prefetch`: each when it is asked for."""
+    from mcore_mas.megatron.transfer import upload
 
     def found(values: Any, device: Any, stream: Any) -> Iterator[Any]:
         for value in values:
@@ -805,7 +805,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "rotation not fused": worse(
         "mcore_mas.megatron.model.build", "_fuse_rotation", lambda _: lambda: False
     ),
-    "SwiGLU and head not fused": worse(DECODER, "kernels_run", lambda _: lambda _: False),
+    "SwiGLU and head not fused": worse(DECODER, "use_triton", lambda _: lambda _: False),
     "pageable": worse(
         "torch", "empty", lambda empty: lambda *a, pin_memory=False, **k: empty(*a, **k)
     ),
@@ -817,7 +817,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
         "_step",
         lambda f: before(f, lambda: torch.cuda.current_stream().synchronize()),
     ),
-    "not ahead": worse(PIPELINE, "uploads", one_by_one),
+    "not ahead": worse(PIPELINE, "prefetch", one_by_one),
     "read too early": worse(__name__ + ":Stream", "wait_event", lambda _: lambda *_: None),
     "freed too early": worse(__name__ + ":Meter", "recorded", lambda _: lambda *_: None),
 }
@@ -850,8 +850,10 @@ def prepare() -> None:
     pretend()
     from mcore_mas.megatron import device
 
-    device.rank_device = lambda: META  # before others take them from there
-    device.exchange = lambda value, group=None: [value] * dist.get_world_size(group)
+    device.rank_device = lambda: META  # before other modules import it from there
+    from mcore_mas.megatron import collectives
+
+    collectives.all_gather_json = lambda value, group=None: [value] * dist.get_world_size(group)
     from mcore_mas.megatron.state import weight_import
 
     weight_import.RandomTensors._draw = lambda self, name: torch.empty(self.shapes[name])  # type: ignore[method-assign]

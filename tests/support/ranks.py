@@ -21,7 +21,7 @@ from torch.multiprocessing import start_processes
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.device import exchange
+from mcore_mas.megatron.collectives import all_gather_json
 from mcore_mas.megatron.model import decoder
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.state.sharded_model import export_weights, plan_export
@@ -162,7 +162,7 @@ def export(rank: int, spec: TrainerSpec, routes: dict[int, SyncRoute]) -> None:
     """Send the weights over every route, by version; rank 0 writes beside each place what it says of them."""
     trainer = MegatronTrainer(spec)
     for version, route in routes.items():
-        sender = make_sender(route, rank=rank, exchange=exchange)
+        sender = make_sender(route, rank=rank, exchange=all_gather_json)
         handover = sender.send(trainer.model.weights(), version, route.state)
         if rank == 0:
             Path(f"{route.options['report']}").write_text(json.dumps(asdict(handover)))

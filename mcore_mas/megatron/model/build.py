@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from mcore_mas.megatron.device import kernels_run, rank_device
+from mcore_mas.megatron.device import rank_device, use_triton
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
 from mcore_mas.megatron.model.cpu_ops import turned
 from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNorm, RowLinear
@@ -161,7 +161,7 @@ def _fuse_rotation() -> bool:
     """Whether positions rotate queries and keys in one call: Transformer Engine's, or ours in the place of one."""
     if rank_device().type == "cpu":
         rope_utils.fused_apply_rotary_pos_emb = turned
-    elif rope_utils.fused_apply_rotary_pos_emb is None and kernels_run(rank_device()):
+    elif rope_utils.fused_apply_rotary_pos_emb is None and use_triton(rank_device()):
         rope_utils.fused_apply_rotary_pos_emb = rotated
     return rope_utils.fused_apply_rotary_pos_emb is not None
 
@@ -203,7 +203,7 @@ def transformer_config(a: Architecture, spec: TrainerSpec) -> TransformerConfig:
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        gradient_accumulation_fusion=torch.cuda.is_available(),  # into float32, see device.py
+        gradient_accumulation_fusion=torch.cuda.is_available(),  # into float32, see apex_replacements.py
         masked_softmax_fusion=False,
         bias_activation_fusion=False,  # see GatedMLP
         bias_dropout_fusion=False,

@@ -23,7 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.device import add_product, added, kernels_run, of_weight, rank_device
+from mcore_mas.megatron.device import rank_device, use_triton
+from mcore_mas.megatron.main_grad import add_product, head_weight_grad, placeholder_grad
 from mcore_mas.megatron.model.attention import TreeRotary
 from mcore_mas.megatron.model.cpu_ops import Gated, Normed, exponential
 from mcore_mas.megatron.model.layer_ops import KernelHead, KernelNorm, swiglu
@@ -198,7 +199,7 @@ def logprobs_and_entropy(
     """
     first = len(weight) * parallel_state.get_tensor_model_parallel_rank()
     columns = max(0, min(len(weight), vocab - first))
-    if kernels_run(weight.device):
+    if use_triton(weight.device):
         parts = list(_chunks(len(labels), weight))
         logprobs, entropy = KernelHead.apply(
             hidden, weight, labels - first, temperatures, columns, embeds, parts
@@ -290,7 +291,7 @@ class _Head(torch.autograd.Function):
             del gradient, of_logits  # before the next are made
         # every rank has the part of its own columns
         dist.all_reduce(of_hidden, group=parallel_state.get_tensor_model_parallel_group())
-        return of_hidden, of_weight(weight, total, ctx), None, None, None, None, None
+        return of_hidden, head_weight_grad(weight, total, ctx), None, None, None, None, None
 
 
 def _chunks(rows: int, weight: Tensor) -> Iterator[slice]:
@@ -394,7 +395,7 @@ class _Linear(torch.autograd.Function):
         if ctx.total is None:
             return of_x, rows.t() @ inputs, None
         add_product(ctx.total, rows.t(), inputs)
-        return of_x, added(weight), None
+        return of_x, placeholder_grad(weight), None
 
 
 class RMSNorm(torch.nn.Module):
@@ -411,7 +412,7 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
         out: Tensor
-        if kernels_run(x.device):
+        if use_triton(x.device):
             out = KernelNorm.apply(x, self.weight, self.eps)
         elif x.device.type == "cpu" and not self.exact:
             out = Normed.apply(x, self.weight, self.eps)
@@ -447,7 +448,7 @@ def multiply_gated(
 def gated(wide: Tensor, scale: Tensor | None = None) -> Tensor:
     """silu(gate) · up [..., f] of `wide` [..., 2 f], gate first; times the `scale` [...] of its rows, if given."""
     out: Tensor
-    if kernels_run(wide.device):
+    if use_triton(wide.device):
         out = swiglu(wide, scale)
         return out
     out = Gated.apply(wide)

@@ -19,7 +19,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mcore_mas.megatron.device import add_product, added, kernels_run, rank_device
+from mcore_mas.megatron.device import rank_device, use_triton
+from mcore_mas.megatron.main_grad import add_product, placeholder_grad
 from mcore_mas.megatron.model.decoder import multiply_gated, product
 from rollout.models.architecture import Experts
 from rollout.models.exact import row_product
@@ -88,7 +89,7 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Rows [T k, h] and their weights [T k] sorted by expert, of tokens [..., h] with maps and weights [T, E]."""
-        if not kernels_run(hidden_states.device):
+        if not use_triton(hidden_states.device):
             sorted_rows: tuple[Tensor, Tensor] = super().dispatch_preprocess(
                 hidden_states, routing_map, probs
             )
@@ -107,7 +108,7 @@ class SortedDispatcher(MoEAlltoAllTokenDispatcher):
 
     def combine_postprocess(self, rows: Tensor) -> Any:
         """Tokens [..., h], each the sum of its rows."""
-        if not kernels_run(rows.device):
+        if not use_triton(rows.device):
             return super().combine_postprocess(rows)
         return _Moved.apply(rows.contiguous(), False, *self._order).view(self.hidden_shape)
 
@@ -140,7 +141,7 @@ class GroupedExperts(torch.nn.Module):
             counts: [E] of them, by expert.
             weights: [R].
         """
-        one_launch = kernels_run(rows.device) and self._aligned and len(rows) > 0
+        one_launch = use_triton(rows.device) and self._aligned and len(rows) > 0
         groups: Groups = counts.cumsum(0, dtype=torch.int32) if one_launch else counts.tolist()
         wide, _ = self.linear_fc1(rows, groups)
         out: tuple[Tensor, None] = multiply_gated(
@@ -200,7 +201,12 @@ class _GroupedProduct(torch.autograd.Function):
                 stack, of_out.split(groups), x.split(groups), strict=True
             ):
                 add_product(part, rows.t(), inputs)
-        return of_x, total.to(weight.dtype) if ctx.total is None else added(weight), None, None
+        return (
+            of_x,
+            total.to(weight.dtype) if ctx.total is None else placeholder_grad(weight),
+            None,
+            None,
+        )
 
 
 def _products(x: Tensor, stack: Tensor, groups: Groups, exact: bool) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_mas.megatron.device import add_product, added, of_weight
+from mcore_mas.megatron.main_grad import add_product, head_weight_grad, placeholder_grad
 
 # Elements that a program of a norm has at least at a time, and warps of all programs of its gradient: what is resident
 # on an H200 at a time, but as many on any GPU, so that sums have one order
@@ -92,7 +92,7 @@ class KernelNorm(torch.autograd.Function):
         if ctx.total is None:
             return of_x, parts.sum(0).to(weight.dtype), None
         ctx.total.add_(parts.sum(0))
-        return of_x, added(weight), None
+        return of_x, placeholder_grad(weight), None
 
 
 LAYER_BLOCK, _LAYER_WARPS = 1024, 4  # columns of a row that a program of SwiGLU computes
@@ -276,7 +276,7 @@ class KernelHead(torch.autograd.Function):
             del gradient  # before the next is made
         # every rank has the part of its own columns
         dist.all_reduce(of_hidden, group=parallel_state.get_tensor_model_parallel_group())
-        return of_hidden, of_weight(weight, total, ctx), None, None, None, None, None
+        return of_hidden, head_weight_grad(weight, total, ctx), None, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from mcore_mas.megatron.device import BlockMemory, host_places, stored
+from mcore_mas.megatron.host_memory import BlockMemory, flat_storages, pinned_buffers
 from mcore_mas.megatron.spec import TrainerSpec
 
 WEIGHT = "weight"
@@ -52,7 +52,7 @@ def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
 def _host_moments(adam: Any) -> dict[Tensor, dict[str, Tensor]]:
     """Where in the host's memory each moment of a weight on a GPU is kept; float32."""
     weights = [w for group in adam.param_groups for w in group["params"] if w.device != _HOST]
-    places = iter(host_places(4 * w.numel() for w in weights for _ in MOMENTS))
+    places = iter(pinned_buffers(4 * w.numel() for w in weights for _ in MOMENTS))
     return {
         w: {moment: next(places).view(torch.float32).view(w.shape) for moment in MOMENTS}
         for w in sorted(weights, key=Tensor.numel, reverse=True)
@@ -219,15 +219,15 @@ class Offload:
         self, gradients: Iterable[Tensor], kept: Callable[[], Iterable[Tensor]], host: BlockMemory
     ) -> None:
         """`gradients` come back as zeros; `kept` says anew at each sleep which tensors come back as they were."""
-        self._gradients = stored(gradients)
+        self._gradients = flat_storages(gradients)
         self._kept = kept
         self._host = host
         self._emptied: list[Tensor] = []  # of them those that were kept
 
     def sleep(self) -> int:
         """Give the memory away; returns how many bytes."""
-        self._emptied = stored(self._kept())
-        for part, place in self._host.beside(self._emptied):
+        self._emptied = flat_storages(self._kept())
+        for part, place in self._host.slots(self._emptied):
             place.copy_(part, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are whole
@@ -243,6 +243,6 @@ class Offload:
             held.untyped_storage().resize_(len(held))
         for gradient in self._gradients:
             gradient.zero_()
-        for part, place in self._host.beside(self._emptied):
+        for part, place in self._host.slots(self._emptied):
             part.copy_(place, non_blocking=True)
         self._emptied = []

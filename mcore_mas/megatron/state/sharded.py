@@ -18,7 +18,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from mcore_mas.megatron.device import BlockMemory, beat, exchange
+from mcore_mas.megatron.collectives import all_gather_json
+from mcore_mas.megatron.host_memory import BlockMemory
+from mcore_mas.megatron.rank_watch import heartbeat
 from mcore_mas.megatron.state.optimizer import OptimizerState
 from mcore_mas.megatron.state.weight_import import (
     LazyTensor,
@@ -217,7 +219,7 @@ class ShardedCheckpoint:
         saved = _Saved(folder)
 
         def read(name: str, kind: str, first: int, last: int) -> Tensor:
-            beat()
+            heartbeat()
             flat = torch.zeros(last - first)
             saved.fill(flat, kind, self._blocks(name, (first, last)), first)
             return flat
@@ -234,7 +236,7 @@ class ShardedCheckpoint:
             for block in self._mine[name]
         }
         copies = [
-            place.copy_(part, non_blocking=True) for part, place in self._host.beside(own.values())
+            place.copy_(part, non_blocking=True) for part, place in self._host.slots(own.values())
         ]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -260,7 +262,7 @@ class ShardedCheckpoint:
             if not (self._architecture.tied and name == "output_layer.weight")
         }
         own = {block.key: block.numel for blocks in held.values() for block in blocks}
-        everyone: list[dict[str, int]] = exchange(own)
+        everyone: list[dict[str, int]] = all_gather_json(own)
         sizes = {key: size for rank in everyone for key, size in rank.items()}
         load = [0] * len(everyone)
         mine = set()

@@ -14,9 +14,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_mas.megatron.device import BlockMemory, beat, exchange, rank_device, stored
+from mcore_mas.megatron.collectives import all_gather_json
+from mcore_mas.megatron.device import rank_device
+from mcore_mas.megatron.host_memory import BlockMemory, flat_storages
 from mcore_mas.megatron.model.build import build_model
 from mcore_mas.megatron.model.decoder import EXPERT, PackedGPTModel, renumbered
+from mcore_mas.megatron.rank_watch import heartbeat
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state import weight_import
 from mcore_mas.megatron.state.lora import (
@@ -97,7 +100,7 @@ class ShardedModel:
         Raises:
             ModelError: the reference's tensors are of no model of this shape.
         """
-        trained = stored(self.parameters.values()) if self._spec.lora is None else []
+        trained = flat_storages(self.parameters.values()) if self._spec.lora is None else []
         if trained and self._reference is None:
             self._reference = self._read_reference(trained)
         self._switch(trained, adapted=False)
@@ -109,19 +112,19 @@ class ShardedModel:
     def _read_reference(self, trained: Sequence[Tensor]) -> BlockMemory:
         """Its weights as they replace those that are `trained`, which hold them on the way, and then what they held."""
         host = BlockMemory()
-        for part, place in host.beside(trained):
+        for part, place in host.slots(trained):
             place.copy_(part, non_blocking=True)
         try:
             weight_import.import_weights(self.parameters, self.architecture, self._start())
         finally:
-            host.exchange(trained)
+            host.swap(trained)
         return host
 
     def _switch(self, trained: Sequence[Tensor], *, adapted: bool) -> None:
         for adapter in self._adapters.values():
             adapter.on = adapted
         if self._reference is not None:
-            self._reference.exchange(trained)
+            self._reference.swap(trained)
 
     def _start(self) -> SafeTensors | RandomTensors:
         """The weights that training starts from."""
@@ -278,7 +281,7 @@ def plan_export(
     alone = frozenset(shares)
     plan = []
     for stage, kinds in enumerate(
-        exchange(held, parallel_state.get_pipeline_model_parallel_group())
+        all_gather_json(held, parallel_state.get_pipeline_model_parallel_group())
     ):
         groups: dict[tuple[bool, bool, str], list[tuple[WeightMapping, Tensor]]] = {}
         for entry in weight_mappings(kinds, tied=architecture.tied):
@@ -311,7 +314,7 @@ def export_weights(
     """
     own = _share_of(architecture)
     for bucket in plan:
-        beat()
+        heartbeat()
         for (entry, _), shards in zip(bucket.shards, _shards(local, bucket), strict=True):
             names = _holders(entry, architecture)
             tp = len(shards) // len(names)

@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_mas.megatron.device import beat
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
+from mcore_mas.megatron.rank_watch import heartbeat
 from rollout.base.errors import ModelError
 from rollout.base.files import atomic_folder
 from rollout.models.architecture import Architecture
@@ -277,7 +277,7 @@ def import_weights(
     """
     with torch.no_grad():
         for entry in weight_mappings(local, tied=architecture.tied):
-            beat()
+            heartbeat()
             target = local[entry.parameter]
             tp, rank = tensor_parallel(entry)
             full = {name: source(name) for name in entry.tensors}

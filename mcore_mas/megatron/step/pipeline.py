@@ -20,10 +20,12 @@ from torch import Tensor
 from mcore_mas.equations.divergence import gap_statistics, histogram_quantile, log_histogram
 from mcore_mas.equations.losses import Tokens
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
-from mcore_mas.megatron.device import beat, download, kernels_run, rank_device, uploads
+from mcore_mas.megatron.device import rank_device, use_triton
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
+from mcore_mas.megatron.rank_watch import heartbeat
 from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.transfer import download, prefetch
 from rollout.models.architecture import Architecture
 
 # by name: sum, number of tokens, minimum, maximum, or of a percentile its histogram; plain, to be sent around
@@ -112,7 +114,7 @@ _Judge: TypeAlias = Callable[[_Output, _Input], tuple[Tensor, TokenStatistics]]
 
 def _tiles(spec: TrainerSpec, a: Architecture, device: torch.device) -> TileSizes | None:
     """Those of Triton's attention, or None where torch's kernels attend."""
-    if spec.attention == "torch" or not kernels_run(device):
+    if spec.attention == "torch" or not use_triton(device):
         return None
     gpu: Any = torch.cuda.get_device_properties(device)
     room = gpu.shared_memory_per_block_optin >> 10
@@ -212,7 +214,7 @@ class Pipeline:
         batches += [microbatches[0].idle()] * (-(-rounds // turns) * turns - len(own))
         lengths = self._lengths(batches)
         iterators = [
-            uploads(map(self._planned, batches, lengths), self._device, self._uploads)
+            prefetch(map(self._planned, batches, lengths), self._device, self._uploads)
             for _ in self._stages
         ]
         ways = self._between_stages(lengths) if self._spec.pp > 1 and self._spec.vpp == 1 else {}
@@ -255,7 +257,7 @@ class Pipeline:
         self, judge: _Judge, batches: Iterator[_Input], model: torch.nn.Module
     ) -> tuple[Tensor | _Output, Any]:
         """What the head says of this rank's part of a micro-batch, or what the next stage is sent; and what follows."""
-        beat()
+        heartbeat()
         given = next(batches)
         part, layout = given.part, given.layout
         decoder: PackedGPTModel = unwrap_model(model)

@@ -23,7 +23,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.device import BlockMemory, exchange, rank_device
+from mcore_mas.megatron.collectives import all_gather_json
+from mcore_mas.megatron.device import rank_device
+from mcore_mas.megatron.host_memory import BlockMemory
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.optimizer import Offload, OptimizerState, gathers_late, make_optimizer
@@ -152,7 +154,7 @@ class MegatronTrainer:
         rows = self._pipeline.backward(microbatches)
         # one part for each data-parallel rank, and nothing from the others
         return {"grad_norm": self._norm()} | summarise(
-            rows, lambda part: exchange(part if speaks() else {})
+            rows, lambda part: all_gather_json(part if speaks() else {})
         )
 
     def _add_up(self, sums: BlockMemory, *, first: bool, last: bool) -> None:
@@ -160,7 +162,7 @@ class MegatronTrainer:
 
         That is the host's memory where a rank steps all, which would be a second gradient on the device.
         """
-        for part, place in () if first and last else sums.beside(self._state.gradients()):
+        for part, place in () if first and last else sums.slots(self._state.gradients()):
             gradient, before = part.view(torch.float32), place.view(torch.float32)
             if not first:
                 gradient += before.to(gradient.device, non_blocking=True)

@@ -22,7 +22,7 @@ from rollout.models.layout import ParallelLayout
 ROOT = Path(__file__).resolve().parents[3]
 MARGIN = 0.03  # by which an update may be slower, launch more and hold more than it does today
 # of one agent: its statistics, its norm, which is the step's, and Megatron's own norm when it clips
-WAITS = {"device.py download": 1, "clip_grads.py get_grad_norm_fp32": 2}
+WAITS = {"transfer.py download": 1, "clip_grads.py get_grad_norm_fp32": 2}
 # megatron-core 0.19 asks once, in the first update, whether any rank has norms of a group of their own
 FIRST = (
     "optimizer.py has_grad_norm_group"
@@ -219,7 +219,7 @@ SMALL = Budget(
 WORSE = {
     "rotation not fused": "launches of a layer in projections 54.0, today 20",
     "SwiGLU and head not fused": "launches of a layer in mlp 11.0, today 8",
-    "pageable": "copies {'device.py upload, pageable': 3}",
+    "pageable": "copies {'transfer.py upload, pageable': 3}",
     "waiting in each step": "waits {'schedules.py forward_step': 3",
     "a stream's wait in each step": "waits {'schedules.py forward_step': 3",
     "not ahead": "order ['upload', 'compute', 'upload', 'compute', 'upload', 'compute'], today ['upload', 'upload'",
@@ -319,7 +319,7 @@ def test_what_other_agents_gradients_add_up_to_is_on_the_host(
     agents = case["agents"]
     # the whole norm, and Megatron's own when it clips
     assert found["waits"] == {
-        "device.py download": agents,
+        "transfer.py download": agents,
         "clip_grads.py get_grad_norm_fp32": agents + 2,
     }
     assert found["copies"] == {} and found["mixed"] == {}

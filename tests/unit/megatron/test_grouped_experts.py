@@ -101,7 +101,7 @@ def test_an_update_by_kernels_is_that_by_expert(
     for kernels in (False, True):
         if kernels:
             for module in (decoder, experts):
-                monkeypatch.setattr(module, "kernels_run", lambda _: True)
+                monkeypatch.setattr(module, "use_triton", lambda _: True)
             monkeypatch.setattr(
                 experts, "add_grouped", lambda *given: (launched.append(""), add_grouped(*given))
             )
@@ -123,7 +123,7 @@ def test_a_mixture_that_nobody_holds_is_gone(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, kernels: bool
 ) -> None:
     reference.make_model("qwen3_moe", tmp_path)
-    monkeypatch.setattr(experts, "kernels_run", lambda _: kernels)
+    monkeypatch.setattr(experts, "use_triton", lambda _: kernels)
     trainer = MegatronTrainer(ranks.spec_of(str(tmp_path)))
     trainer.update([make_batch([(3, -1, 3)], vocab=64)])
     held = [weakref.ref(parameter) for parameter in trainer.model.parameters.values()]
@@ -136,7 +136,7 @@ def test_a_mixture_that_nobody_holds_is_gone(
 def test_an_expert_that_no_token_goes_to_learns_nothing(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "kernels_run", lambda _: True)
+    monkeypatch.setattr(experts, "use_triton", lambda _: True)
     weight = torch.nn.Parameter(torch.randn(3 * 8, 16))
     x = torch.randn(5, 16, requires_grad=True)
     for groups in (torch.tensor([4, 4, 5], dtype=torch.int32), [4, 0, 1]):

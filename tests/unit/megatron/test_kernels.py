@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
-from mcore_mas.megatron.device import upload
 from mcore_mas.megatron.model.attention import _TreeAttention
 from mcore_mas.megatron.model.decoder import _Head
 from mcore_mas.megatron.model.layer_ops import KernelHead
@@ -21,6 +20,7 @@ from mcore_mas.megatron.model.layout import BlockPlan, PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step import pipeline
+from mcore_mas.megatron.transfer import upload
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(

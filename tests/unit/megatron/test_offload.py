@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore_mas.megatron import device
-from mcore_mas.megatron.device import BlockMemory, host_places
+from mcore_mas.megatron import host_memory
+from mcore_mas.megatron.host_memory import BlockMemory, pinned_buffers
 from mcore_mas.megatron.state import optimizer
 from mcore_mas.megatron.state.optimizer import Offload, OptimizerState
 
@@ -82,7 +82,7 @@ def test_weights_are_stepped_one_by_one_and_their_moments_kept_elsewhere() -> No
 
 
 def test_places_in_host_memory_are_the_largest_first_and_blocks_powers_of_two() -> None:
-    places = host_places(
+    places = pinned_buffers(
         [12, 40, 8, 20]
     )  # of 80 bytes: 64, of which 40 and 20; and 16 and 8 of the 20 that are left
     assert [len(place) for place in places] == [40, 20, 12, 8]
@@ -98,7 +98,7 @@ def test_the_memory_of_what_is_kept_is_taken_once() -> None:
     for _ in range(2):
         assert offload.sleep() == 5 * 4 + 3 * 8
         offload.wake()
-        places.append([place.data_ptr() for _, place in host.beside(kept)])
+        places.append([place.data_ptr() for _, place in host.slots(kept)])
         assert (kept[0].tolist(), kept[1].tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2])
     assert places[0] == places[1] and len(host._blocks) == 1
 
@@ -106,12 +106,12 @@ def test_the_memory_of_what_is_kept_is_taken_once() -> None:
 def test_host_memory_is_in_blocks_of_one_size_that_tensors_run_across(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device, "_BLOCK", 16)
+    monkeypatch.setattr(host_memory, "_BLOCK_BYTES", 16)
     host, tensors = (
         BlockMemory(),
         [torch.arange(5.0), torch.arange(6, dtype=torch.int16)],
     )  # of 20 and 12 bytes
-    parts = list(host.beside(tensors))
+    parts = list(host.slots(tensors))
     assert [(len(part), len(place)) for part, place in parts] == [(16, 16), (4, 4), (12, 12)]
     assert (
         len({place.untyped_storage().data_ptr() for _, place in parts}) == 2
@@ -119,10 +119,10 @@ def test_host_memory_is_in_blocks_of_one_size_that_tensors_run_across(
     for part, place in parts:
         place.copy_(part)
         part.zero_()
-    host.exchange(tensors)
+    host.swap(tensors)
     assert (tensors[0].tolist(), tensors[1].tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5])
-    assert not any(place.any() for _, place in host.beside(tensors))
-    list(host.beside([*tensors, torch.zeros(1)]))  # one byte more takes one block more
+    assert not any(place.any() for _, place in host.slots(tensors))
+    list(host.slots([*tensors, torch.zeros(1)]))  # one byte more takes one block more
     assert len(host._blocks) == 3
 
 

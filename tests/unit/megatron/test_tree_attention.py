@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
-from mcore_mas.megatron.device import upload
 from mcore_mas.megatron.model import attention
 from mcore_mas.megatron.model.attention import TreeAttention, attend, attend_backward
 from mcore_mas.megatron.model.layout import PackedTrees
+from mcore_mas.megatron.transfer import upload
 from tests.support.precision import FACTOR
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

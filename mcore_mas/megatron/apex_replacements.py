@@ -1,0 +1,61 @@
+"""Faster replacements for the fallbacks that Megatron uses on a GPU without Apex or Transformer Engine."""
+
+# mypy: disable-error-code="attr-defined"
+
+import importlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_mas.megatron.main_grad import add_product
+
+
+def patch_fallbacks() -> None:
+    """Replace three of Megatron's fallbacks; does nothing without a GPU.
+
+    - The norm of gradients: the fallback computes one norm per gradient, and the host waits for each.
+    - Scaling of gradients: the fallback launches one kernel per parameter.
+    - The gradient of a weight: the fallback computes it in bfloat16 and then adds it to the float32 buffer.
+    """
+    if not torch.cuda.is_available():
+        return
+
+    utils = importlib.import_module("megatron.core.utils")
+    clip = importlib.import_module("megatron.core.optimizer.clip_grads")
+    if clip.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip.l2_norm_impl = _multi_tensor_l2_norm
+        for module in (clip, importlib.import_module("megatron.core.optimizer.optimizer")):
+            module.multi_tensor_scale_impl = _multi_tensor_scale
+
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    if not layers._grad_accum_fusion_available:
+        layers._grad_accum_fusion_available = True
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(  # the name of Apex' extension
+            wgrad_gemm_accum_fp32=_accumulate_weight_grad
+        )
+
+
+def _accumulate_weight_grad(inputs: Tensor, output_grad: Tensor, total: Tensor) -> None:
+    add_product(total, output_grad.t(), inputs)
+
+
+def _multi_tensor_l2_norm(
+    _chunk_size: int, _overflow: Tensor, tensors: Sequence[list[Tensor]], *_: Any
+) -> tuple[Tensor, None]:
+    """Compute the norm [1] of all tensors together, with the signature of Apex' function."""
+    norms = torch._foreach_norm(tensors[0])
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+def _multi_tensor_scale(
+    _chunk_size: int, _overflow: Tensor, tensors: Sequence[list[Tensor]], scale: float
+) -> None:
+    """Write the tensors of the first list, scaled, into those of the second."""
+    sources, targets = tensors
+    if sources is not targets:
+        torch._foreach_copy_(targets, sources)
+    if scale != 1.0:
+        torch._foreach_mul_(targets, scale)

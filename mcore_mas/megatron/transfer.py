@@ -1,0 +1,86 @@
+"""Transfers between host and GPU: micro-batches to the device ahead of time, statistics back in one copy."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from itertools import chain, pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_T = TypeVar("_T")
+_ALIGNMENT = 256  # bytes, as torch's allocator aligns: a kernel may load 16 bytes at once
+
+
+def upload(value: _T, device: torch.device, stream: torch.cuda.Stream | None = None) -> _T:
+    """Copy all tensors in a value to a device, by a single transfer from page-locked memory.
+
+    On the CPU nothing is copied.
+
+    Args:
+        value: a tensor, or a tuple or dataclass that holds tensors, tuples and dataclasses of them.
+        stream: CUDA stream of the transfer; None: the current stream, which then need not wait for it.
+    """
+    if device.type == "cpu":
+        return value
+
+    tensors: dict[int, Tensor] = {}  # by id, so that a tensor that occurs twice is sent once
+    _map_tensors(value, lambda tensor: tensors.setdefault(id(tensor), tensor))
+    sizes = [tensor.nbytes + -tensor.nbytes % _ALIGNMENT for tensor in tensors.values()]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for slot, tensor in zip(packed.split(sizes), tensors.values(), strict=True):
+        slot[: tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+
+    current_stream = torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        on_device = packed.to(device, non_blocking=True)
+    # the memory belongs to the other stream, which must not reuse it while this one computes with it
+    on_device.record_stream(current_stream)
+    slots = dict(zip(tensors, on_device.split(sizes), strict=True))
+
+    def view_on_device(tensor: Tensor) -> Tensor:
+        slot: Tensor = slots[id(tensor)][: tensor.nbytes]
+        return slot.view(tensor.dtype).view(tensor.shape)
+
+    return _map_tensors(value, view_on_device)  # type: ignore[no-any-return]
+
+
+def prefetch(
+    values: Iterable[_T], device: torch.device, stream: torch.cuda.Stream | None
+) -> Iterator[_T]:
+    """Yield each value on the device once the transfer of the next one has been started on `stream`.
+
+    So the transfer of a micro-batch runs beside the computation of the one before it.
+    """
+
+    def start(value: _T) -> tuple[_T, torch.cuda.Event | None]:
+        uploaded = upload(value, device, stream)
+        return uploaded, stream.record_event() if stream else None
+
+    started = chain(map(start, values), [None])
+    for (value, arrived), _ in pairwise(started):  # type: ignore[misc]
+        if arrived:
+            torch.cuda.current_stream(device).wait_event(arrived)
+        yield value
+
+
+def download(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy float32 tensors [n] to the CPU in one transfer, so that the host waits for the device once."""
+    if not tensors:
+        return []
+    joined = torch.cat(list(tensors)).cpu()
+    return list(joined.split([len(tensor) for tensor in tensors]))
+
+
+def _map_tensors(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Rebuild a value with every tensor in it converted."""
+    if isinstance(value, Tensor):
+        return convert(value)
+    if isinstance(value, tuple):
+        return tuple(_map_tensors(item, convert) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        converted = {
+            field.name: _map_tensors(getattr(value, field.name), convert) for field in fields(value)
+        }
+        return replace(value, **converted)
+    return value
