@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from docs.writers import DOCS, ROOT, rendered
-from mcore_mas.config.compose import CONFIGS
+from mcore_mas.config.experiments import CONFIGS
 from rollout.base.files import read_yaml
 from rollout.environments import ENVS
 from rollout.orchestras import ORCHESTRAS

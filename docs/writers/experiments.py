@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from docs.writers import DOCS
-from mcore_mas.config.compose import expand_braces, experiments
+from mcore_mas.config.experiments import expand_braces, experiments
 from mcore_mas.reports.paper_results import published_values, read_published
 
 EXPERIMENTS = DOCS / "experiments.md"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_mas.config.compose import CONFIGS
 from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
+from mcore_mas.config.experiments import CONFIGS
 from mcore_mas.config.run import RunConfig
 from rollout.base.schema_words import json_schema
 from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
@@ -32,23 +32,13 @@ _CHOICES = (
     LossConfig,
     CorrectionConfig,
 )
-_RUN = {"$ref": "run.json"}
 _INTERPOLATED = {"type": "string", "pattern": r"^(\$\{.*\}|\?\?\?)$"}  # OmegaConf fills it in
 
 
 def editor_schemas() -> dict[str, EditorSchema]:
-    """The schema of whole runs, of tables of choices, and of each section that has a group, by the name of its file."""
+    """Return the schema of whole runs and of each section that has a group, by the name of its file."""
     groups = {group: {"$ref": f"run.json#/$defs/{section}"} for group, section in SECTIONS.items()}
-    rows = {
-        group: {"type": "object", "additionalProperties": schema}
-        for group, schema in groups.items()
-    }
-    choices = {
-        "type": "object",
-        "properties": rows,
-        "additionalProperties": {"additionalProperties": _RUN},
-    }
-    return {"run": run_schema(), "choices": choices, **groups}
+    return {"run": run_schema(), **groups}
 
 
 def run_schema() -> EditorSchema:

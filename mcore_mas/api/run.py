@@ -27,7 +27,8 @@ from mcore_mas.api.objects import (
     reward_section,
     split_tasks,
 )
-from mcore_mas.config.compose import GROUPS, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.experiments import GROUPS
 from mcore_mas.config.policy import PolicyConfig, TrainerConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.check import machine_problems, model_problems, too_few

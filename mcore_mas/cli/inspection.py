@@ -42,7 +42,9 @@ REGISTRIES = {  # where the names that a config may use stand, and the kind by w
     "engines": ("rollout.engines:ENGINES", "engine"),
     "tools": ("rollout.environments:TOOLS", ""),
     "providers": ("rollout.engines.remote:PROVIDERS", ""),
-    **dict.fromkeys(("experiments", "teams", "recipes"), ("mcore_mas.config.compose:names_in", "")),
+    **dict.fromkeys(
+        ("experiments", "teams", "recipes"), ("mcore_mas.config.experiments:names_in", "")
+    ),
 }
 
 _SHOWN_CHARS = 60  # of a prompt

@@ -18,21 +18,6 @@ def layout_of(policy: PolicyConfig) -> ParallelLayout:
     )
 
 
-def located(model: str) -> str:
-    """The folder of a model: `model` itself, or of a hub's id its snapshot in this machine's cache, if there is one."""
-    model = str(Path(model).expanduser()) if model.startswith("~/") else model
-    if Path(model).exists() or model.count("/") != 1:
-        return model
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:  # `../mine`, say
-        return model
-    return str(Path(found).parent) if isinstance(found, str) else model
-
-
 def made_sizes(base: BaseModelConfig) -> dict[str, Any]:
     """The sizes of the model that a cold start makes, as its config.json has them."""
     keys = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}

@@ -12,7 +12,8 @@ from typing import Any, Self
 import yaml
 
 from mcore_mas import SHIPPED
-from mcore_mas.config.compose import CONFIGS, experiments, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.experiments import CONFIGS, experiments
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.pipeline import sharing, suite_file
 from mcore_mas.pipeline.sharing import ConfigCache

@@ -13,7 +13,8 @@ from typing import Any
 import pandas as pd
 
 from mcore_mas import SHIPPED
-from mcore_mas.config.compose import expand_braces, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.experiments import expand_braces
 from mcore_mas.config.run import GAIN, RunConfig
 from mcore_mas.equations.advantages import BY_TOKEN, ESTIMATORS
 from mcore_mas.equations.losses import LOSSES

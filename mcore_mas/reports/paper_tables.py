@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from mcore_mas import SHIPPED
-from mcore_mas.config.compose import experiments
+from mcore_mas.config.experiments import experiments
 from mcore_mas.config.run import GAIN
 from rollout.base.files import read_yaml
 from rollout.base.options import Section

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from mcore_mas.config.compose import CHOICES, CONFIGS
+from mcore_mas.config.experiments import CONFIGS
 from retrieval.client import Passage
 from rollout.config.sections import (
     AgentConfig,
@@ -26,11 +26,8 @@ from tests.support.play import Bytes, collect
 from tests.support.scripted_engine import ScriptedEngine
 
 TEAMS = {
-    **{
-        path.stem: yaml.safe_load(path.read_text())
-        for path in sorted((CONFIGS / "team").glob("*.yaml"))
-    },
-    **yaml.safe_load((CONFIGS / CHOICES).read_text())["team"],
+    path.stem: yaml.safe_load(path.read_text())
+    for path in sorted((CONFIGS / "team").glob("*.yaml"))
 }
 
 

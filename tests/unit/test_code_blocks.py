@@ -25,7 +25,8 @@ from typer.exceptions import TyperException
 
 from mcore_mas.cli.machine import UsageError
 from mcore_mas.cli.main import app
-from mcore_mas.config.compose import CONFIGS, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.experiments import CONFIGS
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite
 from rollout.base.ownership import FolderError

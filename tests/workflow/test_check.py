@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.cli.main import main
-from mcore_mas.config.models import located
+from mcore_mas.config.hub import downloaded_model
 from mcore_mas.pipeline.check import problems
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
@@ -147,8 +147,8 @@ def test_models_that_are_not_there_have_no_template_or_lie_in_the_hubs_cache(
     (snapshot / "config.json").write_text("{}")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
-    assert located("me/mine") == str(snapshot)
-    assert [located(name) for name in ("me/other", "../none")] == ["me/other", "../none"]
+    assert downloaded_model("me/mine") == str(snapshot)
+    assert [downloaded_model(name) for name in ("me/other", "../none")] == ["me/other", "../none"]
 
 
 @pytest.mark.parametrize(

@@ -94,14 +94,13 @@ def test_planning_all_tables_composes_each_run_once_without_torch(tmp_path: Path
     program = """
 import sys
 from pathlib import Path
-from hydra._internal import defaults_list
-from mcore_mas.config import compose
+from mcore_mas.pipeline import suite as suites
 from mcore_mas.pipeline.paper_suite import paper_suite
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.reports.paper_tables import table_names
 made = []
-create = compose.create_defaults_list
-compose.create_defaults_list = lambda **own: made.append(own) or create(**own)
+resolve = suites.resolve
+suites.resolve = lambda *given, **own: made.append(given) or resolve(*given, **own)
 suite = Suite.load(paper_suite(table_names(), {"gpus": "8xH100", "results": "here"}), cache=Path("cache"))
 assert len(suite.runs) == len(made), (len(suite.runs), len(made))
 assert all(config["cluster"]["gpus"] == "8xH100" for config in suite.runs.values())

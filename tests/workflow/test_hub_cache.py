@@ -86,7 +86,8 @@ def test_ids_of_what_hf_downloaded_are_a_model_and_tasks_and_nobody_is_asked(
     code = (
         "from rollout.models.chat_template import Renderer; import sys; from pathlib import Path; "
     )
-    code += "from mcore_mas.config.models import located; print(len(Renderer(Path(located('me/qwen_tiny'))).stop))"
+    code += "from mcore_mas.config.hub import downloaded_model; "
+    code += "print(len(Renderer(Path(downloaded_model('me/qwen_tiny'))).stop))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env | gone, capture_output=True, text=True
     )

@@ -154,7 +154,7 @@ def test_the_package_brings_its_types_pages_and_ranges(installed: Path) -> None:
         found.stderr
     )
     assert (shipped / "docs/experiments.md").is_file()
-    code = "import mcore_mas, sys; from mcore_mas.config.compose import experiments; print(len(experiments()))"
+    code = "import mcore_mas, sys; from mcore_mas.config.experiments import experiments; print(len(experiments()))"
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=told, env=environment, capture_output=True, text=True
     )

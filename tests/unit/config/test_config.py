@@ -9,15 +9,19 @@ from typing import get_args
 import pytest
 import yaml
 
-from mcore_mas.config.compose import CHOICES, CONFIGS, experiments, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.experiments import CONFIGS, GROUPS, config_names, experiments
 from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
 from mcore_mas.equations.advantages import ESTIMATORS
 from rollout.base.options import Section
 from tests.support.shipped import TEAMS, sharings
 
-CHOSEN = yaml.safe_load((CONFIGS / CHOICES).read_text(encoding="utf-8"))
-GROUPS = [(group, name) for group, rows in CHOSEN.items() if group != "team" for name in rows]
-GROUPS += [("advantage", name) for name in ESTIMATORS]
+CHOICES = [
+    (group, name)
+    for group in (*GROUPS, "recipe")
+    for name in config_names(group, [CONFIGS])
+    if group != "team"
+]
 ALONE = [
     "~experiment",
     "run=t",
@@ -38,7 +42,7 @@ def test_every_experiment_composes_and_survives_its_file(experiment: str, tmp_pa
     assert RunConfig.load(path).model_dump(mode="json") == values
 
 
-@pytest.mark.parametrize(("group", "name"), GROUPS)
+@pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_choice_of_a_group_composes(group: str, name: str) -> None:
     more = (
         [f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")]
@@ -48,6 +52,10 @@ def test_every_choice_of_a_group_composes(group: str, name: str) -> None:
     if name in ("at_grpo", "mcts", "mars2"):
         more.append("trainer.branching={width: 2}")
     assert resolve(["experiment=demo_math", f"{group}={name}", *more])["run"] == "demo_math"
+
+
+def test_every_estimator_is_a_choice_of_the_group_advantage() -> None:
+    assert set(config_names("advantage", [CONFIGS])) == set(ESTIMATORS)
 
 
 @pytest.mark.parametrize("team", ["graph", "m_ask", "qa_decompose", "qa_evidence", "qa_rewrite"])
@@ -118,11 +126,6 @@ def test_a_grid_is_an_experiment_a_row_and_later_settings_have_the_word(tmp_path
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "t.yaml").write_text(GRID)
     assert list(experiments(tmp_path)) == ["t_one_a", "t_two_a", "t_three"]
-    (tmp_path / "experiment" / "u_notes.yaml").write_text(
-        "- no experiment\n"
-    )  # is told of when it is chosen
-    assert list(experiments(tmp_path))[:3] == ["t_one_a", "t_two_a", "t_three"]
-    (tmp_path / "experiment" / "u_notes.yaml").unlink()
     rows = {name: resolve([f"experiment={name}"], tmp_path) for name in experiments(tmp_path)}
     assert {
         name: (
@@ -303,30 +306,31 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ),
         (
             "experiment=demo_path | orchestra=banana",
-            "orchestra: expected a mapping with keys name, options (got banana)",
+            "env.options.max_turns: ConfigTypeError raised while resolving interpolation: Error trying to access "
+            "orchestra.options.max_turns: node `orchestra` is not a container",
         ),
         (
             "experiment=demo_path | orchestra.options.max_turns=five",
             "orchestra.options.max_turns: expected an integer above 0 (got 'five')",  # the environment's is this one
         ),
-        ("team=null", "no team 'null' in the configs; there are: ab_mcts, "),
+        ("team=null", "no team: orchestra, env, reward missing; choose one by "),
         ("coach=5", "no coach '5' in the configs; there are: anthropic, "),
-        ("engine=[]", "no engine '[]' in the configs; there are: embedded, sglang"),
+        ("engine=[]", "'engine' is missing"),
         ("team=[mathcat,chain]", "no team 'mathcat' in the configs; nearest: mathchat"),
         (
             "trainer={steps: 3",
             "'trainer={steps: 3' cannot be read; expected KEY=VALUE, brackets closed, and text with ",
         ),
-        ("seed=1,2", "seed=1,2: expected one value; a list is KEY=[a,b], text KEY="),
-        ("~cold_strat", "~cold_strat: there is no such key to take out; nearest: cold_start"),
-        ("~loss.kind", "~loss.kind: there is no such key to take out"),
+        ("seed=1,2", "seed=1,2: expected one value; a list is KEY=[a,b], and text "),
+        ("~cold_strat", "~cold_strat: there is no such key to delete; nearest: cold_start"),
+        ("~loss.kind", "~loss.kind: there is no such key to delete"),
         (
             "policies.solver.model=${reslts}",
             "policies.solver.model: Interpolation key 'reslts' not found",
         ),
         (
             "policies.solver.model=???",
-            "policies.solver.model is ???, which is to be set; give it a value",
+            "policies.solver.model: Missing mandatory value: model",
         ),
         (
             "~team",
@@ -430,10 +434,13 @@ def test_a_mistake_is_one_line(override: str, message: str) -> None:
     ("text", "message"),
     [
         (b"# \xe9\n", "is not in UTF-8: 'utf-8' codec can't decode byte 0xe9"),
-        (b"defaults: x", "experiment/mine: defaults is x; expected a list: [override /team: NAME]"),
+        (
+            b"defaults: x",
+            "experiment/mine.yaml: defaults is x; expected a list such as [override /team: chain]",
+        ),
         (
             b"defaults: [override /teem: chain]",
-            "defaults override 'teem', no group; nearest: team; there are: team, ",
+            "experiment/mine.yaml: 'override /teem' in defaults; expected `override /GROUP: NAME` with one of",
         ),
         (b"defaults: [override /team: chian]", "no team 'chian' in the configs; nearest: chain"),
         (
@@ -594,28 +601,41 @@ def test_every_key_is_in_the_docs() -> None:
     assert sorted(set(keys(RunConfig)) - written) == []
 
 
-def test_own_choices_come_before_the_shipped_ones(tmp_path: Path) -> None:
-    (tmp_path / "choices.yaml").write_text(
-        "loss: {gspo: {name: gspo, aggregation: token_mean}, near: {name: ppo_clip}}\n"
-    )
+def test_own_configs_replace_shipped_ones_of_the_same_name(tmp_path: Path) -> None:
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss" / "gspo.yaml").write_text("{name: gspo, aggregation: token_mean}\n")
+    (tmp_path / "loss" / "near.yaml").write_text("name: ppo_clip\n")
     base = ["experiment=demo_math", "loss=gspo"]
     assert resolve(base)["loss"]["aggregation"] == "seq_mean_token_mean"
     assert resolve(base, tmp_path)["loss"]["aggregation"] == "token_mean"
-    assert (
-        resolve(["experiment=demo_math", "loss=near", "recipe=dapo"], tmp_path)["loss"]["options"][
-            "clip_high"
-        ]
-        == 0.28
-    )
+
+    values = resolve(["experiment=demo_math", "loss=near", "recipe=dapo"], tmp_path)
+    assert values["loss"]["options"]["clip_high"] == 0.28
     with pytest.raises(ConfigError, match="no loss 'nearer' in the configs; nearest: near"):
         resolve(["experiment=demo_math", "loss=nearer"], tmp_path)
-    (tmp_path / "choices.yaml").write_text("loss: {near: 3}\n")
-    with pytest.raises(
-        ConfigError, match=r"choices\.yaml: loss is .*expected names, each with its settings"
-    ):
-        resolve(base, tmp_path)
-    (tmp_path / "choices.yaml").write_text("loos: {near: {name: gspo}}\n")
-    with pytest.raises(
-        ConfigError, match=r"choices\.yaml: no group 'loos'; groups: team, .*; nearest: loss"
-    ):
-        resolve(base, tmp_path)
+
+
+def test_a_changed_config_is_composed_again(tmp_path: Path) -> None:
+    (tmp_path / "loss").mkdir()
+    overrides = ["experiment=demo_math", "loss=mine"]
+    for entropy in (0.25, 0.5):
+        file = tmp_path / "loss" / "mine.yaml"
+        file.write_text(f"{{name: ppo_clip, entropy: {entropy}}}\n")
+        assert resolve(overrides, tmp_path)["loss"]["entropy"] == entropy
+
+
+def test_a_recipe_is_applied_after_the_experiment_and_before_overrides(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "defaults: [override /loss: gspo]\ntrainer: {steps: 7, group_size: 3}\n"
+    )
+    values = resolve(["experiment=demo_math", "recipe=mine", "trainer.group_size=4"], tmp_path)
+    assert values["loss"]["name"] == "gspo"
+    assert (values["trainer"]["steps"], values["trainer"]["group_size"]) == (7, 4)
+
+
+def test_an_experiment_that_begins_with_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "demo_math.yaml").write_text("defaults: [demo_math]\n")
+    with pytest.raises(ConfigError, match="cannot begin with itself: demo_math -> demo_math"):
+        resolve(["experiment=demo_math"], tmp_path)

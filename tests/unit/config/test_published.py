@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.config.compose import CONFIGS, experiments, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.experiments import CONFIGS, experiments
 
 PUBLISHED = sorted(name for name in experiments() if not name.startswith("demo_"))
 DOCS = (CONFIGS.parent / "docs" / "experiments.md").read_text(encoding="utf-8")

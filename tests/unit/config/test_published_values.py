@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from docs.writers.experiments import EXPERIMENTS, pages, published_experiments
-from mcore_mas.config.compose import expand_braces, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.experiments import expand_braces
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.paper_results import (
     COMPUTED,

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mcore_mas.config.compose import experiments, resolve
+from mcore_mas.config.compose import resolve
 from mcore_mas.config.credit import cut_off
+from mcore_mas.config.experiments import experiments
 from mcore_mas.config.run import ConfigError, RunConfig
 
 TREES = ("experiment=demo_path", "recipe=at_grpo")  # one tree for each task

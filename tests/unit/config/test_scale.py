@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.config.compose import experiments, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.experiments import experiments
 from mcore_mas.config.run import ConfigError
 from rollout.tasks.files import read_task_file
 from rollout.tasks.tiny_files import SEARCH_SOURCES, write_tiny_file

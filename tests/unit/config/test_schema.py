@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 from docs.writers.schema import editor_schemas
-from mcore_mas.config.compose import CONFIGS
+from mcore_mas.config.experiments import CONFIGS
 
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 MODELINE = "# yaml-language-server: $schema="

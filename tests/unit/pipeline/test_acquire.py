@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_mas.config.compose import experiments, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.experiments import experiments
 from mcore_mas.pipeline import acquire as acquiring
 from mcore_mas.pipeline.acquire import acquire, assemble, report_inputs
 from mcore_mas.pipeline.base_model import make_tiny_model

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from docs.writers.plan import PLAN, paper_hardware, plan_row
 from mcore_mas.cli.main import app
-from mcore_mas.config.compose import experiments, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.experiments import experiments
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite, load_suite
 from mcore_mas.pipeline.suite_file import SuiteError

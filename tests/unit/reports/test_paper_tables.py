@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mcore_mas.config.compose import experiments
+from mcore_mas.config.experiments import experiments
 from mcore_mas.reports.paper_tables import TABLES, PaperTable, TableError, table_names, tables_of
 
 

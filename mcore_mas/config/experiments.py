@@ -1,0 +1,242 @@
+"""Experiments, grids and recipes: files of settings that are expanded before Hydra composes the groups of a run.
+
+An experiment is a file `experiment/NAME.yaml`, or a row of such a file that has a `grid`. A recipe is a file
+`recipe/NAME.yaml`. `expand_experiment` and `expand_recipe` return the groups that they choose and the settings that
+they make.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from mcore_mas import SHIPPED
+from mcore_mas.config.run import ConfigError
+from rollout.base.files import read_yaml
+from rollout.base.options import merged
+
+CONFIGS = SHIPPED / "configs"
+GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking")
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The groups that an experiment or a recipe chooses, and the settings that it makes."""
+
+    choices: Mapping[str, Any] = field(default_factory=dict)  # name by group; None: no config of it
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def then(self, later: "Expansion") -> "Expansion":
+        """Return this expansion with the choices and settings of a later one, which win."""
+        return Expansion(
+            choices={**self.choices, **later.choices},
+            settings=merged(self.settings, later.settings),
+        )
+
+
+def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
+    """Return the file of each experiment in a folder of configs; all rows of a grid have the file of the grid.
+
+    Raises:
+        ConfigError: a file is not YAML, or its grid is not a mapping.
+    """
+    found = {}
+    for file in sorted((folder / "experiment").glob("*.yaml")):
+        for name in _experiments_in(file, file.stat().st_mtime_ns):
+            found[name] = file
+    return found
+
+
+def names_in(group: str) -> list[str]:
+    """Return the names in a group of the shipped configs and of those in `configs` of the current folder."""
+    folders = {CONFIGS, Path("configs").resolve()}
+    return config_names(group, sorted(folders))
+
+
+def config_names(group: str, folders: Sequence[Path]) -> list[str]:
+    """Return the sorted names of the experiments, the recipes or the configs of a group in several folders."""
+    if group == "experiment":
+        return sorted({name for folder in folders for name in experiments(folder)})
+    return sorted({file.stem for folder in folders for file in (folder / group).glob("*.yaml")})
+
+
+def find_config(group: str, name: object, folders: Sequence[Path]) -> Path:
+    """Return the file of a config; the first folder that has it wins.
+
+    Raises:
+        ConfigError: no folder has it; the nearest names are listed.
+    """
+    for folder in folders:
+        file = folder / group / f"{name}.yaml"
+        if file.is_file():
+            return file
+    raise _unknown_config(group, name, folders)
+
+
+def expand_experiment(
+    name: object, folders: Sequence[Path], based_on_it: Sequence[object] = ()
+) -> Expansion:
+    """Expand an experiment: those in its `defaults` first, then its own settings, then those of its row.
+
+    Args:
+        folders: folders of configs, of which the first that has the experiment wins.
+        based_on_it: experiments whose `defaults` lead to this one.
+
+    Raises:
+        ConfigError: the experiment does not exist, or its file cannot be used.
+    """
+    if name in based_on_it:
+        chain = " -> ".join(map(str, (*based_on_it, name)))
+        raise ConfigError(f"an experiment cannot begin with itself: {chain}; rename one of them")
+    file = _experiment_file(name, folders)
+    content = _load_config(file)
+    bases = (*based_on_it, name)
+    if "grid" not in content:
+        return _expand_mapping(content, file, folders, bases)
+
+    common = {key: value for key, value in content.items() if key not in ("grid", "settings")}
+    settings = content.get("settings", {})
+    expansion = _expand_mapping(common, file, folders, bases)
+    for piece in _row_pieces(content["grid"], str(name)):
+        expansion = expansion.then(_expand_piece(piece, str(name), settings, file))
+    return expansion.then(Expansion(settings={"run": name}))
+
+
+def expand_recipe(name: object, folders: Sequence[Path]) -> Expansion:
+    """Expand a recipe, which may also choose groups.
+
+    Raises:
+        ConfigError: the recipe does not exist, or its file cannot be used.
+    """
+    file = find_config("recipe", name, folders)
+    return _expand_mapping(_load_config(file), file)
+
+
+def expand_braces(pattern: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each name that a pattern such as `t1_{4b,8b}` stands for, with its words from the braces."""
+    parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
+    for words in itertools.product(*parts):
+        yield "".join(words), list(words[1::2])
+
+
+def _load_config(file: Path) -> dict[str, Any]:
+    """Load a config file with OmegaConf; interpolations stay as they are written."""
+    return _load_version(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=512)
+def _load_version(file: Path, modified_ns: int) -> dict[str, Any]:
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(file))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not YAML ({' '.join(str(error).split())})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not in UTF-8 ({error})") from error
+    except OSError as error:  # OmegaConf's error for a file that is one text or number
+        raise ConfigError(f"{file}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: {type(values).__name__}; expected a mapping of keys")
+    return values  # type: ignore[return-value]  # keys of a config are text
+
+
+@lru_cache(maxsize=512)
+def _experiments_in(file: Path, modified_ns: int) -> list[str]:
+    # PyYAML's parser in C is ten times as fast as OmegaConf's loader, and reads names just as well
+    try:
+        values = read_yaml(file)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict) or "grid" not in values:
+        return [file.stem]
+    if not isinstance(values["grid"], dict):
+        raise ConfigError(
+            f"{file}: grid is {values['grid']}; expected patterns of names, each with its settings"
+        )
+    return [name for pattern in values["grid"] for name, _ in expand_braces(pattern)]
+
+
+def _experiment_file(name: object, folders: Sequence[Path]) -> Path:
+    for folder in folders:
+        file = experiments(folder).get(str(name))
+        if file is not None:
+            return file
+    raise _unknown_config("experiment", name, folders)
+
+
+def _unknown_config(group: str, name: object, folders: Sequence[Path]) -> ConfigError:
+    known = config_names(group, folders)
+    near = get_close_matches(str(name), known, n=5, cutoff=0.5)
+    hint = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(known)}"
+    return ConfigError(f"no {group} '{name}' in the configs; {hint}")
+
+
+def _row_pieces(grid: Mapping[str, Any], name: str) -> list[Any]:
+    """Return what a row is made of: the words of its name, and what is written beside its pattern."""
+    pieces: list[Any] = []
+    for pattern, beside in grid.items():
+        for row, words in expand_braces(pattern):
+            if row == name:
+                pieces += [*words, beside]
+    return pieces
+
+
+def _expand_piece(piece: Any, row: str, settings: Mapping[str, Any], file: Path) -> Expansion:
+    """Expand a piece of a row: the name of an entry of `settings`, settings written out, or a list of both."""
+    if isinstance(piece, str):
+        if piece not in settings:
+            known = ", ".join(settings)
+            raise ConfigError(f"{file}: '{row}' takes '{piece}'; expected one of settings: {known}")
+        return _expand_piece(settings[piece], row, settings, file)
+    if not isinstance(piece, list):
+        return _expand_mapping(piece or {}, file)
+
+    expansion = Expansion()
+    for part in piece:
+        expansion = expansion.then(_expand_piece(part, row, settings, file))
+    return expansion
+
+
+def _expand_mapping(
+    content: Mapping[str, Any],
+    file: Path,
+    folders: Sequence[Path] = (),
+    bases: Sequence[object] = (),
+) -> Expansion:
+    """Expand settings with their `defaults` list; with `bases`, the list may name other experiments."""
+    own = Expansion(settings={key: value for key, value in content.items() if key != "defaults"})
+    entries = content.get("defaults", [])
+    if not isinstance(entries, list):
+        raise ConfigError(
+            f"{file}: defaults is {entries}; expected a list such as [override /team: chain]"
+        )
+
+    expansion = Expansion()
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+        if entry == "_self_":
+            expansion = expansion.then(own)
+        elif isinstance(entry, str) and bases:
+            expansion = expansion.then(expand_experiment(entry, folders, bases))
+        else:
+            expansion = expansion.then(Expansion(choices=_override(entry, file)))
+    return expansion
+
+
+def _override(entry: Any, file: Path) -> dict[str, Any]:
+    """Return the choice that an entry `override /GROUP: NAME` of a defaults list makes."""
+    choices = {}
+    for key, name in entry.items() if isinstance(entry, dict) else [(entry, None)]:
+        group = str(key).removeprefix("override /")
+        if group not in GROUPS or not str(key).startswith("override /"):
+            raise ConfigError(
+                f"{file}: '{key}' in defaults; expected `override /GROUP: NAME` with one of the groups "
+                f"{', '.join(GROUPS)}, or in an experiment the name of another one"
+            )
+        choices[group] = name
+    return choices

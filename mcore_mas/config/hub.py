@@ -1,0 +1,52 @@
+"""Local folders of the models and data sets that a config names by their id on the Hugging Face Hub."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout.tasks.files import located_dataset
+from rollout.tasks.splits import SPLITS
+
+
+def downloaded_model(model: str) -> str:
+    """Return the snapshot in this machine's cache for the id of a model on the Hub, and any other text as it is."""
+    if model.startswith("~/"):
+        model = str(Path(model).expanduser())
+    if Path(model).exists() or model.count("/") != 1:
+        return model
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # a path such as `../mine`
+        return model
+    return str(Path(file).parent) if isinstance(file, str) else model
+
+
+def use_downloads(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a composed config in which downloaded models and data sets are named by their folders."""
+    sections = dict(values)
+    policies = sections.get("policies")
+    if isinstance(policies, dict):
+        sections["policies"] = {name: _with_model_folder(policies[name]) for name in policies}
+    data = sections.get("data")
+    if isinstance(data, dict):
+        splits = {split: _with_dataset_folder(data[split]) for split in SPLITS if split in data}
+        sections["data"] = {**data, **splits}
+    return sections
+
+
+def _with_model_folder(policy: Any) -> Any:
+    if not isinstance(policy, dict) or not isinstance(policy.get("model"), str):
+        return policy
+    return {**policy, "model": downloaded_model(policy["model"])}
+
+
+def _with_dataset_folder(source: Any) -> Any:
+    """Replace the path of a data file, or those of a list of them; a number of tasks stays."""
+    if isinstance(source, list):
+        return [_with_dataset_folder(entry) for entry in source]
+    if isinstance(source, dict) and isinstance(source.get("path"), str):
+        return {**source, "path": located_dataset(source["path"])}
+    return located_dataset(source) if isinstance(source, str) else source
