@@ -5,7 +5,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import math
 import os
 import shutil
 import socket
@@ -20,19 +19,6 @@ from rollout.base.failpoints import failpoint
 from rollout.base.ownership import FolderError, check_owner
 
 Digest = dict[str, int | str]  # a file's "bytes" and "sha256"
-
-
-class _Yaml(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """A reader that refuses a key with two values, of which YAML takes the last without a word."""
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        known: set[tuple[str, str]] = set()
-        for key, _ in () if hasattr(node, "merged") else node.value:
-            if (said := (key.tag, str(key.value))) in known:
-                raise yaml.YAMLError(f"key '{key.value}' is there twice{key.start_mark}")
-            known.add(said)
-        node.merged = True  # with the keys of `<<`, which its own replace
-        super().flatten_mapping(node)
 
 
 @contextlib.contextmanager
@@ -86,57 +72,56 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-_MOST_YAML, _MOST_DEPTH = (
-    4 << 20,
-    100,
-)  # characters of a file with its aliases written out, and levels in each other
+# libyaml's parser is ten times as fast; PyYAML may have been built without it.
+_YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MAX_YAML_VALUES = 1_000_000
 
 
-def read_yaml(path: Path, reader: Any = _Yaml) -> Any:
-    """The content of a YAML file of plain values, parsed in C where PyYAML has that, or by another safe reader.
+def read_yaml(path: Path, loader_class: Any = _YAML_LOADER) -> Any:
+    """Read a YAML file of plain values.
+
+    Args:
+        loader_class: a safe loader of PyYAML.
 
     Raises:
-        OSError: it cannot be read.
-        yaml.YAMLError: it is none, is not in UTF-8, has a key twice, or is far too large or deep, also by what its
-            aliases stand for.
+        OSError: the file cannot be read.
+        yaml.YAMLError: it is not YAML or not UTF-8, gives a key twice, or its aliases stand for too
+            many values.
     """
-    with path.open(encoding="utf-8") as stream:  # whose name stands in errors
-        if os.fstat(stream.fileno()).st_size > _MOST_YAML:
-            raise yaml.YAMLError(f"more than {_MOST_YAML} bytes")
+    with path.open(encoding="utf-8") as stream:  # PyYAML names the stream in its errors
+        loader = loader_class(stream)
         try:
-            _check_size(yaml.parse(stream, reader))
+            root = loader.get_single_node()
+            if root is None:
+                return None
+            _check_yaml_nodes(root)
+            return loader.construct_document(root)
         except UnicodeDecodeError as error:
-            raise yaml.YAMLError(f"{path} is not in UTF-8: {error}; save it so") from None
-        stream.seek(0)
-        loader = reader(stream)
-        try:
-            return loader.get_single_data()
+            raise yaml.YAMLError(f"{path} is not in UTF-8: {error}; save it as UTF-8") from None
         finally:
             loader.dispose()
 
 
-def _check_size(events: Iterable[yaml.Event]) -> None:
-    """Refuse what would fill memory, or the stack of a reader in C."""
-    known: dict[str | None, float] = {}  # size by anchor; what is not closed yet would be endless
-    under_way: list[tuple[str | None, float]] = [(None, 0)]
-    for event in events:
-        anchor, size = getattr(event, "anchor", None), 1.0
-        if isinstance(event, yaml.CollectionStartEvent):
-            known[anchor] = math.inf
-            under_way.append((anchor, size))
-        elif isinstance(event, yaml.NodeEvent | yaml.CollectionEndEvent):
-            if isinstance(event, yaml.AliasEvent):
-                size = known.get(anchor, size)
-            elif isinstance(event, yaml.ScalarEvent):
-                size += len(event.value)
-            else:
-                anchor, size = under_way.pop()
-            around, so_far = under_way.pop()
-            known[anchor] = size
-            under_way.append((around, so_far + size))
-        if len(under_way) > _MOST_DEPTH or under_way[-1][1] > _MOST_YAML:
-            most = f"{_MOST_YAML} characters with its aliases written out, or {_MOST_DEPTH} levels"
-            raise yaml.YAMLError(f"more than {most}")
+def _check_yaml_nodes(root: yaml.Node) -> None:
+    """Refuse a key that is given twice, of which PyYAML would take the last, and alias bombs."""
+    unvisited = [root]
+    visited = 0
+    while unvisited:
+        node = unvisited.pop()
+        visited += 1  # an aliased node counts as often as it is referred to
+        if visited > _MAX_YAML_VALUES:
+            raise yaml.YAMLError(
+                f"more than {_MAX_YAML_VALUES} values with its aliases written out"
+            )
+        if isinstance(node, yaml.SequenceNode):
+            unvisited.extend(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            keys: set[tuple[str, str]] = set()
+            for key, value in node.value:
+                if (key.tag, str(key.value)) in keys:
+                    raise yaml.YAMLError(f"key '{key.value}' is there twice{key.start_mark}")
+                keys.add((key.tag, str(key.value)))
+                unvisited.append(value)
 
 
 def write_json(path: Path, value: Any) -> None:

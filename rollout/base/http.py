@@ -272,7 +272,7 @@ def content_digest(body: bytes | bytearray) -> str:
 
 @functools.cache  # loading the certificates takes 50 ms
 def ssl_context() -> ssl.SSLContext:
-    """Return a context that trusts public authorities, or those of SSL_CERT_FILE or SSL_CERT_DIR."""
+    """Return a context that trusts public authorities, or those in SSL_CERT_FILE/_DIR."""
     return httpx.create_ssl_context()
 
 

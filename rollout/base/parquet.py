@@ -1,4 +1,4 @@
-"""Parquet files within bounds: a few bytes in one can stand for any text."""
+"""Reading of Parquet files whose footers announce a bounded size."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -6,44 +6,39 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-_LEAST_BYTES, _MOST_TIMES = (
-    1 << 30,
-    200,
-)  # that a file may become in memory, and of its size on disk
-_TOGETHER = (
-    1 << 29
-)  # bytes that are read at a time: pyarrow reads no more than 2 GiB of text inside lists
+MAX_ROWS = 10_000_000
+MAX_BYTES = 64 << 30  # of all columns, uncompressed
+# pyarrow cannot read more than 2 GiB of text inside lists at once, and the texts of a trajectory
+# may take tens of MiB.
+_BATCH_ROWS = 64
 
 
 def bounded_batches(
     path: Path,
     file: pq.ParquetFile,
     *,
-    rows: int = 256,
+    rows: int = _BATCH_ROWS,
     columns: Sequence[str] | None = None,
     groups: Sequence[int] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """What a file has, at most `rows` at a time, unless that is absurdly more than it takes on disk.
+    """Yield the rows of a file, at most `rows` at a time.
+
+    Args:
+        columns: names of the columns; None: all.
+        groups: numbers of the row groups; None: all.
 
     Raises:
-        ValueError: it is, by its footer or by what comes of it.
+        ValueError: the footer announces more than `MAX_ROWS` or `MAX_BYTES`.
     """
-    size, on_disk = 0, path.stat().st_size
-    most = max(_LEAST_BYTES, _MOST_TIMES * on_disk)
-    parts = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
-    told = [part.total_byte_size for part in parts]
-    if sum(told) > most:
-        raise ValueError(f"its {on_disk} bytes become more than {most}")
-    together = min(
-        (part.num_rows * _TOGETHER // max(1, part.total_byte_size) for part in parts), default=rows
+    metadata = file.metadata
+    if metadata.num_rows > MAX_ROWS:
+        raise ValueError(f"{path} has {metadata.num_rows} rows; expected at most {MAX_ROWS}")
+    size = sum(
+        metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
     )
-    # of which each may be what all of a group is on disk
-    rows = max(1, min(rows, together, most // max([1, *told])))
-    for batch in file.iter_batches(rows, columns=columns, row_groups=groups):
-        size += batch.nbytes
-        if size > most:
-            raise ValueError(f"its {on_disk} bytes become more than {most}")
-        yield batch
+    if size > MAX_BYTES:
+        raise ValueError(f"{path} has {size} bytes of values; expected at most {MAX_BYTES}")
+    yield from file.iter_batches(rows, columns=columns, row_groups=groups)
 
 
 def bounded_table(
@@ -52,6 +47,6 @@ def bounded_table(
     columns: Sequence[str] | None = None,
     groups: Sequence[int] | None = None,
 ) -> pa.Table:
-    """`bounded_batches` as one table."""
-    batches = [*bounded_batches(path, file, columns=columns, groups=groups)]
+    """Read a file as one table, through `bounded_batches`."""
+    batches = list(bounded_batches(path, file, columns=columns, groups=groups))
     return pa.Table.from_batches(batches) if batches else file.read(columns=columns)

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.base import parquet
 from rollout.base.ownership import epoch_of, owned
 from rollout.records.files import (
     TASK_SCHEMA,
@@ -111,21 +110,6 @@ TRAJECTORIES = [
         error="EngineError",
     ),
 ]
-
-
-def test_rows_that_are_large_are_read_few_at_a_time(tmp_path, monkeypatch):
-    """Of more than 2 GiB of text inside lists pyarrow makes no batch: ArrowNotImplementedError."""
-    texts = [[{"content": f"{row:0100000}"}] for row in range(64)]
-    pq.write_table(
-        pa.table({"turns": texts}),
-        path := tmp_path / "t.parquet",
-        row_group_size=32,
-        use_dictionary=False,
-    )
-    monkeypatch.setattr(parquet, "_TOGETHER", 1_000_000)
-    with pq.ParquetFile(path) as file:
-        assert [batch.num_rows for batch in parquet.bounded_batches(path, file)][:2] == [9, 9]
-        assert parquet.bounded_table(path, file).num_rows == 64
 
 
 def test_tasks_round_trip(tmp_path):
@@ -322,27 +306,6 @@ def test_a_changed_record_is_a_replaced_one_and_the_old_one_stays() -> None:
         TURN, round=2, scores={"team": 1.0}
     )
     assert (TURN.round, TURN.scores) == (0, {})
-
-
-def test_a_small_file_of_endless_tasks_is_refused_before_it_fills_memory(tmp_path, monkeypatch):
-    """Half a million prompts of 1 KiB, in a file that has the prompt once."""
-    rows, path = 1 << 19, tmp_path / "train.parquet"
-    columns = {name: ["x"] for name in ("id", "env", "source", "split")} | {
-        "prompt": ["x" * 1024],
-        "answers": [["x"]],
-    }
-    one = pa.table(columns).select(TASK_SCHEMA.names)
-    again = pa.concat_tables([pa.concat_tables([one] * 256).combine_chunks()] * (rows // 256))
-    pq.write_table(again, path, compression="zstd", row_group_size=rows)
-    size = path.stat().st_size
-    assert size < 1 << 20
-    monkeypatch.setattr(parquet, "_LEAST_BYTES", 1 << 20)
-    before = pa.default_memory_pool().max_memory()
-    with pytest.raises(
-        RecordError, match=rf"train.parquet: not a readable.*its {size} bytes become more"
-    ):
-        read_tasks(path)
-    assert pa.default_memory_pool().max_memory() - before < 64 << 20
 
 
 def test_a_trajectory_that_lacks_what_it_needs_is_refused_in_one_line(tmp_path):
