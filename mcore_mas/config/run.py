@@ -29,9 +29,9 @@ from mcore_mas.config.policy import (
     sharing,
 )
 from mcore_mas.config.removed import removed_key_error
-from mcore_mas.equations.advantages import NEEDS, compared
+from mcore_mas.equations.advantages import REQUIRED_COLUMN, estimator_grouping
 from mcore_mas.equations.divergence import Precision
-from mcore_mas.equations.filters import contrasted
+from mcore_mas.equations.filters import filter_grouping
 from rollout.base.files import read_yaml
 from rollout.base.options import Section, UnknownName, lookup
 from rollout.base.schema_words import invalid
@@ -437,7 +437,7 @@ def _check_credit(config: RunConfig) -> None:
     """Refuse what lacks what it needs, or can learn nothing."""
     for name, agent in config.agents.items():
         rule = config.advantage_of(name)
-        what, need = f"agent '{name}': advantage '{rule.name}'", NEEDS.get(rule.name)
+        what, need = f"agent '{name}': advantage '{rule.name}'", REQUIRED_COLUMN.get(rule.name)
         if (
             need == "values"
             and agent.policy in config.trained
@@ -455,7 +455,7 @@ def _check_credit(config: RunConfig) -> None:
         if (
             agent.loss_weight and rule.options.get("lone") != "raw"
         ):  # whose lone votes have advantages too
-            check_contrast(what, compared(rule.name, rule.options), config.contrasts)
+            check_contrast(what, estimator_grouping(rule.name, rule.options), config.contrasts)
     branching, own = config.trainer.branching, config.reward.options.get("alpha", 1.0)
     if (
         config.reward.name == "local_team"
@@ -468,7 +468,7 @@ def _check_credit(config: RunConfig) -> None:
             "branch's score already; leave one of them out"
         )
     if config.filter is not None:
-        groups = contrasted(config.filter.name, config.filter.options)
+        groups = filter_grouping(config.filter.name, config.filter.options)
         check_contrast(f"filter '{config.filter.name}'", groups, config.contrasts)
 
 

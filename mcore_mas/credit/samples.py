@@ -1,4 +1,4 @@
-"""Training samples: one turn each, and what each of its tokens weighs in an update."""
+"""Training samples: one per turn, with the weight of each of its tokens in an update."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,80 +10,99 @@ import torch
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName, token_weights
 from rollout.records.trajectory import Group, Status, Turn, changed, derive_seed, grouped
 
-TurnId = tuple[str, str, int]  # trajectory, node, turn: which turn of a step
+TurnId = tuple[str, str, int]  # trajectory, node and turn number identify a turn within a step
 
 
 class CreditError(ValueError):
-    """Rewards cannot become advantages, or a run's advantages say that nothing is learnt: names the trajectory."""
+    """Error in rewards or advantages of a step; the message names the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One turn as training tokens for its policy."""
+    """One turn as training tokens of its policy, with P prompt tokens and C completion tokens.
+
+    Log-probabilities are natural logarithms after temperature; None means unknown.
+
+    Attributes:
+        policy, agent, task, trajectory, turn: origin of the turn.
+        round: environment step that followed the turn.
+        node: branch numbers from the root, joined by "."; "" outside tree sampling.
+        state: digest of the environment's state without history, or else of the agent's prompt.
+        version: oldest version of the weights that sampled any token.
+        age: number of weight updates between `version` and the weights being trained.
+        prompt_ids: [P].
+        completion_ids: [C].
+        trained: [C] loss mask, True where a token carries loss; None if all do.
+        temperature: of sampling.
+        reward: of the turn.
+        scores: measurements of the turn by name.
+        steps: rewards of every environment step of the trajectory, by round; see `step_rewards`.
+        copies: number of times that the turn counts.
+        weight: weight of each token's loss; includes the denominator of the update after `weigh`.
+        kl_coef: factor of the KL term in the loss.
+        entropy_coef: factor of the entropy bonus.
+        behaviour: [C] log-probabilities of the sampler.
+        proximal: [C] log-probabilities under the weights at the start of the step.
+        reference: [C] log-probabilities under the frozen reference.
+        penalties: [C] subtracted from the reward token by token.
+        values: [C] the critic's values before each token.
+        returns: [C] the critic's targets.
+        advantages: [C].
+        routing: [P + C - 1, ...] experts that the sampler chose, as in `Completion`.
+    """
 
     policy: str
     agent: str
     task: str
     trajectory: str
     turn: int
-    round: int = 0  # which step of the environment followed
-    node: str = ""  # branch numbers from the root; "" outside tree sampling
-    state: str = (
-        ""  # digest of the environment's state without history, or else of what the agent saw
-    )
-    version: int = 0  # oldest weights that sampled any of it
-    age: int = 0  # by how many hand-overs they are behind those being trained
-    prompt_ids: tuple[int, ...]  # [P]
-    completion_ids: tuple[int, ...]  # [C]
-    trained: tuple[bool, ...] | None = (
-        None  # [C] loss mask (response mask): True carries loss; None: all
-    )
+    round: int = 0
+    node: str = ""
+    state: str = ""
+    version: int = 0
+    age: int = 0
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    trained: tuple[bool, ...] | None = None
     temperature: float = 1.0
     reward: float = 0.0
-    scores: Mapping[str, float] = field(
-        default_factory=dict
-    )  # what was measured of the turn, by name
-    steps: tuple[
-        float, ...
-    ] = ()  # reward of every step of its trajectory, by round; see `step_rewards`
-    copies: int = 1  # how often the turn counts
-    weight: float = 1.0  # of each token's loss, the denominator included once `weigh` has run
-    kl_coef: float = 0.0  # factor of the KL term in the loss
-    entropy_coef: float = 0.0  # factor of the entropy bonus
-    # by token, natural logarithms after temperature; None: not known
-    behaviour: tuple[float, ...] | None = None  # [C] log-probabilities of the sampler
-    proximal: tuple[float, ...] | None = (
-        None  # [C] log-probabilities under the weights at the start of the step
-    )
-    reference: tuple[float, ...] | None = None  # [C] log-probabilities under the frozen reference
-    penalties: tuple[float, ...] | None = None  # [C] taken from the reward
-    values: tuple[float, ...] | None = None  # [C] the critic's values before each token
-    returns: tuple[float, ...] | None = None  # [C] the critic's targets
-    advantages: tuple[float, ...] | None = None  # [C]
-    routing: bytes = b""  # [P + C - 1, ...] the experts that the sampler chose, see `Completion`
+    scores: Mapping[str, float] = field(default_factory=dict)
+    steps: tuple[float, ...] = ()
+    copies: int = 1
+    weight: float = 1.0
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    behaviour: tuple[float, ...] | None = None
+    proximal: tuple[float, ...] | None = None
+    reference: tuple[float, ...] | None = None
+    penalties: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    returns: tuple[float, ...] | None = None
+    advantages: tuple[float, ...] | None = None
+    routing: bytes = b""
 
     @property
     def tokens(self) -> int:
-        """Tokens that carry loss."""
+        """Number of tokens that carry loss."""
         return len(self.completion_ids) if self.trained is None else sum(self.trained)
 
     @property
     def id(self) -> TurnId:
-        """Which turn of a step it is."""
+        """Identity of the turn within a step."""
         return self.trajectory, self.node, self.turn
 
     @property
     def has_gradient(self) -> bool:
-        """Whether it changes its policy: by an advantage, a KL term or an entropy bonus."""
-        return self.tokens > 0 and (
-            any(self.advantages or ()) or bool(self.kl_coef or self.entropy_coef)
-        )
+        """True if the sample changes its policy: by an advantage, a KL term or an entropy bonus."""
+        has_loss = any(self.advantages or ()) or bool(self.kl_coef or self.entropy_coef)
+        return self.tokens > 0 and has_loss
 
 
 def to_samples(groups: Iterable[Group]) -> list[Sample]:
-    """One sample per turn of every completed trajectory, without turns of which nothing can be said.
+    """Return one sample per turn of every completed trajectory.
 
-    A masked turn with a reward, or a reply of no tokens, counts for its peers and has no token that trains.
+    Masked turns without a reward are left out. A masked turn with a reward, or an empty reply,
+    still counts in the statistics of its peers, and has no token that trains.
 
     Raises:
         CreditError: a turn has no finite reward, or a trajectory is of another task than its group.
@@ -93,7 +112,8 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
         for trajectory in group.trajectories:
             if trajectory.task_id != group.task.id:
                 raise CreditError(
-                    f"trajectory {trajectory.id}: of task {trajectory.task_id}, but its group is of {group.task.id}"
+                    f"trajectory {trajectory.id}: its task is {trajectory.task_id}, but its group's "
+                    f"task is {group.task.id}"
                 )
             if trajectory.status is not Status.COMPLETED:
                 continue
@@ -132,9 +152,10 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
 
 
 def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
-    """What the environment gave in each step, with the penalties of the turns before it, by round of a trajectory.
+    """Return the rewards of the environment's steps of a trajectory, by round, minus the turns' penalties.
 
-    Dr. MAS's GiGPO takes penalties from step rewards too. The rounds end before the first that no step followed.
+    Dr. MAS's GiGPO also subtracts penalties from step rewards. The result ends before the first
+    round without a step.
     """
     rewards = {turn.round: turn.scores["team"] for turn in turns if "team" in turn.scores}
     for turn in turns:
@@ -144,45 +165,57 @@ def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
 
 
 def align(
-    samples: Sequence[Sample], sizes: Mapping[str, int | None], *place: int | str
+    samples: Sequence[Sample], sizes: Mapping[str, int | None], *seed_path: int | str
 ) -> list[Sample]:
-    """The samples with `copies` such that each agent has `sizes[agent]` turns per task, where a size is given.
+    """Set `copies` such that each agent has `sizes[agent]` turns per task; None leaves the agent's turns as they are.
 
-    M-GRPO (arXiv 2511.13288): sub-agents are called more often in one trajectory than in another; turns beyond the
-    size are dropped at random, missing ones are made up by counting some more than once. `place` seeds the draw.
+    M-GRPO (arXiv 2511.13288): sub-agents are called more often in some trajectories than in others.
+    Turns beyond the size are dropped at random; missing turns are replaced by counting some turns
+    more than once.
+
+    Args:
+        samples: turns of a step.
+        sizes: turns per task, by agent.
+        seed_path: seeds the random order.
     """
-    done = []
-    for (_, agent), own in grouped(
-        ((sample.task, sample.agent), sample) for sample in samples
-    ).items():
+    result: list[Sample] = []
+    by_task_and_agent = grouped(((sample.task, sample.agent), sample) for sample in samples)
+    for (_, agent), turns in by_task_and_agent.items():
         size = sizes.get(agent)
         if size is None:
-            done += own
+            result += turns
             continue
         order = sorted(
-            own, key=lambda s: derive_seed(*place, "align", s.trajectory, s.node, s.turn)
+            turns, key=lambda s: derive_seed(*seed_path, "align", s.trajectory, s.node, s.turn)
         )
-        each, more = divmod(size, len(own))
-        done += [
-            replace(s, copies=each + (i < more)) for i, s in enumerate(order) if each + (i < more)
-        ]
-    return done
+        copies, remainder = divmod(size, len(turns))
+        for index, sample in enumerate(order):
+            sample_copies = copies + (index < remainder)
+            if sample_copies:
+                result.append(replace(sample, copies=sample_copies))
+    return result
 
 
-def split(samples: Sequence[Sample], parts: int, *place: int | str) -> list[list[Sample]]:
-    """The samples in at most `parts` parts of about equally many tasks; `place` seeds the draw.
+def split(samples: Sequence[Sample], parts: int, *seed_path: int | str) -> list[list[Sample]]:
+    """Split samples into at most `parts` parts with about equally many tasks, in an order seeded by `seed_path`.
 
-    A task's turns stay together, so that their prompts are still computed once.
+    All turns of a task stay together, so that their common prompts are computed once.
     """
     by_task = grouped((sample.task, sample) for sample in samples)
-    tasks = sorted(by_task, key=lambda task: derive_seed(*place, "split", task))
-    dealt = [[s for task in tasks[part::parts] for s in by_task[task]] for part in range(parts)]
-    return [part for part in dealt if part]
+    tasks = sorted(by_task, key=lambda task: derive_seed(*seed_path, "split", task))
+    result = []
+    for part in range(parts):
+        part_tasks = tasks[part::parts]
+        if part_tasks:
+            result.append([sample for task in part_tasks for sample in by_task[task]])
+    return result
 
 
-def deal(samples: Sequence[Sample], turns: int, *place: int | str) -> list[list[Sample]]:
-    """The samples in mini-batches of at most so many `turns`, drawn from all tasks; `place` seeds the draw."""
-    order = sorted(samples, key=lambda s: derive_seed(*place, "deal", s.trajectory, s.node, s.turn))
+def deal(samples: Sequence[Sample], turns: int, *seed_path: int | str) -> list[list[Sample]]:
+    """Split samples into mini-batches of at most `turns` turns, in an order seeded by `seed_path`."""
+    order = sorted(
+        samples, key=lambda s: derive_seed(*seed_path, "deal", s.trajectory, s.node, s.turn)
+    )
     return [order[start : start + turns] for start in range(0, len(order), turns)]
 
 
@@ -192,9 +225,15 @@ def weigh(
     aggregation: AggregationName = "token_mean",
     norm: float | None = None,
 ) -> list[Sample]:
-    """One policy's samples with the weight of each of their tokens in an update, the denominator included.
+    """Set the weight of each sample's tokens in an update of its policy, including the denominator.
 
-    Agents of weight 0 are frozen: their samples are left out, of the denominator too.
+    Agents with loss weight 0 are frozen: their samples are left out, also of the denominator.
+
+    Args:
+        samples: of one policy.
+        loss_weights: by agent.
+        aggregation: name in `AGGREGATIONS`.
+        norm: constant length for aggregations that divide by one, in tokens.
     """
     trained = [sample for sample in samples if loss_weights[sample.agent]]
     if not trained:
@@ -202,11 +241,13 @@ def weigh(
     agents = {sample.agent for sample in trained} if AGGREGATIONS[aggregation].by_agent else {None}
     weights = torch.empty(len(trained), dtype=torch.float64)
     for agent in agents:
-        own = [i for i, sample in enumerate(trained) if agent in (None, sample.agent)]
-        copies = torch.tensor([trained[i].copies for i in own])
-        lengths = torch.tensor([trained[i].tokens for i in own])
-        each = token_weights(lengths.repeat_interleave(copies), mode=aggregation, norm=norm)
-        weights[own] = each[copies.cumsum(0) - 1] * copies / len(agents)
+        indices = [i for i, sample in enumerate(trained) if agent in (None, sample.agent)]
+        copies = torch.tensor([trained[i].copies for i in indices])
+        lengths = torch.tensor([trained[i].tokens for i in indices])
+        copy_weights = token_weights(lengths.repeat_interleave(copies), mode=aggregation, norm=norm)
+        # All copies of a sample have the same weight; take that of its last copy.
+        last_copy = copies.cumsum(0) - 1
+        weights[indices] = copy_weights[last_copy] * copies / len(agents)
     return [
         changed(sample, weight=loss_weights[sample.agent] * weight)
         for sample, weight in zip(trained, weights.tolist(), strict=True)

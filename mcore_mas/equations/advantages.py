@@ -1,16 +1,15 @@
-"""Advantage estimators for credit assignment: group-relative (GRPO's kin), of trees, by token, and with a critic.
+"""Advantage estimators: group-relative (GRPO and relatives), tree-based, token-level, and with a critic.
 
-A group-relative one says whom a turn is compared with (peers), what counts once (vote), against what (baseline), and
-what it is divided by (std). Every estimator is a callable from `Turns` and keyword options to `Advantages`: values in
-float64, [n] by turn or, where it says so, [T] by token, and the groups that it compared. `ESTIMATORS` is the table.
+`ESTIMATORS` is the table of all estimators. Each one maps `Turns` and keyword options to
+`Advantages`: values in float64, [n] by turn or [T] by token, and the groups that were compared. A
+group-relative estimator is defined by its peers (the turns that are compared), its vote (the unit
+that counts once), its baseline and its divisor (std).
 
-Args:
-    gamma: discount γ, by token.
-    lam: λ of GAE; in trees, the weight of the siblings in the baseline, of which the parent has the rest.
-    eps: added to σ, in reward units.
-    ddof: σ divides by (votes - ddof).
-    lone: what a vote without peers gets: "zero", or "raw", its own score, as Dr. MAS's released code does.
-    whitened: whose tokens are whitened together: the whole "batch", those of a "policy" or of an "agent" (MARTI).
+Args: gamma: discount γ, by token. lam: λ of GAE; in trees, the weight of the siblings in the
+    baseline, of which the parent has the rest. eps: added to σ, in reward units. ddof: σ divides by
+    (votes - ddof). lone: advantage of a vote without peers: "zero", or "raw", its score, as in Dr.
+    MAS's released code. whitened: tokens that are whitened together: the whole "batch", those of a
+    "policy", or of an "agent" (MARTI).
 """
 
 import inspect
@@ -29,35 +28,37 @@ from mcore_mas.equations.turns import (
     Peers,
     Turns,
     Vote,
-    average,
     grouping,
+    mean_by_group,
     reverse_scan,
-    total,
+    sum_by_group,
 )
 from rollout.base.options import Share
 
-Lone = Literal["zero", "raw"]  # what a vote without peers gets
+Lone = Literal["zero", "raw"]  # advantage of a vote without peers
 Baseline = Literal["mean", "others", "second"]
-Spread = Literal["peers", "team", "agent", "none"]  # whose σ
+Spread = Literal["peers", "team", "agent", "none"]  # the group whose σ divides
 
 
-def _second(b: GroupStatistics) -> Tensor:
-    """[n] r_max - r_second for the best vote, 0 for all others."""
-    order = torch.argsort(b.votes, descending=True, stable=True)
-    order = order[torch.argsort(b.group_of[order], stable=True)]  # by group, best first
-    votes, group = b.votes[order], b.group_of[order]
-    best = group.diff(prepend=group[:1] - 1) != 0
+def _lead_over_second(statistics: GroupStatistics) -> Tensor:
+    """Return r_max - r_second for the best vote of each group and 0 for all others, [n]."""
+    order = torch.argsort(statistics.vote_scores, descending=True, stable=True)
+    # Sort by group; within a group the best vote stays first.
+    order = order[torch.argsort(statistics.vote_group[order], stable=True)]
+    scores = statistics.vote_scores[order]
+    group = statistics.vote_group[order]
+    is_best = group.diff(prepend=group[:1] - 1) != 0
     has_next = group.diff(append=group[-1:] + 1) == 0
-    advantage = torch.empty_like(votes)
-    advantage[order] = torch.where(best & has_next, votes - votes.roll(-1), 0.0)
-    return advantage[b.vote]
+    advantage = torch.empty_like(scores)
+    advantage[order] = torch.where(is_best & has_next, scores - scores.roll(-1), 0.0)
+    return advantage[statistics.vote]
 
 
 _BASELINES: dict[Baseline, Callable[[GroupStatistics], Tensor]] = {
-    "mean": lambda b: b.own - b.mean,
+    "mean": lambda stats: stats.score - stats.mean,
     # r - mean of the other votes = (r - μ) n / (n - 1)
-    "others": lambda b: (b.own - b.mean) * b.size / (b.size - 1).clamp(min=1),
-    "second": _second,
+    "others": lambda stats: (stats.score - stats.mean) * stats.size / (stats.size - 1).clamp(min=1),
+    "second": _lead_over_second,
 }
 _SPREADS = {"team": grouping("task", "trajectory"), "agent": grouping("agent", "turn")}
 
@@ -73,41 +74,51 @@ def relative(
     ddof: Literal[0, 1] = 1,
     lone: Lone = "zero",
 ) -> Advantages:
-    """Advantages [n]: A = (r - baseline) / (σ + ε), r the score of a turn's vote; σ is 1 where votes do not differ.
+    """Compute group-relative advantages [n]: A = (r - baseline) / (σ + ε).
 
-    Args:
-        peers: turns that are compared: those of a "task"; of an "agent" on it; of an agent in a "state", in the same
+    r is the score of the turn's vote; σ is 1 where the votes of a group do not differ.
+
+    Args: peers: turns that are compared: those of a "task"; of an "agent" on it; of an agent in a
+        "state", in the same
             turn.
-        vote: what counts once, by the mean of its turns among these peers: a "trajectory", or each "turn".
-        baseline: "mean" μ; the mean of the "others"; or "second": the best vote gets its lead, all others 0.
-        std: whose σ: the "peers"' own, that of the "team"'s trajectories on the task, that of the "agent"'s turns on
+        vote: unit that counts once, with the mean of its turns among these peers: a "trajectory" or
+            each "turn".
+        baseline: "mean" μ; the mean of the "others"; or "second": the best vote gets its lead, all
+            others 0.
+        std: source of σ: the "peers", the "team"'s trajectories on the task, the "agent"'s turns on
             it, or "none".
     """
-    mu = grouping(peers, vote).statistics(turns, ddof)
-    advantages, groups = _BASELINES[baseline](mu), {"peers": mu}
+    statistics = grouping(peers, vote).statistics(turns, ddof)
+    advantages = _BASELINES[baseline](statistics)
+    groups = {"peers": statistics}
     if std != "none":
-        of = _SPREADS.get(std, mu.grouping)
-        sigma = mu if of == mu.grouping else of.statistics(turns, ddof)
-        advantages = advantages / (sigma.scale + eps)
-        groups = groups if sigma is mu else {"mean": mu, "std": sigma}
-    return Advantages(_singletons(mu, advantages, lone), groups)
+        std_grouping = _SPREADS.get(std, statistics.grouping)
+        if std_grouping == statistics.grouping:
+            std_statistics = statistics
+        else:
+            std_statistics = std_grouping.statistics(turns, ddof)
+            groups = {"mean": statistics, "std": std_statistics}
+        advantages = advantages / (std_statistics.scale + eps)
+    return Advantages(_replace_lone_votes(statistics, advantages, lone), groups)
 
 
 def _row(source: str, **choices: str) -> partial[Advantages]:
-    """A row of the table of group-relative estimators: `relative` with other defaults."""
+    """Return a row of the table of group-relative estimators: `relative` with other defaults."""
     row = partial(relative, **choices)  # type: ignore[arg-type]
-    row.__doc__ = f"Advantages [n] relative to a group   {source}\n\n{inspect.getdoc(relative)}"
+    row.__doc__ = (
+        f"Compute advantages [n] relative to a group   {source}\n\n{inspect.getdoc(relative)}"
+    )
     return row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCredit:
-    """GiGPO's advantages among turns that stood at the same state of the task, A_S.
+    """Settings of GiGPO's step-level advantages A_S, among turns that start from the same state of a task.
 
     Args:
-        weight: ω.
-        gamma: γ, by environment step.
-        similarity: below 1, states that are at least so alike (difflib's ratio) are one.
+        weight: ω, the weight of A_S.
+        gamma: discount γ, by environment step.
+        similarity: below 1, states whose difflib ratio is at least this are treated as one state.
     """
 
     weight: float = 1.0
@@ -126,52 +137,54 @@ def gigpo(
     ddof: Literal[0, 1] = 1,
     lone: Lone = "zero",
 ) -> Advantages:
-    """Advantages [n] of the episode, plus ω times those among turns that stood at the same state of the task.
+    """Compute advantages [n] of the episode, plus ω times those among turns from the same state of the task.
 
-    A = A_E(τ) + ω A_S(s, a)   GiGPO, arXiv 2505.10978. A_S compares discounted returns from the turn's round on,
-    R_t = Σ_{k≥t} γ^{k-t} r_k, each turn a vote.
+    A = A_E(τ) + ω A_S(s, a)   GiGPO, arXiv 2505.10978. A_S compares discounted returns from the
+    turn's round on, R_t = Σ_{k≥t} γ^{k-t} r_k, each turn a vote.
 
-    Args:
-        peers: turns that are compared: those of a "task", or of an "agent" on it.
-        vote: of A_E, as of `grpo`.
-        std: "peers": both parts are divided by their σ (mean_std_norm); "none": they are centred (mean_norm).
-        step: ω, and how A_S is made.
-        lone: what an episode without peers gets: "zero", or "raw", its own score; a lone step gets 0.
+    Args: peers: turns that are compared: those of a "task", or of an "agent" on it. vote: of A_E,
+        as of `grpo`. std: "peers": both parts are divided by their σ (mean_std_norm); "none": they
+        are only centred (mean_norm). step: settings of A_S. lone: advantage of an episode without
+        peers: "zero", or "raw", its score; a step without peers gets 0.
     """
     episode = relative(turns, peers=peers, vote=vote, std=std, eps=eps, ddof=ddof, lone=lone)
-    anchored = Grouping(
-        peers=(*grouping(peers, "turn").peers, "state"), vote=grouping(peers, "turn").vote
-    )
-    by_state = anchored.statistics(_anchored(turns, step), ddof)
-    of_step = (by_state.own - by_state.mean) / (by_state.scale + eps if std == "peers" else 1.0)
-    values = episode.values + step.weight * _singletons(by_state, of_step, "zero")
-    return Advantages(values, {"episode": episode.groups["peers"], "step": by_state})
+    by_turn = grouping(peers, "turn")
+    same_state = Grouping(peers=(*by_turn.peers, "state"), vote=by_turn.vote)
+    step_statistics = same_state.statistics(_turns_with_returns(turns, step), ddof)
+    step_advantages = step_statistics.score - step_statistics.mean
+    if std == "peers":
+        step_advantages = step_advantages / (step_statistics.scale + eps)
+    step_advantages = _replace_lone_votes(step_statistics, step_advantages, "zero")
+
+    values = episode.values + step.weight * step_advantages
+    return Advantages(values, {"episode": episode.groups["peers"], "step": step_statistics})
 
 
-def _anchored(turns: Turns, step: StepCredit) -> Turns:
-    """The turns with their discounted returns as scores, and states that are alike as one."""
+def _turns_with_returns(turns: Turns, step: StepCredit) -> Turns:
+    """Replace the scores of the turns by their discounted returns, and merge similar states."""
     state = turns.keys["state"]
     if step.similarity < 1.0:
-        if turns.alike is None:
+        if turns.cluster_states is None:
             raise ValueError(
-                "gigpo: step.similarity below 1 needs the texts of the states, which are not there"
+                "gigpo: step.similarity below 1 needs the texts of the states, which are missing"
             )
-        state = turns.alike(step.similarity)
+        state = turns.cluster_states(step.similarity)
     return replace(
         turns, scores=discounted_returns(turns, step.gamma), keys={**turns.keys, "state": state}
     )
 
 
 def discounted_returns(turns: Turns, gamma: float) -> Tensor:
-    """[n] R_t = r_t + γ R_{t+1} = Σ_{k≥t} γ^{k-t} r_k over the rounds k of a turn's trajectory from its own on.
+    """Compute the discounted return of each turn over the environment's steps, [n].
+
+    R_t = r_t + γ R_{t+1} = Σ_{k≥t} γ^{k-t} r_k, over the rounds k of the trajectory from the turn's
+    round on.
 
     Raises:
         ValueError: the turns have no rewards of environment steps.
     """
     if turns.steps is None:
-        raise ValueError(
-            "discounted returns need the rewards of environment steps, which are not there"
-        )
+        raise ValueError("discounted returns need the rewards of environment steps; none are given")
     returns = torch.zeros_like(turns.scores)
     for rewards in reversed(turns.steps.unbind(1)):
         returns = rewards + gamma * returns
@@ -179,14 +192,14 @@ def discounted_returns(turns: Turns, gamma: float) -> Tensor:
 
 
 def remax(turns: Turns) -> Advantages:
-    """Advantages [n]: A = r - r(greedy trajectory of the same task)   ReMax, arXiv 2310.10505.
+    """Compute advantages [n]: A = r - r(greedy trajectory of the same task)   ReMax, arXiv 2310.10505.
 
     Raises:
         ValueError: the turns have no greedy outcomes.
     """
     if turns.greedy is None:
         raise ValueError(
-            "remax needs the outcome of a greedy trajectory of every task, which is not there"
+            "remax needs the outcome of a greedy trajectory of every task; none is given"
         )
     return Advantages(turns.scores - turns.greedy)
 
@@ -196,32 +209,37 @@ _NODES = Grouping(peers=("trajectory",), vote=("trajectory", "node"))
 
 
 def tree_baseline(turns: Turns, lam: float) -> tuple[GroupStatistics, Tensor]:
-    """(siblings' statistics, each turn's baseline [n]): (1-λ)·parent + λ·mean of the other siblings   MARTI, MARS².
+    """Compute the baseline of each turn in a tree: (1-λ)·parent + λ·mean of the other siblings   MARTI, MARS².
 
-    A node's score is the mean over its turns. Without a parent the siblings count alone, without siblings the parent;
-    with neither the baseline is the node's own score.
+    The score of a node is the mean over its turns. Without a parent only the siblings count,
+    without siblings only the parent. With neither, the baseline is the node's own score.
+
+    Returns:
+        Statistics of the siblings, and the baseline [n].
     """
-    b = _SIBLINGS.statistics(turns)
-    node, above = turns.keys["node"], turns.keys["parent"]
-    by_node = torch.full(
-        (int(torch.maximum(node, above).max()) + 2,), torch.nan, dtype=torch.float64
-    )
-    by_node[node] = b.own  # the last place stays empty: it is the root's, which -1 stands for
-    parent = by_node[above]
-    # the mean of the others is μ - (r - μ) / (n - 1), which leaves equal scores equal
-    siblings = torch.where(
-        b.size > 1, b.mean - (b.own - b.mean) / (b.size - 1).clamp(min=1), torch.nan
-    )
-    both = (1 - lam) * parent + lam * siblings
-    either = torch.where(parent.isnan(), siblings, parent)
+    statistics = _SIBLINGS.statistics(turns)
+    node = turns.keys["node"]
+    parent = turns.keys["parent"]
+    nodes = int(torch.maximum(node, parent).max()) + 1
+    # Index -1 is the slot of the root's parent; it stays NaN.
+    node_scores = torch.full((nodes + 1,), torch.nan, dtype=torch.float64)
+    node_scores[node] = statistics.score
+    parent_score = node_scores[parent]
+
+    # The mean of the others is μ - (r - μ) / (n - 1). Written like this, equal scores stay exactly
+    # equal.
+    deviation = (statistics.score - statistics.mean) / (statistics.size - 1).clamp(min=1)
+    siblings_mean = torch.where(statistics.size > 1, statistics.mean - deviation, torch.nan)
+    both = (1 - lam) * parent_score + lam * siblings_mean
+    either = torch.where(parent_score.isnan(), siblings_mean, parent_score)
     baseline = torch.where(both.isnan(), either, both)
-    return b, torch.where(baseline.isnan(), b.own, baseline)
+    return statistics, torch.where(baseline.isnan(), statistics.score, baseline)
 
 
 def mcts(turns: Turns, *, lam: Share = 0.5) -> Advantages:
-    """Advantages [n] of tree nodes: A = r - baseline, with `tree_baseline`'s of MARTI."""
+    """Compute advantages [n] of tree nodes: A = r - baseline, with MARTI's `tree_baseline`."""
     siblings, baseline = tree_baseline(turns, lam)
-    return Advantages(siblings.own - baseline, {"siblings": siblings})
+    return Advantages(siblings.score - baseline, {"siblings": siblings})
 
 
 def mars2(
@@ -233,23 +251,24 @@ def mars2(
     ddof: Literal[0, 1] = 1,
     lone: Lone = "zero",
 ) -> Advantages:
-    """Advantages [n]: rewards shaped by the tree, r + γ (r - baseline), standardised over the nodes of the tree.
+    """Compute advantages [n] from rewards shaped by the tree, r + γ (r - baseline), standardised over its nodes.
 
-    MARS², MARTI's multi-agent tree search; the baseline is `tree_baseline`'s.
+    MARS², MARTI's multi-agent tree search, with the baseline of `tree_baseline`.
 
     Args:
-        gamma: weight of what a node has over its baseline.
+        gamma: weight of the difference between a node's score and its baseline.
     """
     siblings, baseline = tree_baseline(turns, lam)
-    shaped = replace(turns, scores=siblings.own + gamma * (siblings.own - baseline))
+    shaped = replace(turns, scores=siblings.score + gamma * (siblings.score - baseline))
     tree = _NODES.statistics(shaped, ddof)
-    values = (tree.own - tree.mean) / (tree.scale + eps)
-    return Advantages(_singletons(tree, values, lone), {"tree": tree})
+    values = (tree.score - tree.mean) / (tree.scale + eps)
+    return Advantages(_replace_lone_votes(tree, values, lone), {"tree": tree})
 
 
-def _singletons(b: GroupStatistics, advantages: Tensor, lone: Lone) -> Tensor:
-    """The advantages [n], but for votes without peers."""
-    return torch.where(b.size > 1, advantages, b.own if lone == "raw" else torch.zeros_like(b.own))
+def _replace_lone_votes(statistics: GroupStatistics, advantages: Tensor, lone: Lone) -> Tensor:
+    """Replace the advantages [n] of votes without peers by 0 or by their score."""
+    replacement = statistics.score if lone == "raw" else torch.zeros_like(statistics.score)
+    return torch.where(statistics.size > 1, advantages, replacement)
 
 
 Across = Literal["turn", "agent"]
@@ -257,19 +276,23 @@ Whitened = Literal["batch", "policy", "agent"]
 
 
 def whiten(values: Tensor, group: Tensor, eps: float = 1e-8) -> Tensor:
-    """Whitening [T]: (x - mean) / sqrt(var + ε) over the tokens of each `group` [T]; var divides by (tokens - 1)."""
+    """Whiten values [T] within each `group` [T] of tokens: (x - mean) / sqrt(var + ε).
+
+    The variance divides by (tokens - 1).
+    """
     count = group.bincount()
-    centred = values - average(values, group, len(count))[group]
-    variance = total(centred**2, group, len(count)) / (count - 1).clamp(min=1)
+    centred = values - mean_by_group(values, group, len(count))[group]
+    variance = sum_by_group(centred**2, group, len(count)) / (count - 1).clamp(min=1)
     return centred * (variance + eps).rsqrt()[group]
 
 
 def _whitened(turns: Turns, values: Tensor, over: Whitened) -> Tensor:
-    return whiten(values, turns.by_token(turns.key(*(() if over == "batch" else (over,)))))
+    columns = () if over == "batch" else (over,)
+    return whiten(values, turns.by_token(turns.key(*columns)))
 
 
 def reinforce_pp(turns: Turns, *, gamma: Share = 1.0, whitened: Whitened = "policy") -> Advantages:
-    """Advantages [T]: each token's return to go in its turn, whitened   REINFORCE++, arXiv 2501.03262."""
+    """Compute advantages [T]: the return to go of each token in its turn, whitened   REINFORCE++, arXiv 2501.03262."""
     returns = reverse_scan(turns.token_rewards(), gamma, turns.lengths)
     return Advantages(_whitened(turns, returns, whitened))
 
@@ -277,16 +300,17 @@ def reinforce_pp(turns: Turns, *, gamma: Share = 1.0, whitened: Whitened = "poli
 def reinforce_pp_baseline(
     turns: Turns, *, peers: Peers = "task", vote: Vote = "trajectory", whitened: Whitened = "policy"
 ) -> Advantages:
-    """Advantages [T]: the turn's own score less its peers' mean, whitened   REINFORCE++-baseline, arXiv 2501.03262.
+    """Compute advantages [T]: the turn's score minus its peers' mean, whitened.
 
-    Args:
-        peers: turns that share a mean, as of `grpo`.
-        vote: what counts once in it; a trajectory in Dr. MAS's and MARTI's code, so that long ones do not set it.
+    REINFORCE++-baseline, arXiv 2501.03262.
+
+    Args: peers: turns that share a mean, as in `grpo`. vote: unit that counts once in the mean. Dr.
+        MAS's and MARTI's code uses trajectories, so that long ones do
+            not dominate it.
     """
-    b = grouping(peers, vote).statistics(turns)
-    return Advantages(
-        _whitened(turns, turns.by_token(turns.scores - b.mean), whitened), {"peers": b}
-    )
+    statistics = grouping(peers, vote).statistics(turns)
+    advantages = turns.by_token(turns.scores - statistics.mean)
+    return Advantages(_whitened(turns, advantages, whitened), {"peers": statistics})
 
 
 def gae(
@@ -297,14 +321,14 @@ def gae(
     across: Across = "turn",
     whitened: Whitened = "policy",
 ) -> Advantages:
-    """Advantages [T] against a critic, whitened: A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t.
+    """Compute advantages [T] against a critic, whitened: A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t.
 
-    GAE, arXiv 1506.02438; for teams as UnityMAS-O uses it. What follows a node of a tree is no single line,
-    and never a sibling, so there turns are joined within a node only.
+    GAE, arXiv 1506.02438; for teams as UnityMAS-O uses it. In a tree several branches follow a
+    node, so turns are joined to an episode within a node only.
 
-    Args:
-        across: an episode is each "turn" (UnityMAS-O), or the turns of one "agent" in a trajectory, in their order; in
-            a tree, those in one node.
+    Args: across: an episode is each "turn" (UnityMAS-O), or the turns of one "agent" in a
+        trajectory, in their order;
+            in a tree, those in one node.
     """
     advantages, returns = advantages_and_returns(turns, gamma=gamma, lam=lam, across=across)
     return Advantages(_whitened(turns, advantages, whitened), returns=returns)
@@ -313,30 +337,37 @@ def gae(
 def advantages_and_returns(
     turns: Turns, *, gamma: float = 1.0, lam: float = 1.0, across: Across = "turn"
 ) -> tuple[Tensor, Tensor]:
-    """(A_t [T] before whitening, the critic's targets A_t + V_t [T]).
+    """Compute GAE before whitening, and the targets of the critic.
+
+    Returns:
+        A_t [T], and the targets A_t + V_t [T].
 
     Raises:
         ValueError: the turns have no values.
     """
     if turns.values is None:
-        raise ValueError("gae needs a critic's values, which are not there")
-    rewards, values = turns.token_rewards(), turns.values
-    order = torch.arange(len(values))
+        raise ValueError("gae needs the values of a critic; none are given")
+    order = torch.arange(len(turns.values))
     lengths = turns.lengths
-    if across == "agent":  # tokens of an agent's turns in a trajectory, one after the other
-        owner = turns.by_token(turns.key("trajectory", "agent", "node"))
-        place = owner * (int(turns.keys["turn"].max()) + 1)
-        order = torch.argsort(place + turns.by_token(turns.keys["turn"]), stable=True)
-        lengths = owner.bincount()
-    rewards, values = rewards[order], values[order]
-    after = values.roll(-1)
-    after[lengths.cumsum(0) - 1] = 0.0  # an episode is worth nothing beyond its end
-    advantages = reverse_scan(rewards + gamma * after - values, gamma * lam, lengths)
-    back = order.argsort()
-    return advantages[back], (advantages + values)[back]
+    if across == "agent":
+        # Put the tokens of an agent's turns in a trajectory one after the other.
+        episode = turns.by_token(turns.key("trajectory", "agent", "node"))
+        turn = turns.by_token(turns.keys["turn"])
+        order = torch.argsort(episode * (int(turns.keys["turn"].max()) + 1) + turn, stable=True)
+        lengths = episode.bincount()
+
+    rewards = turns.token_rewards()[order]
+    values = turns.values[order]
+    next_values = values.roll(-1)
+    next_values[lengths.cumsum(0) - 1] = 0.0  # V is 0 after the last token of an episode
+    deltas = rewards + gamma * next_values - values
+    advantages = reverse_scan(deltas, gamma * lam, lengths)
+
+    original_order = order.argsort()
+    return advantages[original_order], (advantages + values)[original_order]
 
 
-Estimator = Callable[..., Advantages]  # of (Turns, **options)
+Estimator = Callable[..., Advantages]  # (Turns, **options)
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": _row("GRPO: DeepSeekMath, arXiv 2402.03300", peers="task", vote="trajectory"),
     "dr_grpo": _row("Dr. GRPO, arXiv 2503.20783", peers="task", vote="trajectory", std="none"),
@@ -353,7 +384,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo_passk": _row(
         "arXiv 2503.19595, as verl has it", peers="task", vote="trajectory", baseline="second"
     ),
-    # each call of a sub-agent is a sample of its own in the released code (AQ-MedAI/MrlX); with advantage.align
+    # In the released code (AQ-MedAI/MrlX) each call of a sub-agent is a sample; use it with
+    # advantage.align.
     "m_grpo": _row("M-GRPO, arXiv 2511.13288", peers="agent", vote="turn"),
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
@@ -362,22 +394,30 @@ ESTIMATORS: dict[str, Estimator] = {
     "mars2": mars2,
     "gae": gae,
 }
-# what must be known of turns before an estimator can run, beyond rewards: a column of `Turns`
-NEEDS = {"gae": "values", "remax": "greedy", "gigpo": "steps"}
-# who looks at its own agents' turns only, as others' may lack what it needs
-ALONE = frozenset({"gae", "remax"})
-# whose advantages are [T]
+# The optional column of `Turns` that an estimator requires.
+REQUIRED_COLUMN = {"gae": "values", "remax": "greedy", "gigpo": "steps"}
+# Estimators that are given only the turns of their own agents, because other turns may lack the
+# required column.
+OWN_TURNS_ONLY = frozenset({"gae", "remax"})
+# Estimators whose advantages have shape [T].
 BY_TOKEN = frozenset({"reinforce_pp", "reinforce_pp_baseline", "gae"})
-_OF_TREES = {"mcts": _SIBLINGS, "mars2": _NODES}
+_TREE_GROUPINGS = {"mcts": _SIBLINGS, "mars2": _NODES}
 
 
-def compared(name: str, options: Mapping[str, Any]) -> Grouping | None:
-    """Whom estimator `name` compares, and what it needs differences in; None where nobody is, or it is not ours."""
-    if name not in ESTIMATORS or name in _OF_TREES:
-        return _OF_TREES.get(name)
-    defaults = {
-        option.name: option.default
-        for option in inspect.signature(ESTIMATORS[name]).parameters.values()
-    }
-    chosen = {**defaults, **options}
-    return grouping(chosen["peers"], chosen["vote"]) if "peers" in chosen else None
+def estimator_grouping(name: str, options: Mapping[str, Any]) -> Grouping | None:
+    """Return the grouping by which an estimator compares turns.
+
+    Args:
+        name: of the estimator.
+        options: that differ from its defaults.
+
+    Returns:
+        None if the estimator compares no turns, or is not in `ESTIMATORS`.
+    """
+    if name not in ESTIMATORS or name in _TREE_GROUPINGS:
+        return _TREE_GROUPINGS.get(name)
+    parameters = inspect.signature(ESTIMATORS[name]).parameters.values()
+    settings = {parameter.name: parameter.default for parameter in parameters} | dict(options)
+    if "peers" not in settings:
+        return None
+    return grouping(settings["peers"], settings["vote"])

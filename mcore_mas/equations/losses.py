@@ -1,11 +1,12 @@
-"""Losses per token of a policy and of its critic, and aggregation: how much each token counts in an update.
+"""Token losses of a policy and of its critic, and their aggregation to the loss of an update.
 
-A policy's loss maps a `Tokens` of N tokens, and the log-probabilities [N] of the old policy that its ratio starts
-from, to (loss [N], statistics [N] by name). Statistics are reduced over all tokens by their mean, those whose name ends
-in `_max` or `_min` by maximum or minimum; NaN says that a token does not have that statistic.
+A policy loss maps a `Tokens` of N tokens, and the log-probabilities [N] of the old policy in the
+ratio, to (loss [N], statistics [N] by name). Statistics are averaged over all tokens; if the name
+ends in `_max` or `_min`, their maximum or minimum is taken. NaN marks tokens without the statistic.
 
-The loss of an update is Σ_i Σ_t weight_i · loss_it over all tokens of all its samples, so it does not depend on how
-samples are cut into micro-batches or spread over ranks. A sequence is a sample: one reply of one agent.
+The loss of an update is Σ_i Σ_t weight_i · loss_it over all tokens of all its samples. It therefore
+does not depend on the micro-batches or on the number of ranks. A sequence is a sample: one reply of
+one agent.
 
 Args:
     clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
@@ -36,34 +37,40 @@ Statistics = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What a loss may look at, for N trained tokens."""
+    """Inputs of a loss for N trained tokens. Log-probabilities are in nats, after temperature.
 
-    logprobs: Tensor  # [N] of the policy being trained, natural log, after temperature; carries the gradient
-    behaviour: Tensor  # [N] of the policy that sampled; NaN where nobody did
-    advantages: Tensor  # [N]
-    sequences: Tensor  # [N] int64, tokens of one reply share a number; a reply is never split over micro-batches
-    entropy: Tensor  # [N] nats, carries the gradient where entropy_coef is not zero
-    kl_coef: Tensor | None  # [N] factor of the KL term; None: there is none
-    entropy_coef: Tensor  # [N] factor of the entropy bonus
-    proximal: Tensor | None = (
-        None  # [N] of the weights at the start of the step; None or NaN: the current ones
-    )
-    reference: Tensor | None = None  # [N] of the frozen reference; NaN where kl_coef is zero
+    Attributes: logprobs: [N] of the policy being trained; carries the gradient. behaviour: [N] of
+        the policy that sampled; NaN for tokens that were not sampled. advantages: [N]. sequences:
+        [N] int64 id of the token's reply; a reply is never split over micro-batches. entropy: [N]
+        nats; carries the gradient where `entropy_coef` is not zero. kl_coef: [N] factor of the KL
+        term; None without a KL term. entropy_coef: [N] factor of the entropy bonus. proximal: [N]
+        log-probabilities at the start of the step; None or NaN for the current weights. reference:
+        [N] log-probabilities of the frozen reference; NaN where `kl_coef` is zero.
+    """
+
+    logprobs: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    sequences: Tensor
+    entropy: Tensor
+    kl_coef: Tensor | None
+    entropy_coef: Tensor
+    proximal: Tensor | None = None
+    reference: Tensor | None = None
 
 
 Loss = Callable[..., tuple[Tensor, Statistics]]
 
 
 def cross_entropy(tokens: Tokens, old: Tensor) -> tuple[Tensor, Statistics]:
-    """Negative log-likelihood [N], for supervised fine-tuning (SFT)."""
+    """Compute the negative log-likelihood [N], for supervised fine-tuning (SFT)."""
     return -tokens.logprobs, {}
 
 
 def reinforce(tokens: Tokens, old: Tensor) -> tuple[Tensor, Statistics]:
-    """Policy gradient −A log π [N] without ratio or clip: Williams 1992."""
-    return -tokens.advantages * tokens.logprobs, _distance(
-        tokens, old, bounded_exp((tokens.logprobs - old).detach())
-    )
+    """Compute the policy-gradient loss −A log π [N], without ratio or clip   Williams 1992."""
+    ratio = bounded_exp((tokens.logprobs - old).detach())
+    return -tokens.advantages * tokens.logprobs, _ratio_statistics(tokens, old, ratio)
 
 
 def ppo_clip(
@@ -74,15 +81,16 @@ def ppo_clip(
     clip_high: NonNegativeFloat = 0.2,
     dual_clip: DualClip = 3.0,
 ) -> tuple[Tensor, Statistics]:
-    """Clipped policy-gradient loss [N] of PPO, with dual clip.
+    """Compute the clipped policy-gradient loss [N] of PPO, with dual clip.
 
-    Schulman et al. 2017 (arXiv 1707.06347) eq. 7; the lower and upper clips may differ (DAPO, arXiv 2503.14476);
-    dual clip bounds the loss of negative advantages by `dual_clip` (Ye et al. 2020, arXiv 1912.09729, eq. 5).
+    Schulman et al. 2017 (arXiv 1707.06347) eq. 7; the lower and upper clips may differ (DAPO, arXiv
+    2503.14476); dual clip bounds the loss of negative advantages by `dual_clip` (Ye et al. 2020,
+    arXiv 1912.09729, eq. 5).
     """
     # r = π / π_old
     ratio = bounded_exp(tokens.logprobs - old)
     loss, statistics = _clipped(ratio, tokens.advantages, clip_low, clip_high, dual_clip)
-    return loss, statistics | _distance(tokens, old, ratio)
+    return loss, statistics | _ratio_statistics(tokens, old, ratio)
 
 
 def gspo(
@@ -93,16 +101,17 @@ def gspo(
     clip_high: NonNegativeFloat = 4e-4,
     dual_clip: DualClip = math.inf,
 ) -> tuple[Tensor, Statistics]:
-    """Clipped policy-gradient loss [N] whose ratio is the whole reply's, length-normalised.
+    """Compute the clipped policy-gradient loss [N] with the length-normalised ratio of the whole reply.
 
-    GSPO-token (Zheng et al. 2025, arXiv 2507.18071, sec. 4.3; clips of sec. 5.1), which has GSPO's value and
-    gradient where a reply's advantages are equal. The paper aggregates by `seq_mean_token_mean`.
+    GSPO-token (Zheng et al. 2025, arXiv 2507.18071, sec. 4.3; clips of sec. 5.1), which has GSPO's
+    value and gradient where a reply's advantages are equal. The paper aggregates by
+    `seq_mean_token_mean`.
     """
     # s_it = sg[s_i] · π(y_it) / sg[π(y_it)], s_i = (π(y_i) / π_old(y_i))^(1/|y_i|)
     mean = at_level((tokens.logprobs - old).detach(), tokens.sequences, "geometric")
     ratio = bounded_exp(mean + (tokens.logprobs - tokens.logprobs.detach()))
     loss, statistics = _clipped(ratio, tokens.advantages, clip_low, clip_high, dual_clip)
-    return loss, statistics | _distance(tokens, old, ratio)
+    return loss, statistics | _ratio_statistics(tokens, old, ratio)
 
 
 def _clipped(
@@ -124,9 +133,9 @@ def _clipped(
     return torch.minimum(single, bound), statistics
 
 
-def _distance(tokens: Tokens, old: Tensor, ratio: Tensor) -> Statistics:
+def _ratio_statistics(tokens: Tokens, old: Tensor, ratio: Tensor) -> Statistics:
     return {
-        # KL(π_old‖π): the tokens are the old policy's
+        # KL(π_old‖π), because the old policy sampled the tokens
         "kl": k3(old, tokens.logprobs.detach()),
         "ratio": ratio.detach(),
         "ratio_max": ratio.detach(),
@@ -144,79 +153,100 @@ LOSSES: dict[str, Loss] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What a policy's update minimises, as plain data that travels to every rank.
+    """Objective of a policy's update, as plain data that is sent to every rank.
 
     L = w · loss(π, π_old) + kl_coef · KL(π‖reference) − entropy_coef · H(π), per token.
 
-    Without a correction π_old is the sampler μ, on its own log-probabilities, and w = 1: classic PPO. With one, π_old
-    is the policy at the start of the step, which at the step's first update is the current one, and w = π_old/μ as
-    the correction bounds it: decoupled PPO (AReaL, arXiv 2505.24298). w carries no gradient, and touches neither the
-    KL term nor the entropy.
+    Without a correction, π_old is the sampler μ with its recorded log-probabilities, and w = 1:
+    classic PPO. With a correction, π_old is the policy at the start of the step (the current policy
+    in the step's first update), and w = π_old/μ, bounded by the correction: decoupled PPO (AReaL,
+    arXiv 2505.24298). w carries no gradient, and applies neither to the KL term nor to the entropy.
+
+    Attributes:
+        loss: name in `LOSSES`.
+        options: keyword options of the loss.
+        kl: name in `KL_ESTIMATES`.
+        correction: name in `CORRECTIONS`.
+        correction_options: keyword options of the correction.
     """
 
-    loss: str = "ppo_clip"  # name in LOSSES
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the loss
-    kl: KLName = "k3"  # name in KL_ESTIMATES
-    correction: str = "none"  # name in CORRECTIONS
+    loss: str = "ppo_clip"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    kl: KLName = "k3"
+    correction: str = "none"
     correction_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, tokens: Tokens) -> tuple[Tensor, Statistics]:
-        """(loss [N] before token weights, statistics [N] by name).
+        """Compute the loss [N] of each token before token weights, and statistics [N] by name.
+
+        If a token has a KL coefficient and its reference is NaN, its loss is NaN.
 
         Raises:
-            ValueError: a token has a KL coefficient and there is no reference. Where only its own reference is NaN,
-                its loss is.
+            ValueError: a token has a KL coefficient, and no token has a reference.
         """
-        old = tokens.behaviour if self.correction == "none" else tokens.logprobs.detach()
-        if self.correction != "none" and tokens.proximal is not None:
-            old = torch.where(tokens.proximal.isnan(), old, tokens.proximal)
+        old = self._old_logprobs(tokens)
         loss, statistics = LOSSES[self.loss](tokens, old, **self.options)
+
         if self.correction != "none":
             log_ratio = (old - tokens.behaviour).detach()
-            weight = CORRECTIONS[self.correction](
-                log_ratio, tokens.sequences, **self.correction_options
-            )
+            correct = CORRECTIONS[self.correction]
+            weight = correct(log_ratio, tokens.sequences, **self.correction_options)
             loss = loss * weight
-            statistics |= {"correction_weight": weight, "correction_weight_max": weight}
-            statistics |= {"correction_masked": (weight == 0).float()}
+            statistics["correction_weight"] = weight
+            statistics["correction_weight_max"] = weight
+            statistics["correction_masked"] = (weight == 0).float()
+
         if tokens.reference is not None and tokens.kl_coef is not None:
-            known = ~tokens.reference.isnan()
-            # the policy stands in where no reference is wanted: a NaN would get into the gradient even at coefficient 0
-            stand_in = ~known & (tokens.kl_coef == 0)
-            reference = torch.where(stand_in, tokens.logprobs.detach(), tokens.reference)
+            has_reference = ~tokens.reference.isnan()
+            # Where the coefficient is 0 a missing reference is replaced by the policy itself,
+            # because a NaN would reach the gradient even with coefficient 0.
+            not_needed = ~has_reference & (tokens.kl_coef == 0)
+            reference = torch.where(not_needed, tokens.logprobs.detach(), tokens.reference)
             kl = KL_ESTIMATES[self.kl](tokens.logprobs, reference)
             loss = loss + tokens.kl_coef * kl
-            statistics |= {"reference_kl": torch.where(known, kl.detach(), math.nan)}
+            statistics["reference_kl"] = torch.where(has_reference, kl.detach(), math.nan)
         elif tokens.kl_coef is not None and bool(tokens.kl_coef.any()):
             raise ValueError(
                 "objective: kl_coef is not zero, but no token has reference log-probabilities; add them"
             )
         return loss - tokens.entropy_coef * tokens.entropy, statistics
 
+    def _old_logprobs(self, tokens: Tokens) -> Tensor:
+        """Return the log-probabilities [N] of π_old."""
+        if self.correction == "none":
+            return tokens.behaviour
+        current = tokens.logprobs.detach()
+        if tokens.proximal is None:
+            return current
+        return torch.where(tokens.proximal.isnan(), current, tokens.proximal)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueObjective:
-    """What a critic's update minimises: L = ½ max((V − R)², (clip(V, V_old ± clip) − R)²), per token.
+    """Objective of a critic's update: L = ½ max((V − R)², (clip(V, V_old ± clip) − R)²), per token.
 
-    V is the critic's value function: the reward expected from a token on, of which R is what came.
-    The value clipping that goes with PPO (Schulman et al. 2017, arXiv 1707.06347, in OpenAI baselines' form).
+    V is the value function, the expected return from a token on, and R the observed return. This is
+    PPO's value clipping (Schulman et al. 2017, arXiv 1707.06347, in the form of OpenAI baselines).
+
+    Attributes:
+        clip: in reward units; inf gives plain regression.
     """
 
-    clip: float = 0.2  # in reward units; inf is plain regression
+    clip: float = 0.2
 
     def __call__(
         self, values: Tensor, old_values: Tensor, returns: Tensor
     ) -> tuple[Tensor, Statistics]:
-        """(loss [N] before token weights, statistics [N] by name).
+        """Compute the loss [N] of each token before token weights, and statistics [N] by name.
 
         Args:
             values: [N] of the critic being trained; carries the gradient.
             old_values: [N] of the critic at the start of the step.
             returns: [N] targets.
         """
-        held = torch.clamp(values, old_values - self.clip, old_values + self.clip)
+        clipped_values = torch.clamp(values, old_values - self.clip, old_values + self.clip)
         plain = (values - returns).square()
-        clipped = (held - returns).square()
+        clipped = (clipped_values - returns).square()
         with torch.no_grad():
             error = returns - values
             statistics = {
@@ -231,10 +261,13 @@ class ValueObjective:
 
 
 def explained_variance(means: Mapping[str, float]) -> float:
-    """1 − Var(R − V) / Var(R), from the means of a `ValueObjective`'s statistics; NaN where all returns are equal."""
-    returns = means["return_squared"] - means["return"] ** 2
-    errors = means["value_error_squared"] - means["value_error"] ** 2
-    return 1.0 - errors / returns if returns > 0 else math.nan
+    """Compute 1 − Var(R − V) / Var(R) from the means of a `ValueObjective`'s statistics.
+
+    The result is NaN if all returns are equal.
+    """
+    return_variance = means["return_squared"] - means["return"] ** 2
+    error_variance = means["value_error_squared"] - means["value_error"] ** 2
+    return 1.0 - error_variance / return_variance if return_variance > 0 else math.nan
 
 
 AggregationName = Literal[
@@ -248,16 +281,18 @@ AggregationName = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """One way to make a loss of all tokens."""
+    """Aggregation of token losses to one loss.
 
-    weights: Callable[
-        [Tensor, float], Tensor
-    ]  # (lengths [n] float64, norm) -> weight of a token of each sample [n]
+    Attributes: weights: maps (lengths [n] float64, norm) to the weight of a token of each sample,
+        [n]. source: paper, or name in other libraries. normed: the weights divide by a configured
+        length. by_agent: the samples of each agent are aggregated separately, and the mean over
+        agents is taken.
+    """
+
+    weights: Callable[[Tensor, float], Tensor]
     source: str
-    normed: bool = False  # divides by a configured length
-    by_agent: bool = (
-        False  # each agent's samples by themselves, of which the mean over agents is taken
-    )
+    normed: bool = False
+    by_agent: bool = False
 
 
 AGGREGATIONS: dict[AggregationName, Aggregation] = {
@@ -266,16 +301,17 @@ AGGREGATIONS: dict[AggregationName, Aggregation] = {
         weights=lambda lengths, _: torch.ones_like(lengths) / lengths.sum(),
         source="DAPO, arXiv 2503.14476; verl token-mean",
     ),
-    # 1 / (K Σ_{j of agent k} |y_j|) for K agents: who says more does not count more
+    # 1 / (K Σ_{j of agent k} |y_j|) for K agents, so that agents with longer replies do not count
+    # more
     "agent_mean": Aggregation(
         weights=lambda lengths, _: torch.ones_like(lengths) / lengths.sum(),
-        source="token_mean of each agent, as separate policies have it",
+        source="token_mean of each agent, as with separate policies",
         by_agent=True,
     ),
     # 1 / n
     "seq_mean_token_sum": Aggregation(
         weights=lambda lengths, _: torch.ones_like(lengths) / (lengths > 0).sum(),
-        source="REINFORCE's; verl seq-mean-token-sum",
+        source="REINFORCE; verl seq-mean-token-sum",
     ),
     # 1 / (n |y_i|)
     "seq_mean_token_mean": Aggregation(
@@ -294,10 +330,10 @@ AGGREGATIONS: dict[AggregationName, Aggregation] = {
 def token_weights(
     lengths: Tensor, *, mode: AggregationName = "token_mean", norm: float | None = None
 ) -> Tensor:
-    """The weight [n] float64 of each single token of sample i, the update's denominator included.
+    """Return the weight of a single token of each sample, [n] float64, including the denominator of the update.
 
-    Args:
-        lengths: [n] trained tokens of every sample of the update. A sample without any is no sequence: it gets
+    Args: lengths: [n] number of trained tokens of every sample of the update. A sample without
+        trained tokens gets
             weight 0 and does not count in n.
         mode: name in `AGGREGATIONS`.
         norm: the constant length L in tokens, for modes that divide by one; None for the others.

@@ -1,6 +1,7 @@
-"""Lazy import of torch for the equations: configs read their names and options without it.
+"""Lazy import of torch for the equations.
 
-Importing torch takes seconds, which the start of every job of the pipeline would pay.
+Configs read the names and options of equations without torch, whose import takes seconds at the
+start of every job.
 """
 
 import importlib
@@ -13,11 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 else:
 
-    class _WhenUsed:
+    class _LazyTorch:
         def __getattr__(self, name: str) -> Any:
             value = getattr(importlib.import_module("torch"), name)
-            setattr(self, name, value)  # found without this call from now on
+            setattr(self, name, value)  # later accesses find the attribute itself
             return value
 
-    torch = _WhenUsed()
-    Tensor = Any  # in annotations only
+    torch = _LazyTorch()
+    Tensor = Any  # used in annotations only

@@ -1,4 +1,4 @@
-"""Turns of a training step as columns for credit assignment, and the statistics of groups of them."""
+"""Turns of a training step as columns for credit assignment, and statistics of groups of turns."""
 
 from __future__ import annotations
 
@@ -8,141 +8,187 @@ from typing import Literal
 
 from mcore_mas.equations.tensors import Tensor, torch
 
-_INT64 = 2**63 - 1
-_EQUAL = 1e-9  # σ in units of |μ|, or of 1 where that is less: votes so close are equal
+_INT64_MAX = 2**63 - 1
+
+# Votes count as equal if their σ is at most this, in units of |μ|, or of 1 where |μ| is smaller.
+_EQUAL_VOTES_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """n turns with T tokens in all, flat and in the order of the turns.
+    """Columns of n turns with T loss-carrying tokens in total, in the order of the turns.
 
-    Key columns number ids: equal numbers, equal ids. Always there: policy, task, trajectory, agent, turn (position on
-    its own line), state (what the agent saw), round (environment step), node (of the tree, within its trajectory) and
-    parent (numbered as `node` is, -1 at the root).
+    The key columns hold integer ids; equal ids mean equal values. These columns always exist:
+    policy, task, trajectory, agent, turn (position in its own line of the trajectory), state (what
+    the agent saw), round (environment step), node (of the tree, within its trajectory) and parent
+    (ids as in `node`; -1 at the root).
+
+    Attributes: scores: [n] float64, reward of each turn, token penalties included. keys: [n] int64
+        by column name. lengths: [n] int64, number of tokens that carry loss. steps: [n, K] float64,
+        rewards of the environment's steps from the turn's round on, padded with 0. greedy: [n]
+        float64, outcome of the task's greedy trajectory. penalties: [T] float64, subtracted from
+        the reward token by token. values: [T] float64, the critic's value before each token.
+        cluster_states: maps a similarity in (0, 1] to [n] ids of states that are at least that
+        similar.
     """
 
-    scores: Tensor  # [n] float64, each turn's reward, token penalties included
-    keys: Mapping[str, Tensor]  # [n] int64 by column
-    lengths: Tensor  # [n] int64 tokens that carry loss
-    steps: Tensor | None = (
-        None  # [n, K] float64 rewards of the environment's steps from the turn's round on, then 0
-    )
-    greedy: Tensor | None = None  # [n] float64 outcome of the task's greedy trajectory
-    penalties: Tensor | None = None  # [T] float64 taken from the reward token by token
-    values: Tensor | None = None  # [T] float64 the critic's value before each token
-    alike: Callable[[float], Tensor] | None = (
-        None  # similarity in (0, 1] -> [n] numbers of states at least so alike
-    )
+    scores: Tensor
+    keys: Mapping[str, Tensor]
+    lengths: Tensor
+    steps: Tensor | None = None
+    greedy: Tensor | None = None
+    penalties: Tensor | None = None
+    values: Tensor | None = None
+    cluster_states: Callable[[float], Tensor] | None = None
 
     def key(self, *columns: str) -> Tensor:
-        """[n] int64 from 0 on: turns that agree in all `columns` get equal numbers."""
-        joint, size = torch.zeros_like(self.lengths), 1
+        """Return joint ids of several key columns, [n] int64 counted from 0.
+
+        Two turns get equal ids if they agree in all `columns`.
+        """
+        joint = torch.zeros_like(self.lengths)
+        size = 1
         for column in columns:
             values = self.keys[column] + 1
             width = int(values.max()) + 1
-            if size > _INT64 // width:
-                joint = number(joint)
+            if size > _INT64_MAX // width:
+                joint = dense_ids(joint)
                 size = int(joint.max()) + 1
-            joint, size = joint * width + values, size * width
-        return number(joint)
+            joint = joint * width + values
+            size = size * width
+        return dense_ids(joint)
 
     def token_rewards(self) -> Tensor:
-        """[T] the turn's own reward on its last token, less the penalty of every token."""
-        rewards = (
-            -self.penalties
-            if self.penalties is not None
-            else torch.zeros(int(self.lengths.sum())).double()
-        )
-        last = self.lengths.cumsum(0) - 1
-        own = self.scores
-        if self.penalties is not None:
-            own = own + total(self.penalties, self.by_token(torch.arange(len(own))), len(own))
-        said = (
-            self.lengths > 0
-        )  # a reply of no tokens has none to reward, and not the one before it
-        return rewards.index_add(0, last[said], own[said])
+        """Return the reward of each token, [T]: the turn's reward on its last token, minus token penalties."""
+        if self.penalties is None:
+            rewards = torch.zeros(int(self.lengths.sum())).double()
+            turn_rewards = self.scores
+        else:
+            # `scores` already include the penalties; take them out of the reward of the last token.
+            rewards = -self.penalties
+            turn_of_token = self.by_token(torch.arange(len(self.scores)))
+            turn_rewards = self.scores + sum_by_group(
+                self.penalties, turn_of_token, len(self.scores)
+            )
+        last_token = self.lengths.cumsum(0) - 1
+        # An empty reply has no last token; its index would point into the reply before it.
+        not_empty = self.lengths > 0
+        return rewards.index_add(0, last_token[not_empty], turn_rewards[not_empty])
 
     def by_token(self, column: Tensor) -> Tensor:
-        """[T] from [n]: every token has its turn's value."""
+        """Repeat a column [n] for every token of each turn, [T]."""
         return column.repeat_interleave(self.lengths)
 
 
-def number(keys: Tensor) -> Tensor:
-    """[n] equal keys as equal numbers from 0 on."""
+def dense_ids(keys: Tensor) -> Tensor:
+    """Map keys [n] to ids counted from 0 without gaps, [n]."""
     return torch.unique(keys, return_inverse=True)[1]  # type: ignore[no-any-return]
 
 
-def total(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """[groups] sums of `values` [n] by `group` [n]."""
+def sum_by_group(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Sum `values` [n] by group id [n]; the result has shape [groups]."""
     return torch.zeros(groups, dtype=values.dtype).index_add(0, group, values)
 
 
-def average(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """[groups] means of `values` [n] by `group` [n], none of them empty; of equal values it is that value to the bit.
+def mean_by_group(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Average `values` [n] by group id [n]; the result has shape [groups], and no group may be empty.
 
-    A plain sum over a count rounds: peers with equal scores would get advantages of 1e-12, which Adam makes full steps.
+    The mean of equal values is exactly that value. A sum divided by a count would be off by
+    rounding: peers with equal scores would get advantages of 1e-12, which Adam turns into full
+    steps.
     """
-    least = values.new_full((groups,), torch.inf).scatter_reduce(0, group, values, "amin")
-    return least + total(values - least[group], group, groups) / group.bincount(minlength=groups)
+    minimum = values.new_full((groups,), torch.inf).scatter_reduce(0, group, values, "amin")
+    excess = sum_by_group(values - minimum[group], group, groups)
+    return minimum + excess / group.bincount(minlength=groups)
 
 
 def reverse_scan(values: Tensor, decay: float, lengths: Tensor) -> Tensor:
-    """y_t = x_t + decay * y_{t+1} within consecutive segments of `lengths` [s] in `values` [sum of lengths].
+    """Compute y_t = x_t + decay * y_{t+1} within consecutive segments.
 
-    Work is linear in the values; every pass treats all segments that are still that long.
+    The work is linear in the number of values: pass k updates the k-th position from the end of
+    every segment that is long enough.
+
+    Args:
+        values: [sum of lengths] x_t of all segments, one after the other.
+        decay: factor of the next result.
+        lengths: [s] length of each segment.
     """
     result = values.clone()
     last = lengths.cumsum(0) - 1
     order = lengths.argsort(descending=True, stable=True)
-    last, sizes = last[order], lengths[order]
-    for back in range(1, int(sizes[0]) if len(sizes) else 0):
-        active = int(torch.searchsorted(-sizes, -back, right=False))  # segments longer than `back`
-        here = last[:active] - back
-        result[here] += decay * result[here + 1]
+    last = last[order]
+    sizes = lengths[order]
+    longest = int(sizes[0]) if len(sizes) else 0
+    for back in range(1, longest):
+        longer_segments = int(torch.searchsorted(-sizes, -back, right=False))
+        position = last[:longer_segments] - back
+        result[position] += decay * result[position + 1]
     return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """Who is compared with whom: turns that agree in `peers`, of which those that agree in `vote` count once."""
+    """Definition of peer groups and votes.
+
+    Turns that agree in the `peers` columns are compared with each other. Among them, turns that
+    agree in the `vote` columns count once, with their mean score.
+    """
 
     peers: tuple[str, ...]  # key columns
-    vote: tuple[str, ...]
+    vote: tuple[str, ...]  # key columns
 
     @property
     def contrast(self) -> frozenset[str]:
-        """What gives a group several votes: several trajectories of a task ("groups"), branches of a tree ("trees").
+        """Source of several votes per group: trajectories of a task ("groups") or branches of a tree ("trees").
 
-        Where peers are of one state, trajectories do if the environment names its states ("states"): as texts they
-        hardly ever share one beyond the first turn.
+        Where peers share a state, trajectories give several votes only if the environment names its
+        states ("states"): prompts as texts hardly ever repeat beyond the first turn.
         """
-        apart = {"trajectory": "states" if "state" in self.peers else "groups", "node": "trees"}
-        return frozenset(
-            apart[column] for column in self.vote if column in apart and column not in self.peers
-        )
+        sources = {
+            "trajectory": "states" if "state" in self.peers else "groups",
+            "node": "trees",
+        }
+        columns = [column for column in self.vote if column not in self.peers]
+        return frozenset(sources[column] for column in columns if column in sources)
 
     def statistics(self, turns: Turns, ddof: int = 1) -> GroupStatistics:
-        """Count each vote once in each group that it has turns in; σ divides by (votes - `ddof`)."""
-        own, group = turns.key(*self.vote), turns.key(*self.peers)
-        groups, voters = int(group.max()) + 1, int(own.max()) + 1
-        score = average(turns.scores, own, voters)[own]
-        vote = number(group * voters + own)
-        votes = torch.empty(int(vote.max()) + 1, dtype=score.dtype)
-        votes[vote] = score
-        group_of = torch.empty(len(votes), dtype=torch.int64)
-        group_of[vote] = group
-        size = group_of.bincount(minlength=groups)
-        mean = average(votes, group_of, groups)
-        squares = total((votes - mean[group_of]) ** 2, group_of, groups)
+        """Compute mean and standard deviation of the votes in each peer group.
+
+        Args:
+            turns: the turns of a step.
+            ddof: σ divides by (votes - ddof).
+        """
+        voter = turns.key(*self.vote)
+        group = turns.key(*self.peers)
+        groups = int(group.max()) + 1
+        voters = int(voter.max()) + 1
+
+        score = mean_by_group(turns.scores, voter, voters)[voter]
+        vote = dense_ids(group * voters + voter)
+        vote_scores = torch.empty(int(vote.max()) + 1, dtype=score.dtype)
+        vote_scores[vote] = score
+        vote_group = torch.empty(len(vote_scores), dtype=torch.int64)
+        vote_group[vote] = group
+
+        size = vote_group.bincount(minlength=groups)
+        mean = mean_by_group(vote_scores, vote_group, groups)
+        squares = sum_by_group((vote_scores - mean[vote_group]) ** 2, vote_group, groups)
         std = (squares / (size - ddof).clamp(min=1)).sqrt()
         return GroupStatistics(
-            self, score, mean[group], std[group], size[group], vote, votes, group_of
+            grouping=self,
+            score=score,
+            mean=mean[group],
+            std=std[group],
+            size=size[group],
+            vote=vote,
+            vote_scores=vote_scores,
+            vote_group=vote_group,
         )
 
 
 Peers = Literal["task", "agent", "state"]
 Vote = Literal["trajectory", "turn"]
-_PEERS: dict[Peers, tuple[str, ...]] = {
+_PEER_COLUMNS: dict[Peers, tuple[str, ...]] = {
     "task": ("task",),
     "agent": ("task", "agent"),
     "state": ("task", "state", "agent", "turn"),
@@ -150,48 +196,70 @@ _PEERS: dict[Peers, tuple[str, ...]] = {
 
 
 def grouping(peers: Peers, vote: Vote) -> Grouping:
-    """Turns of a task, of an agent on it, or of one of its states, of which a trajectory or each turn is a vote.
+    """Return the grouping of turns by task, by agent and task, or by state.
 
-    A trajectory votes by its turns among these peers.
+    Args: peers: turns of the same "task"; of the same "agent" on it; or of an agent in the same
+        "state", in the same
+            turn.
+        vote: "trajectory": a trajectory votes once, with the mean of its turns among these peers;
+            "turn": every turn votes.
     """
-    columns = _PEERS[peers]
-    votes = {"turn": ("trajectory", "node", "turn"), "trajectory": ("trajectory", *columns[1:])}
-    return Grouping(peers=columns, vote=votes[vote])
+    columns = _PEER_COLUMNS[peers]
+    vote_columns = {
+        "turn": ("trajectory", "node", "turn"),
+        "trajectory": ("trajectory", *columns[1:]),
+    }
+    return Grouping(peers=columns, vote=vote_columns[vote])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStatistics:
-    """The votes of each peer group, seen from every turn."""
+    """Votes of each peer group, as seen from each of n turns; there are m votes.
+
+    Attributes:
+        grouping: the definition of groups and votes.
+        score: [n] score of the turn's vote, the mean over the turns of that vote.
+        mean: [n] mean over the votes of the turn's group.
+        std: [n] standard deviation over the votes of the turn's group.
+        size: [n] number of votes in the turn's group.
+        vote: [n] index of the turn's vote, below m.
+        vote_scores: [m] score of each vote.
+        vote_group: [m] group of each vote.
+    """
 
     grouping: Grouping
-    own: Tensor  # [n] the score of the turn's vote: the mean over the turns of that vote
-    mean: Tensor  # [n] over the votes of its group
-    std: Tensor  # [n]
-    size: Tensor  # [n] votes in its group
-    vote: Tensor  # [n] which of the m votes a turn belongs to
-    votes: Tensor  # [m] the score of each (group, vote)
-    group_of: Tensor  # [m] its group
+    score: Tensor
+    mean: Tensor
+    std: Tensor
+    size: Tensor
+    vote: Tensor
+    vote_scores: Tensor
+    vote_group: Tensor
 
     @property
-    def differ(self) -> Tensor:
-        """[n] whether the votes of its group differ, by more than float64 rounds."""
-        return self.std > _EQUAL * self.mean.abs().clamp(min=1)
+    def votes_differ(self) -> Tensor:
+        """Mask [n]: the votes of the turn's group differ by more than float64 rounding."""
+        return self.std > _EQUAL_VOTES_TOLERANCE * self.mean.abs().clamp(min=1)
 
     @property
     def scale(self) -> Tensor:
-        """[n] σ; 1 where the votes do not differ, one vote or equal ones (Dr. MAS's code: one vote has σ = 1).
+        """Divisor [n] of an advantage: σ, or 1 where the votes do not differ.
 
-        Where μ is of another group than σ, r - μ stays then in reward units, and is never divided by ε alone.
+        A single vote has σ = 1, as in Dr. MAS's released code. If μ comes from another group than
+        σ, r - μ then stays in reward units, and is never divided by ε alone.
         """
-        return torch.where(self.differ, self.std, 1.0)
+        return torch.where(self.votes_differ, self.std, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """What an estimator made of the turns, and of what."""
+    """Result of an advantage estimator.
 
-    values: Tensor  # [n] by turn, or [T] by token; float64
-    groups: Mapping[str, GroupStatistics] = field(
-        default_factory=dict
-    )  # that it compared, by statistic; {}: none
-    returns: Tensor | None = None  # [T] targets of a critic
+    Attributes: values: advantages in float64, [n] by turn or [T] by token. groups: statistics of
+        the groups that were compared, by name; empty if turns were not compared. returns: [T]
+        targets of a critic; None without a critic.
+    """
+
+    values: Tensor
+    groups: Mapping[str, GroupStatistics] = field(default_factory=dict)
+    returns: Tensor | None = None

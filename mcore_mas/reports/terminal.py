@@ -14,7 +14,7 @@ from rich.text import Text
 
 from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.credit.assign import assess, assessments, by_place, columns, estimate, keep
+from mcore_mas.credit.assign import assess, assessments, columns, estimate, keep, mean_advantages
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.pages import PeerGroup, TurnAdvantages, TurnGroups
@@ -44,7 +44,7 @@ def credit_of(file: Path, trajectories: Sequence[Trajectory]) -> tuple[TurnAdvan
         if not samples or (kl.coef and kl.where == "reward"):
             return {}, {}
         rules = {name: config.advantage_of(name) for name in config.agents}
-        advantages = by_place(estimate(samples, rules))
+        advantages = mean_advantages(estimate(samples, rules))
         return advantages, _compared(samples, rules, advantages)
     except (ConfigError, CreditError, IndexError):
         return {}, {}
@@ -60,7 +60,7 @@ def _compared(
             groups: dict[tuple[str, int], PeerGroup] = {}
             alike, one_vote = all_turns.grouping.peers, all_turns.grouping.vote
             for place, i in enumerate(seen):
-                sample, number = samples[i], int(all_turns.group_of[all_turns.vote[place]])
+                sample, number = samples[i], int(all_turns.vote_group[all_turns.vote[place]])
                 size, mean, std = (
                     float(x[place]) for x in (all_turns.size, all_turns.mean, all_turns.std)
                 )
@@ -69,7 +69,7 @@ def _compared(
                     PeerGroup(label, alike, one_vote, int(size), mean, std, []),
                 )
                 group.members.append(
-                    (sample, float(all_turns.own[place]), advantages.get(sample.id))
+                    (sample, float(all_turns.score[place]), advantages.get(sample.id))
                 )
                 if rules[sample.agent] == rule:
                     found.setdefault(sample.id, []).append(group)
@@ -240,10 +240,10 @@ def _groups_table(
     """One line per peer group: its votes, each once, with their mean and deviation."""
     numbers = [Column(heading, justify="right") for heading in ("n", "μ", "σ")]
     table = Table("group", "votes", *numbers, show_edge=False)
-    groups = grouped((int(statistics.group_of[statistics.vote[i]]), i) for i in rows)
+    groups = grouped((int(statistics.vote_group[statistics.vote[i]]), i) for i in rows)
     for own in groups.values():
         first = own[0]
-        votes = {int(statistics.vote[i]): f"{float(statistics.own[i]):g}" for i in own}
+        votes = {int(statistics.vote[i]): f"{float(statistics.score[i]):g}" for i in own}
         table.add_row(
             _group_name(samples[first], statistics.grouping.peers),
             ", ".join(votes.values()),
@@ -269,7 +269,7 @@ def _turns_table(
             str(sample.turn),
             sample.agent,
             f"{sample.reward:g}",
-            *(f"{float(group.own[i]):g}" for group in groups.values()),
+            *(f"{float(group.score[i]):g}" for group in groups.values()),
             f"{low:+.4f}" if low == high else f"{low:+.4f} … {high:+.4f}",
         )
     return table

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.credit.assign import by_place
+from mcore_mas.credit.assign import mean_advantages
 from mcore_mas.credit.samples import Sample
 from mcore_mas.reports.pages import drawing
 from mcore_mas.runtime.joblog import Stopped, terminal
@@ -77,7 +77,7 @@ class Logbook:
         tasks = {group.task.id: group.task for group in groups}
         self._traces.send(
             chosen(groups, self._traced),
-            by_place(samples),
+            mean_advantages(samples),
             lambda played: drawing(tasks[played.task_id], played),
         )
 

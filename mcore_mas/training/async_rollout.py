@@ -16,7 +16,7 @@ from typing import Any
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import keep
 from mcore_mas.credit.samples import Sample, to_samples
-from mcore_mas.equations.advantages import NEEDS
+from mcore_mas.equations.advantages import REQUIRED_COLUMN
 from mcore_mas.evaluation.measure import Scoreboard, measure
 from mcore_mas.runtime.full_disk import until_room
 from mcore_mas.runtime.joblog import TrainingError
@@ -173,7 +173,10 @@ class AsyncRollouts:
         collections = [
             self._play(tasks, step, size, began=began, tree=trainer.branching, surplus=surplus)
         ]
-        if any(NEEDS.get(config.advantage_of(agent).name) == "greedy" for agent in config.agents):
+        if any(
+            REQUIRED_COLUMN.get(config.advantage_of(agent).name) == "greedy"
+            for agent in config.agents
+        ):
             collections.append(
                 self._play(tasks, step, 1, began=began, sampling={"temperature": 0.0})
             )

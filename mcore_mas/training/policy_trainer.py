@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.credit.assign import penalise, reference_kl
 from mcore_mas.credit.samples import Sample, align, deal, split, weigh
-from mcore_mas.equations.divergence import BOUNDS, AdaptiveKL, disagreement, is_agreement
+from mcore_mas.equations.divergence import BOUNDS, AdaptiveKL, describe_disagreement, is_gap_metric
 from mcore_mas.equations.losses import explained_variance
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
@@ -158,7 +158,7 @@ class PolicyTrainer:
             ):
                 self._check_agreement(row)
             else:  # seen in the first pass, or scored by weights that the earlier updates have changed
-                row = {name: value for name, value in row.items() if not is_agreement(name)}
+                row = {name: value for name, value in row.items() if not is_gap_metric(name)}
             rows.append(row)
         self._check_finite([row["grad_norm"] for row in rows if "grad_norm" in row], step)
         rows = rows or [{"skipped_updates": 1.0}]
@@ -213,7 +213,9 @@ class PolicyTrainer:
             )
 
     def _check_agreement(self, metrics: Mapping[str, float]) -> None:
-        if found := disagreement(metrics, BOUNDS[self._precision] | self._config.trainer.agreement):
+        if found := describe_disagreement(
+            metrics, BOUNDS[self._precision] | self._config.trainer.agreement
+        ):
             raise TrainingError(
                 f"policy {self._policy}, {found}, more than {self._precision} rounds; engine and trainer do not hold "
                 "the same weights: keep engine.verify on to find the tensor, or, if their kernels are known to "

@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.credit.assign import CreditWatch, estimate
+from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import Sample
-from mcore_mas.equations.advantages import ALONE
+from mcore_mas.credit.watch import CreditWatch
+from mcore_mas.equations.advantages import OWN_TURNS_ONLY
 from mcore_mas.runtime.checkpoint import Checkpoints
 from mcore_mas.runtime.joblog import StopSignal, TrainingError
 from mcore_mas.runtime.trainer_group import TrainerGroup
@@ -83,7 +84,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     seen = [
         s
         for s in rollouts.samples
-        if s.policy in trained or config.advantage_of(s.agent).name not in ALONE
+        if s.policy in trained or config.advantage_of(s.agent).name not in OWN_TURNS_ONLY
     ]
     samples = _with_ages(session, seen)
     batches = {
@@ -98,7 +99,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     rules = {name: config.advantage_of(name) for name in config.agents}
     credited = estimate([known.get(sample.id, sample) for sample in samples], rules)
     session.credit_watch.check(config.trainer, number, credited)
-    if apart := session.credit_watch.scales_apart(credited, rules):
+    if apart := session.credit_watch.scale_warning(credited, rules):
         session.logbook.note(f"step {number}: {apart}")
     if lost := losses(rollouts.groups):
         session.logbook.note(f"step {number}: {lost}")

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.equations.divergence import BOUNDS, disagreement
+from mcore_mas.equations.divergence import BOUNDS, describe_disagreement
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
@@ -167,7 +167,7 @@ def compared(
 
 def stops(metrics: Mapping[str, float]) -> str:
     """Why a run in bfloat16 would stop, or ""."""
-    return disagreement(metrics, BOUNDS["bfloat16"])
+    return describe_disagreement(metrics, BOUNDS["bfloat16"])
 
 
 def section(folder: Path) -> str:

@@ -138,12 +138,12 @@ def test_nodes_and_parents_are_numbered_within_their_tree() -> None:
 def test_alike_states_join_the_first_that_is_near_enough() -> None:
     prompts = [(1, 2, 3, 4), (1, 2, 3, 5), (9, 9, 9, 9), (1, 2, 3, 4)]
     samples = [sample(str(i), 0, "s", 0.0, prompt_ids=prompt) for i, prompt in enumerate(prompts)]
-    alike = columns(samples).alike
+    alike = columns(samples).cluster_states
     assert alike is not None
     assert alike(0.75).tolist() == [0, 0, 1, 0]
     assert alike(0.9).tolist() == [0, 1, 2, 0]
     other_task = [*samples, sample("5", 0, "s", 0.0, task="u")]
-    assert columns(other_task).alike(0.75).tolist() == [0, 0, 1, 0, 2]  # type: ignore[misc]
+    assert columns(other_task).cluster_states(0.75).tolist() == [0, 0, 1, 0, 2]  # type: ignore[misc]
 
 
 def test_an_agent_without_a_rule_is_named() -> None:

@@ -81,7 +81,9 @@ def test_a_group_of_mixed_tasks_is_named() -> None:
     strange = Group(
         task=replace(TASK, id="u"), trajectories=(trajectory(0, 1.0, turn(0, "solver", 1.0)),)
     )
-    with pytest.raises(CreditError, match=r"trajectory 0/t/0: of task t, but its group is of u"):
+    with pytest.raises(
+        CreditError, match=r"trajectory 0/t/0: its task is t, but its group's task is u"
+    ):
         to_samples([strange])
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mcore_mas.equations.advantages import (
-    ALONE,
     ESTIMATORS,
+    OWN_TURNS_ONLY,
     StepCredit,
     discounted_returns,
     gigpo,
@@ -253,7 +253,10 @@ def test_gigpo_joins_states_that_are_alike() -> None:
         return torch.tensor([0, 0])
 
     step = StepCredit(similarity=0.9)
-    assert gigpo(replace(turns, alike=alike), std="none", step=step).values.tolist() == [0.5, -0.5]
+    assert gigpo(replace(turns, cluster_states=alike), std="none", step=step).values.tolist() == [
+        0.5,
+        -0.5,
+    ]
     assert asked == [0.9]
     with pytest.raises(ValueError, match=r"^gigpo: step\.similarity below 1 needs the texts"):
         gigpo(turns, step=step)
@@ -269,17 +272,17 @@ def tree() -> Turns:
 
 def test_the_tree_baseline_mixes_parent_and_siblings() -> None:
     siblings, baseline = tree_baseline(tree(), lam=0.25)
-    assert siblings.own.tolist() == [1.0, 3.0, 2.0, 4.0, 9.0, 5.0]
+    assert siblings.score.tolist() == [1.0, 3.0, 2.0, 4.0, 9.0, 5.0]
     # roots: the other root; children of 1: 0.75 * 3 + 0.25 * mean of the other two; the only child: its parent
     assert baseline.tolist() == [3.0, 1.0, 2.25 + 1.625, 2.25 + 1.375, 2.25 + 0.75, 1.0]
     assert (
-        ESTIMATORS["mcts"](tree(), lam=0.25).values.tolist() == (siblings.own - baseline).tolist()
+        ESTIMATORS["mcts"](tree(), lam=0.25).values.tolist() == (siblings.score - baseline).tolist()
     )
 
 
 def test_mars2_standardises_shaped_rewards_over_the_tree() -> None:
     siblings, baseline = tree_baseline(tree(), lam=0.5)
-    shaped = siblings.own + 0.3 * (siblings.own - baseline)
+    shaped = siblings.score + 0.3 * (siblings.score - baseline)
     expected = (shaped - shaped.mean()) / (shaped.std() + 1e-6)
     assert ESTIMATORS["mars2"](tree()).values.tolist() == pytest.approx(expected.tolist())
 
@@ -306,7 +309,7 @@ def test_an_estimator_says_whom_it_compared() -> None:
             of: (group.grouping.peers, group.grouping.vote)
             for of, group in ESTIMATORS[name](turns).groups.items()
         }
-        for name in sorted(set(ESTIMATORS) - ALONE)
+        for name in sorted(set(ESTIMATORS) - OWN_TURNS_ONLY)
     }
     turn, team = ("trajectory", "node", "turn"), (("task",), ("trajectory",))
     assert compared == {

@@ -33,6 +33,6 @@ def test_resamples_drawn_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch)
     values = [i % 7 / 7 for i in range(90)]
     whole = mean_interval(values, "x")
     monkeypatch.setattr(
-        "mcore_mas.equations.statistics._AT_ONCE", 1000
+        "mcore_mas.equations.statistics._DRAWS_AT_ONCE", 1000
     )  # 11 resamples of 90, the last piece shorter
     assert mean_interval(values, "x") == whole

@@ -137,5 +137,5 @@ def test_with_lambda_one_the_targets_are_the_returns_whatever_the_critic_says() 
 
 
 def test_a_missing_critic_is_said() -> None:
-    with pytest.raises(ValueError, match="gae needs a critic's values"):
+    with pytest.raises(ValueError, match="gae needs the values of a critic"):
         gae(replace(make_turns([{"score": 1.0}]), values=None))

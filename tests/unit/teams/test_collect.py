@@ -274,7 +274,7 @@ def test_an_orchestra_that_takes_no_step_fails():
     )
 
 
-def test_seeds_are_by_place():
+def test_seeds_are_mean_advantages():
     replies = {("a", 0, ""): "1", ("b", 1, ""): "2", ("a", 2, ""): "3"}
     engine, asked = seeded(replies)
     [trajectory] = play(relay, engine)

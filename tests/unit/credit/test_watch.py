@@ -10,8 +10,8 @@ import pytest
 
 from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.config.policy import TrainerConfig
-from mcore_mas.credit.assign import CreditWatch
 from mcore_mas.credit.samples import CreditError, Sample
+from mcore_mas.credit.watch import CreditWatch
 from mcore_mas.training.loop import train_steps
 from tests.support.scripted_run import Bytes, box, make_run, task_of
 from tests.support.simulated import SimulatedGang, engines_of, make_session, with_engines
@@ -36,8 +36,8 @@ def test_d1_an_advantage_beyond_the_bound_stops_the_run_with_one_line() -> None:
         CreditWatch().check(trainer(), 3, samples)
     assert str(stopped.value) == (
         "step 3: agent searcher has an advantage of 7.5e+05 (trajectory b, turn 0), beyond trainer.max_advantage 1000; "
-        "its rewards are out of scale, or their σ is next to nothing: see `mcore-mas explain`, change advantage or "
-        "reward, or the bound"
+        "its rewards are out of scale, or their σ is nearly zero: see `mcore-mas explain`, and change "
+        "the advantage, the reward or the bound"
     )
 
 
@@ -95,7 +95,7 @@ def test_rewards_of_very_different_scales_are_told_of_where_credit_by_task_mixes
 
     def told(name: str, samples: list[Sample], **options: str) -> str:
         rule = AdvantageConfig(name=name, options=options)
-        return CreditWatch().scales_apart(samples, {"solver": rule, "spender": rule})
+        return CreditWatch().scale_warning(samples, {"solver": rule, "spender": rule})
 
     assert told("grpo", mixed) == (
         "agents' reward scales differ 50x (spender 50, solver 1): group-relative credit by task will mostly be noise; "
@@ -117,7 +117,7 @@ def test_rewards_of_very_different_scales_are_told_of_where_credit_by_task_mixes
     watch, rules = CreditWatch(), {"solver": AdvantageConfig(name="grpo")}
     other = [turn("a", "buyer", -9e3), turn("b", "buyer", 0.0)]
     steps = [mixed, shared, mixed, [*mixed, *other], mixed]
-    assert [bool(watch.scales_apart(samples, rules)) for samples in steps] == [
+    assert [bool(watch.scale_warning(samples, rules)) for samples in steps] == [
         True,
         False,
         False,

@@ -1,0 +1,84 @@
+"""Checks of a run's advantages: too large, all zero, or computed from rewards of very different scales."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.policy import TrainerConfig
+from mcore_mas.credit.samples import CreditError, Sample
+from mcore_mas.equations.advantages import estimator_grouping
+from rollout.records.trajectory import grouped
+
+_LARGE_SCALE_RATIO = 10.0  # of two agents' reward ranges, from which a warning is given
+
+
+class CreditWatch:
+    """Watch over the advantages of every step of a run.
+
+    After a resume from a checkpoint, the steps before it count as steps without an advantage check.
+    """
+
+    def __init__(self) -> None:
+        self._steps_without_signal = 0  # from the first step on
+        self._had_signal = False
+        self._warned_pairs: set[tuple[str, str]] = set()  # agents with rewards of different scales
+
+    def check(self, trainer: TrainerConfig, step: int, samples: Sequence[Sample]) -> None:
+        """Check the advantages of a step's samples; call it once per step, in order.
+
+        Raises: CreditError: an advantage exceeds `trainer.max_advantage` or is NaN, or no turn of
+            the run's first
+                `trainer.signal_within` steps had an advantage other than 0.
+        """
+        largest = np.array([np.abs(sample.advantages or (0.0,)).max() for sample in samples])
+        bound = trainer.max_advantage
+        if bound is not None and not (largest <= bound).all():  # True for NaN too
+            worst = int(largest.argmax())  # argmax returns a NaN before any number
+            sample = samples[worst]
+            raise CreditError(
+                f"step {step}: agent {sample.agent} has an advantage of {largest[worst]:.2g} "
+                f"(trajectory {sample.trajectory}, turn {sample.turn}), beyond trainer.max_advantage {bound:g}; its "
+                "rewards are out of scale, or their σ is nearly zero: see `mcore-mas explain`, and change the "
+                "advantage, the reward or the bound"
+            )
+
+        self._had_signal = self._had_signal or bool(largest.any())
+        if not self._had_signal:
+            self._steps_without_signal += 1
+        within = trainer.signal_within
+        if within is not None and self._steps_without_signal == within and step + 1 == within:
+            raise CreditError(
+                f"step {step}: no turn of the first {within} steps has an advantage, so nothing was learned: all "
+                "turns that are compared got equal rewards; see `mcore-mas explain`, and change tasks, reward or "
+                "advantage, or raise trainer.signal_within (null: never stop)"
+            )
+
+    def scale_warning(self, samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> str:
+        """Return a warning if agents that are compared with each other have rewards of very different scales, or "".
+
+        The scale of an agent is the range of its rewards in the step. Each pair of agents is
+        reported once.
+        """
+        groupings = [estimator_grouping(rule.name, rule.options) for rule in rules.values()]
+        if all(grouping is None or "agent" in grouping.peers for grouping in groupings):
+            return ""
+        rewards = grouped((sample.agent, sample.reward) for sample in samples)
+        scales = {
+            agent: max(values) - min(values)
+            for agent, values in rewards.items()
+            if max(values) > min(values)
+        }
+        if not scales:
+            return ""
+        smallest = min(scales, key=scales.__getitem__)
+        largest = max(scales, key=scales.__getitem__)
+        ratio = scales[largest] / scales[smallest]
+        if ratio < _LARGE_SCALE_RATIO or (smallest, largest) in self._warned_pairs:
+            return ""
+        self._warned_pairs.add((smallest, largest))
+        return (
+            f"agents' reward scales differ {ratio:.0f}x ({largest} {scales[largest]:g}, {smallest} "
+            f"{scales[smallest]:g}): group-relative credit by task will mostly be noise; use drmas or normalised "
+            "rewards"
+        )
