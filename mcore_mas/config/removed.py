@@ -10,6 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 REMOVED_KEYS: Mapping[str, str] = {
+    "agents.*.tools.search.filters": "a search covers all passages; leave it out",
+    "retriever.backend": "FAISS searches on retriever.device; leave it out",
+    "retriever.balance": "the servers in retriever.urls take turns; leave it out",
+    "retriever.members": "list the servers in retriever.urls",
     "trainer.logprob_tolerance": "bound the figures under trainer.agreement",
 }
 

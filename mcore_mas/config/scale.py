@@ -39,7 +39,7 @@ def scaled(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
     made["agents"] = {name: {**own, **rule["agents"]} for name, own in values["agents"].items()}
     made["data"] = _data(made["data"], Path(values["results"]))
     retriever = values.get("retriever") or {}
-    if any(retriever.get(key) for key in ("urls", "members", "folder")):
+    if retriever.get("urls") or retriever.get("folder"):
         made["retriever"] = {"passages": str(Path(values["results"]) / _CORPUS)}
     reward = dict(made["reward"])
     if values.get("coach"):

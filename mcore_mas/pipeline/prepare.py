@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mcore_mas.config.run import RunConfig
 from retrieval.corpus import Corpus, copy_corpus, write_corpus
-from retrieval.sidecar import Golden, probe, read_golden
+from retrieval.probe import GoldenQuery, probe, read_golden
 from rollout.base.files import write_json, write_text
 from rollout.base.options import lookup
 from rollout.config.data import make_tasks
@@ -76,12 +76,13 @@ def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:
     from retrieval.build import build_index
 
     retriever = _retriever(config_path)
-    encoder, lexical = (
-        None if retriever.ranking == "bm25" else _encoder(retriever),
-        retriever.ranking != "dense",
-    )
     manifest = build_index(
-        passages, out_dir, encoder, retriever.index, shards=retriever.shards, lexical=lexical
+        passages,
+        out_dir,
+        None if retriever.ranking == "bm25" else _encoder(retriever),
+        retriever.index,
+        shards=retriever.shards,
+        words=retriever.ranking != "dense",
     )
     name = manifest.encoder.name if manifest.encoder else "none: words alone"
     print(f"{manifest.ntotal} passages, {manifest.dim} dimensions, encoder {name}")
@@ -116,7 +117,7 @@ def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
             index_dir / json.loads((index_dir / "index.json").read_text(encoding="utf-8"))["corpus"]
         )
         stride = max(1, len(corpus) // PROBES)
-        golden = [Golden(corpus[row].title) for row in range(0, len(corpus), stride)][:PROBES]
+        golden = [GoldenQuery(corpus[row].title) for row in range(0, len(corpus), stride)][:PROBES]
     with sidecar_of(retriever, index_dir) as url:
         found = asyncio.run(probe(url, golden))
     print(f"recall@1 {found['recall_at_1']:.2f}, median {found['latency_ms_median']:.1f} ms")

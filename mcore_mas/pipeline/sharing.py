@@ -46,8 +46,7 @@ _PLAYED = (
     "cold_start",
 )
 _VOICE = ("model", "remote", "chat_template", "chat_template_kwargs")
-_ASKED = ("urls", "members", "key_file", "balance", "patience_s")
-_NOT_INDEXED = (*_ASKED, "threads", "shards", "backend", "device", "python")
+_NOT_INDEXED = ("urls", "key_file", "patience_s", "threads", "shards", "device", "python")
 
 
 def sharers(runs: Runs, stage: str) -> dict[str, str]:

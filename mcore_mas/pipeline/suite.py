@@ -200,7 +200,7 @@ class Suite:
     def index(self, run: str) -> str | None:
         """The manifest of the index that a server beside `run` searches; None where there is no such server."""
         retriever = self.runs[run].get("retriever")
-        if retriever is None or retriever.get("urls") or retriever.get("members"):
+        if retriever is None or retriever.get("urls"):
             return None
         folder = retriever.get("folder") or f"{self.runs[run]['results']}/{run}/index"
         return f"{folder}/index.json"

@@ -32,9 +32,9 @@ _WITH_PROGRAMS = ("code", "data_science", "repository")
 _SERVED_MB = 900  # a retriever with an index of its own: encoder and passages of a generator
 _SMALL_BYTES = 50_000_000  # of a corpus whose index is within that
 _DIMENSIONS = {"minilm": 384, "e5": 768, "bge": 768}  # where the encoder is not here yet
-_WORDS_BYTES = (
-    600  # of BM25's index of a passage of 100 words, served or built (20,000 passages: 400)
-)
+# Bytes of BM25's index per passage of 100 words, served, and with all that bm25s needs to build it.
+_WORDS_BYTES = 600
+_WORDS_BUILD_BYTES = 3_600
 _PUBLISHED_MB = 80_000  # one whose index is not here yet: wiki-18, 21 M vectors of 768 float32, and its passages
 
 
@@ -62,7 +62,8 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         else "CPU"
     )
     beside = config.retriever if config.retriever and not config.retriever.elsewhere else None
-    searched, searching = (_retriever_mb(beside), beside.threads) if beside else (0, 0)
+    builds = stage == "retriever"
+    searched, searching = (_retriever_mb(beside, builds), beside.threads) if beside else (0, 0)
     on_gpu = config.retriever.gpus if config.retriever else 0
     if stage == "retriever":
         return JobNeeds(nodes=1, gpus=on_gpu, cpus=searching or 1, memory_mb=1_000 + searched)
@@ -147,13 +148,13 @@ def _replayed_mb(config: RunConfig) -> int:
     return int(2 * sum(works[p].tokens * _routing_bytes(config, p) for p in config.trained) / 1e6)
 
 
-def _retriever_mb(retriever: RetrieverConfig) -> int:
-    """The memory of a server with this index, or of who builds it."""
+def _retriever_mb(retriever: RetrieverConfig, builds: bool) -> int:
+    """Return the memory of a job that serves this index, or also builds it."""
     if retriever.folder is None:
         passages = retriever.passages
         size = passages.stat().st_size if passages and passages.is_file() else 0
         return _SERVED_MB + (
-            _own_mb(retriever, size // PASSAGE_BYTES) if size > _SMALL_BYTES else 0
+            _own_mb(retriever, size // PASSAGE_BYTES, builds) if size > _SMALL_BYTES else 0
         )
     files = list(retriever.folder.glob("*"))
     return (
@@ -163,8 +164,8 @@ def _retriever_mb(retriever: RetrieverConfig) -> int:
     )
 
 
-def _own_mb(retriever: RetrieverConfig, passages: int) -> int:
-    """The memory of an index over so many passages: its vectors, its words, or both."""
+def _own_mb(retriever: RetrieverConfig, passages: int, builds: bool) -> int:
+    """Return the memory of an index over so many passages: its vectors, its words, or both."""
     config = retriever.encoder_folder / "config.json" if retriever.encoder_folder else None
     dim = (
         int(read_json(config)["hidden_size"])
@@ -176,7 +177,8 @@ def _own_mb(retriever: RetrieverConfig, passages: int) -> int:
         if retriever.ranking != "bm25"
         else 0
     )
-    words = passages * _WORDS_BYTES / 1e9 if retriever.ranking != "dense" else 0
+    words_bytes = _WORDS_BUILD_BYTES if builds else _WORDS_BYTES
+    words = passages * words_bytes / 1e9 if retriever.ranking != "dense" else 0
     return int((vectors + words) * 1000 * 5 / 4)
 
 

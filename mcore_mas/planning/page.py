@@ -43,13 +43,13 @@ _SHARD_BYTES = 4  # a dimension, while shards wait to be put together
 
 def index_needs(kind: str, passages: int, dim: int, rate: float) -> dict[str, float]:
     """What a kind of index, a name in INDEX_TYPES, takes if all jobs together encode `rate` passages in a second."""
-    from retrieval.build import INDEX_TYPES, TRAINED_ON, cells_of  # with FAISS
+    from retrieval.build import INDEX_TYPES, MAX_TRAINING_ROWS, cells_of  # with FAISS
 
     size = passages * INDEX_TYPES[kind].row_bytes(passages, dim) / 1e9
     text = passages * PASSAGE_BYTES / 1e9
     seconds = 0.0
     if kind.startswith("ivf"):
-        compared = passages + _ROUNDS * min(passages, TRAINED_ON)
+        compared = passages + _ROUNDS * min(passages, MAX_TRAINING_ROWS)
         seconds = (
             (compared * cells_of(passages) * _CELL_S + passages * _CODE_S * (kind == "ivfpq"))
             * dim

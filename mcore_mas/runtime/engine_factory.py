@@ -14,7 +14,7 @@ from retrieval.client import RetrievalClient
 from retrieval.sidecar import RetrieverSidecar
 from rollout.base.errors import ModelError
 from rollout.base.files import read_record
-from rollout.base.processes import allow_open_files
+from rollout.base.processes import Restarts, allow_open_files
 from rollout.config.sections import RetrieverConfig, build_env, build_player
 from rollout.engines import TRANSPORTS, EngineConfig, PolicyClient, engine_class
 from rollout.engines.adapters import adapter_engines
@@ -25,6 +25,7 @@ from rollout.models.chat_template import Renderer
 from rollout.models.fused_weights import AdapterShape
 from rollout.records.trajectory import Task
 
+RETRIEVER_RESTARTS = 3  # per hour, of a server beside a run that died or hangs
 _ON_EACH_GPU = "rollout.engines.embedded.batching:LocalReplicas"
 
 
@@ -215,21 +216,20 @@ def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
     if config.retriever is None:
         yield build_env(config.env)
         return
-    asked = config.retriever
+    retriever = config.retriever
     with ExitStack() as stack:
-        urls, revive = asked.urls, None
-        if not asked.elsewhere:
-            sidecar = sidecar_of(
-                asked, asked.folder or config.folder / "index", config.folder / f"{log}.log"
-            )
-            urls, revive = (stack.enter_context(sidecar),), sidecar.revive
+        urls = retriever.urls
+        revive = None
+        if not retriever.elsewhere:
+            index_dir = retriever.folder or config.folder / "index"
+            sidecar = sidecar_of(retriever, index_dir, config.folder / f"{log}.log")
+            urls = (stack.enter_context(sidecar),)
+            revive = sidecar.revive
         client = RetrievalClient(
             *urls,
-            members=asked.members,
-            balance=asked.balance,
-            timeout_s=asked.timeout_s,
-            patience_s=asked.patience_s,
-            token_file=asked.key_file,
+            timeout_s=retriever.timeout_s,
+            patience_s=retriever.patience_s,
+            token_file=retriever.key_file,
             revive=revive,
         )
         yield build_env(config.env, retriever=client)
@@ -238,7 +238,7 @@ def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
 def sidecar_of(
     retriever: RetrieverConfig, index_dir: Path, log: Path | None = None
 ) -> RetrieverSidecar:
-    """The server beside a run, over an index; it sees the last GPU, if it is on one."""
+    """Return the retrieval server beside a run; it uses the last GPU of the machine, or none."""
     return RetrieverSidecar(
         index_dir,
         log_path=log,
@@ -246,8 +246,14 @@ def sidecar_of(
         encoder_folder=retriever.encoder_folder,
         gpus=visible_gpu_ids()[-retriever.gpus :] if retriever.gpus else (),
         extra_args=(
-            *("--threads", str(retriever.threads), "--ranking", retriever.ranking),
-            *("--backend", retriever.backend, "--device", retriever.device),
-            *("--deadline-s", str(retriever.timeout_s)),
+            "--threads",
+            str(retriever.threads),
+            "--ranking",
+            retriever.ranking,
+            "--device",
+            retriever.device,
+            "--deadline-s",
+            str(retriever.timeout_s),
         ),
+        may_restart=Restarts("retriever", RETRIEVER_RESTARTS).take,
     )

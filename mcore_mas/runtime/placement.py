@@ -113,7 +113,7 @@ def room_for(config: RunConfig, nodes: Sequence[Node] = ()) -> Room:
     if kind == "GPU" and config.retriever and config.retriever.gpus:
         if nodes:
             raise PlacementError(
-                "retriever.device: cuda: a Ray that is joined has all GPUs; serve elsewhere (members)"
+                "retriever.device: cuda: a Ray that is joined has all GPUs; serve elsewhere (retriever.urls)"
             )
         own[""] -= config.retriever.gpus
     devices = {node.id: node.gpus if kind == "GPU" else node.cpus for node in nodes} or own

@@ -18,8 +18,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import mean_advantages
 from mcore_mas.credit.samples import Sample
 from mcore_mas.reports.pages import drawing
-from mcore_mas.runtime.stop_signal import Stopped
-from mcore_mas.runtime.user_terminal import user_terminal
+from mcore_mas.runtime.joblog import Stopped, terminal
 from mcore_mas.tracking.feed import CLOCK, EPOCH, Feed, Tracker
 from mcore_mas.tracking.traces import Traces, chosen
 from mcore_mas.tracking.trackers import open_trackers
@@ -133,7 +132,7 @@ class Reporter:
             None  # the first steps that were told, and when: engines had started
         )
         self._bar: Progress | None = None
-        self._shared = user_terminal() if not sys.stderr.isatty() else None
+        self._shared = terminal() if not sys.stderr.isatty() else None
         self._end = (
             "\r" if Console(stderr=True).is_jupyter else "\n"
         )  # a cell of a notebook keeps the last line

@@ -213,53 +213,36 @@ class EnvConfig(Choice):
 class RetrieverConfig(Section):
     """The search engine that the team's environment asks."""
 
-    urls: tuple[
-        Url, ...
-    ] = ()  # of servers that run elsewhere; without them and `members` one starts beside the run
-    members: Path | None = None  # folder where servers that run elsewhere say where they are
-    key_file: Path | None = None  # bearer token of `urls`
-    balance: Literal["least_loaded", "random", "round_robin"] = "least_loaded"  # who is asked first
-    patience_s: float = Field(
-        1800.0, ge=0
-    )  # that the run waits when no server answers, before it ends
-    timeout_s: float = Field(
-        300.0, gt=0
-    )  # of one search, its wait behind all others that are under way included
-    passages: Path | None = (
-        None  # corpus of a server beside the run; None: that of the task generator
-    )
-    folder: Path | None = (
-        None  # of a published index with its index.json, in place of one of the run's own
-    )
-    encoder: Literal["minilm", "e5", "bge"] = "minilm"  # of the run's own index
-    encoder_folder: Path | None = None  # where the encoder is; None: MiniLM's package
-    index: Literal["flat", "sq8", "ivf", "ivfpq", "hnsw"] = "flat"  # kind of the run's own index
-    shards: int = Field(1, ge=1)  # jobs that encode its passages
-    golden: Path | None = (
-        None  # queries with the ids of what they should find, for `probe_retriever`
-    )
-    ranking: Literal["dense", "bm25", "hybrid"] = (
-        "dense"  # by vectors, by words (BM25), or both fused
-    )
-    backend: Literal["faiss", "torch"] = "faiss"  # what scans a flat index
-    device: Literal["cpu", "cuda"] = "cpu"  # of the encoder, and of the scan of a flat index
-    python: Path | None = (
-        None  # interpreter of retrieval/environment.yml, which serves; None: the run's own
-    )
+    # Servers that run elsewhere; without them, each job of the run starts a server beside itself.
+    urls: tuple[Url, ...] = ()
+    key_file: Path | None = None  # file with the bearer token of `urls`
+    patience_s: float = Field(1800.0, ge=0)  # time that the run waits while no server answers
+    timeout_s: float = Field(300.0, gt=0)  # of one search, including its wait behind others
+
+    # The index of a server beside the run.
+    passages: Path | None = None  # corpus to index; None: the one of the task generator
+    folder: Path | None = None  # a published index with its index.json, instead of an own one
+    encoder: Literal["minilm", "e5", "bge"] = "minilm"
+    encoder_folder: Path | None = None  # Hugging Face folder; None: the MiniLM package
+    index: Literal["flat", "sq8", "ivf", "ivfpq", "hnsw"] = "flat"
+    shards: int = Field(1, ge=1)  # jobs that encode the passages
+    golden: Path | None = None  # queries and the ids that they should find, for `probe_retriever`
+
+    # The server beside the run.
+    ranking: Literal["dense", "bm25", "hybrid"] = "dense"  # vectors, words, or both fused
+    device: Literal["cpu", "cuda"] = "cpu"  # of the encoder and of a flat index
+    python: Path | None = None  # interpreter of retrieval/environment.yml; None: the run's own
     threads: int = Field(1, ge=1)
 
     @model_validator(mode="after")
-    def _elsewhere(self) -> RetrieverConfig:
-        places = [key for key in ("urls", "members", "passages", "folder") if getattr(self, key)]
-        if len(places) > 1 and places != ["urls", "members"]:
-            raise ValueError(f"{' and '.join(places)} say where passages are; set one of them")
+    def _check(self) -> RetrieverConfig:
+        sources = [key for key in ("urls", "passages", "folder") if getattr(self, key)]
+        if len(sources) > 1:
+            raise ValueError(f"{' and '.join(sources)} say where passages are; set one of them")
         if self.encoder != "minilm" and self.encoder_folder is None:
             raise ValueError(
-                f"encoder {self.encoder} has no folder; set encoder_folder, such as models/e5-base-v2"
-            )
-        if self.backend == "torch" and self.index != "flat":
-            raise ValueError(
-                f"backend torch scans a flat index, and index is {self.index}; set one of them only"
+                f"encoder {self.encoder} has no folder; set encoder_folder, such as "
+                "models/e5-base-v2"
             )
         if self.ranking == "bm25" and self.shards > 1:
             raise ValueError("ranking bm25 encodes no passages; leave out shards")
@@ -271,12 +254,12 @@ class RetrieverConfig(Section):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether its servers run elsewhere."""
-        return bool(self.urls or self.members)
+        """True if the servers run elsewhere."""
+        return bool(self.urls)
 
     @property
     def gpus(self) -> int:
-        """GPUs that the server beside a run has to itself: the last of the machine's, or none."""
+        """Number of GPUs of the server beside a run: the last one of the machine, or none."""
         return int(self.device == "cuda" and not self.elsewhere)
 
 

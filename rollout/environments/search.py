@@ -1,10 +1,9 @@
 """Search environment (open-book question answering with a retriever as tool), scored by exact match or token F1."""
 
-import json
 import re
 import string
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
@@ -75,15 +74,10 @@ class Retriever(Protocol):
 
 @runtime_checkable
 class PassageSource(Protocol):
-    """What a retriever can do besides."""
-
-    async def search(
-        self, query: str, k: int, where: Mapping[str, str | list[str]]
-    ) -> Sequence[Passage]:
-        """As a retriever's, of passages that are as `where` says only."""
+    """A retriever that also knows passages by their ids."""
 
     async def passages(self, id: str, around: int) -> Sequence[Passage]:
-        """A passage by its id, among up to `around` neighbours of its document on each side; none if there is none."""
+        """Return the passage with this id and up to `around` neighbours on each side, if there is one."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -114,8 +108,6 @@ class SearchEnv:
     async def step(self, action: str) -> Step:
         """Apply `<answer>…</answer>`, else `<search>…</search>`, else `<read>…</read>` of a passage's id.
 
-        With `<where> {"title": "…"} </where>` a search is of those passages only.
-
         Raises:
             EnvError: the retriever failed; nothing of its message reaches a model.
             Unusable: no retriever answers, and none did for as long as the run waits.
@@ -128,7 +120,7 @@ class SearchEnv:
             return await self._read(wanted)
         if not query or len(query) > _MAX_QUERY_CHARS:
             return self._nothing()
-        passages = await self._asked(self._found, query, last_tag(action, "where"))
+        passages = await self._asked(self.retriever.search, query, self.top_k)
         if passages is None:
             return self._nothing()
         self._searches += 1
@@ -143,20 +135,11 @@ class SearchEnv:
             metrics=self._counts(),
         )
 
-    async def _found(self, query: str, where: str | None) -> Sequence[Passage]:
-        if where is None:
-            return await self.retriever.search(query, self.top_k)
-        try:
-            conditions = json.loads(where)
-        except (ValueError, RecursionError):
-            raise BadRequest("where: no JSON") from None
-        return await self._source().search(query, self.top_k, conditions)
-
     def _source(self) -> PassageSource:
         if isinstance(self.retriever, PassageSource):
             return self.retriever
         raise EnvError(
-            f"{type(self.retriever).__name__} has no passages by id and no filters; leave out their tools"
+            f"{type(self.retriever).__name__} has no passages by id; leave out the tool `passages`"
         )
 
     async def _read(self, wanted: str) -> Step:

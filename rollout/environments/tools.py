@@ -247,35 +247,15 @@ def _file_tools(session: Callable[[], Awaitable[Session]]) -> list[Callable[...,
 
 
 @asynccontextmanager
-async def search_tools(*, env: Env, filters: bool = False) -> AsyncIterator[list[Tool]]:
-    """The search of the environment `search`, which counts and writes down every query.
-
-    Args:
-        filters: with `search_where` too, a search of passages with some title or other property.
-    """
-
-    def untagged(query: str) -> str:
-        """A query that ends no tag of the environment's, and answers nothing."""
-        return query.replace("<", " ")
+async def search_tools(*, env: Env) -> AsyncIterator[list[Tool]]:
+    """Yield the search of the environment `search`, which counts and records every query."""
 
     async def search(*, query: str) -> str:
         """Search the corpus for passages about a query."""
-        return (await env.step(f"<search> {untagged(query)} </search>")).observation
+        untagged = query.replace("<", " ")  # so that it ends no tag of the environment
+        return (await env.step(f"<search> {untagged} </search>")).observation
 
-    async def search_where(*, query: str, where: dict[str, str]) -> str:
-        """Search only those passages of the corpus that have some properties.
-
-        Args:
-            query: what to search for
-            where: the value of each property, such as {"title": "Amber Falls"}
-        """
-        conditions = json.dumps(where).replace("<", "\\u003c")  # no tag of the environment's
-        return (
-            await env.step(f"<where> {conditions} </where> <search> {untagged(query)} </search>")
-        ).observation
-
-    functions: list[Callable[..., Awaitable[str]]] = [search, search_where] if filters else [search]
-    yield [tool_of(function, noted=True, parallel=True) for function in functions]
+    yield [tool_of(search, noted=True, parallel=True)]
 
 
 _Id = Annotated[

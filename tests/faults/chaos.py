@@ -280,7 +280,12 @@ def stage(base: Path, more: Sequence[str]) -> Iterator[tuple[Path, Retriever, pr
     bert = bare_folder(base) / "bert"
     write_corpus(base / "passages.jsonl", PASSAGES)
     build_index(base / "passages.jsonl", base / "index", Encoder.of("bge", bert))
-    sidecar = RetrieverSidecar(base / "index", log_path=base / "retriever.log", encoder_folder=bert)
+    sidecar = RetrieverSidecar(
+        base / "index",
+        log_path=base / "retriever.log",
+        encoder_folder=bert,
+        may_restart=lambda: True,
+    )
     with sidecar as url, proxy.FaultProxy(url).running() as web:
         run = make_run(
             base, *SETTINGS, *more, f"retriever.urls=[{web.url}]", experiment="demo_search"

@@ -27,12 +27,6 @@ def cut(head: bytes, body: bytes) -> tuple[bytes, bytes]:
     return head, body[: len(body) // 2]
 
 
-def corrupt(head: bytes, body: bytes) -> tuple[bytes, bytes]:
-    """A letter of the answer is another one: still JSON, and something else."""
-    place = next((n for n in range(len(body) // 2, len(body)) if chr(body[n]).isalpha()), 0)
-    return head, body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
-
-
 def busy(head: bytes, body: bytes) -> tuple[bytes, bytes]:
     return b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 0.1\r\ncontent-length: 0\r\n\r\n", b""
 
@@ -44,7 +38,7 @@ def garbage(head: bytes, body: bytes) -> tuple[bytes, bytes]:
     )
 
 
-FAULTS = {"cut": cut, "corrupt": corrupt, "429": busy, "garbage": garbage}
+FAULTS = {"cut": cut, "429": busy, "garbage": garbage}
 NAMES = ("delay", "drop", *FAULTS)
 
 

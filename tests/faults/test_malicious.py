@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "an index of FAISS says that it is large": (
         lambda folder: index_that_says_more(folder / "index.faiss"),
         "from retrieval.index import read_vectors; read_vectors(Path(sys.argv[1]))",
-        "RetrievalError: .*index.faiss: no index of FAISS, or damaged",
+        "RetrievalError: .*index.faiss: not a FAISS index, or damaged",
     ),
 }
 

@@ -275,9 +275,7 @@ def teach(
     """
     worlds.install()
     config = team_config(team, sharing, model, out)
-    retriever = (
-        Bereaved(RetrievalClient(*urls, balance="round_robin"), dying, at) if urls else Library()
-    )
+    retriever = Bereaved(RetrievalClient(*urls), dying, at) if urls else Library()
     lessons = asyncio.run(_teach(config, model, retriever))
     (out / f"{team}_{sharing}.json").write_text(json.dumps(lessons))
 

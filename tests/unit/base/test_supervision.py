@@ -1,14 +1,8 @@
-"""Restarts of a part: so many in any hour, and counted; what is kept for an event loop, until its owner is closed."""
+"""Restarts of a part: so many in any hour, and counted."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import weakref
-
-from retrieval.client import RetrievalClient
 from rollout.base.processes import Restarts, forget_restarts, restart_metrics
-from rollout.base.task_group import of_loop
 
 
 def test_a_part_is_started_so_often_in_any_hour() -> None:
@@ -28,18 +22,3 @@ def test_a_part_is_started_so_often_in_any_hour() -> None:
     assert "restarts/never" not in restart_metrics()
     forget_restarts()  # as the next run of this process begins
     assert restart_metrics() == {}
-
-
-def test_a_client_that_is_closed_is_let_go_of_though_its_loop_goes_on() -> None:
-    async def use() -> weakref.ref[RetrievalClient]:
-        async with RetrievalClient("http://127.0.0.1:9") as client:
-            outage = of_loop((client, "outage"), asyncio.Lock)
-            assert of_loop((client, "outage"), asyncio.Lock) is outage
-        return weakref.ref(client)
-
-    async def left() -> RetrievalClient | None:
-        closed = await use()
-        gc.collect()
-        return closed()
-
-    assert asyncio.run(left()) is None

@@ -46,12 +46,10 @@ def test_a_search_run_by_hand() -> None:
         "index": "flat",
         "threads": 1,
         "urls": [],
-        "balance": "least_loaded",
         "patience_s": 1800.0,
         "timeout_s": 300.0,
         "shards": 1,
         "ranking": "dense",
-        "backend": "faiss",
         "device": "cpu",
     }
     for same in ("advantage", "loss", "orchestra", "env"):

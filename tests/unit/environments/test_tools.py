@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rollout.base.errors import EnvError
 from rollout.config.sections import AgentConfig
 from rollout.environments import TOOLS
 from rollout.environments.mcp import McpServer
-from rollout.environments.protocol import Step, ToolCall
+from rollout.environments.protocol import ToolCall
 from rollout.environments.search import SearchEnv
 from rollout.environments.tools import ToolMaker, call_tool
 from rollout.records.trajectory import Task, ToolUse
@@ -214,30 +213,13 @@ def test_passages_are_read_by_the_ids_that_a_search_shows() -> None:
     ]
     assert [call.failed for call in made[3:]] == [True, True, True]
     with pytest.raises(
-        EnvError, match="Library has no passages by id and no filters; leave out their tools"
+        EnvError, match="Library has no passages by id; leave out the tool `passages`"
     ):
         calls(
             TOOLS["passages"],
             ("read_passage", {"id": "p1"}),
             env=SearchEnv(task, retriever=Library()),
         )
-
-    where = {"kind": "a <b>", "title": "é"}
-    asked = [{"query": "who?", "where": where}, {"query": "who?", "where": {"kind": 1}}]
-    made = calls(
-        partial(TOOLS["search"], filters=True), *(("search_where", one) for one in asked), env=env
-    )
-    assert made[0].result == f"<information> [p9] {where}: who? </information>"
-    assert made[1].failed
-    (bad,) = asyncio.run(steps(env, "<where> {</where> <search> who? </search>"))
-    assert (bad.observation, bad.metrics["invalid_searches"]) == (
-        "<information> </information>",
-        1.0,
-    )
-
-
-async def steps(env: SearchEnv, *actions: str) -> list[Step]:
-    return [await env.step(action) for action in actions]
 
 
 def test_tools_of_an_mcp_server_have_its_schemas() -> None:

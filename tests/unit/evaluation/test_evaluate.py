@@ -217,7 +217,7 @@ class TestPlacement:
         assert used == ["8", "9", "10", "11", "12", "13", "14"]
         assert (room_for(config).nodes, room_for(config).gpus) == ({"": 7}, 7)
         assert config.retriever is not None
-        assert sidecar_of(config.retriever, Path("index"))._python[:2] == [
+        assert sidecar_of(config.retriever, Path("index")).command[:2] == [
             "env",
             "CUDA_VISIBLE_DEVICES=15",
         ]

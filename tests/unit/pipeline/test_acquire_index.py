@@ -181,7 +181,7 @@ def test_what_is_damaged_or_does_not_belong_is_one_line(hub: Hub) -> None:
         import_index(copied, mine, Encoder.of("bge", ENCODER))  # pooled in another way
     copied.write_bytes(whole[:-100])
     with pytest.raises(
-        RetrievalError, match=r"e5_Flat.index: no index of FAISS, or damaged \(.*\); fetch or build"
+        RetrievalError, match=r"e5_Flat.index: not a FAISS index, or damaged \(.*\); fetch or build"
     ):
         import_index(copied, mine, Encoder.of("e5", ENCODER))
     copied.write_bytes(whole)

@@ -171,7 +171,7 @@ def test_an_index_of_the_runs_own_is_counted_by_its_corpus(tmp_path: Path) -> No
     words = config(
         "demo_search", f"retriever.passages={tmp_path / 'c.jsonl'}", "retriever.ranking=bm25"
     )
-    assert job_needs(words, "retriever", 8).memory_mb == 1_000 + 900 + 600 * 5 // 4
+    assert job_needs(words, "retriever", 8).memory_mb == 1_000 + 900 + 3_600 * 5 // 4  # builds it
     small = config("demo_search")
     assert job_needs(small, "retriever", 8).memory_mb == 1_000 + 900
     more_mb = [

@@ -1,4 +1,4 @@
-"""One small real index and one real server for all retrieval tests."""
+"""One small real index, and one real server, for all retrieval tests."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def passages() -> list[Passage]:
 
 @pytest.fixture(scope="session")
 def encoder() -> Encoder:
-    torch.set_num_threads(1)  # tests share their machine; a second thread only spins here
+    torch.set_num_threads(1)  # tests share the machine, and a second thread would only spin
     return Encoder.of("minilm")
 
 
@@ -35,7 +35,7 @@ def encoder() -> Encoder:
 def index_dir(
     tmp_path_factory: pytest.TempPathFactory, passages: list[Passage], encoder: Encoder
 ) -> Path:
-    """A folder holding corpus.jsonl and, in index/, its index. Tests that damage files work on a copy."""
+    """A folder with corpus.jsonl and, in index/, its index. Tests that damage files use a copy."""
     folder = tmp_path_factory.mktemp("retrieval")
     write_corpus(folder / "corpus.jsonl", passages)
     build_index(folder / "corpus.jsonl", folder / "index", encoder)

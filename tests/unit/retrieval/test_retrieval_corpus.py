@@ -93,79 +93,69 @@ def test_parquet_becomes_lines(tmp_path: Path, passages: list[Passage]) -> None:
         copy_corpus(tmp_path / "c.parquet", tmp_path / "c.jsonl")
 
 
-def test_neighbours_are_of_the_same_document(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["", "x"])  # ids that are row numbers, and others
+def test_neighbours_are_of_the_same_document(tmp_path: Path, prefix: str) -> None:
     titles = ["A", "A", "A", "B", "A"]
+    path = tmp_path / "c.jsonl"
     write_corpus(
-        tmp_path / "n.jsonl",
-        (Passage.compose(str(n), title, f"t{n}") for n, title in enumerate(titles)),
+        path,
+        (Passage.compose(f"{prefix}{n}", title, f"t{n}") for n, title in enumerate(titles)),
     )
-    write_corpus(
-        tmp_path / "x.jsonl",
-        (Passage.compose(f"x{n}", title, f"t{n}") for n, title in enumerate(titles)),
-    )
-    for name, before in (("n", ""), ("x", "x")):
-        corpus = Corpus(tmp_path / f"{name}.jsonl")
-        found = [
-            [p.text for p in corpus.around(f"{before}{id}", most)]
-            for id, most in ((1, 0), (1, 5), (2, 1), (3, 2), (5, 1))
-        ]
-        assert found == [["t1"], ["t0", "t1", "t2"], ["t1", "t2"], ["t3"], []]
-    assert corpus.row_of("1") is None
+    corpus = Corpus(path)
+
+    def texts(id: int, count: int) -> list[str]:
+        return [passage.text for passage in corpus.around(f"{prefix}{id}", count)]
+
+    assert texts(1, 0) == ["t1"]
+    assert texts(1, 5) == ["t0", "t1", "t2"]
+    assert texts(2, 1) == ["t1", "t2"]
+    assert texts(3, 2) == ["t3"]
+    assert texts(5, 1) == []
+    assert corpus.row_of("y1") is None
 
 
-def test_ids_are_found_once_however_many_ask(
+def test_the_table_of_ids_is_made_once_for_all_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_corpus(
-        tmp_path / "c.jsonl", (Passage(id=f"x{n % 40}", contents=f"row {n}") for n in range(50))
-    )
-    corpus, read = Corpus(tmp_path / "c.jsonl"), list[int]()
+    write_corpus(tmp_path / "c.jsonl", (Passage(f"x{n % 40}", f"row {n}") for n in range(50)))
+    corpus = Corpus(tmp_path / "c.jsonl")
+    read: list[int] = []
     get = Corpus.__getitem__
     monkeypatch.setattr(Corpus, "__getitem__", lambda self, row: read.append(row) or get(self, row))
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(corpus.row_of, [f"x{n}" for n in range(41)])) == [*range(40), None]
-    assert (
-        len(read) == 51 + 40
-    )  # each row once, and a first look; then one for each id that is there
-    assert corpus._by_id is not None and sum(part.nbytes for part in corpus._by_id) == 16 * 50
+        rows = list(threads.map(corpus.row_of, [f"x{n}" for n in range(41)]))
+    assert rows == [*range(40), None]
+    # Each row once for the table, the first row before, and each row that is found.
+    assert len(read) == 50 + 1 + 40
 
 
-def test_what_else_a_line_says_is_kept_and_can_be_filtered_by(tmp_path: Path) -> None:
-    row = {
-        "id": "a",
-        "contents": '"Amber"\ntext',
-        "year": 1984,
-        "tags": ["x", "y"],
-        "open": True,
-        "none": None,
-    }
-    (tmp_path / "made.jsonl").write_text(json.dumps(row) + "\n")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "made.parquet")
-    facts = [("title", "Amber"), ("year", "1984"), ("tags", "x"), ("tags", "y"), ("open", "true")]
-    for source in ("made.jsonl", "made.parquet"):
-        assert copy_corpus(tmp_path / source, tmp_path / "copy.jsonl") == 1
-        (passage,) = Corpus(tmp_path / "copy.jsonl")
-        assert list(passage.facts()) == facts
+def test_a_passage_in_parquet_that_is_too_long_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "MAX_LINE_BYTES", 100)
+    rows = [{"id": "0", "contents": "short"}, {"id": "1", "contents": "x" * 101}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(RetrievalError, match=r"a\.parquet: row 1 has 101 bytes; expected at most"):
+        copy_corpus(tmp_path / "a.parquet", tmp_path / "a.jsonl")
 
 
 def test_rows_of_a_large_corpus_are_found_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus_module, "KEPT_FROM", 100)
-    path, kept = tmp_path / "c.jsonl", tmp_path / ".c.jsonl.rows"
+    monkeypatch.setattr(corpus_module, "CACHED_FROM_BYTES", 100)
+    path = tmp_path / "c.jsonl"
+    cache = tmp_path / ".c.jsonl.rows"
     write_corpus(path, (Passage(id=str(n), contents=f"row {n} {'x' * n}") for n in range(50)))
-    first = list(Corpus(path))
-    assert np.fromfile(kept, np.int64)[5] == 0
-    assert np.fromfile(kept, np.int64)[-1] == path.stat().st_size
+    expected = list(Corpus(path))
+    assert np.fromfile(cache, np.int64)[4] == 0
+    assert np.fromfile(cache, np.int64)[-1] == path.stat().st_size
     with monkeypatch.context() as patch:
-        patch.setattr(corpus_module, "array", None)  # what finds them
-        assert list(Corpus(path)) == first
-    flipped = bytearray(kept.read_bytes())
-    flipped[-17] ^= 1  # where a row in the middle begins
-    for damage in (b"", b"\0" * 8, kept.read_bytes()[:-8], kept.read_bytes()[:-3], bytes(flipped)):
-        kept.write_bytes(damage)
-        assert list(Corpus(path)) == first
-    path.write_bytes(path.read_bytes()[:-30])  # cut: the last line is none
+        patch.setattr(corpus_module, "array", None)  # which collects offsets that are not cached
+        assert list(Corpus(path)) == expected
+    for damage in (b"", b"\0" * 8, cache.read_bytes()[:-8], cache.read_bytes()[:-3]):
+        cache.write_bytes(damage)
+        assert list(Corpus(path)) == expected
+    path.write_bytes(path.read_bytes()[:-30])  # truncates the last line
     assert len(Corpus(path)) == 50
     with pytest.raises(RetrievalError, match=r"c\.jsonl:50: not a JSON line"):
         Corpus(path)[49]

@@ -282,7 +282,7 @@ class Library:
     def __init__(self, source: random.Random) -> None:
         self.source = source
 
-    async def search(self, query: str, k: int, where: Any = None) -> list[Passage]:
+    async def search(self, query: str, k: int) -> list[Passage]:
         if self.source.random() < 0.1:
             raise RetrievalError("away")
         return [
@@ -364,7 +364,7 @@ def test_no_call_breaks_a_tool(name: str) -> None:
     async def calls() -> int:
         task, make_env = place("search", source)
         own = {
-            "search": {"env": make_env(task), "filters": True},
+            "search": {"env": make_env(task)},
             "passages": {"env": make_env(task)},
         }
         own["mcp"] = {"servers": {"small": McpServer(command=sys.executable, args=[str(SERVER)])}}

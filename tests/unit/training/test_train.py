@@ -113,7 +113,7 @@ def test_a_search_may_wait_for_all_that_an_evaluation_plays() -> None:
     searches_per_s = 71 / (21 * 768 / 384) * 32 / 2
     longest_s = config.trajectories_in_flight(8) / searches_per_s
     assert config.retriever.timeout_s > longest_s
-    options = sidecar_of(config.retriever, Path("index"))._options
+    options = sidecar_of(config.retriever, Path("index")).command
     assert float(options[options.index("--deadline-s") + 1]) > longest_s
     elsewhere = [
         "experiment=demo_search",
@@ -121,7 +121,7 @@ def test_a_search_may_wait_for_all_that_an_evaluation_plays() -> None:
         "+retriever.timeout_s=77",
     ]
     with world(RunConfig.check(resolve(elsewhere), "a test"), "unused") as make_env:
-        assert make_env.keywords["retriever"]._timeout_s == 77
+        assert make_env.keywords["retriever"].timeout_s == 77
 
 
 def test_thousands_of_trajectories_have_a_connection_each() -> None:
@@ -152,7 +152,7 @@ def test_who_has_lost_the_folder_while_it_trained_does_not_write_its_models_over
         trainers={"solver": SimpleNamespace(groups={"solver": group})},
         weight_sync={},
     )
-    session.stop = SimpleNamespace(run_until_stopped=lambda work, _: work)
+    session.stop = SimpleNamespace(unless=lambda work, _: work)
     monkeypatch.setattr(training, "_load", nothing)
     lock = config.folder / "train" / "lock.json"
 

@@ -1,0 +1,72 @@
+"""Atomic writes, and SHA-256 digests that are cached beside the files."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def write_atomically(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, and rename it to `path` if the block ends without an exception."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json_file(path: Path, value: Any) -> None:
+    """Write `value` as JSON, atomically."""
+    with write_atomically(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def file_status(path: Path) -> list[int]:
+    """Return size, modification time, change time and inode of a file.
+
+    As long as these four are equal, the content of the file is taken to be the same.
+    """
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def cached_sha256(*paths: Path, reread: bool = False) -> str:
+    """Return the hexadecimal SHA-256 of the concatenated files, cached until they change.
+
+    The cache is the file `.NAME.sha256` beside the first file. If that folder is read-only, as it
+    is for models that several people share, the cache is in `~/.cache/mcore-mas`.
+
+    Args:
+        reread: read the files even if the cache has their digest.
+    """
+    paths = tuple(path.resolve() for path in paths)
+    statuses = [file_status(path) for path in paths]
+    beside = paths[0].with_name(f".{paths[0].name}.sha256")
+    name = hashlib.sha256(bytes(beside)).hexdigest()[:32]
+    caches = (beside, Path.home() / ".cache" / "mcore-mas" / f"{name}.sha256")
+
+    if not reread:
+        for cache in caches:
+            # A cache that is missing, damaged or written by another version is ignored.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                entry = json.loads(cache.read_bytes())
+                if entry["of"] == statuses:
+                    return str(entry["sha256"])
+
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    for cache in caches:
+        with contextlib.suppress(OSError):
+            write_json_file(cache, {"sha256": digest.hexdigest(), "of": statuses})
+            break
+    return digest.hexdigest()
