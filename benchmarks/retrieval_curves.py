@@ -1,15 +1,17 @@
-"""Recall, processor time and memory of every kind of index on generated passages; the figure of docs/retrieval.md.
+"""Recall, CPU time and memory of every kind of index on generated passages (docs/retrieval.md).
 
-    python benchmarks/retrieval_curves.py [--sizes 10000 100000 1000000] [--kinds flat torch sq8 ... bm25 hybrid]
+    python benchmarks/retrieval_curves.py [--sizes 10000 100000] [--kinds flat sq8 ... bm25 hybrid]
 
-Each kind is written beside the figure as soon as it is measured, so several calls, also at once, add up to one figure.
+Each kind is written beside the figure as soon as it is measured, so that several calls, also at the
+same time, add up to one figure.
 
-A passage is 24 words, half of them of one of 2000 subjects and half by Zipf's law; its vector is the mean
-of MiniLM's word embeddings, of length 1. A query is 5 of its words and another one. One thread; the times are
-processor time, best of three, so another load of the machine matters little.
+A passage has 24 words, half of them of one of 2000 subjects and half by Zipf's law; its vector is
+the normalised mean of MiniLM's word embeddings. A query has 5 words of a passage and another one.
+Everything runs on one thread. Times are CPU times, the best of three, so that another load of the
+machine matters little.
 
-Recall is of what an exact search by vectors finds; `own` is the share of queries that find the passage they are
-made of.
+`recall` compares with an exact search by vectors; `own` is the share of queries that find the
+passage whose words they have.
 """
 
 import argparse
@@ -29,158 +31,189 @@ import numpy as np
 import psutil
 import torch
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # runs from a checkout, installed or not
+# Runs from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from retrieval.build import INDEX_TYPES, TRAINED_ON
+from retrieval.bm25 import BM25_FOLDER, BM25Index
+from retrieval.build import INDEX_TYPES, MAX_TRAINING_ROWS
 from retrieval.encoder import Encoder
-from retrieval.index import BREADTH, INDEX_FORMAT, PROBED, Index, Manifest
-from retrieval.lexical import DEPTH, Lexical, fused
-from retrieval.scan import TorchScan
+from retrieval.index import HNSW_BREADTH, IVF_CELLS, Index
+from retrieval.manifest import INDEX_FORMAT, Manifest
+from retrieval.searcher import FUSED_ROWS, fuse_rankings
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "retrieval_curves.png"
-WORDS, SUBJECTS, RARE, QUERIES, K, BATCH, BLOCK = 24, 2000, 8, 256, 10, 64, 50_000
-BLAS_FROM = 800  # queries * dimensions, as the server searches
-BREADTHS = (8, 16, 32, 64, 128, 256)  # cells that IVF looks into, and candidates that HNSW keeps
-KINDS = (*INDEX_TYPES, "torch", "bm25", "hybrid")
-Search = Callable[
-    [np.ndarray, np.ndarray], np.ndarray
-]  # vectors and words of queries -> rows `[Q, K]`
+WORDS_PER_PASSAGE = 24
+SUBJECTS = 2000
+WORDS_PER_SUBJECT = 8
+QUERIES = 256
+K = 10
+BATCH = 64
+BLOCK_ROWS = 50_000
+BLAS_THRESHOLD = 800  # queries times dimensions, as in retrieval/server.py
+BREADTHS = (8, 16, 32, 64, 128, 256)  # cells that IVF searches, and candidates that HNSW keeps
+KINDS = (*INDEX_TYPES, "bm25", "hybrid")
+
+# Vectors and words of queries -> rows `[Q, K]`
+Search = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def words(random: np.random.Generator, count: int, vocabulary: int) -> np.ndarray:
-    """`[count, WORDS]` ids of words."""
-    subjects = np.random.default_rng(1).integers(0, vocabulary, (SUBJECTS, RARE))
-    own = subjects[random.integers(0, SUBJECTS, count)]
-    half = np.take_along_axis(own, random.integers(0, RARE, (count, WORDS // 2)), axis=1)
-    return np.concatenate([half, random.zipf(1.2, (count, WORDS // 2)) % vocabulary], axis=1)
+def draw_words(random: np.random.Generator, count: int, vocabulary: int) -> np.ndarray:
+    """Return word ids of `count` passages, `[count, WORDS_PER_PASSAGE]`."""
+    half = WORDS_PER_PASSAGE // 2
+    subjects = np.random.default_rng(1).integers(0, vocabulary, (SUBJECTS, WORDS_PER_SUBJECT))
+    subject = subjects[random.integers(0, SUBJECTS, count)]
+    chosen = random.integers(0, WORDS_PER_SUBJECT, (count, half))
+    of_subject = np.take_along_axis(subject, chosen, axis=1)
+    return np.concatenate([of_subject, random.zipf(1.2, (count, half)) % vocabulary], axis=1)
 
 
-def vectors(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """`[N, dim]` of length 1."""
-    made = np.concatenate(
-        [table[part].mean(1) for part in np.array_split(ids, 1 + len(ids) // 2000)]
-    )
-    return made / np.linalg.norm(made, axis=1, keepdims=True)
+def mean_vectors(ids: np.ndarray, embeddings: np.ndarray) -> np.ndarray:
+    """Return the normalised mean embedding of each row of word ids, `[N, dim]`."""
+    parts = np.array_split(ids, 1 + len(ids) // 2000)
+    vectors = np.concatenate([embeddings[part].mean(1) for part in parts])
+    return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
 
 
-class Passages:
-    """Vectors `[N, dim]` and words `[N, WORDS]` of passages; of queries, and `own`, the rows they are made of."""
+class Data:
+    """Generated passages and queries.
 
-    def __init__(self, total: int, table: np.ndarray) -> None:
+    Attributes:
+        vectors: of the passages, `[N, dim]`.
+        words: of the passages, `[N, WORDS_PER_PASSAGE]`.
+        query_vectors: `[QUERIES, dim]`.
+        query_words: `[QUERIES, 6]`.
+        sources: row of the passage whose words each query has.
+        nearest: rows of an exact search, `[QUERIES, K]`.
+    """
+
+    def __init__(self, total: int, embeddings: np.ndarray) -> None:
         random = np.random.default_rng(0)
-        self.rows, self.words = (
-            np.empty((total, table.shape[1]), np.float32),
-            np.empty((total, WORDS), np.int32),
-        )
-        for first in range(0, total, BLOCK):
-            ids = words(random, min(BLOCK, total - first), len(table))
-            self.rows[first : first + len(ids)] = vectors(ids, table)
-            self.words[first : first + len(ids)] = ids
-            self.own = self.own if first else random.choice(len(ids), 512)[:QUERIES]
-        kept = np.stack([random.permutation(row)[:5] for row in self.words[self.own]])
-        self.asked = np.concatenate([kept, random.integers(0, len(table), (QUERIES, 1))], axis=1)
-        self.queries = vectors(self.asked, table)
-        self.right = faiss.knn(self.queries, self.rows, K, metric=faiss.METRIC_INNER_PRODUCT)[1]
+        self.vectors = np.empty((total, embeddings.shape[1]), np.float32)
+        self.words = np.empty((total, WORDS_PER_PASSAGE), np.int32)
+        for start in range(0, total, BLOCK_ROWS):
+            ids = draw_words(random, min(BLOCK_ROWS, total - start), len(embeddings))
+            self.vectors[start : start + len(ids)] = mean_vectors(ids, embeddings)
+            self.words[start : start + len(ids)] = ids
+            if start == 0:
+                self.sources = random.choice(len(ids), 512)[:QUERIES]
+        own_words = np.stack([random.permutation(row)[:5] for row in self.words[self.sources]])
+        other_word = random.integers(0, len(embeddings), (QUERIES, 1))
+        self.query_words = np.concatenate([own_words, other_word], axis=1)
+        self.query_vectors = mean_vectors(self.query_words, embeddings)
+        metric = faiss.METRIC_INNER_PRODUCT
+        _, self.nearest = faiss.knn(self.query_vectors, self.vectors, K, metric=metric)
 
 
-def spent(
-    search: Search, vectors: np.ndarray, asked: np.ndarray, batch: int
+def time_search(
+    search: Search, vectors: np.ndarray, words: np.ndarray, batch: int
 ) -> tuple[float, np.ndarray]:
-    """Processor milliseconds a query, the best of three, and what was found."""
-    best, found = np.inf, []
+    """Return CPU milliseconds per query, the best of three, and the rows that were found."""
+    best = np.inf
+    found: list[np.ndarray] = []
     for _ in range(3):
-        began, found = time.process_time(), []
-        for first in range(0, len(vectors), batch):
-            found.append(search(vectors[first : first + batch], asked[first : first + batch]))
+        found = []
+        began = time.process_time()
+        for start in range(0, len(vectors), batch):
+            found.append(
+                search(vectors[start : start + batch], words[start : start + batch]),
+            )
         best = min(best, 1000 * (time.process_time() - began) / len(vectors))
     return best, np.concatenate(found)
 
 
-def settings(index: Any) -> Iterator[int]:
-    """Sets and gives each breadth of a search; 0 where there is none."""
+def set_breadths(index: Any) -> Iterator[int]:
+    """Set each breadth of a search, and yield it; yield 0 for an index without breadth."""
+    if not isinstance(index, faiss.IndexIVF | faiss.IndexHNSW):
+        yield 0
+        return
     for breadth in BREADTHS:
         if isinstance(index, faiss.IndexIVF):
             index.nprobe = min(breadth, index.nlist)
-        elif isinstance(index, faiss.IndexHNSW):
-            index.hnsw.efSearch = breadth
         else:
-            yield 0
-            return
+            index.hnsw.efSearch = breadth
         yield breadth
 
 
-def built(kind: str, made: Passages) -> tuple[Any, Search, float]:
-    """An index, a search of it, and its bytes; vectors alone are asked of FAISS, and exact ones scored again by us."""
-    total, dim = made.rows.shape
+def build(kind: str, data: Data) -> tuple[Any, Search, float]:
+    """Return an index of a kind, its search, and its bytes.
+
+    Kinds of vectors are searched by FAISS alone; `bm25` and `hybrid` as the server does.
+    """
+    total, dim = data.vectors.shape
     if kind == "bm25":
-        return lexical(made)
+        return build_words(data, K)
     if kind in INDEX_TYPES:
-        index = faiss.index_factory(
-            dim, INDEX_TYPES[kind].factory(total, dim), faiss.METRIC_INNER_PRODUCT
-        )
+        factory = INDEX_TYPES[kind].factory(total, dim)
+        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
         if not index.is_trained:
-            index.train(np.ascontiguousarray(made.rows[:: -(-total // TRAINED_ON)]))
-        index.add(made.rows)
-        sizes = list[int]()
+            stride = -(-total // MAX_TRAINING_ROWS)
+            index.train(np.ascontiguousarray(data.vectors[::stride]))
+        index.add(data.vectors)
+        sizes: list[int] = []
         writer = faiss.PyCallbackIOWriter(lambda part: sizes.append(len(part)))  # type: ignore[attr-defined]
         faiss.write_index(index, writer)
         return index, lambda vectors, _: index.search(vectors, K)[1], sum(sizes)
+
     flat = faiss.IndexFlatIP(dim)
-    flat.add(made.rows)
-    about = {"encoder": None, "corpus": "", "corpus_sha256": "", "index_sha256": ""}
-    manifest = Manifest(format=INDEX_FORMAT, dim=dim, ntotal=total, **about)
-    if kind == "torch":
-        scanned = Index(manifest, flat, None, scan=TorchScan(made.rows, "cpu"))
-        return scanned, lambda vectors, _: scanned.search(vectors, K)[0], made.rows.nbytes * 1.5
+    flat.add(data.vectors)
+    manifest = Manifest(
+        format=INDEX_FORMAT,
+        encoder=None,
+        dim=dim,
+        ntotal=total,
+        corpus="",
+        corpus_sha256="",
+        index_sha256="",
+    )
     exact = Index(manifest, flat, None)
-    _, by_words, size = lexical(made, DEPTH)
+    _, search_words, words_bytes = build_words(data, FUSED_ROWS)
 
-    def both(vectors: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        rankings = zip(exact.search(vectors, DEPTH)[0], by_words(vectors, asked), strict=True)
-        return np.stack([fused(*ranking)[0][:K] for ranking in rankings])
+    def search_both(vectors: np.ndarray, words: np.ndarray) -> np.ndarray:
+        dense_rows, _ = exact.search(vectors, FUSED_ROWS)
+        rankings = zip(dense_rows, search_words(vectors, words), strict=True)
+        return np.stack([fuse_rankings(*ranking)[0][:K] for ranking in rankings])
 
-    return exact, both, size + made.rows.nbytes
+    return exact, search_both, words_bytes + data.vectors.nbytes
 
 
-def lexical(made: Passages, k: int = K) -> tuple[Any, Search, float]:
-    """The product's search by words, over numbers as words."""
-    index = bm25s.BM25()
-    names = np.array([str(word) for word in range(made.words.max() + 1)], dtype=object)
-    index.index(names[made.words].tolist(), show_progress=False)
+def build_words(data: Data, k: int) -> tuple[Any, Search, float]:
+    """Return the product's index of words, its search, and its bytes; numbers stand for words."""
+    bm25 = bm25s.BM25()
+    names = np.array([str(word) for word in range(data.words.max() + 1)], dtype=object)
+    bm25.index(names[data.words].tolist(), show_progress=False)
     with tempfile.TemporaryDirectory() as folder:
-        index.save(folder, show_progress=False)
-        size = sum(path.stat().st_size for path in Path(folder).iterdir())
-        del index
-        opened = Lexical(Path(folder))  # mapped, so it outlives the folder
+        bm25.save(str(Path(folder, BM25_FOLDER)), show_progress=False)
+        size = sum(path.stat().st_size for path in Path(folder, BM25_FOLDER).iterdir())
+        del bm25
+        index = BM25Index(Path(folder))  # mapped, so it outlives the folder
 
-    def search(_: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        return np.stack([opened.search(" ".join(map(str, row)), k)[0] for row in asked])
+    def search(_: np.ndarray, words: np.ndarray) -> np.ndarray:
+        return np.stack([index.search(" ".join(map(str, row)), k)[0] for row in words])
 
-    return opened, search, size
+    return index, search, size
 
 
-def measure(kind: str, made: Passages) -> Iterator[dict[str, Any]]:
-    """A row for each breadth of a kind of index."""
-    total, dim = made.rows.shape
-    blas = faiss.cvar.distance_compute_blas_threshold
+def measure(kind: str, data: Data) -> Iterator[dict[str, Any]]:
+    """Yield a row of figures for each breadth of a kind of index."""
+    total, dim = data.vectors.shape
+    library: Any = faiss
+    default_threshold = library.cvar.distance_compute_blas_threshold
     began = time.process_time()
-    index, search, size = built(kind, made)
+    index, search, size = build(kind, data)
     build_s = time.process_time() - began
     planned = INDEX_TYPES[kind].row_bytes(total, dim) if kind in INDEX_TYPES else 0.0
-    for breadth in settings(index):
-        faiss.cvar.distance_compute_blas_threshold = BLAS_FROM
-        batch_ms, found = spent(search, made.queries, made.asked, BATCH)
-        one_ms, _ = spent(search, made.queries[:32], made.asked[:32], 1)
-        faiss.cvar.distance_compute_blas_threshold = blas
-        hits = [len(set(a) & set(b)) for a, b in zip(found, made.right, strict=True)]
+    for breadth in set_breadths(index):
+        library.cvar.distance_compute_blas_threshold = BLAS_THRESHOLD
+        batch_ms, found = time_search(search, data.query_vectors, data.query_words, BATCH)
+        one_ms, _ = time_search(search, data.query_vectors[:32], data.query_words[:32], 1)
+        library.cvar.distance_compute_blas_threshold = default_threshold
+        hits = [len(set(a) & set(b)) for a, b in zip(found, data.nearest, strict=True)]
         yield {
             "kind": kind,
             "passages": total,
             "breadth": breadth,
             "recall": round(sum(hits) / len(hits) / K, 4),
-            "own": round(float((found == made.own[:, None]).any(1).mean()), 4),
+            "own": round(float((found == data.sources[:, None]).any(1).mean()), 4),
             "batch_ms": round(batch_ms, 4),
             "one_ms": round(one_ms, 4),
             "build_s": round(build_s, 2),
@@ -189,86 +222,87 @@ def measure(kind: str, made: Passages) -> Iterator[dict[str, Any]]:
         }
 
 
-def default(row: dict[str, Any]) -> bool:
-    """Whether it is searched as the server does."""
-    return row["breadth"] in (0, BREADTH if row["kind"] == "hnsw" else PROBED)
+def is_default(row: dict[str, Any]) -> bool:
+    """Return True if the row's breadth is that of the server."""
+    server_breadth = HNSW_BREADTH if row["kind"] == "hnsw" else IVF_CELLS
+    return row["breadth"] in (0, server_breadth)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Three panels: recall over time at the largest size, then time and memory over the size."""
+    """Draw recall over time at the largest size, and time and memory over the size."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (curve, times, memory) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    most = max(row["passages"] for row in rows)
+    figure, (recall, times, memory) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    largest = max(row["passages"] for row in rows)
     for kind in KINDS:
-        own = [row for row in rows if row["kind"] == kind]
-        last = [row for row in own if row["passages"] == most]
-        curve.plot(
-            [row["batch_ms"] for row in last], [row["recall"] for row in last], "o-", label=kind
+        of_kind = [row for row in rows if row["kind"] == kind]
+        at_largest = [row for row in of_kind if row["passages"] == largest]
+        defaults = [row for row in of_kind if is_default(row)]
+        sizes = [row["passages"] for row in defaults]
+        recall.plot(
+            [row["batch_ms"] for row in at_largest],
+            [row["recall"] for row in at_largest],
+            "o-",
+            label=kind,
         )
-        usual = [row for row in own if default(row)]
-        sizes = [row["passages"] for row in usual]
-        times.plot(sizes, [row["batch_ms"] for row in usual], "o-", label=kind)
-        memory.plot(
-            sizes, [row["bytes"] * row["passages"] / 1e6 for row in usual], "o-", label=kind
-        )
-    curve.set(
-        xscale="log", xlabel="CPU ms a query", ylabel=f"recall@{K}", title=f"{most:,} passages"
-    )
-    times.set(
-        xscale="log",
-        yscale="log",
-        xlabel="passages",
-        ylabel="CPU ms a query",
-        title="searched as the server does",
-    )
-    memory.set(
-        xscale="log", yscale="log", xlabel="passages", ylabel="MB of vectors", title="memory"
-    )
-    for axes in (curve, times, memory):
+        times.plot(sizes, [row["batch_ms"] for row in defaults], "o-", label=kind)
+        megabytes = [row["bytes"] * row["passages"] / 1e6 for row in defaults]
+        memory.plot(sizes, megabytes, "o-", label=kind)
+
+    recall.set(xscale="log", xlabel="CPU ms per query", ylabel=f"recall@{K}")
+    recall.set(title=f"{largest:,} passages")
+    times.set(xscale="log", yscale="log", xlabel="passages", ylabel="CPU ms per query")
+    times.set(title="searched as the server does")
+    memory.set(xscale="log", yscale="log", xlabel="passages", ylabel="MB of vectors")
+    memory.set(title="memory")
+    for axes in (recall, times, memory):
         axes.grid(alpha=0.3)
-    figure.legend(*curve.get_legend_handles_labels(), loc="outside right center")
+    figure.legend(*recall.get_legend_handles_labels(), loc="outside right center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
 
 
-def kept_rows(path: Path) -> list[dict[str, Any]]:
-    """What was measured before."""
-    return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of earlier measurements."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> None:
-    """Measures, prints a table and draws it; the last line compares a flat index at the two largest sizes."""
+    """Measure and draw; the last line compares a flat index at the two largest sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--sizes", type=int, nargs="*", default=[10_000, 100_000], help="none: only draw"
-    )
+    sizes = [10_000, 100_000]
+    parser.add_argument("--sizes", type=int, nargs="*", default=sizes, help="none: only draw")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
-    table = Encoder.of("minilm")._model.get_input_embeddings().weight.detach().numpy()
-    kept = options.out.with_suffix(".jsonl")
+    embeddings = Encoder.of("minilm").word_embeddings()
+    measured = options.out.with_suffix(".jsonl")
     for total in options.sizes:
-        made = Passages(total, table)
+        data = Data(total, embeddings)
         for kind in options.kinds:
-            new = list(measure(kind, made))
+            new = list(measure(kind, data))
             rows = [
-                row for row in kept_rows(kept) if (row["kind"], row["passages"]) != (kind, total)
-            ] + new
+                row
+                for row in read_rows(measured)
+                if (row["kind"], row["passages"]) != (kind, total)
+            ]
+            rows += new
             rows.sort(key=lambda row: (KINDS.index(row["kind"]), row["passages"], row["breadth"]))
-            kept.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            measured.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
             resident = f"{psutil.Process().memory_info().rss / 1e9:.1f} GB resident"
             print(*map(json.dumps, new), resident, sep="\n", flush=True)
-    rows = kept_rows(kept)
+
+    rows = read_rows(measured)
     draw(rows, options.out)
-    print(f"load of the machine: {', '.join(f'{one:.1f}' for one in os.getloadavg())}")
+    print(f"load of the machine: {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
     flat = [row["batch_ms"] / row["passages"] for row in rows if row["kind"] == "flat"]
     growth = flat[-1] / flat[-2] if len(flat) > 1 else 1.0
     print(
-        f"name=retrieval_curves ratio={growth:.2f} at_most=1.00 reference=flat-ms-a-passage-one-size-below n=3"
+        f"name=retrieval_curves ratio={growth:.2f} at_most=1.00 "
+        "reference=flat-ms-a-passage-one-size-below n=3"
     )
 
 

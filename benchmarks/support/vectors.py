@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -10,58 +9,45 @@ from pathlib import Path
 import numpy as np
 
 from retrieval.build import build_index, shard_name
-from retrieval.corpus import Passage, write_corpus
+from retrieval.corpus import Corpus, Passage, write_corpus
 from retrieval.encoder import Encoder
-from rollout.base.files import known_sha256, write_json
+from retrieval.storage import cached_sha256, write_json_file
 
-ENCODED, BLOCK = 500, 100_000
+ENCODED_ROWS = 500
+BLOCK_ROWS = 100_000
 
 
 def towns(total: int) -> Iterator[Passage]:
-    """Short passages."""
-    return (
-        Passage.compose(str(n), f"Town {n}", f"Town {n} lies on the river {n % 17}.")
-        for n in range(total)
-    )
+    """Yield short passages."""
+    for n in range(total):
+        yield Passage.compose(str(n), f"Town {n}", f"Town {n} lies on the river {n % 17}.")
 
 
 def spread_index(folder: Path, encoder: Encoder, total: int) -> None:
-    """A flat index of `total` passages: some encoded, all others near one of those.
+    """Build a flat index of `total` passages in `folder`, of which ENCODED_ROWS are encoded.
 
-    A vector near another is (x + 0.7 e) of length 1, with e a random unit vector.
+    The vectors of the others lie near those: (x + 0.7 e) of length 1, with an encoded vector x and
+    a random unit vector e. The passages that a server encodes again at its start have their own.
     """
-    corpus = folder.with_suffix(".jsonl")
-    write_corpus(corpus, towns(total))
-    base = encoder.encode_passages([passage.contents for passage in towns(min(total, ENCODED))])
+    path = folder.with_suffix(".jsonl")
+    write_corpus(path, towns(total))
+    corpus = Corpus(path)
+    encoded_rows = [*range(min(total, ENCODED_ROWS)), total // 2, total - 1]
+    encoded = encoder.encode_passages([corpus[row].contents for row in encoded_rows])
+    base = encoded[: min(total, ENCODED_ROWS)]
+
     shard = folder / "shards" / shard_name(0, 1)
-    shard.parent.mkdir(parents=True)
-    write_json(
-        shard.with_suffix(".json"),
-        {"encoder": asdict(encoder.identity), "corpus_sha256": known_sha256(corpus)},
-    )
+    inputs = {"encoder": asdict(encoder.identity), "corpus_sha256": cached_sha256(path)}
+    write_json_file(shard.with_suffix(".json"), inputs)
     random = np.random.default_rng(0)
-    last = encoder.encode_passages([json.loads(line)["contents"] for line in _ends(corpus, total)])
     with shard.open("wb") as file:
-        for first in range(0, total, BLOCK):
-            rows = np.arange(first, min(first + BLOCK, total))
+        for start in range(0, total, BLOCK_ROWS):
+            rows = np.arange(start, min(start + BLOCK_ROWS, total))
             noise = random.standard_normal((len(rows), base.shape[1]), dtype=np.float32)
             noise *= 0.7 / np.linalg.norm(noise, axis=1, keepdims=True)
-            vectors = np.where(
-                (rows < len(base))[:, None], base[rows % len(base)], base[rows % len(base)] + noise
-            )
-            for row, own in zip(
-                (total // 2, total - 1), last, strict=True
-            ):  # which the start encodes again
-                vectors[rows == row] = own
-            file.write(
-                (vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
-                .astype(np.float32)
-                .tobytes()
-            )
-    build_index(corpus, folder, encoder)
-
-
-def _ends(corpus: Path, total: int) -> list[str]:
-    wanted = {total // 2, total - 1}
-    with corpus.open(encoding="utf-8") as file:
-        return [line for row, line in enumerate(file) if row in wanted]
+            vectors = base[rows % len(base)] + noise
+            for row, vector in zip(encoded_rows, encoded, strict=True):
+                vectors[rows == row] = vector
+            vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+            file.write(vectors.astype(np.float32).tobytes())
+    build_index(path, folder, encoder)
