@@ -66,7 +66,7 @@ ENVIRONMENT_READERS = {
     "mcore_mas/pipeline/suite_file.py": "the jobs of a suite import the Python code beside it",
     "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",
     "mcore_mas/planning/machine.py": "CUDA takes what GPUs a process may see from nowhere else",
-    "mcore_mas/tracking/store.py": "MLflow's telemetry has no other switch",
+    "mcore_mas/tracking/mlflow_store.py": "MLflow's telemetry has no other switch",
     "mcore_mas/runtime/trainer_group.py": "gloo and NCCL take their settings from nowhere else",
     "mcore_mas/runtime/cluster.py": "RAY_ADDRESS, whose cluster Ray would join",
     "mcore_mas/runtime/slurm.py": "Slurm's number of a job and its machines",

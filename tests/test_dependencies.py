@@ -22,7 +22,6 @@ OPTIONAL_LIBRARIES = {
     "google": "google-genai",
     "gymnasium": "gymnasium",
     "mcp": "mcp",
-    "trackio": "trackio",
     "wandb": "wandb",
 }
 # of worlds that cannot be had from a registry in a version that fits (their own pages say how to install them), and

@@ -49,17 +49,12 @@ def open_pages(
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1.", min=1, max=65535)] = 5000,
 ) -> None:
     """Serve MLflow's pages on the runs of this machine until interrupted."""
-    from mcore_mas.tracking.store import unfinished
     from rollout.base.http_server import bind
 
     scheme, _, path = store.partition(":///")
     if scheme == "sqlite" and not Path(path).is_file():
         raise UsageError(
             f"{path}: no such file; no run has been tracked yet (run `make demo`, or name another --store)"
-        )
-    if scheme == "sqlite" and unfinished(Path(path)):
-        raise UsageError(
-            f"{path}: MLflow makes this store now, or was ended while it did; the next run makes it anew"
         )
     try:
         bind(HOST, port).close()
@@ -303,17 +298,27 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
 
 @run_commands.command("track", rich_help_panel=_RUNS_PANEL)
 def track_results(
-    results: Annotated[Path, typer.Argument(help="The folder of the runs.")] = Path("results"),
+    results: Annotated[Path, typer.Argument(help="The folder of the runs, or of one run.")] = Path(
+        "results"
+    ),
 ) -> None:
-    """Send MLflow what it lacks of a folder's finished runs: steps, evaluations, costs, tables and charts."""
+    """Send MLflow the steps, scores, costs and tables that it lacks, also of runs that were broken off."""
     from mcore_mas.reports.runs import runs_in
     from mcore_mas.tracking.publish import publish
 
-    said: list[str] = []
-    runs, tables = runs_in(results), sorted(results.glob("tables/*.csv"))
-    page = publish(results, [run.name for run in runs], [file.stem for file in tables], said.append)
-    print("\n".join([*said, *([page] if page else [])]))
-    if said:
+    if (results / "config.yaml").is_file():
+        run_folder = results.absolute()
+        results, runs, tables = run_folder.parent, [run_folder.name], []
+    else:
+        runs = [folder.name for folder in runs_in(results)]
+        tables = [file.stem for file in sorted(results.glob("tables/*.csv"))]
+    warnings: list[str] = []
+    page = publish(results, runs, tables, warnings.append)
+    for line in warnings:
+        print(line)
+    if page:
+        print(page)
+    if warnings:
         raise typer.Exit(1)
 
 

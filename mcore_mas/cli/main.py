@@ -250,13 +250,13 @@ def evaluate_run(
     """Measure a team on its test tasks: avg@k, pass@k and maj@k per data source."""
     from mcore_mas.config.run import RunConfig
     from mcore_mas.evaluation.evaluate import evaluate, read_seats
-    from mcore_mas.tracking.publish import publish_evaluated
+    from mcore_mas.tracking.publish import publish_evaluation
 
     seats = read_seats(state, seat or [])
     path = out or RunConfig.load(run).folder / "evaluation" / f"{state}.json"
     evaluate(run, state, path, seats)
     print(path)
-    publish_evaluated(run, lambda line: print(line, file=sys.stderr))
+    publish_evaluation(run, lambda line: print(line, file=sys.stderr))
 
 
 @app.command("serve", rich_help_panel=_PANEL)

@@ -380,13 +380,12 @@ class TrackingConfig(Section):
     traces: int = Field(
         2, ge=0
     )  # trajectories of each step with a validation that go there as traces
-    zeros: bool = False  # send metrics that never leave zero, too
     # of MLflow's runs, by names that it takes; a suite adds its name, and a paper's tables
     tags: dict[Annotated[str, Field(pattern=r"^[\w.\-:/ ]+$", max_length=250)], str] = Field(
         default_factory=dict
     )
     also: tuple[
-        Literal["tensorboard", "wandb", "trackio"], ...
+        Literal["tensorboard", "wandb"], ...
     ] = ()  # further trackers of a training's metrics
 
     @field_validator("uri")

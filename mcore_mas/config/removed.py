@@ -14,6 +14,8 @@ REMOVED_KEYS: Mapping[str, str] = {
     "retriever.backend": "FAISS searches on retriever.device; leave it out",
     "retriever.balance": "the servers in retriever.urls take turns; leave it out",
     "retriever.members": "list the servers in retriever.urls",
+    "tracking.also=trackio": "use wandb or tensorboard, or MLflow alone",
+    "tracking.zeros": "leave it out; MLflow is sent every metric",
     "trainer.logprob_tolerance": "bound the figures under trainer.agreement",
 }
 

@@ -35,8 +35,8 @@ from mcore_mas.runtime.engine_factory import (
 from mcore_mas.runtime.joblog import StopSignal
 from mcore_mas.runtime.placement import gpus_of_servers, shared_out
 from mcore_mas.runtime.recipe import identity_of_play
-from mcore_mas.tracking.feed import noted
-from mcore_mas.tracking.logbook import Reporter
+from mcore_mas.tracking.progress import ProgressReporter
+from mcore_mas.tracking.stage_record import stage_record
 from rollout.base.files import check_tree, read_record, sealed, writable, write_json
 from rollout.base.ownership import FolderError, check_owner, epoch_of, owned
 from rollout.base.task_group import Watchdog
@@ -81,7 +81,7 @@ def evaluate(
     torch.set_num_threads(config.cluster.threads_per_process or 1)
     board = Scoreboard(prepared_tasks(config.folder / "tasks", "test"), config.evaluation.samples)
     folder, commit = writable(out_path.with_suffix("")), code_commit()
-    with owned(folder), noted(config.folder / "logs" / f"evaluate_{out_path.stem}.log"):
+    with owned(folder), stage_record(config.folder / "logs" / f"evaluate_{out_path.stem}.log"):
         _play(
             config,
             folder,
@@ -190,7 +190,7 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard, stop: StopSignal) 
         collector, runner = stack.enter_context(playing(config, f"{folder}-", _EVALUATION))
         first = board.replies - len(board.missing())
         reporter = stack.enter_context(
-            Reporter(f"{config.run} evaluate {folder.name}", board.replies, first)
+            ProgressReporter(f"{config.run} evaluate {folder.name}", board.replies, first)
         )
         stall_s = config.collection.stall_s
         options = CollectOptions(

@@ -17,7 +17,7 @@ from mcore_mas.planning.worker_groups import (
     gpus_per_engine,
     list_worker_groups,
 )
-from mcore_mas.tracking.trackers import not_installed
+from mcore_mas.tracking.writers import missing_libraries
 from rollout.base.errors import ModelError
 from rollout.base.options import UnknownName
 from rollout.base.text import nearest
@@ -257,7 +257,7 @@ def machine_problems(config: RunConfig) -> Iterator[str]:
             and not engine.python.is_file()
         ):
             yield f"{where}.python: {engine.python}: no such interpreter (docs/engines.md makes one)"
-    yield from () if submits else not_installed(config)
+    yield from () if submits else missing_libraries(config)
     with_keys: dict[str, Any] = {**engines, "retriever": config.retriever, "coach": config.coach}
     with_keys |= {f"policies.{name}.remote": remote for name, remote in config.remotes.items()}
     for where, section in with_keys.items():

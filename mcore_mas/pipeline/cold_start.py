@@ -24,7 +24,7 @@ from mcore_mas.runtime.checkpoint import Checkpoints
 from mcore_mas.runtime.engine_factory import world
 from mcore_mas.runtime.joblog import STOP_SIGNALS, Stopped
 from mcore_mas.runtime.recipe import Identity
-from mcore_mas.tracking.logbook import Reporter
+from mcore_mas.tracking.progress import ProgressReporter
 from mcore_mas.training.metrics import success
 from rollout.base.files import Digest, sha256, write_json
 from rollout.config.data import prepared_tasks
@@ -77,7 +77,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
             print(f"continuing from {saved.folder}")
             step, history = saved.step, saved.state["history"]
         reporter = stack.enter_context(
-            Reporter(f"{config.run} bootstrap", cold_start.max_steps, step)
+            ProgressReporter(f"{config.run} bootstrap", cold_start.max_steps, step)
         )
         started = time.monotonic() - (history[-1]["seconds"] if history else 0.0)
         for batch in _batches(config, cold_start, renderer, step):

@@ -1,33 +1,32 @@
-"""Logging of a training run: progress on the terminal, metrics.jsonl, metrics and traces in MLflow."""
+"""The outputs of a training: progress on the terminal, metrics.jsonl, trackers and traces."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.credit.assign import mean_advantages
 from mcore_mas.credit.samples import Sample
-from mcore_mas.reports.pages import drawing
-from mcore_mas.runtime.joblog import Stopped, terminal
-from mcore_mas.tracking.feed import CLOCK, EPOCH, Feed, Tracker
-from mcore_mas.tracking.traces import Traces, chosen
-from mcore_mas.tracking.trackers import open_trackers
-from rollout.base.failpoints import failpoint
-from rollout.base.files import json_lines, write_text
-from rollout.base.ownership import check_owner, epoch_of
-from rollout.base.processes import say
+from mcore_mas.runtime.joblog import Stopped
+from mcore_mas.tracking.metrics_log import STEP_TIME, MetricsLog
+from mcore_mas.tracking.mlflow_store import open_store
+from mcore_mas.tracking.mlflow_training import (
+    MlflowWriter,
+    TrainingRecord,
+    start_training_record,
+)
+from mcore_mas.tracking.progress import ProgressReporter
+from mcore_mas.tracking.sender import MetricsSender
+from mcore_mas.tracking.traces import TracedTrajectory, TraceSender, choose_trajectories
+from mcore_mas.tracking.writers import WRITERS, missing_libraries
 from rollout.records.trajectory import Group
 
+CLOSE_TIMEOUT_S = 30.0  # at the end of a training, for trackers to take the remaining metrics
+# Metrics that the progress shows, by label.
 _SHOWN = {
     "reward": "reward/mean",
     "accuracy": "validation/accuracy",
@@ -37,205 +36,100 @@ _SHOWN = {
 
 
 class Logbook:
-    """One run's places to write to, all of them told of the same steps."""
+    """Where a training reports its steps, notes and traces."""
 
     def __init__(
         self,
-        reporter: Reporter,
-        journal: Journal,
-        tracker: Tracker,
-        traces: Traces,
-        traced: int,
-        feeds: Sequence[Feed],
+        progress: ProgressReporter,
+        metrics_log: MetricsLog,
+        traces: TraceSender,
+        traces_per_step: int,
     ) -> None:
-        """`traced` trajectories of every step become traces; `feeds` are MLflow's `tracker` and those beside it."""
-        self._reporter, self._journal, self._tracker, self._feeds = (
-            reporter,
-            journal,
-            tracker,
-            feeds,
-        )
-        self._traces, self._traced = traces, traced
-        self.note = reporter.note
+        """Report to these outputs; `traces_per_step` trajectories of each traced step become traces."""
+        self._progress = progress
+        self._metrics_log = metrics_log
+        self._traces = traces
+        self._traces_per_step = traces_per_step
 
-    @property
-    def tracking_run(self) -> str | None:
-        """The MLflow run, None before there is one."""
-        return self._tracker.run_id
+    def note(self, text: str) -> None:
+        """Print one line of text."""
+        self._progress.note(text)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`step`, counted from 0, is finished."""
-        self._journal.log(step, {**metrics, CLOCK: time.time()})
-        for feed in self._feeds:
-            feed.log()
-        self._reporter.step(
-            step + 1, {label: metrics[name] for label, name in _SHOWN.items() if name in metrics}
-        )
+        """Report that `step`, counted from 0, is finished. Trackers read its metrics from metrics.jsonl."""
+        self._metrics_log.append(step, {**metrics, STEP_TIME: time.time()})
+        shown = {label: metrics[name] for label, name in _SHOWN.items() if name in metrics}
+        self._progress.step(step + 1, shown)
 
     def trace(self, groups: Sequence[Group], samples: Sequence[Sample]) -> None:
-        """Have some of a step's trajectories traced, each turn with its sample's advantage, and drawn if of games."""
-        tasks = {group.task.id: group.task for group in groups}
+        """Have some trajectories of a step traced in MLflow, each turn with the advantage of its sample."""
+        advantages = mean_advantages(samples)
         self._traces.send(
-            chosen(groups, self._traced),
-            mean_advantages(samples),
-            lambda played: drawing(tasks[played.task_id], played),
+            [
+                TracedTrajectory(trajectory=trajectory, task=task, advantages=advantages)
+                for trajectory, task in choose_trajectories(groups, self._traces_per_step)
+            ]
         )
 
 
 @contextmanager
-def open_logbook(
-    config: RunConfig, config_path: Path, first: int, mlflow_run: str | None
-) -> Iterator[Logbook]:
-    """The logbook of a run that goes on at step `first`, in the MLflow run of before if there is one."""
-    path, ended = config.folder / "train" / "metrics.jsonl", "FAILED"
-    with Reporter(f"{config.run} train", config.trainer.steps, first) as reporter:
-        journal = Journal(
-            path, first, reporter.note
-        )  # before trackers: they draw what it has from now on
-        others = open_trackers(config, first, reporter.note)
-        tracker = Tracker(config, config_path, first, mlflow_run, reporter.note)
-        feeds = [tracker, *others]
+def open_logbook(config: RunConfig, config_path: Path, first_step: int) -> Iterator[Logbook]:
+    """Open the outputs of a training that continues at `first_step`.
+
+    At the end the trackers have 30 seconds to take the remaining metrics. Metrics that MLflow does not take in time
+    stay in metrics.jsonl, from where `mcore-mas track` sends them.
+    """
+    path = config.folder / "train" / "metrics.jsonl"
+    with ProgressReporter(f"{config.run} train", config.trainer.steps, first_step) as progress:
+        metrics_log = MetricsLog(path, first_step, progress.note)
+        record = start_training_record(config, config_path, first_step)
+        senders = [
+            _mlflow_sender(config, record, path, progress.note),
+            *_other_senders(config, first_step, path, progress.note),
+        ]
+        traces = TraceSender(config, record, progress.note)
+        status = "FAILED"
         try:
-            yield Logbook(
-                reporter,
-                journal,
-                tracker,
-                Traces(tracker, reporter.note),
-                config.tracking.traces,
-                feeds,
-            )
-            journal.write()  # of the last step, what a full disk has kept out
-            ended = "FINISHED"
+            yield Logbook(progress, metrics_log, traces, config.tracking.traces)
+            metrics_log.flush()
+            status = "FINISHED"
         except (KeyboardInterrupt, Stopped):
-            ended = "KILLED"
+            status = "KILLED"
             raise
         finally:
-            for feed in feeds:
-                feed.finish(ended)
+            traces.close()
+            for sender in senders:
+                sender.close(status)
+            deadline = time.monotonic() + CLOSE_TIMEOUT_S
+            for sender in senders:
+                sender.join(deadline - time.monotonic())
+            traces.join(deadline - time.monotonic())
 
 
-_SECONDS_BETWEEN_LINES = 15.0  # on a terminal that several jobs share
+def _mlflow_sender(
+    config: RunConfig, record: TrainingRecord, path: Path, warn: Callable[[str], None]
+) -> MetricsSender:
+    def open_writer() -> MlflowWriter:
+        writer = MlflowWriter(open_store(config), config, record)
+        writer.resume()
+        return writer
+
+    advice = f", and `mcore-mas track {config.results}` sends them"
+    return MetricsSender("MLflow", open_writer, path, warn, advice=advice)
 
 
-class Reporter:
-    """Tells of steps as they finish; `note` is for anything else worth a line.
+def _other_senders(
+    config: RunConfig, first_step: int, path: Path, warn: Callable[[str], None]
+) -> list[MetricsSender]:
+    """Start the trackers of `tracking.also`, which have the rows of earlier starts already.
 
-    A process on a terminal draws a bar. A job whose output goes to a log writes a line per step there, and now and then
-    one to the terminal it was started from, where other jobs may be writing too.
+    Raises:
+        ConfigError: the library of a tracker is not installed.
     """
-
-    def __init__(self, what: str, total: int, first: int = 0) -> None:
-        """`what` is being done in `total` steps, of which `first` are done already."""
-        self._what, self._total = what, total
-        self._last_line = time.monotonic()
-        self._since: tuple[int, float] | None = (
-            None  # the first steps that were told, and when: engines had started
-        )
-        self._bar: Progress | None = None
-        self._shared = terminal() if not sys.stderr.isatty() else None
-        self._end = (
-            "\r" if Console(stderr=True).is_jupyter else "\n"
-        )  # a cell of a notebook keeps the last line
-        if sys.stderr.isatty():
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(
-                *columns, TextColumn("{task.fields[status]}"), console=Console(stderr=True)
-            )
-            self._task = self._bar.add_task(what, total=total, completed=first, status="")
-
-    def __enter__(self) -> Reporter:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar:
-            with suppress(OSError):  # of a terminal that is gone
-                self._bar.stop()
-
-    def step(self, done: int, metrics: Mapping[str, float]) -> None:
-        """`done` steps are finished; `metrics` are shown as they are named."""
-        status = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        if self._bar:
-            self._bar.update(self._task, completed=done, status=status)
-            return
-        left, now = "", time.monotonic()
-        first, started = self._since = self._since or (done, now)
-        if done > first:
-            seconds = (now - started) / (done - first) * (self._total - done)
-            left = f"  left {int(seconds // 60)}:{int(seconds % 60):02d}"
-        line = f"{self._what}: {done}/{self._total}  {status}{left}"
-        say(line, end="\n" if done == self._total else self._end)
-        if self._shared and (done == self._total or now - self._last_line > _SECONDS_BETWEEN_LINES):
-            self._last_line = now
-            say(line, self._shared)
-
-    def note(self, text: str) -> None:
-        """One line of text."""
-        line = f"{self._what}: {text}"
-        say(line)  # above the bar, where one is drawn
-        if self._shared:
-            say(line, self._shared)
-
-
-def _of_owners(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows without those that an owner wrote after a later one had taken its folder over."""
-    latest = 0
-    for row in rows:
-        epoch = row.get(EPOCH, 0)
-        if type(epoch) is int and epoch >= latest:
-            latest = epoch
-            yield row
-
-
-class Journal:
-    """One JSON object per training step in a file that survives restarts."""
-
-    def __init__(self, path: Path, first_step: int, warn: Callable[[str], None] = print) -> None:
-        """Continue `path` at `first_step`; rows of steps that will be taken again are dropped."""
-        self._path, self._warn = path, warn
-        self._waiting = ""  # what could not be written yet
-        rows = json_lines(path)[0] if path.is_file() else []
-        kept = [
-            row
-            for row in _of_owners(rows)
-            if type(row.get("step")) is int and row["step"] < first_step
-        ]
-        self._last: int = kept[-1]["step"] if kept else -2  # step of the last row
-        write_text(path, "".join(f"{json.dumps(row)}\n" for row in kept))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step, once: a run that was stopped right after it had made up a validation makes it up again.
-
-        What cannot be written, because a disk is full, is told of and written with the next step.
-        """
-        if step <= self._last:
-            return
-        self._last = step
-        self._waiting += json.dumps({"step": step, **metrics, EPOCH: epoch_of(self._path)}) + "\n"
-        self.write()
-
-    def write(self) -> None:
-        """Append what waits, if the disk lets us."""
-        if not self._waiting:
-            return
-        check_owner(self._path)
-        try:
-            failpoint("metrics.begun")
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(self._waiting)
-                file.flush()
-                failpoint("metrics.written")
-                os.fsync(file.fileno())
-            self._waiting = ""
-        except OSError as error:
-            self._warn(
-                f"{self._path}: the metrics of step {self._last} wait for the next ({error.strerror})"
-            )
-            if not self._waiting.startswith("\n"):
-                self._waiting = f"\n{self._waiting}"  # part of it may be there
+    for problem in missing_libraries(config):
+        raise ConfigError(problem)
+    offset = path.stat().st_size
+    return [
+        MetricsSender(name, partial(WRITERS[name], config, first_step), path, warn, offset=offset)
+        for name in config.tracking.also
+    ]

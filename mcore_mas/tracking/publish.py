@@ -1,9 +1,13 @@
-"""What MLflow lacks of finished runs, from their folders: steps, evaluations, costs, tables; each is there once."""
+"""Send MLflow the results of runs from their folders: steps, scores, costs, tables. Sending again changes nothing."""
 
+from __future__ import annotations
+
+import fcntl
 import json
 import re
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,34 +15,51 @@ from urllib.parse import quote
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.costs import answer_costs, training_costs
-from mcore_mas.tracking.feed import Sink, Tracker, inputs_of, store_of, tags_of
-from mcore_mas.tracking.store import Store, key_of, one_line
-from rollout.base.files import read_json, read_record, sha256
+from mcore_mas.tracking.mlflow_store import MetricPoint, MlflowStore, open_store, run_key
+from mcore_mas.tracking.mlflow_training import MlflowWriter, load_training_record
+from mcore_mas.tracking.run_tags import config_tags
+from mcore_mas.tracking.sender import short_error, write_rows
+from rollout.base.files import json_lines, read_json, read_record, sha256
 from rollout.tasks.splits import SPLITS
 
-LOCAL_PAGES = "http://127.0.0.1:5000"  # of a local store, by `make ui`
-_PATIENCE_S = 30.0  # at the end of an evaluation, or for a run of a report
+LOCAL_PAGES = "http://127.0.0.1:5000"  # where `make ui` serves a local store
+SECONDS_PER_RUN = 30.0  # that a job waits for MLflow
+_DIGEST_TAG = "sha256"  # of the file that a run of MLflow was made from
+# Files with the measurements of stages.
+_STAGE_RESULTS = {
+    "bootstrap": "bootstrap/bootstrap.json",
+    "build_index": "index/index.json",
+    "probe_retriever": "retriever.json",
+}
 
 
-def publish_evaluated(config_path: Path, warn: Callable[[str], None] = print) -> None:
-    """Send MLflow what it lacks of a run that was evaluated; after 30 s that is left to the report, or `track`."""
+def publish_evaluation(config_path: Path, warn: Callable[[str], None] = print) -> None:
+    """Send MLflow what it lacks of a run that was evaluated, for at most 30 seconds."""
     config = RunConfig.load(config_path)
-    publish_in_time(config.results, [config.run], [], warn, means=False)
+    publish_within_limit(config.results, [config.run], [], warn, means=False)
 
 
-def publish_in_time(
+def publish_within_limit(
     results: Path,
     runs: Collection[str],
-    tables: Iterable[str],
+    tables: Collection[str],
     warn: Callable[[str], None] = print,
-    **options: bool,
+    *,
+    means: bool = True,
 ) -> str | None:
-    """As `publish`, for 30 s for each run at most; what is not sent by then is left to `mcore-mas track`."""
-    sink, links = Sink("mlflow"), list[str | None]()
-    sink.put(lambda: links.append(publish(results, runs, tables, warn, **options)))
-    if not sink.close(_PATIENCE_S * len(runs)):
-        warn(f"MLflow hangs; `mcore-mas track {results}` sends it the scores later")
-    return next(iter(links), None)
+    """Call `publish`, but give up after 30 seconds per run; `mcore-mas track` sends the rest."""
+    links: list[str | None] = []
+
+    def publish_runs() -> None:
+        links.append(publish(results, runs, tables, warn, means=means))
+
+    thread = threading.Thread(target=publish_runs, name="publish", daemon=True)
+    thread.start()
+    thread.join(SECONDS_PER_RUN * len(runs))
+    if thread.is_alive():
+        warn(f"MLflow does not answer; `mcore-mas track {results}` sends the results later")
+        return None
+    return links[0]
 
 
 def publish(
@@ -49,187 +70,246 @@ def publish(
     *,
     means: bool = True,
 ) -> str | None:
-    """Send MLflow what it lacks of those `runs` that have finished, and `tables` with their charts as artifacts.
+    """Send MLflow what it lacks of runs, finished or not, and the tables with their charts as artifacts.
 
-    It gives up where the store fails, and tells `warn`: the next call sends the rest. Any number may do so at once.
+    Stop at the first error of MLflow, with a warning; the next call sends the rest. Several processes may call it at
+    once.
 
     Args:
-        means: send each experiment's means too, which are over its seeds among `runs`.
+        results: folder of the runs.
+        runs: their names.
+        tables: names of files in `results`/tables, without suffix.
+        means: also send the mean scores of each experiment over those of its seeds that are among `runs`.
 
     Returns:
-        The address of MLflow's page that compares the trainings; None where the store failed, or none has finished.
+        Address of the page that compares the trainings; None after an error, or if there is no training.
     """
-    stores: dict[tuple[str, str], Store] = {}
-    trained: dict[Store, list[str]] = defaultdict(list)
-    scores: dict[tuple[Store, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    newest = 0.0  # when the last evaluation was written: of two values MLflow shows the later one
+    publisher = _Publisher(warn)
     try:
-        for path in (results / run / "config.yaml" for run in runs):
-            try:
-                config = RunConfig.load(path)
-            except ConfigError as error:  # of another version; the others are sent
-                warn(f"MLflow gets nothing of this run: {one_line(error)}")
-                continue
-            store = store_of(config)
-            store = stores.setdefault((store.uri, store.experiment), store)
-            store.connect()
-            parent = store.parent(config)
-            run_id, models = _training(store, config, path, warn)
-            trained[store] += [run_id] if run_id else []
-            _stages(store, config, path, parent)
-            for file in sorted((config.folder / "evaluation").glob("*.json")):
-                newest = max(newest, file.stat().st_mtime)
-                played = models if file.stem == "trained" else []
-                for name, value in _evaluation(store, config, path, file, parent, played).items():
-                    scores[store, parent][name].append(value)
-        for (store, parent), own in scores.items() if means else ():
-            store.metrics(
-                parent, [(name, fmean(values), newest, -1) for name, values in own.items()]
-            )
-        for store in list(stores.values())[:1]:
-            for name in tables:
-                _artifacts(store, results, name)
-    except (
-        Exception
-    ) as error:  # whatever a store may raise: the files are there, and are sent another time
+        for run in runs:
+            publisher.send_run(results / run / "config.yaml")
+        if means:
+            publisher.send_means()
+        for table in tables:
+            publisher.send_table(results, table)
+    except Exception as error:  # MLflow and its stores raise errors of any type
         warn(
-            f"MLflow does not take results ({one_line(error)}); `mcore-mas track {results}` sends them later"
+            f"MLflow does not take results ({short_error(error)}); "
+            f"`mcore-mas track {results}` sends them later"
         )
         return None
-    return next((compare_url(store, ids) for store, ids in trained.items()), None)
+    return publisher.comparison_page()
 
 
-def compare_url(store: Store, run_ids: Sequence[str]) -> str:
-    """The address of MLflow's page on these runs side by side."""
-    pages = store.uri.rstrip("/") if store.uri.startswith("http") else LOCAL_PAGES
-    ids, experiments = (quote(json.dumps(list(own))) for own in (run_ids, [store.experiment_id]))
-    return f"{pages}/#/compare-runs?runs={ids}&experiments={experiments}"
+class _Publisher:
+    """Sends runs to the MLflow stores that their configs name."""
 
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._stores: dict[tuple[str, str], MlflowStore] = {}
+        self._trainings: dict[MlflowStore, list[str]] = defaultdict(list)  # ids of MLflow's runs
+        # Scores of all seeds, by store and parent run, then by metric.
+        self._scores: dict[tuple[MlflowStore, str], dict[str, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        self._newest_scores = 0.0  # when the last evaluation was written
 
-def _training(
-    store: Store, config: RunConfig, path: Path, warn: Callable[[str], None]
-) -> tuple[str | None, list[str]]:
-    """(Run, models) that MLflow has of a finished training, with all of its steps, its costs and its folders."""
-    done = config.folder / "train" / "done.json"
-    if not done.is_file():
-        return None, []
-    written = read_record(done, "policies")
-    tracker = Tracker(
-        config, path, config.trainer.steps, written.get("mlflow_run"), warn, ended=True
-    )
-    if not tracker.finish("FINISHED") or tracker.run_id is None:
-        raise RuntimeError(f"the steps of {config.run} are not all there")  # it has said why
-    at, last = done.stat().st_mtime, config.trainer.steps - 1
-    store.metrics(
-        tracker.run_id,
-        [
-            (f"cost/{name}", value, at, last)
-            for name, value in training_costs(config.folder).items()
-        ],
-    )
-    store.tag(
-        tracker.run_id,
-        {f"trained.{policy}": str(model) for policy, model in written["policies"].items()},
-    )
-    return tracker.run_id, store.models(tracker.run_id, written["policies"])
+    def send_run(self, config_path: Path) -> None:
+        """Send a run's stages, training and evaluations; warn if its config is of another version."""
+        try:
+            config = RunConfig.load(config_path)
+        except ConfigError as error:
+            self._warn(f"a run is not sent to MLflow: {short_error(error)}")
+            return
+        store = self._store_of(config)
+        parent = store.find_or_create_parent(config)
+        self._send_training(store, config, config_path)
+        for record_path in sorted((config.folder / "logs").glob("*.json")):
+            _send_stage(store, config, config_path, record_path, parent)
+        for scores_path in sorted((config.folder / "evaluation").glob("*.json")):
+            scores = _send_evaluation(store, config, config_path, scores_path, parent)
+            self._newest_scores = max(self._newest_scores, scores_path.stat().st_mtime)
+            for name, value in scores.items():
+                self._scores[store, parent][f"{scores_path.stem}/{name}"].append(value)
 
+    def send_means(self) -> None:
+        """Send the mean scores of each experiment's seeds to its parent run."""
+        for (store, parent), scores in self._scores.items():
+            points = [
+                MetricPoint(name=name, value=fmean(values), time=self._newest_scores, step=0)
+                for name, values in scores.items()
+            ]
+            store.log_metrics(parent, points)
 
-def _evaluation(
-    store: Store, config: RunConfig, path: Path, file: Path, parent: str, models: Sequence[str]
-) -> dict[str, float]:
-    """Have an evaluation's scores and costs sent, if they are not; the scores, by state, metric and data source."""
-    found = read_record(file, "rows")
-    scores = {f"{row['metric']}/{row['dataset']}": row["value"] for row in found["rows"]}
-    inputs = inputs_of(config, "test")
-    tags = tags_of(config, path, inputs) | {
-        "stage": "evaluate",
-        "state": file.stem,
-        "k": str(found["k"]),
-    }
-    note, at = _there(config.folder / "logs" / f"evaluate_{file.stem}.json"), file.stat().st_mtime
-    tags |= note.get("tags", {})
-    run_id = store.run(
-        key_of(file), f"{config.run} evaluate {file.stem}", tags, parent, note.get("began", at)
-    )
-    numbers = {f"replies/{name}": float(found[name]) for name in ("replies", "overlong", "cut")}
-    numbers |= scores | {"replies/failed": float(sum(found["failed"].values()))}
-    _sent(store, run_id, file, at, _answers(file, numbers), inputs, models)
-    return {f"{file.stem}/{name}": value for name, value in scores.items()}
-
-
-def _answers(file: Path, numbers: Mapping[str, float]) -> Iterator[tuple[str, float, int]]:
-    """`numbers`, and what answers of the evaluation have cost, which takes time to read."""
-    costs = answer_costs(file.with_suffix(""))
-    of_agents = {
-        name if name.startswith("agent/") else f"answer/{name}": value
-        for name, value in costs.items()
-    }
-    yield from ((name, value, -1) for name, value in {**numbers, **of_agents}.items())
-
-
-# what says how well a stage did
-_FOUND = {
-    "bootstrap": "bootstrap/bootstrap.json",
-    "build_index": "index/index.json",
-    "probe_retriever": "retriever.json",
-}
-
-
-def _stages(store: Store, config: RunConfig, path: Path, parent: str) -> None:
-    """Have each of the run's jobs before its training sent that has ended, with what it measured, if it was not."""
-    inputs = inputs_of(config, *SPLITS)
-    for file in sorted((config.folder / "logs").glob("*.json")):
-        stage, note = re.sub(r"_\d.*", "", file.stem), _there(file)
-        if stage.startswith("evaluate_") or "ended" not in note:
-            continue
-        tags = {**tags_of(config, path, inputs), **note["tags"], "stage": stage}
-        run_id = store.run(key_of(file), f"{config.run} {file.stem}", tags, parent, note["began"])
-        found = _there(config.folder / _FOUND[stage]) if stage in _FOUND else {}
-        numbers = [
-            (name, float(value), int(row["step"]) - 1)
-            for row in found.get("history", [{**found, "step": 0}])
-            for name, value in row.items()
-            if type(value) in (float, int) and name != "step"
-        ]
-        _sent(store, run_id, file, note["ended"], numbers, inputs)
-
-
-def _sent(
-    store: Store,
-    run_id: str,
-    file: Path,
-    at: float,
-    numbers: Iterable[tuple[str, float, int]],
-    inputs: Mapping[str, tuple[str, str]],
-    models: Sequence[str] = (),
-) -> None:
-    """Have (name, value, step) and `inputs` sent to a run that ended with `file`, and it closed, if it was not yet."""
-    digest = sha256(file)
-    if store.client.get_run(run_id).data.tags.get("sha256") != digest:
-        store.metrics(run_id, [(name, value, at, step) for name, value, step in numbers])
-        store.inputs(run_id, inputs, models)
-        store.client.set_terminated(run_id, "FINISHED", int(at * 1000))
-        store.tag(run_id, {"sha256": digest})
-
-
-def _there(path: Path) -> dict[str, Any]:
-    """The content of a JSON file, {} where there is none."""
-    return read_json(path) if path.is_file() else {}
-
-
-def _artifacts(store: Store, results: Path, name: str) -> None:
-    """Have a table and its page of charts sent, if they are there and were not sent as they are."""
-    paths = sorted(
-        [*results.glob(f"tables/{name}.[cmh]*"), *results.glob(f"figures/{name}/*.html")]
-    )
-    if not paths:
-        return
-    run_id = store.run(
-        key_of(results, "tables", name), name, {"stage": "report", "suite": name, "table": name}
-    )
-    digest = sha256(*paths)
-    if store.client.get_run(run_id).data.tags.get("sha256") != digest:
+    def send_table(self, results: Path, table: str) -> None:
+        """Send a table and its page of charts as artifacts of an MLflow run, unless they are there."""
+        paths = sorted(
+            [*results.glob(f"tables/{table}.[cmh]*"), *results.glob(f"figures/{table}/*.html")]
+        )
+        store = next(iter(self._stores.values()), None)
+        if not paths or store is None:
+            return
+        run = store.find_or_create_run(
+            run_key(results, "tables", table),
+            name=table,
+            tags={"stage": "report", "suite": table, "table": table},
+        )
+        run_id = run.info.run_id
+        digest = sha256(*paths)
+        if run.data.tags.get(_DIGEST_TAG) == digest:
+            return
         for path in paths:
             store.client.log_artifact(run_id, str(path))
         store.client.set_terminated(run_id, "FINISHED")
-        store.tag(run_id, {"sha256": digest})
+        store.set_tags(run_id, {_DIGEST_TAG: digest})
+
+    def comparison_page(self) -> str | None:
+        """Return the address of MLflow's page that compares the trainings of the first store."""
+        for store, run_ids in self._trainings.items():
+            return comparison_url(store, run_ids)
+        return None
+
+    def _store_of(self, config: RunConfig) -> MlflowStore:
+        key = (config.tracking.uri, config.tracking.experiment)
+        if key not in self._stores:
+            self._stores[key] = open_store(config)
+        return self._stores[key]
+
+    def _send_training(self, store: MlflowStore, config: RunConfig, config_path: Path) -> None:
+        """Send the steps of a training. If it has finished, also its costs and the folders of its models."""
+        folder = config.folder / "train"
+        metrics_path = folder / "metrics.jsonl"
+        rows = json_lines(metrics_path)[0] if metrics_path.is_file() else []
+        if not rows:
+            return
+        writer = MlflowWriter(store, config, load_training_record(config, config_path, rows))
+        write_rows(writer, rows)
+
+        done_path = folder / "done.json"
+        if done_path.is_file():
+            writer.close("FINISHED")
+            done_time = done_path.stat().st_mtime
+            costs = [
+                MetricPoint(
+                    name=f"cost/{name}", value=value, time=done_time, step=config.trainer.steps
+                )
+                for name, value in training_costs(config.folder).items()
+            ]
+            store.log_metrics(writer.run_id, costs)
+            models = read_record(done_path, "policies")["policies"]
+            tags = {f"trained.{policy}": str(model) for policy, model in models.items()}
+            store.set_tags(writer.run_id, tags)
+            self._trainings[store].append(writer.run_id)
+        elif not _is_locked(folder / "lock.json"):
+            writer.close("KILLED")
+
+
+def comparison_url(store: MlflowStore, run_ids: Iterable[str]) -> str:
+    """Return the address of MLflow's page that shows these runs side by side."""
+    pages = store.uri.rstrip("/") if store.uri.startswith("http") else LOCAL_PAGES
+    runs = quote(json.dumps(list(run_ids)))
+    experiments = quote(json.dumps([store.experiment_id]))
+    return f"{pages}/#/compare-runs?runs={runs}&experiments={experiments}"
+
+
+def _send_stage(
+    store: MlflowStore, config: RunConfig, config_path: Path, record_path: Path, parent: str
+) -> None:
+    """Send a stage before the training that has ended, with its measurements, unless MLflow has it."""
+    # encode_shard_0001-of-0002 is a shard of the stage encode_shard.
+    stage = re.sub(r"_\d.*", "", record_path.stem)
+    record = read_json(record_path)
+    if stage.startswith("evaluate_") or "ended" not in record:
+        return
+    tags = {**config_tags(config, config_path, SPLITS), **record["tags"], "stage": stage}
+    run = store.find_or_create_run(
+        run_key(record_path),
+        name=f"{config.run} {record_path.stem}",
+        tags=tags,
+        parent=parent,
+        start_time=record["began"],
+    )
+    digest = sha256(record_path)
+    if run.data.tags.get(_DIGEST_TAG) == digest:
+        return
+
+    points = []
+    results_path = config.folder / _STAGE_RESULTS[stage] if stage in _STAGE_RESULTS else None
+    if results_path is not None and results_path.is_file():
+        results = read_json(results_path)
+        for row in results.get("history", [{**results, "step": 0}]):
+            for name, value in row.items():
+                if type(value) in (float, int) and name != "step":
+                    points.append(
+                        MetricPoint(
+                            name=name,
+                            value=float(value),
+                            time=record["ended"],
+                            step=int(row["step"]),
+                        )
+                    )
+    store.log_metrics(run.info.run_id, points)
+    store.end_run(run.info.run_id, "FINISHED", record["ended"])
+    store.set_tags(run.info.run_id, {_DIGEST_TAG: digest})
+
+
+def _send_evaluation(
+    store: MlflowStore, config: RunConfig, config_path: Path, scores_path: Path, parent: str
+) -> dict[str, float]:
+    """Send an evaluation's scores and costs, unless MLflow has them; return the scores by metric and data source."""
+    state = scores_path.stem
+    evaluation = read_record(scores_path, "rows")
+    scores = {f"{row['metric']}/{row['dataset']}": row["value"] for row in evaluation["rows"]}
+    scores_time = scores_path.stat().st_mtime
+    record_path = config.folder / "logs" / f"evaluate_{state}.json"
+    record = read_json(record_path) if record_path.is_file() else {}
+    run = store.find_or_create_run(
+        run_key(scores_path),
+        name=f"{config.run} evaluate {state}",
+        tags={
+            **config_tags(config, config_path, ["test"]),
+            **record.get("tags", {}),
+            "stage": "evaluate",
+            "state": state,
+            "k": str(evaluation["k"]),
+        },
+        parent=parent,
+        start_time=record.get("began", scores_time),
+    )
+    digest = sha256(scores_path)
+    if run.data.tags.get(_DIGEST_TAG) != digest:
+        metrics = scores | _reply_counts(evaluation) | _answer_costs(scores_path.with_suffix(""))
+        points = [
+            MetricPoint(name=name, value=value, time=scores_time, step=0)
+            for name, value in metrics.items()
+        ]
+        store.log_metrics(run.info.run_id, points)
+        store.end_run(run.info.run_id, "FINISHED", scores_time)
+        store.set_tags(run.info.run_id, {_DIGEST_TAG: digest})
+    return scores
+
+
+def _reply_counts(evaluation: dict[str, Any]) -> dict[str, float]:
+    counts = {f"replies/{name}": float(evaluation[name]) for name in ("replies", "overlong", "cut")}
+    counts["replies/failed"] = float(sum(evaluation["failed"].values()))
+    return counts
+
+
+def _answer_costs(folder: Path) -> dict[str, float]:
+    """Return the tokens and seconds of an answer, as answer/NAME, and those of each agent, as agent/AGENT/NAME."""
+    return {
+        name if name.startswith("agent/") else f"answer/{name}": value
+        for name, value in answer_costs(folder).items()
+    }
+
+
+def _is_locked(path: Path) -> bool:
+    """Return True if a process holds the lock of a run's folder."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,145 +1,23 @@
-"""Traces of trajectories in MLflow: a span for every turn and every tool call, at the times when they happened.
+"""Traces of trajectories in MLflow: one span per turn and tool call, at the times when they happened."""
 
-Where a trajectory has a picture, the run has it as an artifact.
-"""
-
-import logging
-from collections import deque
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any
 
+from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.samples import TurnId
-from mcore_mas.reports.pages import file_name
-from mcore_mas.tracking.feed import Tracker
-from rollout.records.trajectory import Group, Status, ToolEvent, Trajectory, Turn
+from mcore_mas.reports.pages import drawing, file_name
+from mcore_mas.tracking.mlflow_store import MlflowStore, open_store
+from mcore_mas.tracking.mlflow_training import TrainingRecord, find_or_create_training_run
+from mcore_mas.tracking.sender import short_error
+from rollout.records.trajectory import Group, Status, Task, ToolEvent, Trajectory, Turn
 
-DrawTrajectory = Callable[[Trajectory], str | None]  # its picture as SVG, None without one
-_Waiting = tuple[
-    Trajectory, Mapping[TurnId, float], DrawTrajectory, int
-]  # the last: how often it is tried, with this
-_MOST_WAIT, _TRIES = 64, 3
-_EXPORTER = "mlflow.tracing.export.mlflow_v3"  # whose log is the only place where it says that a trace was refused
-
-
-class Traces:
-    """Writes traces into a tracker's MLflow run, in its thread; the newest of those that it does not take wait."""
-
-    def __init__(self, tracker: Tracker, warn: Callable[[str], None]) -> None:
-        """`warn` is told of the first refusal since the store worked."""
-        self._tracker, self._warn = tracker, warn
-        self._waiting: deque[_Waiting] = deque(maxlen=_MOST_WAIT)
-        self._refused = False
-
-    def send(
-        self,
-        trajectories: Sequence[Trajectory],
-        advantages: Mapping[TurnId, float],
-        draw: DrawTrajectory = lambda _: None,
-    ) -> None:
-        """Have `trajectories` written, and return at once."""
-        self._waiting += [(trajectory, advantages, draw, 1) for trajectory in trajectories]
-        self._tracker.sink.put(self._write)
-
-    def _write(self) -> None:
-        """Write what waits, up to one that MLflow does not take, which waits on for `_TRIES` tries in all."""
-        while self._waiting:
-            trajectory, advantages, draw, tries = self._waiting.popleft()
-            if why := self._refusal(trajectory, advantages, draw):
-                if tries < _TRIES:
-                    self._waiting.appendleft((trajectory, advantages, draw, tries + 1))
-                if not self._refused:
-                    self._warn(
-                        f"MLflow does not take the trace of {trajectory.id} ({why}); traces wait for the next"
-                    )
-                self._refused = True
-                return
-            self._refused = False
-
-    def _refusal(
-        self, trajectory: Trajectory, advantages: Mapping[TurnId, float], draw: DrawTrajectory
-    ) -> str:
-        """Write one; why MLflow did not take it, or ""."""
-        run_id = self._tracker.run_id
-        if not self._tracker.store.experiment_id or run_id is None:
-            return "there is no connection"
-        import mlflow
-
-        said: list[str] = []
-
-        def unsaid(record: logging.LogRecord) -> bool:
-            """Keeps what the exporter would have logged."""
-            if record.levelno >= logging.WARNING:
-                said.append(record.getMessage())
-            return record.levelno < logging.WARNING
-
-        log = logging.getLogger(_EXPORTER)
-        log.addFilter(unsaid)
-        try:
-            mlflow.set_tracking_uri(self._tracker.store.uri)
-            write_trace(trajectory, advantages, self._tracker.store.experiment_id, run_id)
-            if picture := draw(trajectory):
-                place = f"pictures/step_{trajectory.step:06d}/{file_name(trajectory)}"
-                mlflow.MlflowClient(self._tracker.store.uri).log_text(run_id, picture, place)
-        except Exception as error:  # whatever a store may raise: a trace is worth no training
-            said.append(f"{type(error).__name__}: {error}")
-        finally:
-            log.removeFilter(unsaid)
-        return said[0].splitlines()[0][:200] if said else ""
-
-
-def chosen(groups: Sequence[Group], count: int) -> list[Trajectory]:
-    """`count` trajectories of as many tasks as there are: the first of every group, then the second, and so on."""
-    rounds = zip_longest(*(group.trajectories for group in groups))
-    return list(islice((t for one in rounds for t in one if t is not None), count))
-
-
-def write_trace(
-    trajectory: Trajectory, advantages: Mapping[TurnId, float], experiment_id: str, run_id: str
-) -> None:
-    """Write one trace to MLflow's current store; its exporter logs what goes wrong."""
-    import mlflow
-    from mlflow.tracing.constant import TraceMetadataKey
-
-    events: list[Turn | ToolEvent] = [*trajectory.turns, *trajectory.tools]
-    events.sort(key=lambda event: event.started_s)
-    if not events:
-        return
-    first, last = events[0].started_s, max(event.started_s + event.took_s for event in events)
-    root = mlflow.start_span_no_context(
-        f"{trajectory.source}/{trajectory.task_id}",
-        span_type="AGENT",
-        inputs={"task": trajectory.task_id},
-        attributes={"step": trajectory.step, "sample": trajectory.sample, **trajectory.metrics},
-        metadata={TraceMetadataKey.SOURCE_RUN: run_id},
-        tags={
-            "step": str(trajectory.step),
-            "trajectory": trajectory.id,
-            "outcome": str(trajectory.outcome),
-        },
-        experiment_id=experiment_id,
-        start_time_ns=round(first * 1e9),
-    )
-    for event in events:
-        result, told = _span(event, trajectory.id, advantages)
-        span = mlflow.start_span_no_context(
-            parent_span=root, start_time_ns=round(event.started_s * 1e9), **told
-        )
-        span.end(outputs=result, end_time_ns=round((event.started_s + event.took_s) * 1e9))
-    well = trajectory.status is Status.COMPLETED
-    outputs = {
-        "outcome": trajectory.outcome,
-        "answer": trajectory.answer,
-        "status": trajectory.status.value,
-    }
-    root.end(
-        outputs=outputs if well else {**outputs, "error": trajectory.error},
-        status="OK" if well else "ERROR",
-        end_time_ns=round(last * 1e9),
-    )
-
-
-_TOLD = (
+_MAX_WAITING = 64
+# Attributes of a turn's span that are fields of the turn.
+_TURN_FIELDS = (
     "agent",
     "policy",
     "node",
@@ -148,42 +26,195 @@ _TOLD = (
     "valid",
     "masked",
     "reward",
-)  # of a turn
+)
 
 
-def _span(
-    event: Turn | ToolEvent, trajectory: str, advantages: Mapping[TurnId, float]
-) -> tuple[str, dict[str, Any]]:
-    """(what came of an event, what else MLflow is told of its span); what was not measured is left out."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedTrajectory:
+    """A trajectory to trace, with the advantages of its turns."""
+
+    trajectory: Trajectory
+    task: Task
+    advantages: Mapping[TurnId, float]
+
+
+class TraceSender:
+    """A thread that writes traces to the MLflow run of a training.
+
+    Trajectories of games are also drawn; the pictures are artifacts of the run. A trace that MLflow does not take is
+    dropped: the trajectory stays in the run's folder, where `mcore-mas show` and the studio read it.
+    """
+
+    def __init__(
+        self, config: RunConfig, record: TrainingRecord, warn: Callable[[str], None]
+    ) -> None:
+        """Start the thread, which connects to MLflow when it has a first trace."""
+        self._config = config
+        self._record = record
+        self._warn = warn
+        self._waiting: queue.Queue[TracedTrajectory | None] = queue.Queue()
+        self._store: MlflowStore | None = None
+        self._run_id = ""
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name="trace sender", daemon=True)
+        self._thread.start()
+
+    def send(self, traced: Sequence[TracedTrajectory]) -> None:
+        """Have trajectories traced. They are dropped if MLflow is so slow that 64 are waiting."""
+        for item in traced:
+            if self._waiting.qsize() < _MAX_WAITING:
+                self._waiting.put(item)
+
+    def close(self) -> None:
+        """Ask the thread to stop after the traces that are waiting."""
+        self._waiting.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to stop; give up the traces that are left after the timeout."""
+        self._thread.join(max(0.0, timeout_s))
+
+    def _run(self) -> None:
+        for item in iter(self._waiting.get, None):
+            try:
+                self._write(item)
+            except Exception as error:  # MLflow and its stores raise errors of any type
+                if not self._failing:
+                    self._warn(
+                        f"MLflow does not take the trace of {item.trajectory.id} ({short_error(error)}); "
+                        "traces are dropped until it works again"
+                    )
+                self._failing = True
+            else:
+                self._failing = False
+
+    def _write(self, item: TracedTrajectory) -> None:
+        if self._store is None:
+            store = open_store(self._config)
+            run = find_or_create_training_run(store, self._config, self._record)
+            self._run_id = run.info.run_id
+            self._store = store
+
+        import mlflow
+
+        mlflow.set_tracking_uri(self._store.uri)
+        write_trace(item.trajectory, item.advantages, self._store.experiment_id, self._run_id)
+        picture = drawing(item.task, item.trajectory)
+        if picture is not None:
+            folder = f"pictures/step_{item.trajectory.step:06d}"
+            path = f"{folder}/{file_name(item.trajectory)}"
+            self._store.client.log_text(self._run_id, picture, path)
+
+
+def choose_trajectories(groups: Sequence[Group], count: int) -> list[tuple[Trajectory, Task]]:
+    """Return up to `count` trajectories with their tasks: the first of every group, then the second of every group."""
+    rows = [[(trajectory, group.task) for trajectory in group.trajectories] for group in groups]
+    columns = zip_longest(*rows)
+    entries = (entry for column in columns for entry in column)
+    return list(islice((entry for entry in entries if entry is not None), count))
+
+
+def write_trace(
+    trajectory: Trajectory, advantages: Mapping[TurnId, float], experiment_id: str, run_id: str
+) -> None:
+    """Write the trace of a trajectory to MLflow's current tracking URI.
+
+    MLflow logs a warning if its server refuses the trace.
+    """
+    import mlflow
+    from mlflow.tracing.constant import TraceMetadataKey
+
+    events: list[Turn | ToolEvent] = [*trajectory.turns, *trajectory.tools]
+    events.sort(key=lambda event: event.started_s)
+    if not events:
+        return
+
+    root = mlflow.start_span_no_context(
+        f"{trajectory.source}/{trajectory.task_id}",
+        span_type="AGENT",
+        inputs={"task": trajectory.task_id},
+        attributes={
+            "step": trajectory.step,
+            "sample": trajectory.sample,
+            **trajectory.metrics,
+        },
+        metadata={TraceMetadataKey.SOURCE_RUN: run_id},
+        tags={
+            "step": str(trajectory.step),
+            "trajectory": trajectory.id,
+            "outcome": str(trajectory.outcome),
+        },
+        experiment_id=experiment_id,
+        start_time_ns=_nanoseconds(events[0].started_s),
+    )
+    for event in events:
+        if isinstance(event, ToolEvent):
+            arguments = _tool_span(event)
+            outputs = event.result
+        else:
+            arguments = _turn_span(event, advantages.get((trajectory.id, event.node, event.index)))
+            outputs = event.text
+        span = mlflow.start_span_no_context(
+            parent_span=root,
+            start_time_ns=_nanoseconds(event.started_s),
+            **arguments,
+        )
+        span.end(outputs=outputs, end_time_ns=_nanoseconds(event.started_s + event.took_s))
+
+    completed = trajectory.status is Status.COMPLETED
+    result = {
+        "outcome": trajectory.outcome,
+        "answer": trajectory.answer,
+        "status": trajectory.status.value,
+    }
+    if not completed:
+        result["error"] = trajectory.error
+    root.end(
+        outputs=result,
+        status="OK" if completed else "ERROR",
+        end_time_ns=_nanoseconds(max(event.started_s + event.took_s for event in events)),
+    )
+
+
+def _tool_span(event: ToolEvent) -> dict[str, Any]:
+    """Return the arguments of the span of a tool call."""
+    return {
+        "name": event.tool,
+        "span_type": "TOOL",
+        "inputs": {"query": event.query},
+        "attributes": {"failed": event.failed, "node": event.node},
+    }
+
+
+def _turn_span(turn: Turn, advantage: float | None) -> dict[str, Any]:
+    """Return the arguments of the span of a turn. Attributes that were not measured are left out."""
     from mlflow.tracing.constant import SpanAttributeKey
 
-    if isinstance(event, ToolEvent):
-        of_tool = {
-            "inputs": {"query": event.query},
-            "attributes": {"failed": event.failed, "node": event.node},
-        }
-        return event.result, {"name": event.tool, "span_type": "TOOL", **of_tool}
-    read, said = len(event.prompt_ids), len(event.completion_ids)
-    attributes = {name: getattr(event, name) for name in _TOLD} | {
-        "versions": sorted({span.version for span in event.versions} or {event.policy_version}),
-        "turn": event.index,
-        "tokens": said,
-        "logprob": sum(event.logprobs),
-        "advantage": advantages.get((trajectory, event.node, event.index)),
+    prompt_tokens = len(turn.prompt_ids)
+    reply_tokens = len(turn.completion_ids)
+    attributes: dict[str, Any] = {name: getattr(turn, name) for name in _TURN_FIELDS}
+    attributes |= {
+        "versions": sorted({span.version for span in turn.versions} or {turn.policy_version}),
+        "turn": turn.index,
+        "tokens": reply_tokens,
+        "logprob": sum(turn.logprobs),
+        "advantage": advantage,
         SpanAttributeKey.CHAT_USAGE: {
-            "input_tokens": read,
-            "output_tokens": said,
-            "total_tokens": read + said,
+            "input_tokens": prompt_tokens,
+            "output_tokens": reply_tokens,
+            "total_tokens": prompt_tokens + reply_tokens,
         },
-        **{f"score.{name}": value for name, value in event.scores.items()},
     }
-    known = {name: value for name, value in attributes.items() if value is not None}
-    inputs = {
-        "messages": [{"role": message.role, "content": message.text} for message in event.messages]
-    }
-    return event.text, {
-        "name": event.agent,
+    for name, score in turn.scores.items():
+        attributes[f"score.{name}"] = score
+
+    messages = [{"role": message.role, "content": message.text} for message in turn.messages]
+    return {
+        "name": turn.agent,
         "span_type": "CHAT_MODEL",
-        "inputs": inputs,
-        "attributes": known,
+        "inputs": {"messages": messages},
+        "attributes": {name: value for name, value in attributes.items() if value is not None},
     }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

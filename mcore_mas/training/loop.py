@@ -156,7 +156,6 @@ def _state(
     for name, own in versions.items():
         session.weight_sync[name].versions[:] = own
     return {
-        "mlflow_run": session.logbook.tracking_run,
         "kl": {
             policy: asdict(trainer.kl) for policy, trainer in session.trainers.items() if trainer.kl
         },

@@ -153,7 +153,6 @@ class _Run:
         contain_exits()
         self.stop.listen()
         restarts, again = Restarts("trainers", self.config.cluster.restarts), False
-        tracked = found.state.get("mlflow_run") if found else None
         async with AsyncExitStack() as stack:
             if self.coach:
                 stack.push_async_callback(self.coach.aclose)
@@ -161,9 +160,8 @@ class _Run:
                 stack.push_async_callback(remote.aclose)
             while True:
                 self.crew.start(found.state.get("kl", {}) if found else {})
-                with open_logbook(
-                    self.config, self.config_path, found.step if found else 0, tracked
-                ) as log:
+                first_step = found.step if found else 0
+                with open_logbook(self.config, self.config_path, first_step) as log:
                     for line in (
                         *warnings,
                         *([f"continuing from {found.folder}"] if found else ()),
@@ -178,7 +176,7 @@ class _Run:
                             raise TrainingError(
                                 f"{lost}; no cluster.restarts left; the same command goes on"
                             ) from lost
-                        again, tracked, left = True, log.tracking_run, restarts.left
+                        again, left = True, restarts.left
                         log.note(
                             f"{lost}; trainers start again from the newest checkpoint, {left} restarts left"
                         )
@@ -265,7 +263,6 @@ def _done(session: TrainingSession, written: Saved | None) -> dict[str, Any]:
         "steps": config.trainer.steps,
         "sha256": {name: tree_sha256(_model(config, name)) for name in session.trainers},
         "policies_of_step": written.step if written else config.trainer.steps,
-        "mlflow_run": session.logbook.tracking_run,
     }
 
 
@@ -361,14 +358,14 @@ def fork_run(train: Path, checkpoints: Checkpoints, found: Saved, steps: int) ->
                 shutil.copytree(path, partial / path.name, symlinks=True, copy_function=_linked)
             elif path.is_file() and path.name not in _OF_THE_PROCESS:
                 _linked(str(path), str(partial / path.name))
-    for name in ("mlflow.json", "wandb.json", "wandb.id", "trackio.json"):
+    for name in ("mlflow.json", "wandb.id"):
         (train / name).unlink(missing_ok=True)  # a run of its own there, too
     start, before = lineage_of(checkpoints.identity), found.state.get("lineage", {})
     lineage = {
         version: hashlib.sha256(f"{start} {own}".encode()).hexdigest()[:16]
         for version, own in before.items()
     }
-    state = {**found.state, "mlflow_run": None, "lineage": lineage | {"0": start}}
+    state = {**found.state, "lineage": lineage | {"0": start}}
     line = f"forked at step {found.step}: {changed}; the run as it was is kept in {kept}"
     return checkpoints.fork(found, state, kept.name), line
 

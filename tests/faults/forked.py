@@ -133,7 +133,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
 
 # a start's; by when models were written; of what has one of these
-_RUNS_OWN = ("mlflow_run", "epoch", "identity", "lineage", "sha256")
+_RUNS_OWN = ("epoch", "identity", "lineage", "sha256")
 
 
 def _timeless(value: object) -> object:

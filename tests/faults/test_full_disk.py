@@ -19,7 +19,8 @@ import pytest
 
 from mcore_mas.runtime import joblog
 from mcore_mas.runtime.full_disk import ROOM_S, until_room
-from mcore_mas.tracking.logbook import Journal, Reporter
+from mcore_mas.tracking.metrics_log import MetricsLog
+from mcore_mas.tracking.progress import ProgressReporter
 from rollout.teams.journal import CollectionJournal
 from tests.support.virtual_time import run_virtually
 
@@ -65,9 +66,9 @@ def told(folder: Path, gone: Callable[[], None] = lambda: None) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return 7
 
-    with Reporter("run train", 3) as reporter:
+    with ProgressReporter("run train", 3) as reporter:
         metrics, journal = (
-            Journal(folder / "metrics", 0, reporter.note),
+            MetricsLog(folder / "metrics", 0, reporter.note),
             CollectionJournal(folder / "replies", {}),
         )
         reporter.step(1, {"reward": 0.5})
@@ -76,7 +77,7 @@ def told(folder: Path, gone: Callable[[], None] = lambda: None) -> None:
         for name in ("metrics", "replies"):
             (folder / name).unlink(missing_ok=True)
             (folder / name).symlink_to("/dev/full")
-        metrics.log(1, {"x": 1.0})
+        metrics.append(1, {"x": 1.0})
         journal.add("key", 1)
         assert run_virtually(until_room(write, folder / "file")) == 7
         reporter.step(3, {"reward": 0.5})

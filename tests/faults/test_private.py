@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.megatron.state.weight_import import write_folder
-from mcore_mas.tracking.store import Store
+from mcore_mas.tracking.mlflow_store import MlflowStore
 from rollout.base.files import atomic_folder, writable
 from tests.support.tiny import make_model
 
@@ -48,10 +48,9 @@ def test_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_store(tmp_path: Path) -> None:
-    store = Store(f"sqlite:///{tmp_path}/results/mlflow.db", "duo", tmp_path)
-    store.connect()
-    run = store.run("key", "name", {})
-    store.client.log_text(run, "what a model said", "said.txt")
+    store = MlflowStore(f"sqlite:///{tmp_path}/results/mlflow.db", "duo", tmp_path)
+    run = store.find_or_create_run("key", name="name", tags={})
+    store.client.log_text(run.info.run_id, "what a model said", "said.txt")
     assert (tmp_path / "results" / "mlflow.db").stat().st_size > 0
     assert len([*tmp_path.rglob("said.txt")]) == 1
     assert {*open_to_others(tmp_path)} <= {".mlflow.db.lock"}  # nothing is in it

@@ -90,7 +90,7 @@ RUN_BY: dict[str, tuple[str, str]] = {
     ),
     r"mcore-mas replay .*": ("unit/training/test_experience.py", "a trajectory that failed"),
     r"mcore-mas run my_suite\.yaml tracking\.uri=http://host:5000": (
-        "unit/training/test_tracking_server.py",
+        "unit/tracking/test_mlflow_training.py",
         "a server",
     ),
     r"mcore-mas (serve|studio|ui)( results/demo_math| --store .*)?|make ui|curl .*": (

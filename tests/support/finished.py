@@ -9,7 +9,7 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.tracking.feed import CLOCK
+from mcore_mas.tracking.metrics_log import STEP_TIME
 from rollout.base.files import write_json, write_text
 
 STEPS = 20
@@ -28,7 +28,7 @@ def finished(
     config = RunConfig.check(values, run)
     write_text(config.folder / "config.yaml", yaml.safe_dump(values))
     rows = [
-        {"step": step, "reward/mean": 0.2 + 0.02 * step + 0.1 * seed, CLOCK: 1.7e9 + 60 * step}
+        {"step": step, "reward/mean": 0.2 + 0.02 * step + 0.1 * seed, STEP_TIME: 1.7e9 + 60 * step}
         | {
             "time/collect_s": 40.0,
             "time/update_s": 20.0,
@@ -46,7 +46,7 @@ def finished(
         config.folder / "train" / "metrics.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows)
     )
     devices = {"kind": "GPU", "count": 2, "name": "H100"}
-    done = {"policies": config.models, "mlflow_run": None, "devices": devices}
+    done = {"policies": config.models, "devices": devices}
     write_json(config.folder / "train" / "done.json", done)
     scores = [{"dataset": "all", "metric": "avg@4", "value": 0.5 + 0.1 * seed}]
     counts = {"replies": 8, "overlong": 0, "cut": 0, "failed": {}}

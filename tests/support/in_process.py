@@ -183,9 +183,11 @@ def training_here(monkeypatch: pytest.MonkeyPatch, *, tracked: bool = False) -> 
         monkeypatch.setattr(crew, name, value)
     monkeypatch.setattr(train, "room_for", room_here)
     monkeypatch.setattr(train, "running_ray", lambda *_, **__: nullcontext())
-    silent = SimpleNamespace(run_id=None, log=nothing, finish=nothing, send=nothing, close=nothing)
-    for name in () if tracked else ("Tracker", "Traces"):
-        monkeypatch.setattr(logbook, name, lambda *_: silent)
+    if not tracked:
+        silent = SimpleNamespace(send=nothing, close=nothing, join=nothing)
+        for name in ("MetricsSender", "TraceSender"):
+            monkeypatch.setattr(logbook, name, lambda *_, **__: silent)
+        monkeypatch.setattr(logbook, "start_training_record", nothing)
     init_process_groups(rank=0, threads=1)
     try:
         yield

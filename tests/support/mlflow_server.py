@@ -1,11 +1,10 @@
-"""MLflow's real tracking server in this process, and what a run has sent it."""
+"""MLflow's real tracking server in this process, made to fail on demand, and a check of what it was sent."""
 
 from __future__ import annotations
 
 import functools
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,22 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
-from mcore_mas.tracking.feed import CLOCK, Tracker
 from rollout.base.processes import free_port
-from tests.support.trackable import opened_tracker
 
 STEPS = range(-1, 6)
-WANTED = [(step + 1, float(step)) for step in STEPS]
 
 
 class Server:
-    """MLflow's tracking server on a port of its own, which can be told to fail."""
+    """MLflow's tracking server, which can be made to fail requests that write.
+
+    `fail` is "500" to refuse them, "late" to do them and then answer 500, "hang" to do them and not answer.
+    """
 
     def __init__(self, port: int) -> None:
-        self.uri, self._port = f"http://127.0.0.1:{port}", port
-        # or "500": refuse, "late": do it and then say 500, "hang": do it and say nothing, "slow": 2 kB a second
+        self.uri = f"http://127.0.0.1:{port}"
+        self._port = port
         self.fail = ""
-        self.asked = 0
-        self.go = threading.Event()
+        self.released = threading.Event()  # requests that hang end
         self._server: BaseWSGIServer | None = None
 
     def start(self) -> None:
@@ -51,16 +49,13 @@ class Server:
         self, environ: dict[str, Any], start_response: Callable[..., Any]
     ) -> Iterable[bytes]:
         fail = self.fail if environ["REQUEST_METHOD"] == "POST" else ""
-        self.asked += 1
-        if fail == "slow":
-            time.sleep(int(environ["CONTENT_LENGTH"]) / 2000)
-        if fail != "500":
-            if fail in ("", "slow"):
-                answer: Iterable[bytes] = app(environ, start_response)
-                return answer
+        if not fail:
+            response: Iterable[bytes] = app(environ, start_response)
+            return response
+        if fail in ("late", "hang"):
             list(app(environ, lambda *_: lambda _: None))
         if fail == "hang":
-            self.go.wait(60)
+            self.released.wait(60)
         start_response("500 Internal Server Error", [])
         return [b""]
 
@@ -88,47 +83,23 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(handlers, "_job_store", None, raising=False)
     (tmp_path / "server.db").write_bytes(_tables())
     handlers._get_tracking_store()
-    made = Server(free_port("127.0.0.1"))
-    yield made
-    made.go.set()
-    made.stop()
+    server = Server(free_port("127.0.0.1"))
+    yield server
+    server.released.set()
+    server.stop()
     monkeypatch.setattr(handlers, "_tracking_store", None)
 
 
-def write(path: Path, steps: Iterable[int]) -> None:
-    lines = [
-        f'{{"step": {step}, "x": {step}.0, "never": 0.0, "{CLOCK}": {1e9 + step}}}\n'
-        for step in steps
-    ]
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
-        file.write("".join(lines))
-
-
-def tracked(folder: Path, uri: str, said: list[str], **run: Any) -> Tracker:
-    write(folder / "train" / "metrics.jsonl", ())
-    return opened_tracker(folder, uri, said.append, params={"a": 1}, tags={"t": "1"}, **run)
-
-
-def idle(tracker: Tracker) -> None:
-    """Wait until its thread has done what it was asked for, however often."""
-    done = threading.Event()
-    tracker.sink.put(done.set)
-    assert done.wait(60)
-
-
-def everything(uri: str, run_id: str | None) -> list[tuple[int, float]]:
+def assert_sent_once(uri: str, run_id: str) -> None:
+    """Check that the store has one training and one parent, and each of STEPS once."""
     client = MlflowClient(tracking_uri=uri)
-    everywhere = [e.experiment_id for e in client.search_experiments()]
-    (run,) = client.search_runs(
-        everywhere, "tags.stage = 'train'"
-    )  # made once, as is what it is of
-    (_,) = client.search_runs(everywhere, "tags.stage = 'experiment'")
-    assert (run.info.run_id, run.info.status, run.data.params, run.data.tags["t"]) == (
-        run_id,
-        "FINISHED",
-        {"a": "1"},
-        "1",
-    )
-    assert "never" not in run.data.metrics
-    return [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "x")]
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (run,) = client.search_runs(experiments, "tags.stage = 'train'")
+    (parent,) = client.search_runs(experiments, "tags.stage = 'experiment'")
+    assert run.info.run_id == run_id
+    assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert run.data.params["run"] == "r"
+    points = client.get_metric_history(run_id, "x")
+    assert [(point.step, point.value) for point in points] == [
+        (step + 1, float(step)) for step in STEPS
+    ]

@@ -206,9 +206,9 @@ def test_programs_and_keys_that_this_machine_lacks_are_named(
     )
     (line,) = said("env={name: mcp, options: {servers: {a: {command: nowhere}}}}")
     assert "env.options.servers.a.command: 'nowhere' is no program" in line
-    monkeypatch.setattr("mcore_mas.tracking.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("mcore_mas.tracking.writers.find_spec", lambda name: None)
     assert said("tracking=wandb") == [
-        "run 'demo_math': tracking.also: wandb is not installed; pip install wandb, or take it out"
+        "run 'demo_math': tracking.also: wandb is not installed; pip install wandb, or remove it from the list"
     ]
 
 

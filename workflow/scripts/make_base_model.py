@@ -6,8 +6,8 @@ from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.base_model import make_base_model
-    from mcore_mas.tracking.feed import noted
+    from mcore_mas.tracking.stage_record import stage_record
 
     tasks, model = Path(snakemake.input.tasks).parent, Path(snakemake.output.model).parent
-    with noted(snakemake.log[0]):
+    with stage_record(snakemake.log[0]):
         make_base_model(Path(snakemake.params.config), tasks, model)

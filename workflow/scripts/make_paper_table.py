@@ -7,7 +7,7 @@ from mcore_mas.runtime.joblog import logged
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.paper_suite import write_paper_table
     from mcore_mas.reports.charts import write_charts
-    from mcore_mas.tracking.publish import publish_in_time
+    from mcore_mas.tracking.publish import publish_within_limit
 
     table, out = snakemake.wildcards.table, Path(snakemake.output.markdown)
     write_paper_table(table, dict(snakemake.params.evaluations), out, scale=snakemake.params.scale)
@@ -20,4 +20,4 @@ with logged(snakemake.log[0]):
     write_charts(
         {run: path for run, path in steps.items() if path.is_file()}, Path(snakemake.output.charts)
     )
-    publish_in_time(out.parents[1], runs, [table])
+    publish_within_limit(out.parents[1], runs, [table])

@@ -6,9 +6,9 @@ from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.prepare import probe_index
-    from mcore_mas.tracking.feed import noted
+    from mcore_mas.tracking.stage_record import stage_record
 
-    with noted(snakemake.log[0]):
+    with stage_record(snakemake.log[0]):
         probe_index(
             Path(snakemake.params.config),
             Path(snakemake.input.manifest).parent,

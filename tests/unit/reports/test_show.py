@@ -10,7 +10,7 @@ import pytest
 from mcore_mas.cli.main import main
 from mcore_mas.reports.pages import find_trajectory
 from mcore_mas.runtime.joblog import cause
-from mcore_mas.tracking.logbook import Reporter
+from mcore_mas.tracking.progress import ProgressReporter
 from rollout.base.processes import say
 from rollout.records.files import RecordError, read_trajectories, write_trajectories
 from rollout.records.trajectory import Message, ToolEvent
@@ -137,7 +137,7 @@ def test_nothing_that_was_said_commands_a_terminal(capsys, monkeypatch, tmp_path
 
 
 def test_a_note_of_a_run_is_one_line_and_no_command(capsys) -> None:
-    Reporter("r train", 3).note(f"first: {HOSTILE}\r\nr train: 3/3 done")
+    ProgressReporter("r train", 3).note(f"first: {HOSTILE}\r\nr train: 3/3 done")
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.endswith("\\r\\nr train: 3/3 done\n")
     say(f"retriever: {HOSTILE}\nr train: 3/3 done")

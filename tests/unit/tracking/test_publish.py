@@ -1,4 +1,4 @@
-"""What MLflow is sent of finished runs: a parent for each experiment, scores, costs, tables; sent twice, there once."""
+"""Results of runs in MLflow: a parent per experiment, trainings, scores, costs and tables, each there once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from mcore_mas.tracking import publish as publishing
-from mcore_mas.tracking.feed import CLOCK
-from mcore_mas.tracking.publish import publish, publish_evaluated, publish_in_time
+from mcore_mas.tracking.publish import publish, publish_evaluation, publish_within_limit
 from rollout.base.files import sha256, write_json, write_text
+from rollout.base.ownership import owned
 from rollout.records.files import tasks_digest, write_tasks, write_trajectories
 from tests.support.finished import finished
 from tests.support.played import TASK, trajectory, turn
@@ -43,7 +43,7 @@ def test_runs_of_two_seeds_and_two_suites_have_their_parents(tmp_path: Path) -> 
         config = finished(tmp_path, run, seed, suite)
         assert config.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
     write_text(tmp_path / "tables" / "one.md", "| a |")
-    link = publish_in_time(tmp_path, ["duo", "duo_s2", "other"], ["one"], said.append)
+    link = publish_within_limit(tmp_path, ["duo", "duo_s2", "other"], ["one"], said.append)
     client, runs = tracked(tmp_path)
     assert sorted(runs) == [
         "one: duo evaluate trained, evaluate", "one: duo train, train", "one: duo, experiment",
@@ -83,33 +83,39 @@ def test_runs_of_two_seeds_and_two_suites_have_their_parents(tmp_path: Path) -> 
     assert said == []
 
 
-def test_two_at_once_send_old_results_that_have_no_times_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    journal = finished(tmp_path, "duo", 1).folder / "train" / "metrics.jsonl"
-    rows = [json.loads(line) for line in journal.read_text().splitlines()]
-    journal.write_text(
-        "".join(json.dumps({k: row[k] for k in row if k != CLOCK}) + "\n" for row in rows)
-    )
+def test_two_processes_send_the_same_results_once(tmp_path: Path) -> None:
+    finished(tmp_path, "duo", 1)
     command = [sys.executable, "-m", "mcore_mas", "track", str(tmp_path)]
-    both = [
+    processes = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    assert [
-        (one.communicate(timeout=120)[0].splitlines()[:-1], one.returncode) for one in both
-    ] == [([], 0)] * 2
-    (
-        tmp_path / "duo" / "train" / "mlflow.json"
-    ).unlink()  # as if a third had begun before they wrote it
-    publish(tmp_path, ["duo"], [], said.append)
+    for process in processes:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        assert len(output.splitlines()) == 1  # the address of a page
     client, runs = tracked(tmp_path)
-    assert said == []
+    assert len(runs) == 3
     train = runs["pages: duo train, train"].info.run_id
     for name in ("reward/mean", "0_key/reward"):
-        assert [point.step for point in client.get_metric_history(train, name)] == list(
-            range(1, 21)
-        )
-    models = client.search_logged_models([runs["pages: duo train, train"].info.experiment_id])
-    assert sorted(model.name for model in models) == ["solver", "verifier"]  # once each
+        points = client.get_metric_history(train, name)
+        assert [point.step for point in points] == list(range(1, 21))
+
+
+def test_a_run_that_was_broken_off_is_sent_by_its_own_folder(tmp_path: Path) -> None:
+    config = finished(tmp_path, "duo", 1)
+    (config.folder / "train" / "done.json").unlink()
+    command = [sys.executable, "-m", "mcore_mas", "track", str(config.folder)]
+    subprocess.run(command, cwd=ROOT, timeout=120, check=True)
+    client, runs = tracked(tmp_path)
+    train = runs["pages: duo train, train"]
+    assert train.info.status == "KILLED"
+    assert "trained.solver" not in train.data.tags
+    assert len(client.get_metric_history(train.info.run_id, "reward/mean")) == 20
+
+    with owned(config.folder / "train"):  # it has resumed
+        client.update_run(train.info.run_id, status="RUNNING")
+        publish(tmp_path, ["duo"], [], pytest.fail)
+        assert client.get_run(train.info.run_id).info.status == "RUNNING"
 
 
 def of_two_sources(results: Path) -> Path:
@@ -262,8 +268,8 @@ def test_stages_before_training_are_children_with_their_jobs_and_the_time_they_t
 def test_an_evaluation_sends_its_scores_and_what_its_training_has_cost(tmp_path: Path) -> None:
     said: list[str] = []
     config = finished(tmp_path, "duo", 1)
-    publish_evaluated(config.folder / "config.yaml", said.append)
-    client, runs = tracked(tmp_path)
+    publish_evaluation(config.folder / "config.yaml", said.append)
+    _, runs = tracked(tmp_path)
     train, evaluation = (
         runs["pages: duo train, train"],
         runs["pages: duo evaluate trained, evaluate"],
@@ -273,13 +279,8 @@ def test_an_evaluation_sends_its_scores_and_what_its_training_has_cost(tmp_path:
         0.6,
     )
     assert runs["pages: duo, experiment"].data.metrics == {}  # of all seeds, which the report knows
-    written = {
-        model.model_id: client.get_logged_model(model.model_id)
-        for model in train.outputs.model_outputs
-    }
-    assert {model.name: model.tags["folder"] for model in written.values()} == config.models
-    read = client.get_run(evaluation.info.run_id).inputs.model_inputs
-    assert {model.model_id for model in read} == written.keys()
+    for policy, folder in config.models.items():
+        assert train.data.tags[f"trained.{policy}"] == folder
     assert said == []
 
 
@@ -288,12 +289,15 @@ def test_neither_an_evaluation_nor_a_report_waits_for_a_store_that_hangs(
 ) -> None:
     said: list[str] = []
     config, let_go = finished(tmp_path, "duo", 1), threading.Event()
-    monkeypatch.setattr(publishing, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(publishing, "SECONDS_PER_RUN", 0.1)
     monkeypatch.setattr(publishing, "publish", lambda *_, **__: let_go.wait(60))
-    publish_evaluated(config.folder / "config.yaml", said.append)
-    assert publish_in_time(tmp_path, ["duo"], ["one"], said.append) is None
+    publish_evaluation(config.folder / "config.yaml", said.append)
+    assert publish_within_limit(tmp_path, ["duo"], ["one"], said.append) is None
     let_go.set()
-    assert said == [f"MLflow hangs; `mcore-mas track {tmp_path}` sends it the scores later"] * 2
+    assert (
+        said
+        == [f"MLflow does not answer; `mcore-mas track {tmp_path}` sends the results later"] * 2
+    )
 
 
 def test_a_run_of_another_version_is_told_of_and_passed_over(tmp_path: Path) -> None:
@@ -301,7 +305,7 @@ def test_a_run_of_another_version_is_told_of_and_passed_over(tmp_path: Path) -> 
     finished(tmp_path, "duo", 1)
     write_text(tmp_path / "old" / "config.yaml", "run: old\nnonsense: 1\n")
     assert publish(tmp_path, ["old", "duo"], [], said.append) is not None
-    assert len(said) == 1 and said[0].startswith("MLflow gets nothing of this run: ConfigError: ")
+    assert len(said) == 1 and said[0].startswith("a run is not sent to MLflow: ConfigError: ")
 
 
 def test_a_store_that_is_none_costs_one_line(tmp_path: Path) -> None:
@@ -310,4 +314,3 @@ def test_a_store_that_is_none_costs_one_line(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"this is no database" * 1000)
     assert publish(tmp_path, ["duo"], [], said.append) is None
     assert len(said) == 1 and said[0].endswith(f"`mcore-mas track {tmp_path}` sends them later")
-    assert json.loads((tmp_path / "duo" / "train" / "done.json").read_text())["mlflow_run"] is None

@@ -1,21 +1,35 @@
-"""Traces, read back from a real sqlite store."""
+"""Traces of trajectories, read back from a real sqlite store."""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from xml.etree import ElementTree
 
 import mlflow
 import pytest
-from mlflow.tracking import MlflowClient
+from mlflow.entities import Trace
 
-from mcore_mas.tracking.traces import Traces, chosen
-from rollout.records.trajectory import Message, Status, ToolEvent, VersionSpan
-from tests.support.played import group, trajectory, turn
-from tests.support.trackable import opened_tracker
+from mcore_mas.config.run import RunConfig
+from mcore_mas.tracking.mlflow_store import open_store
+from mcore_mas.tracking.mlflow_training import (
+    TrainingRecord,
+    find_or_create_training_run,
+    start_training_record,
+)
+from mcore_mas.tracking.traces import TracedTrajectory, TraceSender, choose_trajectories
+from rollout.records.trajectory import (
+    Group,
+    Message,
+    Status,
+    Task,
+    ToolEvent,
+    Trajectory,
+    VersionSpan,
+)
+from tests.support.played import TASK, group, trajectory, turn
+from tests.support.tracked_run import config_path_of, write_run
 
 BEGAN = 1_700_000_000.0
 PLAYED = trajectory(
@@ -41,46 +55,52 @@ PLAYED = trajectory(
     ),
     answer="3",
 )
+PATH_TASK = Task(
+    id="p",
+    prompt="S 1 1 G 1 3\nS . G",
+    answers=("R R",),
+    env="plan_path",
+    source="s",
+    split="train",
+)
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """A tracking URI, and a run there."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunConfig, TrainingRecord]]:
     folder = tmp_path_factory.mktemp("store")
-    uri = f"sqlite:///{folder}/mlflow.db"
-    (folder / "train").mkdir()
-    (folder / "train" / "metrics.jsonl").touch()
-    tracker = opened_tracker(folder, uri, pytest.fail)
-    yield uri, tracker
-    tracker.finish("FINISHED")
+    config = write_run(folder, f"sqlite:///{folder}/mlflow.db")
+    yield config, start_training_record(config, config_path_of(config), 0)
     mlflow.set_tracking_uri(None)
 
 
-def done(tracker):
-    """Wait for what waits."""
-    ready = threading.Event()
-    tracker.sink.put(ready.set)
-    assert ready.wait(60)
+def traced(*trajectories: Trajectory, task: Task = TASK) -> list[TracedTrajectory]:
+    return [
+        TracedTrajectory(trajectory=played, task=task, advantages={("0/t/0", "", 0): -1.25})
+        for played in trajectories
+    ]
 
 
-def read_back(store, played, advantages):
+def send(run: tuple[RunConfig, TrainingRecord], *items: TracedTrajectory) -> list[str]:
+    """Send traces from a thread that ends; return its warnings."""
     warnings: list[str] = []
-    uri, tracker = store
-    traces = Traces(tracker, warnings.append)
-    client = MlflowClient(tracking_uri=uri)
-    done(tracker)  # the run and its experiment are there
-    held = threading.Event()
-    tracker.sink.put(lambda: held.wait(60))
-    traces.send(played, advantages)  # a step does not wait for the store
-    where: Any = {"locations": [tracker.store.experiment_id], "run_id": tracker.run_id}
-    assert not client.search_traces(**where)
-    held.set()
-    done(tracker)
-    assert warnings == []
-    return client.search_traces(**where)
+    sender = TraceSender(*run, warnings.append)
+    sender.send(items)
+    sender.close()
+    sender.join(120)
+    return warnings
 
 
-def test_a_trajectory_is_a_trace_of_its_run_with_a_span_per_turn_and_tool(store):
+def traces_of(run: tuple[RunConfig, TrainingRecord]) -> dict[str, Trace]:
+    """Return the traces of the training's MLflow run, by trajectory."""
+    store = open_store(run[0])
+    run_id = find_or_create_training_run(store, *run).info.run_id
+    traces = store.client.search_traces(locations=[store.experiment_id], run_id=run_id)
+    return {trace.info.tags["trajectory"]: trace for trace in traces}
+
+
+def test_a_trajectory_is_a_trace_with_a_span_per_turn_and_tool_call(
+    run: tuple[RunConfig, TrainingRecord],
+) -> None:
     failed = trajectory(
         turn(0, started_s=BEGAN + 9, took_s=1.0),
         sample=1,
@@ -88,112 +108,92 @@ def test_a_trajectory_is_a_trace_of_its_run_with_a_span_per_turn_and_tool(store)
         status=Status.LATE,
         error="LateCall: gone",
     )
-    found = read_back(store, [PLAYED, failed], {("0/t/0", "", 0): -1.25})
-    by_id = {trace.info.tags["trajectory"]: trace for trace in found}
-    assert sorted(by_id) == ["0/t/0", "0/t/1"]
-    trace = by_id["0/t/0"]
+    assert send(run, *traced(PLAYED, failed)) == []
+    traces = traces_of(run)
+    assert sorted(traces) == ["0/t/0", "0/t/1"]
+
     root, *spans = sorted(
-        trace.data.spans, key=lambda span: (span.start_time_ns, span.parent_id is not None)
+        traces["0/t/0"].data.spans,
+        key=lambda span: (span.start_time_ns, span.parent_id is not None),
     )
-    assert (root.name, root.parent_id, root.outputs["outcome"], root.outputs["answer"]) == (
-        "s/t",
-        None,
-        1.0,
-        "3",
-    )
-    assert [(s.name, s.span_type, s.parent_id == root.span_id) for s in spans] == [
-        ("solver", "CHAT_MODEL", True),
-        ("python", "TOOL", True),
-        ("verifier", "CHAT_MODEL", True),
+    assert (root.name, root.parent_id) == ("s/t", None)
+    assert (root.outputs["outcome"], root.outputs["answer"]) == (1.0, "3")
+    assert [(span.name, span.span_type) for span in spans] == [
+        ("solver", "CHAT_MODEL"),
+        ("python", "TOOL"),
+        ("verifier", "CHAT_MODEL"),
     ]
+    assert {span.parent_id for span in spans} == {root.span_id}
     seconds = [ns / 1e9 - BEGAN for span in spans for ns in (span.start_time_ns, span.end_time_ns)]
     assert seconds == pytest.approx([0.0, 1.5, 2.0, 2.25, 3.0, 3.5], abs=1e-5)
+
     solver, tool, verifier = spans
     assert solver.inputs == {"messages": [{"role": "user", "content": "What is 1+2?"}]}
     assert solver.outputs == "\\boxed{3}"
-    attributes = solver.attributes
-    assert (attributes["reward"], attributes["advantage"], attributes["score.team"]) == (
-        0.9,
-        -1.25,
-        1.0,
-    )
-    assert (attributes["agent"], attributes["tokens"], attributes["versions"]) == (
-        "solver",
-        2,
-        [3, 4],
-    )
-    assert "advantage" not in verifier.attributes and verifier.attributes["masked"] is True
+    assert solver.attributes["reward"] == 0.9
+    assert solver.attributes["advantage"] == -1.25
+    assert solver.attributes["score.team"] == 1.0
+    assert solver.attributes["agent"] == "solver"
+    assert solver.attributes["tokens"] == 2
+    assert solver.attributes["versions"] == [3, 4]
+    assert "advantage" not in verifier.attributes
+    assert verifier.attributes["masked"] is True
     assert (tool.inputs, tool.outputs) == ({"query": "1+2"}, "3")
-    late = by_id["0/t/1"]
+
+    late = traces["0/t/1"]
     assert late.info.state == "ERROR"
-    assert (
-        next(s for s in late.data.spans if s.parent_id is None).outputs["error"] == "LateCall: gone"
-    )
+    (late_root,) = [span for span in late.data.spans if span.parent_id is None]
+    assert late_root.outputs["error"] == "LateCall: gone"
 
 
-def test_a_trajectory_with_a_picture_has_it_among_the_runs_artifacts(store, tmp_path, monkeypatch):
+def test_a_trajectory_of_a_game_has_its_picture_among_the_artifacts(
+    run: tuple[RunConfig, TrainingRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    uri, tracker = store
-    warnings: list[str] = []
-    traces = Traces(tracker, warnings.append)
-    drawn = replace(PLAYED, id="7/path:1/0", step=7)
-    traces.send([drawn, PLAYED], {}, lambda played: "<svg/>" if played.step == 7 else None)
-    done(tracker)
-    assert warnings == []
-    assert list(tmp_path.iterdir()) == []  # nothing where the process happens to be
-    client = MlflowClient(tracking_uri=uri)
-    (found,) = client.list_artifacts(tracker.run_id, "pictures/step_000007")
-    assert found.path == "pictures/step_000007/7_path_1_0.svg"
-    assert Path(client.download_artifacts(tracker.run_id, found.path)).read_text() == "<svg/>"
+    walked = trajectory(
+        turn(0, text="#### R"),
+        turn(1, text="#### R", round=1),
+        id="7/path:1/0",
+        step=7,
+        task_id="p",
+    )
+    assert send(run, *traced(walked, task=PATH_TASK), *traced(replace(PLAYED, step=7))) == []
+    assert list(tmp_path.iterdir()) == []  # no artifacts in the current folder
+    store = open_store(run[0])
+    run_id = find_or_create_training_run(store, *run).info.run_id
+    (artifact,) = store.client.list_artifacts(run_id, "pictures/step_000007")
+    assert artifact.path == "pictures/step_000007/7_path_1_0.svg"
+    picture = Path(store.client.download_artifacts(run_id, artifact.path)).read_text()
+    walker = [shape.get("x") for shape in ElementTree.fromstring(picture) if shape.text == "S"]
+    # Three boards of three squares of 24 pixels, 16 apart: in each the walker is one square further.
+    assert walker == [str(16 + 12), str(16 + 72 + 16 + 24 + 12), str(16 + 2 * (72 + 16) + 48 + 12)]
 
 
-def test_a_store_that_refuses_costs_one_warning_and_has_all_once_it_works(store):
-    uri, tracker = store
-    warnings: list[str] = []
-    done(tracker)
-    there = SimpleNamespace(uri=uri, experiment_id="12345")
-    elsewhere: Any = SimpleNamespace(store=there, run_id=tracker.run_id, sink=tracker.sink)
-    traces = Traces(elsewhere, warnings.append)
-    traces.send([PLAYED, replace(PLAYED, id="0/t/5"), replace(PLAYED, id="0/t/6")], {})
-    done(tracker)
+def test_a_trace_that_is_refused_costs_one_line_and_no_other_trace(
+    run: tuple[RunConfig, TrainingRecord],
+) -> None:
+    broken = replace(PLAYED, id="8/bad/0", turns=(None,))  # type: ignore[arg-type]
+    warnings = send(run, *traced(broken, broken, replace(PLAYED, id="8/t/2")))
     assert len(warnings) == 1
-    assert warnings[0].startswith("MLflow does not take the trace of 0/t/0 (")
-    there.experiment_id = tracker.store.experiment_id
-    traces.send([replace(PLAYED, id="1/t/0")], {})
-    done(tracker)
-    assert len(warnings) == 1
-    client = MlflowClient(tracking_uri=uri)
-    found = client.search_traces(locations=[tracker.store.experiment_id], run_id=tracker.run_id)
-    sent = {trace.info.tags["trajectory"] for trace in found}
-    assert sent >= {"0/t/5", "0/t/6", "1/t/0"}
+    assert warnings[0].startswith("MLflow does not take the trace of 8/bad/0 (")
+    assert warnings[0].endswith("traces are dropped until it works again")
+    assert "8/t/2" in traces_of(run)
 
 
-def test_a_trace_that_is_never_taken_holds_up_no_other(store, monkeypatch):
-    uri, tracker = store
-    warnings: list[str] = []
-    traces = Traces(tracker, warnings.append)
-
-    def draw(played):
-        if played.id == "8/bad/0":
-            raise ValueError("no picture")
-
-    traces.send([replace(PLAYED, id="8/bad/0"), replace(PLAYED, id="8/t/1")], {}, draw)
-    for _ in range(2):
-        traces.send([], {})
-    traces.send([replace(PLAYED, id="8/t/2")], {})
-    done(tracker)
-    assert warnings == [
-        "MLflow does not take the trace of 8/bad/0 (ValueError: no picture); traces wait for the next"
-    ]
-    client = MlflowClient(tracking_uri=uri)
-    found = client.search_traces(locations=[tracker.store.experiment_id], run_id=tracker.run_id)
-    assert {trace.info.tags["trajectory"] for trace in found} >= {"8/t/1", "8/t/2"}
+def test_without_a_server_traces_are_dropped(tmp_path: Path) -> None:
+    config = write_run(tmp_path, "http://127.0.0.1:1")
+    record = start_training_record(config, config_path_of(config), 0)
+    (warning,) = send((config, record), *traced(PLAYED, PLAYED))
+    assert "Connection refused" in warning
 
 
-def test_few_are_chosen_from_many_tasks():
+def test_few_trajectories_are_chosen_from_many_tasks() -> None:
     groups = [
-        group(*(trajectory(sample=sample, id=f"0/{task}/{sample}") for sample in range(size)))
-        for task, size in (("x", 3), ("y", 1), ("z", 2))
+        group(*(trajectory(sample=sample, id=f"0/{name}/{sample}") for sample in range(size)))
+        for name, size in (("x", 3), ("y", 1), ("z", 2))
     ]
-    assert [t.id for t in chosen(groups, 5)] == ["0/x/0", "0/y/0", "0/z/0", "0/x/1", "0/z/1"]
-    assert chosen(groups, 0) == chosen([], 3) == []
+    chosen = [played.id for played, _ in choose_trajectories(groups, 5)]
+    assert chosen == ["0/x/0", "0/y/0", "0/z/0", "0/x/1", "0/z/1"]
+    assert choose_trajectories(groups, 0) == choose_trajectories([], 3) == []
+    (entry,) = choose_trajectories([Group(task=PATH_TASK, trajectories=(PLAYED,))], 2)
+    assert entry == (PLAYED, PATH_TASK)

@@ -1,0 +1,94 @@
+"""The file metrics.jsonl of a training: one JSON object per step, kept over restarts."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.base.failpoints import failpoint
+from rollout.base.files import json_lines, write_text
+from rollout.base.ownership import check_owner, epoch_of
+
+MetricsRow = Mapping[str, Any]  # one line of metrics.jsonl
+
+STEP_TIME = "time/unix_s"  # when the step ended, in seconds since the epoch
+OWNER_EPOCH = "epoch"  # of the process that owned the run's folder and wrote the row
+_NOT_METRICS = frozenset({"step", STEP_TIME, OWNER_EPOCH})
+
+
+class MetricsLog:
+    """The metrics.jsonl that a training appends to.
+
+    Training steps count from 0; the validation before training is step -1.
+    """
+
+    def __init__(self, path: Path, first_step: int, warn: Callable[[str], None] = print) -> None:
+        """Open the log to continue at `first_step`, and drop the rows of steps that will be taken again."""
+        self._path = path
+        self._warn = warn
+        self._unwritten = ""  # rows that could not be written yet
+
+        rows = json_lines(path)[0] if path.is_file() else []
+        retained = [row for row in _rows_of_owner(rows) if _is_step_before(row, first_step)]
+        self._last_step: int = retained[-1]["step"] if retained else -2
+        write_text(path, "".join(f"{json.dumps(row)}\n" for row in retained))
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the row of a step, unless the log has it already.
+
+        A run that was stopped between the first validation and the first checkpoint validates again; the row of its
+        first validation stays. A row that cannot be written, because the disk is full, is written with the next step.
+        """
+        if step <= self._last_step:
+            return
+        self._last_step = step
+        row = {"step": step, **metrics, OWNER_EPOCH: epoch_of(self._path)}
+        self._unwritten += json.dumps(row) + "\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the rows that are not on disk yet; warn if that fails."""
+        if not self._unwritten:
+            return
+        check_owner(self._path)
+        try:
+            failpoint("metrics.begun")
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(self._unwritten)
+                file.flush()
+                failpoint("metrics.written")
+                os.fsync(file.fileno())
+            self._unwritten = ""
+        except OSError as error:
+            self._warn(
+                f"{self._path}: the metrics of step {self._last_step} cannot be written yet ({error.strerror}); "
+                "they are written with the next step"
+            )
+            if not self._unwritten.startswith("\n"):
+                # Part of the rows may be in the file; a line break ends that part.
+                self._unwritten = f"\n{self._unwritten}"
+
+
+def step_metrics(row: MetricsRow) -> dict[str, float]:
+    """Return the metrics of a row, without its step, time and epoch."""
+    return {
+        name: float(value)
+        for name, value in row.items()
+        if name not in _NOT_METRICS and isinstance(value, int | float)
+    }
+
+
+def _is_step_before(row: MetricsRow, first_step: int) -> bool:
+    step = row.get("step")
+    return type(step) is int and step < first_step
+
+
+def _rows_of_owner(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows without those that a process wrote after another had taken over the folder."""
+    latest_epoch = 0
+    for row in rows:
+        epoch = row.get(OWNER_EPOCH, 0)
+        if type(epoch) is int and epoch >= latest_epoch:
+            latest_epoch = epoch
+            yield row

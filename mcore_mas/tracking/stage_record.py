@@ -1,0 +1,28 @@
+"""Records of the stages of a run, from which `publish` makes MLflow's runs."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mcore_mas.tracking.run_tags import merge_tags, process_tags
+from rollout.base.files import read_json, write_json
+
+
+@contextmanager
+def stage_record(log: Path | str) -> Iterator[None]:
+    """Record when the stage in this block begins and ends, and where it runs, in a JSON file beside its log.
+
+    The record of a stage that was interrupted continues: it begins at the first attempt, and names all Slurm jobs.
+    """
+    path = Path(log).with_suffix(".json")
+    earlier = read_json(path) if path.is_file() else {}
+    record = {"began": time.time(), "tags": process_tags()}
+    if earlier and "ended" not in earlier:
+        record = {
+            "began": earlier["began"],
+            "tags": merge_tags(earlier["tags"], process_tags()),
+        }
+    write_json(path, record)
+    yield
+    write_json(path, {**record, "ended": time.time()})
