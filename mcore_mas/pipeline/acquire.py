@@ -83,7 +83,7 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
             assemble(files, path)
         found = {**found, "bytes": path.stat().st_size}
     origin = "was there" if there else source.described
-    revision = hub.recorded(str(source.repository))["revision"] if fetched else None
+    revision = hub.recorded(str(source.repository)).revision if fetched else None
     write_json(
         receipt, {"item": item, "origin": origin, "revision": revision, "files": fetched, **found}
     )

@@ -1,13 +1,18 @@
-"""Files of a hub (Hugging Face's routes) or of GitHub: fetched by revision, verified, and recorded in a lock file."""
+"""Download of data sets and models from a Hugging Face hub, or of files from GitHub.
+
+`fetch` downloads the files of a source. Their revision and digests are recorded in
+data/sources.lock, and later downloads must agree with them.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
+import httpx
 import httpx2
 import huggingface_hub
 from huggingface_hub.errors import (
@@ -16,225 +21,265 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.file_download import http_get
-from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mcore_mas.pipeline.sources import SOURCES_FILE, Source
-from rollout.base.files import Digest, sha256, waited_for, write_json
+from rollout.base.files import Digest, atomic_path, sha256, waited_for, write_json
+from rollout.base.http import ssl_context
 
 LOCK = Path("data/sources.lock")
-_MODEL_FILES = (
-    ".safetensors",
-    ".json",
-    ".txt",
-    ".model",
-    ".jinja",
-)  # of a model, at the top of its repository
+# Files of a model, at the top of its repository.
+_MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 _DENIED = (401, 403)
+_TIMEOUT_S = 30.0
 
 
 class AcquireError(RuntimeError):
-    """Something cannot be had, or is not what it should be: what, where, and what to do, in one line."""
+    """An input cannot be acquired, or is not what was expected; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockEntry:
+    """What was downloaded of a repository."""
+
+    revision: str = ""  # a commit
+    files: Mapping[str, Digest] = field(default_factory=dict)
+
+    def sha256(self, name: str) -> str | None:
+        """Return the digest of a file, None if the file was not downloaded."""
+        digest = self.files.get(name)
+        return None if digest is None else str(digest["sha256"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """Where files come from, and what has been recorded of those that came."""
+    """Hosts that files are downloaded from, and the lock file of what was downloaded.
 
-    endpoint: str = field(
-        default_factory=lambda: huggingface_hub.constants.ENDPOINT
-    )  # of HF_ENDPOINT
+    Attributes:
+        endpoint: URL of the Hugging Face hub, by default that of HF_ENDPOINT.
+        github: URL of GitHub's raw files.
+        offline: True if nothing may be downloaded, by default if HF_HUB_OFFLINE is set.
+        lock: the lock file, JSON.
+    """
+
+    endpoint: str = field(default_factory=lambda: huggingface_hub.constants.ENDPOINT)
     github: str = "https://raw.githubusercontent.com"
     offline: bool = field(default_factory=huggingface_hub.is_offline_mode)
     lock: Path = LOCK
 
-    def recorded(self, repository: str) -> dict[str, Any]:
-        """`revision`, and `files` with the bytes and sha256 of each, of what was fetched before; {} if nothing was."""
-        return (
-            dict(json.loads(self.lock.read_text(encoding="utf-8")).get(repository, {}))
-            if self.lock.exists()
-            else {}
-        )
+    def recorded(self, repository: str) -> LockEntry:
+        """Return the lock file's entry of a repository, an empty one if there is none."""
+        return self._entries().get(repository, LockEntry())
 
     def record(self, repository: str, revision: str, files: Mapping[str, Digest]) -> None:
-        """Add to the lock file what was fetched."""
+        """Add downloaded files to the lock file; those of another revision are replaced."""
         with waited_for(self.lock):
-            content = (
-                json.loads(self.lock.read_text(encoding="utf-8")) if self.lock.exists() else {}
-            )
-            known = content.get(repository, {})
-            before = known["files"] if known.get("revision") == revision else {}
-            content[repository] = {"revision": revision, "files": {**before, **files}}
-            write_json(self.lock, dict(sorted(content.items())))
+            entries = self._entries()
+            previous = entries.get(repository)
+            if previous is not None and previous.revision == revision:
+                files = {**previous.files, **files}
+            entries[repository] = LockEntry(revision=revision, files=files)
+            content = {
+                name: {"revision": entry.revision, "files": dict(entry.files)}
+                for name, entry in sorted(entries.items())
+            }
+            write_json(self.lock, content)
+
+    def _entries(self) -> dict[str, LockEntry]:
+        if not self.lock.exists():
+            return {}
+        content = json.loads(self.lock.read_text(encoding="utf-8"))
+        return {name: LockEntry(**entry) for name, entry in content.items()}
 
 
 def fetch(source: Source, folder: Path, hub: Hub, *, model: bool = False) -> dict[str, Digest]:
-    """Bring a source's files into `folder`, each complete or absent; an interrupted file goes on where it ended.
+    """Download a source's files into a folder.
 
-    The revision and every digest are those of the source, else of the lock file, else what the hub says; the lock file
-    then has them all. Files that are there already with their digest are not asked for again.
+    The revision is the source's, else the lock file's, else the newest. The digest of each file
+    must be that of the source, of the lock file and of the hub, as far as they state one. A broken
+    connection is resumed; after an interruption, complete files are kept. Nothing is downloaded if
+    all files are there with their recorded digests.
 
-    Returns the size and sha256 of each file.
+    Args:
+        model: True for a model repository, False for a data set.
+
+    Returns:
+        Size and SHA-256 of each file by its name in the repository.
 
     Raises:
-        AcquireError: no access, no such revision or file, no answer, or other bytes than were expected.
+        AcquireError: no access, no such revision or file, no answer, or a wrong digest.
     """
     repository = source.repository
     if repository is None:
         raise AcquireError(
             f"{folder}: it is on no hub; put it there by hand, from {source.by_hand}"
         )
-    known = hub.recorded(repository)
-    if source.revision and known.get("revision", source.revision) != source.revision:
-        known = {}  # of another revision
+    entry = hub.recorded(repository)
+    if source.revision and entry.revision != source.revision:
+        entry = LockEntry(revision=source.revision)
+
     with waited_for(folder):
-        if kept := _kept(source, folder, known, model):
-            return kept
+        files = _downloaded_before(source, folder, entry, model)
+        if files:
+            return files
         if hub.offline:
             raise AcquireError(
                 f"{repository}: offline, and its files are not in {folder}; put them there by hand"
             )
+
         if source.host == "github":
-            with _explained(
-                source, hub.github, f"{hub.github}/{repository}", "put its file there by hand"
-            ):
-                return _download_pinned(source, folder, hub)
-        page = f"{hub.endpoint}/{'' if model else 'datasets/'}{repository}"
-        with _explained(source, hub.endpoint, page, "name another hub in HF_ENDPOINT"):
-            return _download(source, folder, hub, known, model)
+            page = f"{hub.github}/{repository}"
+            with _explained(source, hub.github, page, "put its file there by hand"):
+                revision, files = _download_from_github(source, folder, hub)
+        else:
+            page = f"{hub.endpoint}/{'' if model else 'datasets/'}{repository}"
+            with _explained(source, hub.endpoint, page, "name another hub in HF_ENDPOINT"):
+                revision, files = _download_from_hub(source, folder, hub, entry, model)
+        hub.record(repository, revision, files)
+    return files
 
 
-def _kept(source: Source, folder: Path, known: Mapping[str, Any], model: bool) -> dict[str, Digest]:
-    """The files that are there already, if these are all that the lock file names and their bytes are the same."""
-    names = _matching(source, list(known.get("files", {})), model)
-    expected = {name: known["files"][name] for name in names}
-    same = all(
-        (folder / name).is_file() and sha256(folder / name) == own["sha256"]
-        for name, own in expected.items()
-    )
-    return expected if same else {}
-
-
-def _download_pinned(source: Source, folder: Path, hub: Hub) -> dict[str, Digest]:
-    """Files of GitHub, where nobody lists digests: the source has them, and the commit."""
-    root, repository, revision = hub.github, str(source.repository), str(source.revision)
-    fetched = {}
-    for name in source.files:
-        digests = {SOURCES_FILE.name: source.sha256[name]}
-        fetched[name] = _fetch_file(
-            f"{root}/{repository}/{revision}/{name}", folder / name, None, digests, headers={}
-        )
-    hub.record(repository, revision, fetched)
-    return fetched
-
-
-def _download(
-    source: Source, folder: Path, hub: Hub, known: Mapping[str, Any], model: bool
+def _downloaded_before(
+    source: Source, folder: Path, entry: LockEntry, model: bool
 ) -> dict[str, Digest]:
-    repository, kind = str(source.repository), "model" if model else "dataset"
-    asked = source.revision or known.get("revision")
+    """Return the recorded files if all are there with their digests, else {}."""
+    names = _wanted_files(source, list(entry.files), model)
+    for name in names:
+        path = folder / name
+        if not path.is_file() or sha256(path) != entry.sha256(name):
+            return {}
+    return {name: entry.files[name] for name in names}
+
+
+def _wanted_files(source: Source, names: Sequence[str], model: bool) -> list[str]:
+    """Select a model's files, or the matches of the source's first pattern that has any."""
+    if model:
+        return sorted(name for name in names if "/" not in name and name.endswith(_MODEL_SUFFIXES))
+    for pattern in source.files:
+        matches = [name for name in names if fnmatchcase(name, pattern)]
+        if matches:
+            return sorted(matches)
+    return []
+
+
+def _download_from_hub(
+    source: Source, folder: Path, hub: Hub, entry: LockEntry, model: bool
+) -> tuple[str, dict[str, Digest]]:
+    """Download files of a hub; return their revision and digests."""
+    repository = str(source.repository)
+    repo_type = "model" if model else "dataset"
     api = huggingface_hub.HfApi(endpoint=hub.endpoint)
-    info = (api.model_info if model else api.dataset_info)(
-        repository, revision=asked, files_metadata=True
-    )
-    there = {file.rfilename: file for file in info.siblings or ()}
-    if outside := [name for name in there if name[:1] == "/" or ".." in name.split("/")]:
-        raise AcquireError(
-            f"{repository}: {hub.endpoint} lists {outside[0]!r}, which leads out of its folder"
-        )
-    names = _matching(source, list(there), model)
+    repository_info = api.model_info if model else api.dataset_info
+    info = repository_info(repository, revision=entry.revision or None, files_metadata=True)
+    siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+    for name in siblings:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise AcquireError(
+                f"{repository}: {hub.endpoint} lists {name!r}, which leads out of its folder"
+            )
+    names = _wanted_files(source, list(siblings), model)
     if not names:
         raise AcquireError(
-            f"{repository} at {info.sha}: no file like {' or '.join(source.files)}; it has {', '.join(there) or 'none'}"
+            f"{repository} at {info.sha}: no file like {' or '.join(source.files)}; "
+            f"it has {', '.join(siblings) or 'none'}"
         )
-    fetched = {}
-    for name in names:
-        large = there[name].lfs
-        url = huggingface_hub.hf_hub_url(
-            repository, name, repo_type=kind, revision=str(info.sha), endpoint=hub.endpoint
-        )
-        digests = {
-            f"{SOURCES_FILE.name}": source.sha256.get(name),
-            f"{hub.lock}": known.get("files", {}).get(name, {}).get("sha256"),
-            f"{hub.endpoint}": large.sha256 if large else None,
-        }
-        size = large.size if large else there[name].size
-        fetched[name] = _fetch_file(url, folder / name, size, digests, headers=build_hf_headers())
-    hub.record(repository, str(info.sha), fetched)  # once all are there
-    return fetched
 
-
-def _matching(source: Source, names: list[str], model: bool) -> list[str]:
-    if model:
-        return sorted(name for name in names if "/" not in name and name.endswith(_MODEL_FILES))
-    found = ([name for name in names if fnmatchcase(name, pattern)] for pattern in source.files)
-    return sorted(next(filter(None, found), []))
-
-
-def _fetch_file(
-    url: str,
-    path: Path,
-    size: int | None,
-    digests: Mapping[str, str | None],
-    *,
-    headers: dict[str, str],
-) -> Digest:
-    """Bring one file, or find it there; `digests` are the expected ones by who says so.
-
-    Of a file whose `size` is not known nothing is kept: a whole one could not be told from a part.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file():
-        path.replace(
-            partial
-        )  # fetched before its digest was recorded, or to be checked against another one
-    if partial.exists() and (size is None or partial.stat().st_size > size):
-        partial.unlink()
     disable_progress_bars()
-    with partial.open("ab") as file:
-        http_get(url, file, resume_size=file.tell(), headers=headers, expected_size=size)
-    found = sha256(partial)
-    for whose, expected in digests.items():
-        if expected not in (None, found):
-            partial.unlink()
+    files = {}
+    for name in names:
+        large_file = siblings[name].lfs
+        expected = {
+            SOURCES_FILE.name: source.sha256.get(name),
+            str(hub.lock): entry.sha256(name),
+            hub.endpoint: large_file.sha256 if large_file else None,
+        }
+        huggingface_hub.hf_hub_download(
+            repository,
+            name,
+            repo_type=repo_type,
+            revision=str(info.sha),
+            endpoint=hub.endpoint,
+            local_dir=folder,
+        )
+        files[name] = _verified(folder / name, expected)
+    # The library's own records of the download would become part of a model's folder.
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    return str(info.sha), files
+
+
+def _download_from_github(source: Source, folder: Path, hub: Hub) -> tuple[str, dict[str, Digest]]:
+    """Download files of GitHub, whose commit and digests the source states; return both."""
+    revision = str(source.revision)
+    files = {}
+    for name in source.files:
+        url = f"{hub.github}/{source.repository}/{revision}/{name}"
+        with atomic_path(folder / name) as partial:
+            _download_url(url, partial)
+        files[name] = _verified(folder / name, {SOURCES_FILE.name: source.sha256[name]})
+    return revision, files
+
+
+def _download_url(url: str, path: Path) -> None:
+    with (
+        httpx.Client(follow_redirects=True, timeout=_TIMEOUT_S, verify=ssl_context()) as client,
+        client.stream("GET", url) as response,
+        path.open("wb") as file,
+    ):
+        response.raise_for_status()
+        for chunk in response.iter_bytes():
+            file.write(chunk)
+
+
+def _verified(path: Path, expected: Mapping[str, str | None]) -> Digest:
+    """Return the digest of a downloaded file; remove the file if the digest is wrong.
+
+    Args:
+        expected: SHA-256 by who states it, None if it does not.
+    """
+    digest = sha256(path)
+    for authority, stated in expected.items():
+        if stated not in (None, digest):
+            path.unlink()
             raise AcquireError(
-                f"{url}: sha256 is {found}, but {whose} says {expected}; removed, fetch it again"
+                f"{path}: sha256 is {digest}, but {authority} says {stated}; "
+                "the file is removed, fetch it again"
             )
-    partial.replace(path)
-    print(f"{path}: {path.stat().st_size} bytes, sha256 {found}", flush=True)
-    return {"bytes": path.stat().st_size, "sha256": found}
+    size = path.stat().st_size
+    print(f"{path}: {size} bytes, sha256 {digest}", flush=True)
+    return {"bytes": size, "sha256": digest}
 
 
 @contextmanager
-def _explained(source: Source, host: str, page: str, else_do: str) -> Iterator[None]:
-    """Failures of a host as one line that says what to do."""
+def _explained(source: Source, host: str, page: str, alternative: str) -> Iterator[None]:
+    """Convert a host's failures to AcquireErrors of one line that says what to do.
+
+    Args:
+        page: URL of the repository.
+        alternative: what to do if the host does not answer.
+    """
     try:
         yield
     except RevisionNotFoundError:
         raise AcquireError(
             f"{source.repository}: no revision {source.revision} at {host}"
         ) from None
-    except (HfHubHTTPError, httpx2.HTTPStatusError) as error:
+    except (HfHubHTTPError, httpx2.HTTPStatusError, httpx.HTTPStatusError) as error:
         status = error.response.status_code
-        if (
-            isinstance(error, GatedRepoError)
-            or (source.gated and status in _DENIED)
-            or status == 403
-        ):
+        gated = isinstance(error, GatedRepoError) or (source.gated and status in _DENIED)
+        if gated or status == 403:
             licence = f"the licence {source.licence}" if source.licence else "its licence"
             raise AcquireError(
-                f"{source.repository}: no access ({status}); accept {licence} at {page}, and set HF_TOKEN to a token "
-                "of that account"
+                f"{source.repository}: no access ({status}); accept {licence} at {page}, "
+                "and set HF_TOKEN to a token of that account"
             ) from None
         if isinstance(error, RepositoryNotFoundError) or status in _DENIED:
             raise AcquireError(
                 f"{page}: no such repository, or it is not public ({status}); see HF_TOKEN"
             ) from None
-        raise AcquireError(f"{page}: answered {status}; try again, or {else_do}") from None
-    except (httpx2.TransportError, OSError) as error:
+        raise AcquireError(f"{page}: answered {status}; try again, or {alternative}") from None
+    except (httpx2.TransportError, httpx.TransportError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AcquireError(
-            f"{host}: cannot fetch {source.repository} ({reason}); start it again, what came is kept, or {else_do}"
+            f"{host}: cannot fetch {source.repository} ({reason}); start it again, complete files "
+            f"are kept, or {alternative}"
         ) from None

@@ -96,18 +96,18 @@ class _Handler(BaseHTTPRequestHandler):
                 for one in self._siblings(name)
             ]
             self._answer(200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
-        elif self.command == "HEAD":
-            named = {
-                "ETag": f'"{hashlib.sha256(hub.repositories[name][file]).hexdigest()}"',
-                "X-Repo-Commit": COMMIT,
-            }
-            self._answer(200, hub.repositories[name][file], named)
         elif listing:
             self._answer(
                 200, json.dumps(self._listing(name)).encode(), {"Content-Type": "application/json"}
             )
         elif name in hub.gated and self.headers.get("Authorization") != "Bearer hf_good":
             self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
+        elif self.command == "HEAD":
+            named = {
+                "ETag": f'"{hashlib.sha256(hub.repositories[name][file]).hexdigest()}"',
+                "X-Repo-Commit": COMMIT,
+            }
+            self._answer(200, hub.repositories[name][file], named)
         elif "." in file:  # large files lie elsewhere, on a host of another name
             elsewhere = hub.url.replace("127.0.0.1", "localhost")
             self._answer(302, b"", {"Location": f"{elsewhere}/cdn/{name}@{file}"})

@@ -10,7 +10,6 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -83,13 +82,12 @@ def test_a_data_set_is_fetched_converted_and_recorded(
             "files": {"test.jsonl": {"bytes": len(LINES), "sha256": digest}},
         }
     }
-    assert hub.asked == [
-        (f"api/datasets/some/math/revision/{COMMIT}", None),
-        (f"datasets/some/math/resolve/{COMMIT}/test.jsonl", None),
-    ]
-    Path(DATA).unlink()  # made again from what was fetched: nobody is asked, so also offline
+    requests = [path for path, _ in hub.asked]
+    assert requests[0] == f"api/datasets/some/math/revision/{COMMIT}"
+    assert set(requests[1:]) == {f"datasets/some/math/resolve/{COMMIT}/test.jsonl"}
+    Path(DATA).unlink()  # is made again from the downloaded file without a request
     acquire(DATA, Path("r.json"), client(hub, offline=True))
-    assert len(hub.asked) == 2
+    assert [path for path, _ in hub.asked] == requests
 
 
 def test_the_first_fetch_pins_what_later_ones_must_equal(
@@ -103,43 +101,49 @@ def test_the_first_fetch_pins_what_later_ones_must_equal(
     hub.repositories["datasets/some/math"]["test.jsonl"] = LINES.replace(b"3+3", b"4+2")
     digest = hashlib.sha256(LINES).hexdigest()
     with pytest.raises(
-        AcquireError, match=rf"sha256 is \w+, but data/sources.lock says {digest}; removed"
+        AcquireError,
+        match=rf"sha256 is \w+, but data/sources.lock says {digest}; the file is removed",
     ):
         acquire(DATA, Path("r.json"), client(hub))
-    assert hub.asked[-2][0].endswith(f"/revision/{COMMIT}")  # that of the lock file
+    revisions = {path for path, _ in hub.asked if path.startswith("api/")}
+    assert f"api/datasets/some/math/revision/{COMMIT}" in revisions  # the lock file's revision
     assert not Path(DATA).exists()
 
 
-def test_an_interrupted_file_goes_on_where_it_ended(
+def test_files_that_are_complete_are_not_downloaded_again(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named(monkeypatch)
-    hub.cut["test.jsonl"] = 100
-    monkeypatch.setattr(
-        huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 50
-    )  # bytes written at a time: 10 MB
+    first, second = LINES.splitlines(keepends=True)[::5]
+    hub.repositories["datasets/some/math"] = {"a.jsonl": first, "b.jsonl": second}
+    named(monkeypatch, files=("*.jsonl",))
+    hub.cut["b.jsonl"] = 10
     with pytest.raises(AcquireError, match="answered 503"):
         acquire(DATA, Path("r.json"), client(hub))
-    assert Path("data/raw/some--math/.test.jsonl.partial").read_bytes() == LINES[:100]
     assert not Path("data/sources.lock").exists()
+    assert [path.name for path in Path("data/raw/some--math").glob("*.jsonl")] == ["a.jsonl"]
+
+    interrupted = len(hub.asked)
     acquire(DATA, Path("r.json"), client(hub))
-    assert hub.asked[-1] == (f"datasets/some/math/resolve/{COMMIT}/test.jsonl", "bytes=100-")
-    assert Path("data/raw/some--math/test.jsonl").read_bytes() == LINES
+    assert not [path for path, _ in hub.asked[interrupted:] if path.endswith("a.jsonl")]
+    assert pq.read_table(DATA).to_pylist() == [ROWS[0], ROWS[5]]
+    assert not Path("data/raw/some--math/.cache").exists()
 
 
 def test_wrong_bytes_are_one_line_and_gone(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     named(monkeypatch, sha256={"test.jsonl": "0" * 64})
     with pytest.raises(
-        AcquireError, match=r"test\.jsonl: sha256 is \w{64}, but sources.yaml says 0+; removed"
+        AcquireError,
+        match=r"test\.jsonl: sha256 is \w{64}, but sources.yaml says 0+; the file is removed",
     ):
         acquire(DATA, Path("r.json"), client(hub))
     named(monkeypatch)
     hub.swapped.add("test.jsonl")
     with pytest.raises(
-        AcquireError, match=rf"but {hub.url} says {hashlib.sha256(LINES).hexdigest()}; removed"
+        AcquireError,
+        match=rf"but {hub.url} says {hashlib.sha256(LINES).hexdigest()}; the file is removed",
     ):
         acquire(DATA, Path("r.json"), client(hub))
-    assert not any(Path("data/raw/some--math").iterdir())
+    assert not Path("data/raw/some--math/test.jsonl").exists()
 
 
 @pytest.mark.parametrize("name", ["../test.jsonl", "/tmp/test.jsonl", "a/../../test.jsonl"])
@@ -225,8 +229,6 @@ def test_a_file_of_github_is_fetched_by_its_commit_and_digest(
     ):
         acquire(item, Path("r.json"), there)
     hub.raw[f"some/math/{COMMIT}/{where}"] = LINES
-    partial = Path("data/raw/some--math", where).with_name(f".{'a' * 40}.jsonl.partial")
-    partial.write_bytes(LINES[:9])  # of an earlier try: a part of a file whose size nobody says
     acquire(item, Path("r.json"), there)
     found = json.loads(Path("r.json").read_text())
     assert (found["revision"], found["files"][where]["sha256"], found["kept"]) == (
@@ -245,7 +247,9 @@ def test_a_file_of_github_is_fetched_by_its_commit_and_digest(
     Path(item).unlink()
     Path("data/sources.lock").unlink()
     named(monkeypatch, **keys, sha256={where: "0" * 64})
-    with pytest.raises(AcquireError, match=r"sha256 is \w{64}, but sources.yaml says 0+; removed"):
+    with pytest.raises(
+        AcquireError, match=r"sha256 is \w{64}, but sources.yaml says 0+; the file is removed"
+    ):
         acquire(item, Path("r.json"), there)
 
 
