@@ -2,7 +2,7 @@
 
 import sys
 
-from mcore_mas.runtime.joblog import Stopped, stop_at_start
+from mcore_mas.runtime.stop_signal import Stopped, stop_at_start
 from rollout.base.processes import say
 
 

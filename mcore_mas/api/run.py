@@ -231,14 +231,16 @@ class Run:
             EvaluationError: too much failed for a score.
         """
         from mcore_mas.evaluation.evaluate import evaluate
-        from mcore_mas.runtime.joblog import StopSignal
+        from mcore_mas.runtime.stop_signal import StopSignal
 
         self._prepared()
         section = self.config.evaluation.model_copy(update={"samples": k})
         config = self.config.model_copy(update={"evaluation": section})
         out = self.folder / "evaluation" / f"{state}.json"
         stop = StopSignal(signals=False)
-        rows = _apart(lambda: evaluate(config, state, out, stop=stop), stop.interrupt)["rows"]
+        rows = _apart(lambda: evaluate(config, state, out, stop=stop), stop.request_threadsafe)[
+            "rows"
+        ]
         return {
             row["metric"]: row["value"] for row in rows if row["dataset"] == rows[-1]["dataset"]
         }
@@ -450,16 +452,16 @@ class _Steps:
 
     def close(self) -> None:
         """End the training where it is, with a checkpoint, and wait for that; it says what kept it from that."""
-        from mcore_mas.runtime.joblog import cause
+        from mcore_mas.runtime.joblog import describe_error
 
         self._asked.put(False)  # of the row that it waits behind, or of a step under way
         self._thread.join()
         while not self._rows.empty():
             if isinstance(error := self._rows.get(), BaseException):
-                say(f"{self._run}: {cause(error)}")
+                say(f"{self._run}: {describe_error(error)}")
 
     def _train(self, config: Path) -> None:
-        from mcore_mas.runtime.joblog import Stopped
+        from mcore_mas.runtime.stop_signal import Stopped
         from mcore_mas.training.train import train
 
         async def after_step(number: int, metrics: Mapping[str, float]) -> bool:

@@ -15,7 +15,8 @@ import typer
 from mcore_mas import with_pages
 from mcore_mas.cli.inspection import inspection_commands
 from mcore_mas.cli.machine import ConfigFile, RunFolder, UsageError, machine_commands, run_commands
-from mcore_mas.runtime.joblog import Stopped, cause, stop_at_start
+from mcore_mas.runtime.joblog import describe_error
+from mcore_mas.runtime.stop_signal import Stopped, stop_at_start
 from rollout.base.text import nearest, show_logs
 
 app = typer.Typer(
@@ -339,5 +340,8 @@ def main() -> None:
                     file=sys.stderr,
                 )
             sys.exit(2)
-        print(f"error: {with_pages(cause(error))}  (--debug shows the traceback)", file=sys.stderr)
+        print(
+            f"error: {with_pages(describe_error(error))}  (--debug shows the traceback)",
+            file=sys.stderr,
+        )
         sys.exit(1)

@@ -32,9 +32,9 @@ from mcore_mas.runtime.engine_factory import (
     open_remotes,
     world,
 )
-from mcore_mas.runtime.joblog import StopSignal
 from mcore_mas.runtime.placement import gpus_of_servers, shared_out
 from mcore_mas.runtime.recipe import identity_of_play
+from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.progress import ProgressReporter
 from mcore_mas.tracking.stage_record import stage_record
 from rollout.base.files import check_tree, read_record, sealed, writable, write_json
@@ -219,7 +219,9 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard, stop: StopSignal) 
             measuring = measure(
                 board, collector, in_flight=in_flight, retries=config.evaluation.retries, keep=keep
             )
-            await stop.unless(measuring, "; the same command goes on from what was played")
+            await stop.run_until_stopped(
+                measuring, "; the same command goes on from what was played"
+            )
 
         runner.run(play())
 

@@ -22,8 +22,8 @@ from mcore_mas.pipeline.sharing import settings_digest
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import Checkpoints
 from mcore_mas.runtime.engine_factory import world
-from mcore_mas.runtime.joblog import STOP_SIGNALS, Stopped
 from mcore_mas.runtime.recipe import Identity
+from mcore_mas.runtime.stop_signal import STOP_SIGNALS, Stopped
 from mcore_mas.tracking.progress import ProgressReporter
 from mcore_mas.training.metrics import success
 from rollout.base.files import Digest, sha256, write_json

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import until_room
-from mcore_mas.runtime.joblog import TrainingError
 from mcore_mas.runtime.recipe import Identity, differences
 from rollout.base.failpoints import failpoint
 from rollout.base.files import Digest, read_json, sealed, sha256, sync_folder, unsealed, write_json

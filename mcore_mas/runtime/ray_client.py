@@ -15,7 +15,8 @@ import ray
 from ray.util.client.common import GRPC_OPTIONS
 
 from mcore_mas.runtime.cluster import joined_ray
-from mcore_mas.runtime.joblog import StopSignal, TrainingError
+from mcore_mas.runtime.errors import TrainingError
+from mcore_mas.runtime.stop_signal import StopSignal
 from rollout.base.files import write_text
 from rollout.base.processes import start_group
 
@@ -111,8 +112,8 @@ async def _follow(actor: Any) -> int:
     stop, told, offset = StopSignal(), False, 0
     stop.listen()
     while True:
-        if stop.came and not told:
-            ray.get(actor.tell.remote(int(signal.Signals[stop.by])))
+        if stop.requested and not told:
+            ray.get(actor.tell.remote(int(signal.Signals[stop.sender])))
             told = True
         printed, status = ray.get(actor.printed.remote(offset))
         offset += len(printed)

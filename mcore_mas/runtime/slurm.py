@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mcore_mas.runtime.joblog import STOP_SIGNALS, Stopped, TrainingError
+from mcore_mas.runtime.errors import TrainingError
+from mcore_mas.runtime.stop_signal import STOP_SIGNALS, Stopped
 from rollout.base.processes import free_port, start_group, stop_group
 
 _CANCELLED = [

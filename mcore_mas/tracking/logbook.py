@@ -11,7 +11,7 @@ from pathlib import Path
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.credit.assign import mean_advantages
 from mcore_mas.credit.samples import Sample
-from mcore_mas.runtime.joblog import Stopped
+from mcore_mas.runtime.stop_signal import Stopped
 from mcore_mas.tracking.metrics_log import STEP_TIME, MetricsLog
 from mcore_mas.tracking.mlflow_store import open_store
 from mcore_mas.tracking.mlflow_training import (

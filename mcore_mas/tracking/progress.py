@@ -10,7 +10,7 @@ from contextlib import suppress
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mcore_mas.runtime.joblog import terminal
+from mcore_mas.runtime.user_terminal import user_terminal
 from rollout.base.processes import say
 
 _SECONDS_BETWEEN_LINES = 15.0  # on a terminal that several jobs share
@@ -33,7 +33,7 @@ class ProgressReporter:
         self._total = total
         self._last_shared_line = time.monotonic()
         self._first_report: tuple[int, float] | None = None  # steps done, time
-        self._shared_terminal = None if sys.stderr.isatty() else terminal()
+        self._shared_terminal = None if sys.stderr.isatty() else user_terminal()
         # A notebook cell shows the last line only.
         self._line_end = "\r" if Console(stderr=True).is_jupyter else "\n"
         self._bar: Progress | None = None

@@ -18,8 +18,8 @@ from mcore_mas.credit.assign import keep
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import REQUIRED_COLUMN
 from mcore_mas.evaluation.measure import Scoreboard, measure
+from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import until_room
-from mcore_mas.runtime.joblog import TrainingError
 from mcore_mas.training.metrics import StepMetrics
 from rollout.base.ownership import check_owner
 from rollout.base.task_group import Wait, Watchdog, together

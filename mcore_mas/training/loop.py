@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mcore_mas.runtime.checkpoint import CheckpointError, Write, Written
-from mcore_mas.runtime.joblog import Abandoned, Stopped
+from mcore_mas.runtime.stop_signal import Abandoned, Stopped
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.step import TrainingSession, step
 from rollout.base.files import Digest
@@ -63,7 +63,7 @@ async def _begin(
             session.checkpoints.rate(first, metrics[_BEST_BY])
     elif first == 0 and session.rollouts.validation:
         try:
-            start = await session.stop.unless(_validate(session))
+            start = await session.stop.run_until_stopped(_validate(session))
         except Abandoned:
             await _leave(session, 0)
         session.logbook.report(-1, start)
@@ -78,9 +78,9 @@ async def _take(session: TrainingSession, number: int) -> None:
         await _leave(session, number)
     await _report(session, number, metrics)
     if session.after_step and not await session.after_step(number, metrics):
-        session.stop.tell()
+        session.stop.request()
     last = number + 1 == trainer.steps
-    if session.stop.came and not last:
+    if session.stop.requested and not last:
         await _leave(session, number + 1, metrics.get(_BEST_BY))
     best = _BEST_BY in metrics and checkpoints.is_best(metrics[_BEST_BY])
     if last or best or (number + 1) % trainer.checkpoint_every == 0:
@@ -93,7 +93,7 @@ async def _report(session: TrainingSession, number: int, metrics: StepMetrics) -
     """Validate, if it is time, and report the step."""
     if session.rollouts.validation and session.validates_after(number):
         try:
-            metrics |= await session.stop.unless(_validate(session))
+            metrics |= await session.stop.run_until_stopped(_validate(session))
         except Abandoned:
             await _leave(session, number + 1, unreported=metrics)
     # before the checkpoint: a step that is taken again drops its row, a lost row is lost
@@ -117,14 +117,14 @@ async def _leave(
     """Save the state after `steps` steps, if it is not yet, and stop."""
     if not steps:
         raise Stopped(
-            f"stopped by {session.stop.by} before the end of the first step; the same command starts again"
+            f"stopped by {session.stop.sender} before the end of the first step; the same command starts again"
         )
     await session.checkpoints.finish()
     if not session.checkpoints.has(steps):
         await _save(session, steps, metric, unreported)
         await session.checkpoints.finish()
     raise Stopped(
-        f"stopped by {session.stop.by} after step {steps}; the same command goes on from its checkpoint"
+        f"stopped by {session.stop.sender} after step {steps}; the same command goes on from its checkpoint"
     )
 
 

@@ -18,7 +18,7 @@ from mcore_mas.equations.divergence import BOUNDS, AdaptiveKL, describe_disagree
 from mcore_mas.equations.losses import explained_variance
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
-from mcore_mas.runtime.joblog import TrainingError
+from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.training.metrics import StepMetrics
 from rollout.records.trajectory import changed, grouped

@@ -11,7 +11,8 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.credit.watch import CreditWatch
 from mcore_mas.equations.advantages import OWN_TURNS_ONLY
 from mcore_mas.runtime.checkpoint import Checkpoints
-from mcore_mas.runtime.joblog import StopSignal, TrainingError
+from mcore_mas.runtime.errors import TrainingError
+from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.tracking.logbook import Logbook
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
@@ -77,7 +78,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     config, trainers = session.config, session.trainers
     trained = config.in_turn(number)
     async with session.memory.rollout(trained):  # engines awake, trainers offloaded
-        rollouts = await session.stop.unless(session.rollouts.take(number))
+        rollouts = await session.stop.run_until_stopped(session.rollouts.take(number))
     collected = time.perf_counter()
 
     # of other policies, what theirs may be compared with
@@ -132,7 +133,7 @@ async def _settled(session: TrainingSession) -> None:
     """
     if session.config.engine.deterministic and (under_way := session.rollouts.under_way.values()):
         goes_on = "; the same command goes on from the newest checkpoint and from its files"
-        await session.stop.unless(asyncio.wait(under_way), goes_on)
+        await session.stop.run_until_stopped(asyncio.wait(under_way), goes_on)
 
 
 def _with_ages(session: TrainingSession, samples: Sequence[Sample]) -> list[Sample]:

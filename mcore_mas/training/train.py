@@ -20,11 +20,12 @@ from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints, Saved
 from mcore_mas.runtime.cluster import joined_ray, running_ray
 from mcore_mas.runtime.engine_factory import make_players, make_renderers, open_remotes, world
+from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import until_room
-from mcore_mas.runtime.joblog import StopSignal, TrainingError
 from mcore_mas.runtime.placement import room_for
 from mcore_mas.runtime.ray_client import train_at
 from mcore_mas.runtime.recipe import identity_of, input_digests, lineage_of
+from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.logbook import Logbook, open_logbook
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
 from mcore_mas.training.crew import Crew
@@ -276,7 +277,7 @@ async def _train(session: TrainingSession, found: Saved | None, *, again: bool) 
     Args:
         again: engines may have later weights than those that training starts from.
     """
-    await session.stop.unless(
+    await session.stop.run_until_stopped(
         _load(session, found, again=again), " while it was loading; the same command goes on"
     )
     async with watched(session.weight_sync.values()):

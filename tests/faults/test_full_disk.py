@@ -17,7 +17,7 @@ from typing import TextIO
 
 import pytest
 
-from mcore_mas.runtime import joblog
+from mcore_mas.runtime import user_terminal
 from mcore_mas.runtime.full_disk import ROOM_S, until_room
 from mcore_mas.tracking.metrics_log import MetricsLog
 from mcore_mas.tracking.progress import ProgressReporter
@@ -112,7 +112,7 @@ def test_a_terminal_that_is_gone_ends_nothing(
     monkeypatch.setenv("TERM", "xterm")
     master, slave = pty.openpty()
     with closed(os.fdopen(slave, "w")) as stream:
-        monkeypatch.setattr(*((sys, "stderr") if bar else (joblog, "_terminal")), stream)
+        monkeypatch.setattr(*((sys, "stderr") if bar else (user_terminal, "_terminal")), stream)
         told(tmp_path, lambda: os.close(master))
         monkeypatch.undo()
         with pytest.raises(OSError, match="Input/output error"):

@@ -14,7 +14,7 @@ import pexpect
 import psutil
 import pytest
 
-from mcore_mas.runtime.joblog import failure_message
+from mcore_mas.runtime.pipeline_messages import failure_message
 from tests.support.run_folder import make_run
 
 STOPS = [signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT]
@@ -60,11 +60,11 @@ def test_a_signal_to_stop_is_heard_while_the_process_imports(
 
 STARTED = """
 import sys
-from mcore_mas.runtime import joblog
+from mcore_mas.runtime import stop_signal
 def heard(*numbers):
     print(sorted({"typer", "rich", "yaml", "numpy"} & set(sys.modules)))
-    raise joblog.Stopped("stopped")
-joblog.stop_at_start = heard
+    raise stop_signal.Stopped("stopped")
+stop_signal.stop_at_start = heard
 """
 
 
@@ -144,7 +144,8 @@ def test_a_second_ctrl_c_ends_a_pipeline_that_waits_with_one_line() -> None:
 
 PATIENT = """
 import asyncio, sys
-from mcore_mas.runtime.joblog import StopSignal, logged
+from mcore_mas.runtime.joblog import logged
+from mcore_mas.runtime.stop_signal import StopSignal
 async def at_work():
     StopSignal().listen()
     print("at work")

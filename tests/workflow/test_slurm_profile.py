@@ -165,8 +165,8 @@ echo "$$|$state" >> "$JOBS"; echo $$""",
     "sacctmgr": "echo lab",
 }
 SHORT_STAGES = """
-from mcore_mas.runtime import joblog
-joblog.tell_of_failed_jobs()
+from mcore_mas.runtime.snakemake_patches import report_silent_failures
+report_silent_failures()
 rule all:
     input: expand("{run}/model", run=["bad", "good", "refused"])
     localrule: True

@@ -7,7 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from mcore_mas.runtime import joblog
+from mcore_mas.runtime.pipeline_messages import failure_message, success_message
+from mcore_mas.runtime.snakemake_patches import report_silent_failures
 from rollout.base.files import writable
 from rollout.base.ownership import FolderError, owned
 from rollout.base.processes import end_at_second_interrupt
@@ -44,7 +45,7 @@ config.pop("overrides", None)
 if SUITE.configs:
     config["config_dir"] = str(SUITE.configs)  # the report's suite file is elsewhere
 
-joblog.tell_of_failed_jobs()
+report_silent_failures()
 STARTED = time.time()
 TASKS = {
     split: f"<results>/{{run}}/tasks/{split}.parquet" for split in ("train", "validation", "test")
@@ -136,10 +137,10 @@ onstart:
 
 
 onsuccess:
-    print(joblog.success_message(config.get("results", "results"), SUITE.name))
+    print(success_message(config.get("results", "results"), SUITE.name))
 
 
 onerror:
     # whatever --quiet says, which Snakemake's own log follows
     unfinished = [path for job in workflow.dag.needrun_jobs() for path in job.log]
-    print(joblog.failure_message(unfinished, STARTED, log), file=sys.stderr)
+    print(failure_message(unfinished, STARTED, log), file=sys.stderr)

@@ -17,7 +17,7 @@ import pytest
 from mcore_mas.api import run as module
 from mcore_mas.api.objects import TaskError
 from mcore_mas.evaluation import evaluate as evaluating
-from mcore_mas.runtime.joblog import Stopped, StopSignal
+from mcore_mas.runtime.stop_signal import Stopped, StopSignal
 from mcore_mas.training import train as training
 from rollout.records.trajectory import Trajectory
 from tests.support.played import trajectory
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from mcore_mas.api.run import _Steps
 from mcore_mas.training import train
-from mcore_mas.runtime.joblog import Stopped
+from mcore_mas.runtime.stop_signal import Stopped
 
 
 def steps_without_end(config, after_step):
@@ -143,7 +143,7 @@ def test_ctrl_c_ends_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
         async def play() -> None:
             stop.listen()
             began.set()
-            await stop.unless(asyncio.sleep(60))
+            await stop.run_until_stopped(asyncio.sleep(60))
 
         return {"rows": asyncio.run(play())}
 

@@ -9,7 +9,7 @@ import pytest
 
 from mcore_mas.cli.main import main
 from mcore_mas.reports.pages import find_trajectory
-from mcore_mas.runtime.joblog import cause
+from mcore_mas.runtime.joblog import describe_error
 from mcore_mas.tracking.progress import ProgressReporter
 from rollout.base.processes import say
 from rollout.records.files import RecordError, read_trajectories, write_trajectories
@@ -144,7 +144,7 @@ def test_a_note_of_a_run_is_one_line_and_no_command(capsys) -> None:
     said += capsys.readouterr().err
     assert said.count("\n") == 2 and "retriever: \\x1b]0;owned" in said
     assert not set(said) & set("\x1b\x07\r\x9b\u202e")
-    assert cause(ValueError(HOSTILE)).startswith("ValueError: \\x1b]0;owned")
+    assert describe_error(ValueError(HOSTILE)).startswith("ValueError: \\x1b]0;owned")
 
 
 def test_a_file_of_several_is_listed_and_everything_fits_80_columns(

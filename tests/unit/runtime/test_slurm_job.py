@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.runtime import slurm
-from mcore_mas.runtime.joblog import STOP_SIGNALS, Stopped
 from mcore_mas.runtime.slurm import queued_again
+from mcore_mas.runtime.stop_signal import STOP_SIGNALS, Stopped
 
 Stand = Callable[[str, str], None]
 
@@ -252,7 +252,7 @@ def test_machines_that_cannot_join_are_told_at_once(stand: Stand, tmp_path: Path
     began = time.monotonic()
     said = over_two(tmp_path).stderr.splitlines()[-1]
     assert re.fullmatch(
-        r"mcore_mas\.training\.joblog\.TrainingError: [01] of 2 machines joined Ray at [\d.:]+, and what starts them "
+        r"mcore_mas\.runtime\.errors\.TrainingError: [01] of 2 machines joined Ray at [\d.:]+, and what starts them "
         rf"has ended; see {tmp_path}/ray\.log",
         said,
     )

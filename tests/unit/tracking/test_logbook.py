@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 
 from mcore_mas import code_commit
 from mcore_mas.config.run import ConfigError
-from mcore_mas.runtime.joblog import Stopped
+from mcore_mas.runtime.stop_signal import Stopped
 from mcore_mas.tracking import logbook, writers
 from mcore_mas.tracking.logbook import open_logbook
 from rollout.records.files import tasks_digest, write_tasks

@@ -4,7 +4,7 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.runtime.joblog import TrainingError
+from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.training.policy_trainer import PolicyTrainer
 
 FIGURES = {"mean": 0.04, "k3": 0.002, "p99": 0.2, "max": 0.5, "count": 5000.0, "outlier_count": 0.0}

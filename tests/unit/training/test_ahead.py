@@ -15,7 +15,8 @@ from hypothesis import example, given, settings, strategies
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError
 from mcore_mas.credit.samples import Sample
-from mcore_mas.runtime.joblog import Stopped, TrainingError
+from mcore_mas.runtime.errors import TrainingError
+from mcore_mas.runtime.stop_signal import Stopped
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.metrics import staleness_metrics
 from rollout.records.files import read_trajectories

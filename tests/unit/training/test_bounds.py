@@ -12,7 +12,7 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.runtime.joblog import Stopped
+from mcore_mas.runtime.stop_signal import Stopped
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.metrics import losses, success
 from rollout.base.task_group import PATIENCE_S

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mcore_mas.cli.main import main
-from mcore_mas.runtime.joblog import TrainingError
+from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.training import async_rollout
 from mcore_mas.training.metrics import rollout_metrics
 from rollout.base.errors import EngineError, PromptTooLong

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic_core import to_json
 
-from mcore_mas.runtime.joblog import Stopped
+from mcore_mas.runtime.stop_signal import Stopped
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.weight_sync import WeightSync
@@ -189,7 +189,7 @@ def test_a_stop_while_weights_wait_leaves_the_rest_of_a_collection_to_them(tmp_p
     first = session(tmp_path / "stopped", 1, "+engine.deterministic=true", update_s=0.5)
 
     async def until_stopped() -> None:
-        asyncio.get_running_loop().call_later(60.0, first.stop.tell)
+        asyncio.get_running_loop().call_later(60.0, first.stop.request)
         with pytest.raises(
             Stopped, match=r"^stopped by its caller; the same command goes on from the newest"
         ):

@@ -14,7 +14,7 @@ from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
 from mcore_mas.credit.samples import Sample
 from mcore_mas.packing import pack as packing
 from mcore_mas.packing.pack import pack
-from mcore_mas.runtime.joblog import TrainingError
+from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.trainer_specs import policy_spec
 from mcore_mas.training.policy_trainer import PolicyTrainer, merge_updates, step_places
 from tests.support.simulated import SimulatedGang

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mcore_mas.runtime.checkpoint import Checkpoints
-from mcore_mas.runtime.joblog import Stopped
 from mcore_mas.runtime.recipe import Identity
+from mcore_mas.runtime.stop_signal import Stopped
 from mcore_mas.training.async_rollout import Schedule
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession

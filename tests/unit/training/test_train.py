@@ -152,7 +152,7 @@ def test_who_has_lost_the_folder_while_it_trained_does_not_write_its_models_over
         trainers={"solver": SimpleNamespace(groups={"solver": group})},
         weight_sync={},
     )
-    session.stop = SimpleNamespace(unless=lambda work, _: work)
+    session.stop = SimpleNamespace(run_until_stopped=lambda work, _: work)
     monkeypatch.setattr(training, "_load", nothing)
     lock = config.folder / "train" / "lock.json"
 

@@ -1,0 +1,159 @@
+"""The last lines of a pipeline: where its results are, or which jobs failed and why."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_mas.runtime.joblog import CAUSE, STARTED_AGAIN
+from rollout.base.text import shown_line
+
+_STOPPED = "the pipeline was stopped; the same command goes on from what is saved"
+_SILENT = "the job ended without saying why (killed, or out of memory?); the end of its log:"
+_NOT_SUBMITTED = re.compile(
+    r"SLURM sbatch failed\. The error message was '(.*?)'\.$"
+    r"|submission failed with exception: (.*?)For further",
+    re.MULTILINE | re.DOTALL,
+)
+_ENDED = re.compile(r"SLURM-job '(\w+)' failed, SLURM status is: '(\w+)'")
+_KILLED = re.compile(r"^slurmstepd[^:]*: error: (.*)", re.MULTILINE)
+
+
+def success_message(results: Path | str, suite: str) -> str:
+    """Return what to look at after a pipeline that ended well."""
+    made = ["Done."]
+    for name, folder, suffix in (("Report", "reports", "html"), ("Table", "tables", "md")):
+        path = Path(results) / folder / f"{suite}.{suffix}"
+        if path.is_file():
+            made.append(f"{name}: {path}")
+
+    studio = "mcore-mas studio"
+    mlflow = "mcore-mas ui"
+    if str(results) != "results":
+        studio += f" {results}"
+        mlflow += f" --store sqlite:///{results}/mlflow.db"
+    return f"\n{'   '.join(made)}\n`{studio}` opens curves and conversations, `{mlflow}` MLflow."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FailedJob:
+    log: str
+    cause: str
+    slurm_cause: str | None  # by Snakemake's log; None if Slurm has not said anything
+
+
+def failure_message(
+    logs: Iterable[str], since: float, workflow_logs: Iterable[Path | str], lines: int = 15
+) -> str:
+    """Return one line for each cause of a failure, followed by the logs of the jobs that it ended.
+
+    A job that ended without a cause in its log (killed, out of memory) is described by what Slurm says of it, or else
+    by the end of its log, unless Ctrl-C or SIGTERM has stopped the pipeline.
+
+    Args:
+        logs: logs of jobs that have not finished. A job has failed if it wrote its log since `since`, or if Slurm
+            says so.
+        since: start of the pipeline, in seconds since the epoch.
+        workflow_logs: Snakemake's own logs, which describe jobs that failed without writing.
+        lines: how much of the end of a log is shown.
+    """
+    workflow_paths = [Path(log) for log in workflow_logs]
+    events = _snakemake_events(workflow_paths)
+    stopped = any("Terminating processes on user request" in event for event in events)
+
+    failed = []
+    for log in dict.fromkeys(logs):
+        path = Path(log)
+        written = path.is_file() and path.stat().st_mtime >= since
+        slurm_cause = _slurm_cause(log, events)
+        if written or slurm_cause:
+            last_lines = _last_lines(path, lines) if written else []
+            cause = _cause(last_lines, slurm_cause, stopped=stopped)
+            failed.append(_FailedJob(log=log, cause=cause, slurm_cause=slurm_cause))
+
+    logs_by_cause = _group_by_cause(failed)
+    if not logs_by_cause:
+        return f"\n{CAUSE}no job wrote a log; see {', '.join(map(str, workflow_paths))}"
+    return "\n".join(f"\n{cause}\n  logs: {', '.join(own)}" for cause, own in logs_by_cause.items())
+
+
+def _snakemake_events(paths: Iterable[Path]) -> list[str]:
+    """Split Snakemake's logs into events, each of which begins with a line such as `[Sun Nov 22 15:54:43 2026]`."""
+    return [
+        event for path in paths for event in re.split(r"^ *\[.*\]", _read(path), flags=re.MULTILINE)
+    ]
+
+
+def _slurm_cause(log: str, events: Sequence[str]) -> str | None:
+    """Return what Slurm says of the failure of the job with this log, by the newest event about it."""
+    for event in reversed(events):
+        if log in event:
+            cause = _slurm_cause_in(event)
+            if cause:
+                return cause
+    return None
+
+
+def _slurm_cause_in(event: str) -> str | None:
+    """Return why Slurm has not accepted a job, or ended it, by an event of Snakemake's log."""
+    refused = _NOT_SUBMITTED.search(event)
+    if refused:
+        reason = " ".join((refused[1] or refused[2]).split())
+        return f"{CAUSE}Slurm does not take the job: {reason}"
+
+    ended = _ENDED.search(event)
+    if ended is None:
+        return None
+    number, state = ended.groups()
+    slurm_log = re.search(rf"[^\s,]*/{number}\.log", event)
+    if slurm_log is None:
+        return f"{CAUSE}Slurm job {number}: {state}"
+
+    path = Path(slurm_log[0])
+    if not path.is_file():
+        if state == "CANCELLED":  # it may never have run
+            return f"{CAUSE}Slurm job {number}: {state}"
+        return (
+            f"{CAUSE}Slurm job {number}: {state}, and its log is not here; "
+            "do all machines share this folder?"
+        )
+    killed = _KILLED.search(_read(path))
+    reason = f"{state}, {killed[1]}" if killed else state
+    return f"{CAUSE}Slurm job {number}: {reason}; see {path}"
+
+
+def _cause(last_lines: Sequence[str], slurm_cause: str | None, *, stopped: bool) -> str:
+    """Return the cause of a failure: the job's own last word, else Slurm's, else the end of its log."""
+    own_causes = [line for line in last_lines if line.startswith(CAUSE)]
+    if own_causes:
+        return own_causes[-1]
+    if slurm_cause:
+        return slurm_cause
+    if stopped:
+        return f"{CAUSE}{_STOPPED}"
+    shown = "\n".join(f"  | {shown_line(line)}" for line in last_lines) or "  | (empty)"
+    return f"{CAUSE}{_SILENT}\n{shown}"
+
+
+def _group_by_cause(failed: Sequence[_FailedJob]) -> Mapping[str, list[str]]:
+    """Return the logs of failed jobs by cause.
+
+    Several stages can be one Slurm job. If one of them says the cause itself, the others, of which only Slurm says
+    something, are left out.
+    """
+    explained = {job.slurm_cause for job in failed if job.slurm_cause != job.cause}
+    logs_by_cause: dict[str, list[str]] = {}
+    for job in failed:
+        if job.cause == job.slurm_cause and job.slurm_cause in explained:
+            continue
+        logs_by_cause.setdefault(job.cause, []).append(job.log)
+    return logs_by_cause
+
+
+def _last_lines(log: Path, lines: int) -> list[str]:
+    """Return the end of what the latest start of a job has written."""
+    return _read(log).rpartition(STARTED_AGAIN)[2].rstrip().splitlines()[-lines:]
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

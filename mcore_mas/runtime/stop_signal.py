@@ -1,0 +1,138 @@
+"""Signals that stop a process early: they are heard from its first line on, and what was learned is saved first."""
+
+import asyncio
+import signal
+import sys
+import threading
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from mcore_mas.runtime.user_terminal import user_terminal
+from rollout.base.processes import say
+from rollout.base.task_group import cancel_tasks
+
+_T = TypeVar("_T")
+
+# SIGURG can be sent to every process of a Slurm job, because processes that do not handle it ignore it
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT)
+
+_early_signals: list[int] = []  # received before a `StopSignal` listened
+
+
+class Stopped(Exception):
+    """A process ends early because it was told to, with everything learned saved."""
+
+
+class Abandoned(Exception):
+    """Work was cancelled by a request to stop; the next start does it again."""
+
+
+def stop_at_start(*signals: signal.Signals) -> None:
+    """Let signals, by default all of `STOP_SIGNALS`, raise `Stopped` until a `StopSignal` listens to them.
+
+    Only the main thread receives signals; called from another thread this does nothing.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in signals or STOP_SIGNALS:
+            signal.signal(number, _raise_stopped)
+
+
+def _raise_stopped(number: int, _frame: object) -> None:
+    # Python drops an exception that is raised within a finaliser, so the signal is remembered as well
+    _early_signals.append(number)
+    raise Stopped(
+        f"stopped by {signal.Signals(number).name}; the same command goes on from what is saved"
+    )
+
+
+class StopSignal:
+    """A request to stop a run, by one of `STOP_SIGNALS` or by a call.
+
+    The run abandons work that can be done again, and finishes and saves everything else. A second Ctrl-C ends the
+    process where it stands.
+    """
+
+    def __init__(self, *, signals: bool = True) -> None:
+        """Listen to nothing yet.
+
+        Args:
+            signals: False: only `request` stops the run, and the process keeps its signal handlers.
+        """
+        self.sender = "its caller"  # or the name of the signal
+        self._event = asyncio.Event()
+        self._signals = signals
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which it listens
+
+    @property
+    def requested(self) -> bool:
+        """True once the run was told to stop."""
+        return self._event.is_set()
+
+    def listen(self) -> None:
+        """Handle all stop signals in the running event loop, also one that was blocked or came before."""
+        self._loop = asyncio.get_running_loop()
+        if not self._signals:
+            return
+        for number in STOP_SIGNALS:
+            self._loop.add_signal_handler(number, self.request, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        if _early_signals:
+            self.request(_early_signals.pop())
+
+    def request(self, number: int | None = None) -> None:
+        """Tell the run to stop.
+
+        Args:
+            number: the signal that asks for it; None: the caller does.
+
+        Raises:
+            KeyboardInterrupt: this is Ctrl-C, and the run was told to stop before.
+        """
+        if number == signal.SIGINT and self.requested:
+            raise KeyboardInterrupt
+        if number is not None:
+            self.sender = signal.Signals(number).name
+            if not self.requested:
+                self._announce()
+        self._event.set()
+
+    def request_threadsafe(self) -> None:
+        """Tell the run to stop, from another thread than that of its event loop."""
+        if self._loop is None:
+            self.request()
+            return
+        with suppress(RuntimeError):  # the loop is closed, so the run has ended
+            self._loop.call_soon_threadsafe(self.request)
+
+    async def run_until_stopped(self, work: Coroutine[Any, Any, _T], message: str = "") -> _T:
+        """Return the result of `work`, or cancel it when the run is told to stop.
+
+        Args:
+            work: a coroutine that may be cancelled at any time.
+            message: what the last line of the process says after "stopped by SIGTERM", if the process is to end.
+
+        Raises:
+            Abandoned: the run was told to stop, and there is no message.
+            Stopped: the run was told to stop, and there is one.
+        """
+        working = asyncio.ensure_future(work)
+        waiting = asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            if message:
+                raise Stopped(f"stopped by {self.sender}{message}")
+            raise Abandoned
+        finally:
+            await cancel_tasks([working, waiting])
+
+    def _announce(self) -> None:
+        """Print that the run stops, to its log and to the terminal."""
+        line = (
+            f"{self.sender}: stopping, once what was learned is saved; "
+            "another Ctrl-C does not wait for that"
+        )
+        for stream in {sys.stderr, user_terminal()} - {None}:
+            say(line, stream)
