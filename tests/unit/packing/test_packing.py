@@ -88,7 +88,7 @@ def test_what_predicts_no_trained_token_is_left_out() -> None:
 
 def test_a_first_token_has_nothing_to_be_predicted_by() -> None:
     with pytest.raises(
-        ValueError, match=r"trajectory x, turn 0 \(a\): the first token of all is to be trained"
+        ValueError, match=r"trajectory x, turn 0 \(a\): the first token of the sequence is trained"
     ):
         pack([sample("a", (), (1, 2))], 100)
 

@@ -3,7 +3,12 @@
 import torch
 
 from mcore_mas.megatron.batch import Segment, depths, pairs
-from mcore_mas.packing.prefix_tree import MIN_SAVED, PrefixForest, prefix_forest, unshared_forest
+from mcore_mas.packing.prefix_tree import (
+    MIN_SAVED_TOKENS,
+    PrefixForest,
+    prefix_forest,
+    unshared_forest,
+)
 
 STEM = tuple(range(100, 110))  # long enough to be worth sharing
 LIMB = tuple(range(200, 210))
@@ -52,12 +57,12 @@ def test_equal_sequences_and_beginnings_are_held_by_the_longest() -> None:
 
 
 def test_what_saves_too_little_is_stored_with_each() -> None:
-    little = STEM[: MIN_SAVED - 1]
+    little = STEM[: MIN_SAVED_TOKENS - 1]
     assert forest_of((*little, 1), (*little, 2))[0].shared == [0, 0]
     assert forest_of((*little, 1), (*little, 2), (*little, 3))[0].shared == [
         0,
-        MIN_SAVED - 1,
-        MIN_SAVED - 1,
+        MIN_SAVED_TOKENS - 1,
+        MIN_SAVED_TOKENS - 1,
     ]
     # two of the three have one more token in common: it is stored twice, behind the stem that all share
     forest, _ = forest_of((*STEM, 7, 1), (*STEM, 7, 2), (*STEM, 8))
@@ -68,7 +73,7 @@ def test_what_saves_too_little_is_stored_with_each() -> None:
         Segment(tokens=1, parent=0),
     ]
     # short by itself, but worth it together with the short one above it, which is not
-    half = MIN_SAVED // 2
+    half = MIN_SAVED_TOKENS // 2
     a, b = (1,) * half, (2,) * half
     assert forest_of((*a, *b, 5), (*a, *b, 6), (*a, 3))[0].shared == [0, 2 * half, 0]
 

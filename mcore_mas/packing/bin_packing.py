@@ -1,0 +1,178 @@
+"""Bin packing of prefix trees into micro-batches of limited size and about equal work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from mcore_mas.megatron.batch import CostModel
+from mcore_mas.packing.prefix_tree import PrefixForest
+
+# The largest micro-batch is split further if its work exceeds the mean by this factor.
+_BALANCE_FACTOR = 1.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingItem:
+    """Consecutive sequences of a forest that stay in one micro-batch.
+
+    Attributes:
+        first, end: range [first, end) of sequences.
+        tokens: stored tokens.
+        work: estimated work, in the unit of `CostModel.work`.
+    """
+
+    first: int
+    end: int
+    tokens: int
+    work: float
+
+
+@dataclass(slots=True)
+class _Bin:
+    """A micro-batch that is being filled."""
+
+    items: list[PackingItem] = field(default_factory=list)
+    tokens: int = 0
+    work: float = 0.0
+
+    def fits(self, item: PackingItem, max_tokens: int) -> bool:
+        return not self.items or self.tokens + item.tokens <= max_tokens
+
+    def add(self, item: PackingItem) -> None:
+        self.items.append(item)
+        self.tokens += item.tokens
+        self.work += item.work
+
+
+def bin_pack(
+    forest: PrefixForest, rows: Sequence[int], max_tokens: int, cost: CostModel
+) -> list[list[PackingItem]]:
+    """Distribute the sequences of a forest over micro-batches.
+
+    Trees larger than `max_tokens` are cut, and each part stores its own copy of the common prefix. Items are placed
+    first-fit decreasing. If several ranks or pipeline stages work at once, the number of micro-batches is raised to a
+    multiple that suits them, if that lowers the estimated time in spite of the repeated prefixes.
+
+    Args:
+        forest: n sequences.
+        rows: [n] number of trained tokens of each sequence, counted once for each sample.
+        max_tokens: of a micro-batch; only a single longer sequence may exceed it.
+        cost: estimates work and time.
+
+    Returns:
+        Items of each micro-batch.
+    """
+    estimator = _WorkEstimator(forest, rows, cost)
+    items = [part for tree in estimator.trees() for part in estimator.cut(tree, max_tokens)]
+    best = _first_fit(items, max_tokens)
+    for count in cost.counts(len(best)):
+        balanced = _balance(items, count, max_tokens, estimator)
+        if _makespan(balanced, cost) < _makespan(best, cost):
+            best = balanced
+    return [packed.items for packed in best]
+
+
+def _makespan(bins: Sequence[_Bin], cost: CostModel) -> float:
+    return cost.makespan([packed.work for packed in bins])
+
+
+class _WorkEstimator:
+    """Tokens and work of any range of consecutive sequences, from prefix sums over the forest."""
+
+    def __init__(self, forest: PrefixForest, rows: Sequence[int], cost: CostModel) -> None:
+        self._shared = [*forest.shared, 0]
+        lengths = [len(ids) for ids in forest.sequences]
+        stored = [length - shared for length, shared in zip(lengths, forest.shared, strict=True)]
+        pairs = [
+            _causal_pairs(length) - _causal_pairs(shared)
+            for length, shared in zip(lengths, forest.shared, strict=True)
+        ]
+        self._tokens = [0, *accumulate(stored)]
+        self._pairs = [0, *accumulate(pairs)]
+        self._rows = [0, *accumulate(rows)]
+        self._cost = cost
+
+    def item(self, first: int, end: int) -> PackingItem:
+        """Return the item of sequences [first, end), with its own copy of the prefix shared with those before."""
+        prefix = self._shared[first]
+        tokens = self._tokens[end] - self._tokens[first] + prefix
+        pairs = self._pairs[end] - self._pairs[first] + _causal_pairs(prefix)
+        rows = self._rows[end] - self._rows[first]
+        work = self._cost.work(tokens, pairs, rows)
+        return PackingItem(first=first, end=end, tokens=tokens, work=work)
+
+    def trees(self) -> Iterator[PackingItem]:
+        """Yield every tree of the forest as an item."""
+        starts = [i for i, shared in enumerate(self._shared) if not shared]
+        for first, end in pairwise(starts):
+            yield self.item(first, end)
+
+    def cut(self, tree: PackingItem, max_tokens: int) -> Iterator[PackingItem]:
+        """Cut a tree into the longest ranges of sequences that fit."""
+        first = tree.first
+        for end in range(tree.first + 1, tree.end + 1):
+            if end == tree.end or self.item(first, end + 1).tokens > max_tokens:
+                yield self.item(first, end)
+                first = end
+
+    def halves(self, item: PackingItem) -> tuple[PackingItem, PackingItem]:
+        """Split an item such that the larger part is as small as possible."""
+        splits = (
+            (self.item(item.first, i), self.item(i, item.end))
+            for i in range(item.first + 1, item.end)
+        )
+        return min(splits, key=lambda parts: max(part.work for part in parts))
+
+
+def _causal_pairs(tokens: int) -> int:
+    """Return the number of (query, key) pairs of causal attention."""
+    return tokens * (tokens + 1) // 2
+
+
+def _first_fit(items: Sequence[PackingItem], max_tokens: int) -> list[_Bin]:
+    """Pack first-fit decreasing: the largest item first, each into the first bin with space for it."""
+    bins: list[_Bin] = []
+    for item in sorted(items, key=lambda item: (-item.tokens, item.first)):
+        target = next((candidate for candidate in bins if candidate.fits(item, max_tokens)), None)
+        if target is None:
+            target = _Bin()
+            bins.append(target)
+        target.add(item)
+    return bins
+
+
+def _balance(
+    items: Sequence[PackingItem], count: int, max_tokens: int, estimator: _WorkEstimator
+) -> list[_Bin]:
+    """Pack into about `count` bins of similar work; split the largest item of the fullest bin while that helps."""
+    best = _least_loaded(items, count, max_tokens)
+    while best[0].items and best[0].work * len(best) > _BALANCE_FACTOR * _total_work(best):
+        largest = max(best[0].items, key=lambda item: item.work)
+        if largest.end - largest.first == 1:
+            break
+        others = [item for item in items if item is not largest]
+        finer = [*others, *estimator.halves(largest)]
+        candidate = _least_loaded(finer, count, max_tokens)
+        if [packed.work for packed in candidate] >= [packed.work for packed in best]:
+            break
+        items = finer
+        best = candidate
+    return [packed for packed in best if packed.items]
+
+
+def _total_work(bins: Sequence[_Bin]) -> float:
+    return sum(packed.work for packed in bins)
+
+
+def _least_loaded(items: Sequence[PackingItem], count: int, max_tokens: int) -> list[_Bin]:
+    """Place the items with most work first, each into the fitting bin with the least work; fullest bin first."""
+    bins = [_Bin() for _ in range(count)]
+    for item in sorted(items, key=lambda item: (-item.work, item.first)):
+        fitting = [candidate for candidate in bins if candidate.fits(item, max_tokens)]
+        if not fitting:
+            fitting = [_Bin()]
+            bins += fitting
+        min(fitting, key=lambda candidate: candidate.work).add(item)
+    return sorted(bins, key=lambda packed: packed.work, reverse=True)
