@@ -29,7 +29,7 @@ from mcore_mas.training.weight_sync import WeightSync
 from rollout.engines.embedded.engine import HostedEngine
 from rollout.models.architecture import read_architecture
 from rollout.models.tensors import whole
-from rollout.sync import memory_path
+from rollout.sync.memory import memory_path
 from rollout.sync.shared import SharedWeights
 
 REPEATS = 7

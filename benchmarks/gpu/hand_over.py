@@ -31,7 +31,7 @@ from torch.multiprocessing import reductions
 from benchmarks.gpu.__main__ import ROOT
 from benchmarks.gpu.machine import device, once, say, settle, start_trainer, stop_trainer
 from benchmarks.gpu.shapes import write_model
-from rollout.models.tensors import gpu_hash
+from rollout.models.tensors import checksum
 
 # of what a tensor and its place in a bucket are made
 _OPENED = {"torch", "torch.multiprocessing.reductions", "torch.storage", "types"}
@@ -48,8 +48,8 @@ def hand_over(tiny: bool) -> None:
 def _sent(folder: Path, tiny: bool) -> None:
     from rollout.models.architecture import read_architecture
     from rollout.models.fused_weights import NOWHERE, Weights
-    from rollout.sync import SyncRoute
-    from rollout.sync.push import TensorSender
+    from rollout.sync.cuda_ipc import TensorSender
+    from rollout.sync.transport import SyncRoute
 
     if not torch.cuda.is_available():
         torch.multiprocessing.set_sharing_strategy("file_system")
@@ -59,17 +59,16 @@ def _sent(folder: Path, tiny: bool) -> None:
     }
     write_headers(folder, shapes)
     with receiver() as url:
-        options: dict[str, Any] = {"held": {}} | ({"bucket_bytes": 1 << 16} if tiny else {})
-        sender = TensorSender(
-            SyncRoute(transport="tensor", place=url, model=str(folder), options=options)
-        )
+        sender = TensorSender(SyncRoute(transport="tensor", target=url, model=str(folder)))
+        if tiny:
+            sender.bucket_bytes = 1 << 16
         for version in (1, 2):  # the first time the receiver has no tensors yet
             weights = _drawn(shapes, version)
             settle()
-            update = sender.send(weights.items(), version, {})
+            update = sender.send(weights.items(), version)
             got = httpx.post(f"{url}/sums", timeout=600, trust_env=False).json()
             wrong = [
-                name for name, tensor in weights.items() if got.pop(name, None) != gpu_hash(tensor)
+                name for name, tensor in weights.items() if got.pop(name, None) != checksum(tensor)
             ]
             ok = not wrong and not got
             rate = round(update.bytes / update.seconds / 1e9, 3)
@@ -180,7 +179,7 @@ class Receiver(BaseHTTPRequestHandler):
         elif self.path == "/end_weight_update":
             settle()  # SGLang answers a bucket when its copies are queued
         elif self.path == "/sums":
-            said = {name: gpu_hash(tensor) for name, tensor in self.held.items()}
+            said = {name: checksum(tensor) for name, tensor in self.held.items()}
         text = json.dumps(said).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

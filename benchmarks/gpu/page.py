@@ -111,43 +111,41 @@ def _heads(measured: Sequence[dict[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class HandOver:
-    """What an update of a server's weights over CUDA IPC takes, in bfloat16 from `tp` ranks to as many of a server's.
+    """Estimate of sending bfloat16 weights from `tp` trainer ranks to a server's ranks by CUDA IPC.
 
-    What a request takes is the one thing assumed. A shard is read to be hashed, read and written to be put together
-    (qkv, gate with up) and to be copied into its bucket, and read and written by the server.
+    Every rank gathers the full tensors and copies them into a bucket, and the server's rank on its
+    GPU copies its own part. Only `REQUEST_S`, the time of one request, is assumed.
     """
 
     model: str
     tp: int
-    direct: bool  # each rank's shard, or full tensors
 
     @property
     def size(self) -> int:
         """Bytes that each rank sends."""
-        whole = 2 * count_parameters(planned_architecture(self.model))
-        return -(-whole // self.tp) if self.direct else whole
+        return 2 * count_parameters(planned_architecture(self.model))
 
     @property
     def requests(self) -> int:
-        """Buckets, one after the other."""
+        """Number of buckets, which are sent one after the other."""
         return -(-self.size // PUSHED_BUCKET_BYTES)
 
     @property
     def gathered_s(self) -> float:
-        """Seconds of gathering: none where shards stay where they are."""
-        return 0.0 if self.direct else self.size * (self.tp - 1) / self.tp / (ASSUMED.link * 1e9)
+        """Seconds of gathering the shards of the other ranks."""
+        return self.size * (self.tp - 1) / self.tp / (ASSUMED.link * 1e9)
 
     @property
-    def read_s(self) -> float:
-        """Seconds of hashing and copying. Of full tensors ranks hash their share, and the server copies its own."""
-        moved = (1 + 2 + 2 + 2) * self.size if self.direct else (3 / self.tp + 2) * self.size
-        return moved / (0.8 * 4.8e12)
+    def copied_s(self) -> float:
+        """Seconds of reading and writing the full tensors, and the server's part of them."""
+        return (2 * self.size + 2 * self.size / self.tp) / (0.8 * 4.8e12)
 
     @property
     def seconds(self) -> float:
-        """Of all: one bucket is made while the one before is loaded."""
-        asked, made = self.requests * REQUEST_S, self.gathered_s + self.read_s
-        return max(asked, made) + made / self.requests
+        """Seconds of an update: one bucket is made while the one before is loaded."""
+        requests_s = self.requests * REQUEST_S
+        made_s = self.gathered_s + self.copied_s
+        return max(requests_s, made_s) + made_s / self.requests
 
 
 def _generation(measured: Sequence[dict[str, Any]]) -> list[str]:
@@ -178,15 +176,13 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _hand_over() -> str:
-    shards, full = (HandOver("Qwen3-32B", 8, direct) for direct in (True, False))
+    estimate = HandOver("Qwen3-32B", 8)
     return (
-        f"Qwen3-32B in bfloat16 from 8 ranks to a server at tp 8. Each rank sends its shards, {shards.size / 1e9:.1f} "
-        f"GB in {shards.requests} buckets.\nNothing is gathered. They are hashed and copied in {shards.read_s:.3f} s, "
-        f"and loaded in {shards.requests * REQUEST_S:.2f} s if a request takes\n{1e3 * REQUEST_S:g} ms, which nobody "
-        f"has measured. One is made while the one before is loaded: {shards.seconds:.2f} s.\n\n"
-        f"Where the server holds its tensors in another form, it gets full ones: {full.size / 1e9:.1f} GB in "
-        f"{full.requests} buckets, gathered in\n{full.gathered_s:.2f} s (at {ASSUMED.link:g} GB/s), hashed and copied "
-        f"in {full.read_s:.2f} s, loaded in {full.requests * REQUEST_S:.1f} s: {full.seconds:.1f} s."
+        f"Qwen3-32B in bfloat16 from 8 ranks to a server at tp 8: {estimate.size / 1e9:.1f} GB of full tensors in "
+        f"{estimate.requests} buckets.\nThey are gathered in {estimate.gathered_s:.2f} s (at {ASSUMED.link:g} GB/s), "
+        f"copied in {estimate.copied_s:.2f} s, and loaded in {estimate.requests * REQUEST_S:.1f} s if\na request takes "
+        f"{1e3 * REQUEST_S:g} ms, which nobody has measured. One bucket is gathered while the one before is\nloaded: "
+        f"{estimate.seconds:.1f} s in all."
     )
 
 

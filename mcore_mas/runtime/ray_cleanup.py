@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from rollout.sync import clear_memory
+from rollout.sync.memory import clear_memory
 
 _WELL, _BADLY = b"well", b"badly"
 

@@ -32,7 +32,7 @@ from mcore_mas.planning.memory import peak_flops
 from rollout.base.files import Digest
 from rollout.base.processes import ProcessLost, interface_of
 from rollout.base.task_group import cancel_tasks
-from rollout.sync import SyncRoute, WeightSender, WeightUpdate, make_sender
+from rollout.sync.transport import SyncRoute, WeightSender, WeightUpdate, make_sender
 
 if TYPE_CHECKING:
     from mcore_mas.megatron.step.trainer import MegatronTrainer
@@ -162,24 +162,16 @@ class _Rank:
         return [] if self._rank else [score.numpy() for score in scores]
 
     def export(self, policy: str, route: SyncRoute, version: int) -> WeightUpdate:
-        """Gather all weights, or the adapter, with the other ranks and send them where the engine wants them.
-
-        What the engine's ranks hold as the trainer's do is not gathered.
-        """
-        lasting = replace(route, state={})
-        if policy not in self._senders or self._senders[policy][0] != lasting:
-            self._senders[policy] = (
-                lasting,
-                make_sender(route, rank=self._rank, exchange=all_gather_json),
-            )
-        model, sender = self._trainers[policy].model, self._senders[policy][1]
+        """Gather all weights, or the adapter, with the other ranks and send them along `route`."""
+        lasting_route = replace(route, half=None)  # the half differs from update to update
+        known = self._senders.get(policy)
+        if known is None or known[0] != lasting_route:
+            sender = make_sender(lasting_route, rank=self._rank, all_gather=all_gather_json)
+            self._senders[policy] = lasting_route, sender
+        model = self._trainers[policy].model
+        weights = model.weights() if route.adapter is None else model.adapter()
         with self._phase("export"):
-            weights = (
-                model.adapter()
-                if "adapter" in route.options
-                else model.weights(sender.shares(model.tp))
-            )
-            return sender.send(weights, version, route.state)
+            return self._senders[policy][1].send(weights, version, route.half)
 
     @ray.method(concurrency_group="writing")
     def written(self, policy: str) -> dict[str, Digest]:

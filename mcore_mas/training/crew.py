@@ -105,7 +105,7 @@ class Crew:
         if self._joined:
             for name in self.trainers:
                 own = getattr(self.engines[name], "transport", "")
-                if own in ("shared", "delta") and {*nodes[name, "trainer"]} != {node_here()}:
+                if own == "shared" and {*nodes[name, "trainer"]} != {node_here()}:
                     self.engines[name].transport = "disk"
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:

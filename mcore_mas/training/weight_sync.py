@@ -16,7 +16,7 @@ from mcore_mas.runtime.trainer_group import TrainerGroup
 from rollout.base.errors import EngineError
 from rollout.base.task_group import cancel_tasks
 from rollout.engines import Tag, TrainedEngine
-from rollout.sync import WeightUpdate
+from rollout.sync.transport import WeightUpdate
 
 
 class WeightSync:

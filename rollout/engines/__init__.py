@@ -32,6 +32,7 @@ from rollout.engines.sglang.arguments import argument_problem, graph_problem
 from rollout.models.chat_template import CUTS, Renderer, WordStream
 from rollout.models.tool_calls import ToolFormat, ToolSchema
 from rollout.records.trajectory import Completion, Message, Sampling, Turn, changed
+from rollout.sync.transport import REMOVED_TRANSPORTS
 
 # Import paths, so that naming an engine imports neither torch nor Ray.
 ENGINES = {
@@ -42,9 +43,9 @@ ENGINES = {
 }
 engine_class = partial(imported, "engine", paths=ENGINES)  # of a name
 
-TRANSPORTS = {  # of each engine that is trained, its own choice first; `rollout.sync`
-    "embedded": ("shared", "disk", "delta"),
-    "sglang": ("disk", "changed", "tensor", "distributed"),
+TRANSPORTS = {  # of each engine that is trained, its default first; see `rollout.sync`
+    "embedded": ("shared", "disk"),
+    "sglang": ("disk", "tensor", "distributed"),
 }
 _TRAINED = {
     "async generate": ("prompt_ids", "sampling"),
@@ -124,7 +125,7 @@ class EngineConfig(Section):
         default_factory=dict
     )  # further arguments of sglang.launch_server
     environment: dict[str, str] = Field(default_factory=dict)  # variables of the servers
-    verify: bool = True  # compare checksums after every update, where the server can
+    verify: bool = True  # compare the servers' checksums with each other after every update
     timeout_s: float | None = Field(
         None, gt=0
     )  # of one request; None: what a server with all slots full may need
@@ -196,14 +197,19 @@ class EngineConfig(Section):
             check_private("urls", url)
         known = TRANSPORTS.get(self.name)
         if known and self.transport not in (None, *known):
-            raise ValueError(
-                f"{self.name} has no transport '{self.transport}'; known: {', '.join(known)}"
-            )
+            raise ValueError(unknown_transport(self.name, self.transport))
         if self.router_replay and not known:
             raise ValueError(
                 f"router_replay: '{self.name}' does not say which experts it chose; use {' or '.join(TRANSPORTS)}"
             )
         return self
+
+
+def unknown_transport(engine: str, transport: str | None) -> str:
+    """Return the error message for a transport that an engine does not have."""
+    if transport in REMOVED_TRANSPORTS:
+        return f"transport '{transport}' was removed; use {REMOVED_TRANSPORTS[transport]}"
+    return f"{engine} has no transport '{transport}'; known: {', '.join(TRANSPORTS[engine])}"
 
 
 def problem_of(

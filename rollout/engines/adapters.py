@@ -8,7 +8,7 @@ from rollout.base.options import imported
 from rollout.engines import ENGINES, Hear, StreamingEngine, Tag, TrainedEngine
 from rollout.models.fused_weights import AdapterShape
 from rollout.records.trajectory import Completion, Sampling
-from rollout.sync import SyncRoute, WeightUpdate
+from rollout.sync.transport import SyncRoute, WeightUpdate
 
 
 class AdapterEngine(StreamingEngine, TrainedEngine):

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollout.records.trajectory import Completion, Sampling
-from rollout.sync import SyncRoute, WeightUpdate, make_sender
+from rollout.sync.transport import SyncRoute, WeightUpdate, make_sender
 
 if TYPE_CHECKING:
     from rollout.models.tensors import WeightStream
@@ -55,8 +55,9 @@ class TrainedEngine(Engine, Protocol):
     async def load_weights(self, tensors: WeightStream, version: int) -> None:
         """As `Engine`, over the engine's own transport."""
         route = await self.begin_update()
-        sent = await asyncio.to_thread(make_sender(route).send, tensors, version, route.state)
-        await self.commit_update(sent)
+        sender = make_sender(route)
+        update = await asyncio.to_thread(sender.send, tensors, version, route.half)
+        await self.commit_update(update)
 
     @abstractmethod
     async def begin_update(self) -> SyncRoute:

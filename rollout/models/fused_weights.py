@@ -14,7 +14,7 @@ from rollout.base.errors import EngineError
 from rollout.base.files import atomic_folder
 from rollout.models.architecture import Architecture
 from rollout.models.layout import Projection
-from rollout.models.tensors import RowBlocks, WeightStream, blocks_of, complete, cut, whole
+from rollout.models.tensors import RowBlocks, WeightStream, blocks_of, complete, split_like, whole
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _ALIGNED = 16  # elements: every buffer starts on a cache line
@@ -62,7 +62,7 @@ class NamedBuffers:
         """
         for _, rows, place in self.placed(stream):
             blocks = blocks_of(rows)
-            for block, part in zip(blocks, cut(place, blocks), strict=True):
+            for block, part in zip(blocks, split_like(place, blocks), strict=True):
                 part.copy_(block.detach().reshape(part.shape))
 
     def placed(self, stream: WeightStream) -> Iterator[tuple[str, RowBlocks, Tensor]]:

@@ -1,11 +1,10 @@
-"""Weight sync through shared memory: the embedded engine's buffers, mapped and written by the trainer."""
+"""Weight sync through shared memory: the trainer writes into buffers that the embedded engine maps."""
 
-import math
+from __future__ import annotations
+
 import mmap
 import os
-import threading
 from collections import deque
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,22 @@ import torch
 from rollout.base.errors import EngineError
 from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.fused_weights import NOWHERE, AdapterShape, AdapterWeights, Weights
-from rollout.models.tensors import (
-    WeightStream,
-    begun_checksum,
-    blocks_of,
-    copy,
-    flat_bytes,
-    shape_of,
-)
-from rollout.sync import Stored, WeightSender
+from rollout.models.tensors import WeightStream, blocks_of, copy_with_checksum
+from rollout.sync.transport import SentWeights, SyncRoute, WeightSender
 
-_PAGE = 4096  # bytes: the halves start on a page of their own
-_LOOK_S = (
-    5e-5,
-    2e-3,
-)  # between two looks at what the trainer has written: at first, and after long idling
+_HEADER_BYTES = mmap.PAGESIZE  # so that the buffers begin on a page
 
 
 class SharedWeights:
-    """Two halves, each all weights of a decoder or of an adapter: one the engine has, one for the next version."""
+    """Two buffers, each for all weights of a decoder or of an adapter.
+
+    The engine computes from one half while the trainer writes the next version into the other.
+
+    Attributes:
+        versions: version in each half, int64 [2]; -1 if it has none or is being written.
+        interrupt: int64 [1]; not 0 while the engine's client has something new for the engine.
+        halves: the two buffers.
+    """
 
     def __init__(
         self,
@@ -44,128 +40,77 @@ class SharedWeights:
         *,
         create: bool = False,
     ) -> None:
-        """Map `file`, made first with `create`; None: memory of this process's own.
+        """Map `file`, or memory of this process alone if it is None.
+
+        Args:
+            create: create the file first.
 
         Raises:
-            EngineError: there is no room for it, or no such file.
+            EngineError: there is not enough shared memory, or the file does not exist.
         """
-        make: Any = partial(AdapterWeights, shape, adapter) if adapter else partial(Weights, shape)
-        blank = make(NOWHERE)
-        half, names = blank.elements, tuple(blank.places)
-        header = _PAGE * math.ceil((24 + 16 * len(names)) / _PAGE)
-        size = header + 2 * half * 4
-        memory = mmap.mmap(-1, size) if file is None else _mapped(file, size, create)
+        make_buffers: Any = partial(Weights, shape)
+        if adapter is not None:
+            make_buffers = partial(AdapterWeights, shape, adapter)
+        elements = make_buffers(NOWHERE).elements
+        size = _HEADER_BYTES + 2 * elements * torch.float32.itemsize
+        memory = mmap.mmap(-1, size) if file is None else _map_file(file, size, create=create)
+
         self.file = file
-        # the version in each half, -1 where there is none or one is being written
         self.versions = np.frombuffer(memory, dtype=np.int64, count=2)
-        # not 0 while the engine is wanted for something new
-        self.called = np.frombuffer(memory, dtype=np.int64, count=1, offset=16)
-        # of each tensor of each half the bytes that have been written since the engine asked for new ones
-        self.written = np.frombuffer(
-            memory, dtype=np.int64, count=2 * len(names), offset=24
-        ).reshape(2, -1)
-        self.numbers = {name: number for number, name in enumerate(names)}
-        flat = torch.frombuffer(memory, dtype=torch.float32, offset=header)
-        self.halves: tuple[Any, Any] = (make(flat[:half]), make(flat[half:]))
+        self.interrupt = np.frombuffer(memory, dtype=np.int64, count=1, offset=16)
+        flat = torch.frombuffer(memory, dtype=torch.float32, offset=_HEADER_BYTES)
+        self.halves: tuple[Any, Any] = (
+            make_buffers(flat[:elements]),
+            make_buffers(flat[elements:]),
+        )
         if create or file is None:
             self.versions[:] = -1
 
 
-def _mapped(file: Path, size: int, create: bool) -> mmap.mmap:
+def _map_file(file: Path, size: int, *, create: bool) -> mmap.mmap:
     try:
         if create:
-            room = os.statvfs(file.parent)
-            if size > room.f_bavail * room.f_frsize:
-                raise EngineError(
-                    f"{file.parent}: {room.f_bavail * room.f_frsize >> 20} MiB are free, two copies of the weights "
-                    f"take {size >> 20}; make it larger or set engine.transport to disk"
-                )
-            with file.open("xb") as made:
-                os.posix_fallocate(made.fileno(), 0, size)
+            _check_free_memory(file.parent, size)
+            with file.open("xb") as created:
+                os.posix_fallocate(created.fileno(), 0, size)
         with file.open("r+b") as opened:
             return mmap.mmap(opened.fileno(), size)
     except OSError as error:
         raise EngineError(f"{file}: the shared weights cannot be mapped ({error})") from error
 
 
-class SharedCheck:
-    """Checksums of one half as the engine maps it: of every byte soon after the trainer has written it.
-
-    Whoever asks for new weights unmarks those of the half, before either side starts.
-    """
-
-    def __init__(self, shared: SharedWeights, half: int) -> None:
-        self._written, self._names = shared.written[half], tuple(shared.numbers)
-        places = shared.halves[half].places.values()
-        self._digests, self._views = (
-            [begun_checksum(shape) for shape, _ in places],
-            [view for _, view in places],
+def _check_free_memory(folder: Path, size: int) -> None:
+    status = os.statvfs(folder)
+    free_bytes = status.f_bavail * status.f_frsize
+    if size > free_bytes:
+        raise EngineError(
+            f"{folder}: {free_bytes >> 20} MiB are free, but two copies of the weights take "
+            f"{size >> 20} MiB; make it larger or set engine.transport to disk"
         )
-        # of those that do not lie in the order of the indices None: they are read when all of one is there
-        self._flat = [flat_bytes(view) if view.is_contiguous() else None for view in self._views]
-        self.read = np.zeros(len(self._views), dtype=np.int64)  # bytes of each tensor so far
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Watch no longer."""
-        self._stopped.set()
-
-    def finish(self) -> dict[str, str]:
-        """The checksum of every tensor by Hugging Face name; all must have been written."""
-        self.stop()
-        self._thread.join()
-        for at, view in enumerate(self._views):
-            self._take(at, view.nbytes)
-        return {
-            name: digest.hexdigest()
-            for name, digest in zip(self._names, self._digests, strict=True)
-        }
-
-    def _follow(self) -> None:
-        wait, longest = _LOOK_S
-        while not self._stopped.wait(wait):
-            more = np.flatnonzero(self._written > self.read)
-            for at in more.tolist():
-                self._take(at, int(self._written[at]))
-            wait = _LOOK_S[0] if len(more) else min(2 * wait, longest)
-
-    def _take(self, at: int, written: int) -> None:
-        """Read on in a tensor, up to this many bytes."""
-        flat, view = self._flat[at], self._views[at]
-        if flat is not None:
-            self._digests[at].update(flat[self.read[at] : written].data)
-        elif self.read[at] < written == view.nbytes:
-            self._digests[at].update(flat_bytes(view.contiguous()).data)
-        self.read[at] = written
 
 
 class SharedSender(WeightSender):
-    """Rank 0 writes full tensors into the half that the engine does not use: one copy, in the engine's order, that
-    also takes the checksums.
-    """
+    """Sender of which rank 0 writes full tensors into the half that the engine does not use."""
 
-    def _open(self) -> None:
-        shape, adapter = read_architecture(self._route.model), self._route.options.get("adapter")
-        self._shared = (
-            SharedWeights(Path(self._route.place), shape, adapter) if self._leads else None
-        )
+    def __init__(self, route: SyncRoute, **ranks: Any) -> None:
+        super().__init__(route, **ranks)
+        self._shared: SharedWeights | None = None
+        if self.rank == 0:
+            architecture = read_architecture(route.model)
+            self._shared = SharedWeights(Path(route.target), architecture, route.adapter)
 
-    def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
-        """Fill the half `state["half"]`."""
-        sums: dict[str, str] = {}
-        size, shared = 0, self._shared
-        if shared is None:
+    def write(self, weights: WeightStream, version: int, half: int | None) -> SentWeights:
+        """Write each tensor once, in the engine's order, and compute its checksum on the way."""
+        if self._shared is None:
             deque(weights, maxlen=0)
-        else:
-            half = int(state["half"])
-            shared.versions[half] = -1
-            for name, rows, place in shared.halves[half].placed(weights):
-                digest, number = begun_checksum(shape_of(rows)), shared.numbers[name]
-                for written in copy(rows, place, digest):
-                    shared.written[half, number] = written
-                sums[name] = digest.hexdigest()
-                size += sum(block.nbytes for block in blocks_of(rows))
-            shared.versions[half] = version
-        return self._route.place, sums, size
+            return SentWeights(location=self.route.target, bytes=0)
+
+        assert half is not None
+        checksums: dict[str, str] = {}
+        size = 0
+        self._shared.versions[half] = -1
+        for name, rows, destination in self._shared.halves[half].placed(weights):
+            checksums[name] = copy_with_checksum(rows, destination)
+            size += sum(block.nbytes for block in blocks_of(rows))
+        self._shared.versions[half] = version
+        return SentWeights(location=self.route.target, bytes=size, checksums=checksums)

@@ -413,10 +413,10 @@ def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: N
         assert exchanges < 60
         under_way = asyncio.create_task(engine.generate([8, 8], Sampling(max_tokens=150)))
         await asyncio.sleep(0.01)
-        assert engine._shared[0].called[0] == 0  # everything new has been handed over
+        assert engine._shared[0].interrupt[0] == 0  # everything new has been handed over
         another = asyncio.create_task(engine.generate([7, 7], Sampling(max_tokens=2)))
         await asyncio.sleep(0)
-        assert engine._shared[0].called[0] == 1
+        assert engine._shared[0].interrupt[0] == 1
         await asyncio.gather(under_way, another)
         gone = asyncio.create_task(engine.generate([9, 9], Sampling(max_tokens=150)))
         await asyncio.sleep(0.01)

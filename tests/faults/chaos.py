@@ -31,7 +31,7 @@ from retrieval.sidecar import RetrieverSidecar
 from rollout.base.failpoints import FAILPOINTS
 from rollout.base.files import write_json
 from rollout.sandbox.cgroup import PREFIX
-from rollout.sync import MEMORY
+from rollout.sync.memory import MEMORY
 from tests.faults import proxy
 from tests.faults.forked import PASSAGES, bare_folder, fingerprint
 from tests.support.run_folder import make_run

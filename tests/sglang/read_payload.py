@@ -46,15 +46,10 @@ def main() -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=GPUS[device])
     tp_worker.get_parallel = lambda: SimpleNamespace(tp_rank=RANK)
     payload = tp_worker.BaseTpWorker.deserialize_own_rank(None, json.load(sys.stdin))
-    if isinstance(
-        payload, list
-    ):  # for `load_format: direct`, which copies each into the parameter of its name
-        Model().load_weights(payload)
-    else:
-        updater = SimpleNamespace(get_model=Model)
-        WeightUpdater._update_weights_from_flattened_bucket(
-            updater, flattened_tensor_bucket_dict=payload
-        )
+    updater = SimpleNamespace(get_model=Model)
+    WeightUpdater._update_weights_from_flattened_bucket(
+        updater, flattened_tensor_bucket_dict=payload
+    )
     print(json.dumps(found))
 
 

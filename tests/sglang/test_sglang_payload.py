@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rollout.models.tensors import gpu_hash
-from rollout.sync import push
-from rollout.sync.push import flatten, serialize
+from rollout.sync import cuda_ipc
+from rollout.sync.cuda_ipc import SharedTensor, serialize
+from rollout.sync.push import flatten
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
 READER = Path(__file__).with_name("read_payload.py")
-HASHER = Path(__file__).with_name("hash_tensors.py")
 GPU = "22222222-0000-0000-0000-000000000000"  # the reader's second
 
 
@@ -49,25 +48,19 @@ def reduced(shared: OnAGpu) -> tuple[Any, tuple[Any, ...]]:
     return reductions.rebuild_cuda_tensor, whole
 
 
-@pytest.mark.parametrize("form", ["flattened_bucket", "direct"])
-def test_sglang_finds_the_gpu_and_the_tensors(
-    sglang: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_finds_the_gpu_and_the_tensors(sglang: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "://" in sglang:
         pytest.skip("the reader runs in SGLang's environment")
     monkeypatch.setattr(reductions, "reduce_tensor", reduced)
-    monkeypatch.setattr(push, "_name_of", lambda device: GPU)
+    monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda device: GPU)
     half, one, byte = (
         torch.tensor([1.0, -2.0]).bfloat16(),
         torch.tensor([[0.5], [3.0]]),
         torch.ones(1).byte(),
     )
     flat, metadata = flatten([("half", half), ("one", one), ("byte", byte)])
-
-    def shared(tensor: Tensor) -> push._Shared:
-        return push._Shared(OnAGpu(tensor))  # type: ignore[arg-type]
-
-    payload = serialize(push.payload_of(form, flat, metadata, shared))
+    shared = SharedTensor(OnAGpu(flat))  # type: ignore[arg-type]
+    payload = serialize({"flattened_tensor": shared, "metadata": metadata})
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     said = subprocess.run(
         [sglang, str(READER)],
@@ -86,27 +79,3 @@ def test_sglang_finds_the_gpu_and_the_tensors(
             "byte": ["torch.uint8", [1]],
         },
     }
-
-
-def test_sglangs_kernels_hash_as_the_trainer_does(sglang: str) -> None:
-    if "://" in sglang:
-        pytest.skip("the kernels are run in SGLang's environment")
-    many = torch.randn(20_000, generator=torch.Generator().manual_seed(0))  # three tiles
-    tensors = [
-        torch.ones(1),
-        many,
-        many.bfloat16(),
-        torch.arange(5, dtype=torch.uint8),
-        torch.zeros(8192),
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    said = subprocess.run(
-        [sglang, str(HASHER)],
-        input="\n".join(bytes(tensor.view(torch.uint8).numpy()).hex() for tensor in tensors),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert said.returncode == 0, said.stderr[-2000:]
-    assert json.loads(said.stdout.splitlines()[-1]) == [gpu_hash(tensor) for tensor in tensors]

@@ -16,6 +16,7 @@ from torch import Tensor
 from rollout.base.errors import EngineError
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.records.trajectory import Completion, Sampling
+from rollout.sync.transport import WeightUpdate
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, worst
 from tests.support import reference
 from tests.support.sglang_server import make_engine, pid_of
@@ -87,13 +88,13 @@ def test_a_session_finds_its_prefix_on_its_replica(pair: Pair) -> None:
         assert worst(pair.model, prompt, said) < LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("transport", ["disk", "changed", "distributed"])
+@pytest.mark.parametrize("transport", ["disk", "distributed"])
 def test_new_weights_reach_every_replica(pair: Pair, transport: str) -> None:
     if transport == "distributed" and not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     told = prompts(8, seed=21, low=30)
     turns(pair.owner, told)
-    version = 30 + ["disk", "changed", "distributed"].index(transport)
+    version = 30 + ["disk", "distributed"].index(transport)
     pair.owner._transport = transport
     asyncio.run(pair.owner.load_weights(scaled(pair.model, 1.1), version))
     pair.owner._transport = "disk"
@@ -101,6 +102,17 @@ def test_new_weights_reach_every_replica(pair: Pair, transport: str) -> None:
         assert said.cached_tokens == 0
         assert [span.version for span in said.versions] == [version]
         assert worst(pair.model, prompt, said) < LOGPROB_TOLERANCE
+
+
+def test_replicas_with_different_weights_are_told(pair: Pair) -> None:
+    async def play() -> None:
+        await pair.owner._replicas[1].client.call("/weights_checker", {"action": "reset_tensors"})
+        update = WeightUpdate(version=0, transport="tensor", location="", checksums={}, bytes=0)
+        await pair.owner.commit_update(update)
+
+    with pytest.raises(EngineError, match="is not the same in the servers at http"):
+        asyncio.run(play())
+    asyncio.run(pair.owner.load_weights(scaled(pair.model, 1.0), 39))
 
 
 def test_one_rank_cannot_share_memory_with_two_servers(pair: Pair, shared_by_name: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from rollout.engines import Tag
 from rollout.engines.sglang import SGLANG_VERSION
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.records.trajectory import Completion, Sampling
-from rollout.sync import make_sender
+from rollout.sync.transport import make_sender
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, reference, weights, worst
 from tests.support.tiny import MAX_LENGTH, make_model
 
@@ -175,21 +176,6 @@ def test_a_server_sleeps_and_wakes_by_tags(engine: SGLangEngine, tags: tuple[Tag
     assert engine.starts == starts
 
 
-def test_every_tensor_of_the_server_is_compared(engine: SGLangEngine) -> None:
-    async def play() -> tuple[dict[str, str], dict[str, str]]:
-        route = await engine.begin_update()
-        handover = make_sender(route).send(weights(3), 22, route.state)
-        if not handover.checksums:
-            pytest.skip("the server's checksums are its GPU's own")
-        await engine.commit_update(handover)
-        said = await engine._replicas[0].client.call("/weights_checker", {"action": "checksum"})
-        return said["ranks"][0]["checksums"], dict(handover.checksums)
-
-    server, trainer = asyncio.run(play())
-    made_there = {name for name in server if "rotary_emb" in name}
-    assert {name: server[name] for name in server.keys() - made_there} == trainer
-
-
 def test_a_push_that_fails_is_told_and_the_next_is_whole(
     engine: SGLangEngine, shared_by_name: None
 ) -> None:
@@ -212,8 +198,9 @@ def test_tensors_outside_a_session_are_refused(engine: SGLangEngine, shared_by_n
     async def play() -> None:
         engine._transport = "tensor"
         route = await engine.begin_update()
-        route.options["sessions"] = False  # type: ignore[index]  # as for versions that know of none
-        await asyncio.to_thread(make_sender(route).send, weights(1), 7, route.state)
+        servers = replace(route.servers, sessions=False)  # as for versions without sessions
+        sender = make_sender(replace(route, servers=servers))
+        await asyncio.to_thread(sender.send, weights(1), 7)
 
     try:
         with pytest.raises(EngineError, match="must run between begin_weight_update"):

@@ -160,6 +160,8 @@ def answer(path: str, body: dict[str, Any]) -> dict[str, Any]:
         STATE["aborted"].append(body["rid"])
     if path == "/update_weights_from_disk":
         return update(body)
+    if path == "/update_weights_from_tensor":
+        STATE["version"] = body["weight_version"]
     if path in ("/pause_generation", "/continue_generation"):
         STATE["paused"] = path == "/pause_generation"
     return {"arguments": sys.argv[3:]} | {

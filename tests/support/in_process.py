@@ -23,7 +23,7 @@ from mcore_mas.tracking import logbook
 from mcore_mas.training import crew, train
 from rollout.base.failpoints import failpoint
 from rollout.engines.embedded.batching import Ask, LocalEngine, Report
-from rollout.sync import SyncRoute, WeightUpdate
+from rollout.sync.transport import SyncRoute, WeightUpdate
 from tests.support.simulated import handed_over
 
 
@@ -88,7 +88,7 @@ class Engine(LocalEngine):
         return await super().exchange(asks, aborts)
 
     async def begin_update(self) -> SyncRoute:
-        return SyncRoute(transport="none", place="", model="")
+        return SyncRoute(transport="none", target="", model="")
 
     async def commit_update(self, update: WeightUpdate) -> None:
         assert self.group is not None

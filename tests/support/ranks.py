@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch.multiprocessing import start_processes
@@ -30,8 +29,7 @@ from mcore_mas.packing.pack import pack, unpack
 from rollout.models.layout import ParallelLayout
 from rollout.models.tensors import WeightStream
 from rollout.models.tensors import whole as whole_of
-from rollout.sync import SyncRoute, make_sender
-from rollout.sync.sglang_layout import VOCABULARY, SGLangLayout
+from rollout.sync.transport import SyncRoute, make_sender
 from tests.support.gradients import gradients_of
 from tests.support.starts import preload
 
@@ -158,14 +156,14 @@ def train(
         (out / "history.json").write_text(json.dumps(history))
 
 
-def export(rank: int, spec: TrainerSpec, routes: dict[int, SyncRoute]) -> None:
-    """Send the weights over every route, by version; rank 0 writes beside each place what it says of them."""
+def export(rank: int, spec: TrainerSpec, routes: dict[str, SyncRoute]) -> None:
+    """Send the weights as version 1 over every route; rank 0 writes the update to the route's file."""
     trainer = MegatronTrainer(spec)
-    for version, route in routes.items():
-        sender = make_sender(route, rank=rank, exchange=all_gather_json)
-        handover = sender.send(trainer.model.weights(), version, route.state)
+    for file, route in routes.items():
+        sender = make_sender(route, rank=rank, all_gather=all_gather_json)
+        update = sender.send(trainer.model.weights(), 1, route.half)
         if rank == 0:
-            Path(f"{route.options['report']}").write_text(json.dumps(asdict(handover)))
+            Path(file).write_text(json.dumps(asdict(update)))
     whole, local = copy_weights(trainer), trainer._parameters
     for bucket_bytes in (1, 20_000):
         plan = plan_export(local, trainer.model.architecture, bucket_bytes)
@@ -180,32 +178,6 @@ def export(rank: int, spec: TrainerSpec, routes: dict[int, SyncRoute]) -> None:
             len({entry.parameter for bucket in plan for entry, _ in bucket.shards}) > len(plan)
             or bucket_bytes == 1
         )
-    _check_shares(trainer, whole)
-
-
-def _check_shares(trainer: MegatronTrainer, whole: dict[str, torch.Tensor]) -> None:
-    """What is not gathered is what the SGLang rank beside this one holds."""
-    tp, rank = trainer.model.tp, parallel_state.get_tensor_model_parallel_rank()
-    a = trainer.model.architecture
-    layout = SGLangLayout(
-        dtype="float32", tp=tp, kv_heads=a.kv_heads, gpu=True, vocab=a.vocab, ranks=[rank]
-    )
-    shares = frozenset(
-        name for name in whole if "experts" not in name and "k_proj" not in name
-    )  # all of qkv is whole
-    if layout.vocab_rows * tp != a.vocab:
-        shares -= {*VOCABULARY}
-    stream = {name: whole_of(rows) for name, rows in trainer.model.weights(shares)}
-    assert stream.keys() == whole.keys()
-    for name, tensor in stream.items():
-        alone = name in shares and not any(x in name for x in ("q_proj", "v_proj"))
-        assert torch.equal(tensor, layout.shares(name, whole[name])[0] if alone else whole[name]), (
-            name
-        )
-    alone = frozenset(name for name in whole if "_proj." in name and "experts" not in name)
-    for name, rows in trainer.model.weights(alone):
-        if name in alone:
-            assert torch.equal(whole_of(rows), layout.shares(name, whole[name])[0]), name
 
 
 def resume(

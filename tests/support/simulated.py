@@ -25,7 +25,7 @@ from rollout.config.sections import build_env, build_player, build_team
 from rollout.engines import Hear
 from rollout.engines.growing import KEPT
 from rollout.records.trajectory import Completion, Group, Sampling, Task, VersionSpan, derive_seed
-from rollout.sync import SyncRoute, WeightUpdate
+from rollout.sync.transport import SyncRoute, WeightUpdate
 
 TOKEN_S = 0.1  # of decoding one token
 
@@ -115,7 +115,7 @@ class SimulatedEngine:
         return said(0, len(tokens), "stop")
 
     async def begin_update(self) -> SyncRoute:
-        return SyncRoute(transport="simulated", place="", model="")
+        return SyncRoute(transport="simulated", target="", model="")
 
     async def commit_update(self, update: WeightUpdate) -> None:
         await asyncio.sleep(self._hand_over_s)
@@ -131,7 +131,7 @@ class SimulatedEngine:
 
 def handed_over(version: int) -> WeightUpdate:
     """Weights without bytes."""
-    return WeightUpdate(version=version, transport="simulated", place="", checksums={}, bytes=0)
+    return WeightUpdate(version=version, transport="simulated", location="", checksums={}, bytes=0)
 
 
 class SimulatedGang:

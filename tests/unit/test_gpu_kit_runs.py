@@ -16,7 +16,7 @@ from torch.multiprocessing import reductions
 
 from benchmarks.gpu import hand_over
 from benchmarks.gpu.__main__ import SECTIONS, read
-from rollout.sync.push import serialize
+from rollout.sync.cuda_ipc import serialize
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from mcore_mas.training.train import train
 from rollout.base.failpoints import FAILPOINTS
 from rollout.base.files import sha256
 from rollout.records.files import read_trajectories
-from rollout.sync import MEMORY
+from rollout.sync.memory import MEMORY
 from tests.slurm.cluster import Slurm, wait_until
 from tests.support.in_process import training_here
 from tests.support.run_folder import make_run, metrics_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,7 @@ class ShardedModel:
         self._reference: BlockMemory | None = (
             None  # its weights once needed; while it scores, those that are trained
         )
-        self._plans: dict[
-            tuple[str, ...], ExportPlan
-        ] = {}  # how what is exported is gathered, by what it is
+        self._plans: dict[str, ExportPlan] = {}  # of "weights" and of "adapter"
         frozen = base._base.items() if base else ()
         self._load(
             self._start(), held={name for name, parameter in frozen if not parameter.requires_grad}
@@ -152,18 +150,13 @@ class ShardedModel:
             adapter = AdapterFolder(Path(lora.adapter), lora) if lora.adapter else fresh
             weight_import.import_weights(self._low_rank, self.architecture, adapter)
 
-    @property
-    def tp(self) -> int:
-        """How many ranks cut its dense layers."""
-        return int(parallel_state.get_tensor_model_parallel_world_size())
+    def weights(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield (Hugging Face name, full tensor) of all weights, with adapters merged into their base.
 
-    def weights(self, shares: Collection[str] = ()) -> Iterator[tuple[str, list[Tensor]]]:
-        """Stream (Hugging Face name, full tensor), adapters merged into their base; every rank must drain it.
-
-        A tensor is in blocks of its rows, which are copied nowhere if no rank has part of them. Of those in `shares`
-        each tensor-parallel rank gives what it has itself.
+        All ranks must iterate to the end. A tensor comes in blocks of its rows. Blocks that no
+        other rank has a part of are not copied.
         """
-        return self._export(("weights", *sorted(shares)), self._base, self._merged)
+        return self._export("weights", self._base, self._merged)
 
     def _merged(self, name: str) -> Tensor:
         """A parameter of the base with its adapters' update in it."""
@@ -173,18 +166,18 @@ class ShardedModel:
         return weight
 
     def adapter(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """Stream (PEFT name, full tensor) of the adapters, none where all weights are trained; as `weights`."""
-        return self._export(("adapter",), self._low_rank)
+        """Yield (PEFT name, full tensor) of the adapters; see `weights`. Empty without adapters."""
+        return self._export("adapter", self._low_rank)
 
     def _export(
         self,
-        what: tuple[str, ...],
+        kind: str,
         local: Mapping[str, Tensor],
         read: Callable[[str], Tensor] | None = None,
     ) -> Iterator[tuple[str, list[Tensor]]]:
-        if what not in self._plans:
-            self._plans[what] = plan_export(local, self.architecture, shares=what[1:])
-        return export_weights(read or local.__getitem__, self.architecture, self._plans[what])
+        if kind not in self._plans:
+            self._plans[kind] = plan_export(local, self.architecture)
+        return export_weights(read or local.__getitem__, self.architecture, self._plans[kind])
 
     def write(self, folder: Path) -> None:
         """Write a Hugging Face folder: these weights with the config and tokenizer of the model it started from.
@@ -245,14 +238,17 @@ _BUCKET_BYTES = 64 << 20  # of one rank's shards that travel together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Parameters of one pipeline stage and one type whose shards are gathered at once."""
+    """Parameters of one pipeline stage and one type whose shards are gathered in one call.
+
+    Attributes:
+        stage: pipeline rank that has the parameters.
+        expert: True for parameters of experts, of which each expert-parallel rank has others.
+        shards: each parameter's mapping, with an empty ("meta") tensor of its shard's shape.
+    """
 
     stage: int
-    expert: bool  # of experts, which expert-parallel ranks hold different ones of
-    gathered: bool  # or each tensor-parallel rank gives its own shards
-    shards: tuple[
-        tuple[WeightMapping, Tensor], ...
-    ]  # with each its shard, which holds nothing (a "meta" tensor)
+    expert: bool
+    shards: tuple[tuple[WeightMapping, Tensor], ...]
 
 
 ExportPlan = tuple[Bucket, ...]
@@ -262,118 +258,89 @@ def plan_export(
     local: Mapping[str, Tensor],
     architecture: Architecture,
     bucket_bytes: int = _BUCKET_BYTES,
-    shares: Collection[str] = (),
 ) -> ExportPlan:
-    """What is gathered together, the same on every rank of a pipeline; all its ranks must call.
+    """Group the parameters of all pipeline stages into buckets; all ranks of a pipeline must call.
 
-    It stays right as long as names, shapes and types of `local` do.
+    The plan is the same on every rank, and stays valid while names, shapes and types of `local` do.
 
     Args:
-        local: this rank's tensors by Megatron parameter name: parameters, or anything shaped like them.
-        bucket_bytes: of a bucket, at most.
-        shares: Hugging Face names of what is not gathered from tensor-parallel ranks; none of an expert.
+        local: this rank's tensors by Megatron parameter name: parameters, or tensors of their shapes.
+        bucket_bytes: upper bound of a bucket.
     """
     held = {
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for name, tensor in local.items()
     }
-    told: set[str] = set()
-    alone = frozenset(shares)
-    plan = []
-    for stage, kinds in enumerate(
-        all_gather_json(held, parallel_state.get_pipeline_model_parallel_group())
-    ):
-        groups: dict[tuple[bool, bool, str], list[tuple[WeightMapping, Tensor]]] = {}
-        for entry in weight_mappings(kinds, tied=architecture.tied):
-            if not told.issuperset(entry.tensors):  # else the last stage's copy of a tied embedding
-                told.update(entry.tensors)
-                kind, shape = kinds[entry.parameter]
-                shard = torch.empty(shape, dtype=getattr(torch, kind), device="meta")
-                gathered = not alone.issuperset(entry.tensors)
-                groups.setdefault((entry.expert, gathered, kind), []).append((entry, shard))
-        for (expert, gathered, _), alike in groups.items():
-            for part in buckets(alike, bucket_bytes):
-                plan.append(
-                    Bucket(stage=stage, expert=expert, gathered=gathered, shards=tuple(part))
-                )
+    stages = all_gather_json(held, parallel_state.get_pipeline_model_parallel_group())
+    planned: set[str] = set()
+    plan: list[Bucket] = []
+    for stage, parameters in enumerate(stages):
+        groups: dict[tuple[bool, str], list[tuple[WeightMapping, Tensor]]] = {}
+        for mapping in weight_mappings(parameters, tied=architecture.tied):
+            if planned.issuperset(mapping.tensors):
+                continue  # the last stage's copy of a tied embedding
+            planned.update(mapping.tensors)
+            dtype, shape = parameters[mapping.parameter]
+            shard = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            groups.setdefault((mapping.expert, dtype), []).append((mapping, shard))
+        for (expert, _), shards in groups.items():
+            for bucket in buckets(shards, bucket_bytes):
+                plan.append(Bucket(stage=stage, expert=expert, shards=tuple(bucket)))
     return tuple(plan)
 
 
 def export_weights(
     local: Callable[[str], Tensor], architecture: Architecture, plan: ExportPlan
 ) -> Iterator[tuple[str, list[Tensor]]]:
-    """Stream (Hugging Face name, full tensor in blocks of rows) from all ranks' shards; every rank must drain it.
+    """Yield (Hugging Face name, full tensor in blocks of rows) from all ranks' shards.
 
-    Tensors that are not gathered are this rank's share, as if the model had no more than that.
-
-    Where nothing is cut, the blocks are parts of what `local` gives.
+    All ranks must iterate to the end. Where nothing is cut, the blocks are views of what `local`
+    returns.
 
     Args:
-        local: this rank's tensor by Megatron parameter name, asked for when it is sent.
-        plan: of these names, as `plan_export` made it.
+        local: returns this rank's tensor by Megatron parameter name; called when it is sent.
+        plan: result of `plan_export` for these names.
     """
-    own = _share_of(architecture)
     for bucket in plan:
         heartbeat()
-        for (entry, _), shards in zip(bucket.shards, _shards(local, bucket), strict=True):
-            names = _holders(entry, architecture)
-            tp = len(shards) // len(names)
-            for number, holder in enumerate(names):
-                full = holder.join(
-                    shards[number * tp : (number + 1) * tp],
-                    architecture if bucket.gathered else own,
-                )
+        for (mapping, _), shards in zip(bucket.shards, _gather_shards(local, bucket), strict=True):
+            holders = _holders(mapping, architecture)
+            tp = len(shards) // len(holders)
+            for number, holder in enumerate(holders):
+                full = holder.join(shards[number * tp : (number + 1) * tp], architecture)
                 yield from zip(holder.tensors, full, strict=True)
 
 
-def _share_of(architecture: Architecture) -> Architecture:
-    """What one tensor-parallel rank's shards are all shards of."""
-    tp, rank = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
-    rows = architecture.vocab_padded(tp) // tp
-    return replace(
-        architecture,
-        heads=architecture.heads // tp,
-        kv_heads=architecture.kv_heads // tp,
-        vocab=min(max(architecture.vocab - rank * rows, 0), rows),
-    )
+def _gather_shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[Tensor]]:
+    """Gather the shards of a bucket's parameters; return, for each parameter, all ranks' shards."""
+    if bucket.expert:  # tensor-parallel ranks are neighbours in this group
+        group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    ranks = dist.get_world_size(group)
+    stages = dist.get_world_size(pipeline)
+    is_holder = parallel_state.get_pipeline_model_parallel_rank() == bucket.stage
+    own: list[Tensor] = []
+    if is_holder:
+        own = [local(mapping.parameter).detach().contiguous() for mapping, _ in bucket.shards]
+    if ranks == stages == 1:
+        return [[tensor] for tensor in own]
 
-
-def _shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[Tensor]]:
-    """Of each of the bucket's parameters every rank's shard, on every rank; or its own alone."""
-    group = (
-        parallel_state.get_expert_tensor_and_model_parallel_group()  # tensor-parallel ranks are neighbours
-        if bucket.expert
-        else parallel_state.get_tensor_model_parallel_group()
-    )
-    stages = parallel_state.get_pipeline_model_parallel_group()
-    ranks, pipeline = (
-        dist.get_world_size(group) if bucket.gathered else 1,
-        dist.get_world_size(stages),
-    )
-    here = parallel_state.get_pipeline_model_parallel_rank() == bucket.stage
-    mine = (
-        [local(entry.parameter).detach().contiguous() for entry, _ in bucket.shards] if here else []
-    )
-    if ranks == pipeline == 1:
-        return [[tensor] for tensor in mine]
     shards = [shard for _, shard in bucket.shards]
     sizes = [shard.numel() for shard in shards]
     flat = torch.empty(ranks, sum(sizes), dtype=shards[0].dtype, device=rank_device())
-    if here:
-        torch.cat([tensor.flatten() for tensor in mine], out=flat[dist.get_rank(group) % ranks])
+    if is_holder:
+        own_row = flat[dist.get_rank(group)]
+        torch.cat([tensor.flatten() for tensor in own], out=own_row)
         if ranks > 1:
-            dist.all_gather_into_tensor(
-                flat.view(-1), flat[dist.get_rank(group)].clone(), group=group
-            )
-    if pipeline > 1:
-        dist.broadcast(flat, group=stages, group_src=bucket.stage)
-    parts = flat.split(sizes, dim=1)
+            dist.all_gather_into_tensor(flat.view(-1), own_row.clone(), group=group)
+    if stages > 1:
+        dist.broadcast(flat, group=pipeline, group_src=bucket.stage)
+    columns = flat.split(sizes, dim=1)
     return [
-        [part[rank].view(shard.shape) for rank in range(ranks)]
-        for part, shard in zip(parts, shards, strict=True)
+        [column[rank].view(shard.shape) for rank in range(ranks)]
+        for column, shard in zip(columns, shards, strict=True)
     ]
 
 

@@ -20,10 +20,10 @@ from rollout.engines.embedded.batching import BUSY, Ask, Dispatcher, EmbeddedEng
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import read_architecture
 from rollout.models.fused_weights import AdapterShape
-from rollout.models.tensors import compare, read_tensors
-from rollout.sync import SyncRoute, WeightUpdate, memory_path
-from rollout.sync.disk import patched
-from rollout.sync.shared import SharedCheck, SharedWeights
+from rollout.models.tensors import checksum, compare, read_tensors
+from rollout.sync.memory import memory_path
+from rollout.sync.shared import SharedWeights
+from rollout.sync.transport import SyncRoute, WeightUpdate
 
 _LOOK_S = 1.0  # between two looks at what has become of an actor
 _BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, or a few times it when none ends
@@ -64,7 +64,7 @@ class HostedSettings:
     bf16: bool = False  # as in `CachedDecoder`
     device: str = "cpu"  # or "cuda", which needs a GPU in `place`
     place: Mapping[str, Any] | None = None  # actor options; None: nothing set aside
-    transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
+    transport: str = "shared"  # how new weights come; "disk" goes through ...
     weights_folder: Path | str | None = (
         None  # ... this folder, which the trainer sees too; None: one in shared memory
     )
@@ -83,7 +83,6 @@ class Host(EmbeddedEngine):
         torch.set_num_threads(settings.threads)
         shape = read_architecture(folder)
         self._places = [SharedWeights(own.file, shape, own.adapter) for own in held]
-        self._checks: dict[int, SharedCheck] = {}  # of updates under way, by place
         weights, *adapters = held
         shapes = [own.adapter for own in adapters if own.adapter is not None]
         where = self._places[0].halves, settings.device
@@ -94,41 +93,37 @@ class Host(EmbeddedEngine):
             decoder.adopt(weights.half)
         ways = {"deterministic": settings.deterministic, "routing": settings.routing}
         super().__init__(decoder, rows=settings.rows, version=weights.version, **ways)
-        self.called = next((place.called for place in self._places if place.file), None)
+        self.called = next((place.interrupt for place in self._places if place.file), None)
         for number, own in enumerate(adapters, 1):
             if own.half is not None:
                 self._adopt_adapter(number, own.half, own.version)
 
-    def follow(self, half: int, number: int) -> None:
-        """Take the checksum of every tensor that the trainer writes into `half` as soon as it is there."""
-        if number in self._checks:
-            self._checks[number].stop()
-        self._checks[number] = SharedCheck(self._places[number], half)
-
     def take(
         self, half: int, version: int, checksums: dict[str, str], number: int, folder: str
     ) -> None:
-        """Compute from what was written into `half`, of the weights (0) or of an adapter by number.
+        """Compare the weights in `half` with the trainer's checksums, and compute from them.
 
         Args:
-            folder: what the weights in it, or its changes to those in use, are written from now; "": it is all there.
+            number: of the adapter; 0 for the full weights.
+            folder: folder to read the weights from; "" if the trainer has written them into `half`.
 
         Raises:
-            EngineError: it is not what the trainer has.
+            EngineError: the weights are of another version, or differ from the trainer's. The engine
+                then keeps its present weights.
         """
-        place = self._places[number]
+        shared = self._places[number]
         if folder:
-            place.versions[half] = -1
-            place.halves[half].fill(
-                patched(self.decoder.weights.tensors(), Path(folder), self.version)
-            )
-            place.versions[half] = version
-        if place.versions[half] != version:
+            shared.versions[half] = -1
+            shared.halves[half].fill(read_tensors(folder))
+            shared.versions[half] = version
+        if shared.versions[half] != version:
             raise EngineError(
-                f"the shared weights hold version {place.versions[half]}; expected {version}"
+                f"the shared weights hold version {shared.versions[half]}; expected {version}"
             )
-        check = self._checks.pop(number, None) or SharedCheck(place, half)
-        compare(check.finish(), checksums, version)
+        engine_checksums = {
+            name: checksum(tensor) for name, tensor in shared.halves[half].tensors()
+        }
+        compare(engine_checksums, checksums, version)
         if number:
             self._adopt_adapter(number, half, version)
         else:
@@ -217,20 +212,25 @@ class HostedEngine(Dispatcher, TrainedEngine):
         return self._actor.remote(self.folder, self.held, self._settings, self._source)
 
     async def begin_update(self) -> SyncRoute:
-        """The half of the shared weights that is free, which the actor watches from now on, or the folder."""
+        """Return the route to the free half of the shared weights, or to the folder."""
         if self.transport == "shared":
             return await self.route(0)
-        place, state = str(self._weights_folder), {"base": self.version}
-        return SyncRoute(transport=self.transport, place=place, model=self.folder, state=state)
+        return SyncRoute(
+            transport=self.transport,
+            target=str(self._weights_folder),
+            model=self.folder,
+            checksums=True,
+        )
 
     async def route(self, number: int) -> SyncRoute:
-        """The way into the free half of the weights (0), or of an adapter by number."""
-        own = self.held[number]
-        self._shared[number].written[own.free] = 0
-        self._host.follow.remote(own.free, number)  # not waited for: `take` reads what it misses
-        options, state = {"adapter": own.adapter} if own.adapter else {}, {"half": own.free}
+        """Return the route to the free half of the weights (0), or of an adapter by number."""
+        held = self.held[number]
         return SyncRoute(
-            transport="shared", place=str(own.file), model=self.folder, options=options, state=state
+            transport="shared",
+            target=str(held.file),
+            model=self.folder,
+            adapter=held.adapter,
+            half=held.free,
         )
 
     async def commit_update(self, update: WeightUpdate) -> None:
@@ -239,7 +239,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
 
     async def take(self, update: WeightUpdate, number: int) -> float:
         """Have the actor compute from new weights (0), or a new adapter by number; how many seconds that took."""
-        own, folder = self.held[number], "" if update.transport == "shared" else update.place
+        own, folder = self.held[number], "" if update.transport == "shared" else update.location
         began = time.perf_counter()
         await self._call("take", own.free, update.version, dict(update.checksums), number, folder)
         own.half, own.version = own.free, update.version
@@ -285,7 +285,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
 
     def call_back(self, wanted: int = 1) -> None:
         for shared in self._shared.values():
-            shared.called[0] = wanted
+            shared.interrupt[0] = wanted
 
     async def _call(self, method: str, *arguments: Any, again: bool = True) -> Any:
         """Call the actor; one that has died, or hangs and is ended, is started again first, as long as it may be.

@@ -14,7 +14,7 @@ from rollout.base.processes import Restarts, say
 from rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine
 from rollout.engines.embedded.engine import ActorDied, HostedEngine
 from rollout.records.trajectory import Completion, Sampling
-from rollout.sync import SyncRoute, WeightUpdate
+from rollout.sync.transport import SyncRoute, WeightUpdate
 
 Place = Mapping[str, Any]  # options of an actor
 _LOOK_S = 5.0  # between looks for actors that have died while nobody asked them anything
@@ -92,12 +92,16 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
     async def begin_update(self) -> SyncRoute:
         """A folder below that of the weights, once all actors have answered or left."""
         await self._each(lambda actor: actor.stats())
-        place, state = str(self._weights_folder), {"base": self.version}
-        return SyncRoute(transport=self.transport, place=place, model=self._folder, state=state)
+        return SyncRoute(
+            transport=self.transport,
+            target=str(self._weights_folder),
+            model=self._folder,
+            checksums=True,
+        )
 
     async def commit_update(self, update: WeightUpdate) -> None:
         """Have every actor compute from the weights of `update`, and others join."""
-        began, self.version, self._source = time.perf_counter(), update.version, update.place
+        began, self.version, self._source = time.perf_counter(), update.version, update.location
         await self._each(lambda actor: actor.commit_update(update))
         self.pause_s = time.perf_counter() - began
         while (

@@ -16,7 +16,7 @@ from rollout.engines.sglang.fleet import Left
 from rollout.engines.sglang.server import Replica
 from rollout.models.fused_weights import AdapterShape
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
-from rollout.sync import SyncRoute, WeightUpdate
+from rollout.sync.transport import SyncRoute, WeightUpdate
 
 
 @dataclass(slots=True)
@@ -67,9 +67,13 @@ class AdapterServers(SGLangEngine):
             )
 
     async def route(self, number: int) -> SyncRoute:
-        """A folder of an adapter's own."""
-        place, options = str(self.place / str(number)), {"adapter": self._slots[number].shape}
-        return SyncRoute(transport="adapter", place=place, model=str(self.folder), options=options)
+        """Return the route to the folder of an adapter, by number."""
+        return SyncRoute(
+            transport="adapter",
+            target=str(self.place / str(number)),
+            model=str(self.folder),
+            adapter=self._slots[number].shape,
+        )
 
     async def take(self, update: WeightUpdate, number: int) -> float:
         """Compute with the adapter of `update` from the next request on; the seconds of the pause, which there is none.
@@ -88,8 +92,8 @@ class AdapterServers(SGLangEngine):
                 starts = self.starts
                 for replica in list(self._replicas):
                     with suppress(Left):
-                        await _load(partial(self._fleet.call, replica), name, update.place)
-            slot.name, slot.folder, slot.version = name, update.place, update.version
+                        await _load(partial(self._fleet.call, replica), name, update.location)
+            slot.name, slot.folder, slot.version = name, update.location, update.version
         finally:
             self._give_up(slot)
         return 0.0

@@ -16,11 +16,13 @@ from rollout.base.http import Unanswered
 from rollout.base.processes import say
 from rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine, problem_of
 from rollout.engines.sglang.client import StreamedReply, body_of, completion_of, routing_of
-from rollout.engines.sglang.fleet import Checks, Fleet, Left, LostWeights
+from rollout.engines.sglang.fleet import Fleet, Left, LostWeights
 from rollout.engines.sglang.server import Replica
 from rollout.engines.sglang.settings import PUSHED, SGLangSettings
+from rollout.engines.sglang.weight_check import WeightCheck
 from rollout.records.trajectory import Completion, Sampling, changed
-from rollout.sync import SyncRoute, WeightUpdate, memory_path
+from rollout.sync.memory import memory_path
+from rollout.sync.transport import ServerOptions, SyncRoute, WeightUpdate
 
 _IDLE_S = 60.0  # that requests which were aborted may take to end, before servers sleep
 
@@ -62,7 +64,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         self._fleet = Fleet(self._settings, tell=tell, weigh=self._weigh, restore=self._restore)
         self._fleet.room = lambda: self.room()
         self._replicas = self._fleet.replicas
-        self._checks = Checks(self._settings, tell)
+        self._weight_check = WeightCheck(tell)
         self._last: WeightUpdate | None = (
             None  # that the servers took; None: their weights are the folder's
         )
@@ -124,41 +126,42 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         await self._fleet.all(
             "/model_info"
         )  # those that have died run again; /health fails during a pause
-        await self._learn()
-        began = (
-            self._update.began if self._update else time.perf_counter()
-        )  # one that failed has left them paused
+        began = time.perf_counter()
+        if self._update is not None:  # the update before failed, and has left the servers paused
+            began = self._update.began
         self._update = _Update(began, self.starts)
-        common: dict[str, Any] = {"transport": self._transport, "model": str(self._settings.folder)}
+
+        model = str(self._settings.folder)
         if self._transport not in PUSHED:
-            known = self._last is not None and not self._fleet.stale and not self._new
-            state = {"base": self.version if known else None}
-            return SyncRoute(
-                place=str(self.place), options={"held": self._settings.held}, state=state, **common
-            )
-        options = {"held": self._settings.held, "tp": self._settings.tp, "starts": self.starts}
-        options["direct"] = self._checks.direct
-        options["key"] = self._settings.own_key
-        options["sessions"] = await self._replicas[0].client.has("/begin_weight_update")
+            return SyncRoute(transport=self._transport, target=str(self.place), model=model)
+        servers = ServerOptions(
+            tp=self._settings.tp,
+            key=self._settings.own_key,
+            sessions=await self._replicas[0].client.has("/begin_weight_update"),
+            starts=self.starts,
+        )
         await self._fleet.all("/pause_generation", {"mode": "retract"})
         urls = [replica.client.url for replica in (*self._replicas, *self._new)]
-        return SyncRoute(place=" ".join(urls), options=options, **common)
+        return SyncRoute(
+            transport=self._transport, target=" ".join(urls), model=model, servers=servers
+        )
 
     async def commit_update(self, update: WeightUpdate) -> None:
         """Serve the weights of `update` (see `TrainedEngine`); running requests go on with the new ones.
 
         Raises:
             EngineError: a server refuses them, with its text; one died meanwhile, and what was sent is not whole; or
-                their checksums are not the trainer's.
+                the servers do not hold the same weights.
         """
         began, begun = time.perf_counter(), self._update
-        if begun is not None and update.transport != "disk":
+        if begun is not None and update.transport in PUSHED:
             if begun.starts != self.starts:
                 raise EngineError(
                     "SGLang: a server was started again while new weights came; they must come again"
                 )
-            began = begun.began if update.transport in PUSHED else began
+            began = begun.began
         self._last, before, self._update = update, self._last, None
+        self._weight_check.begin_update()
         try:
             for replica in list(self._replicas):
                 with suppress(Left):
@@ -174,14 +177,6 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             self.pause_s = time.perf_counter() - began
         self.version = update.version
         self._lost.settle()
-
-    async def _learn(self) -> None:
-        """See what can be compared later, as long as a server has the folder's weights."""
-        replica = self._replicas[0]
-        if self._last is None and "weights" not in replica.asleep:
-            with suppress(Left):
-                async with self._fleet.reviving(replica):
-                    await self._checks.learn(replica)
 
     async def _take(self, replica: Replica, update: WeightUpdate) -> None:
         """Have one server serve the weights of `update`; one that dies of it gets them when it is back."""
@@ -199,10 +194,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         """Give a server that was started again the weights that were handed over last, where they still lie."""
         if self._last is None:
             return True
-        if (
-            self._last.transport != "disk" or self._update is not None
-        ):  # or the next are being written in their place
-            return False
+        if self._last.transport in PUSHED or self._update is not None:
+            return False  # no copy is kept, or the next weights are being written in its place
         await self._apply(replica, self._last)
         return True
 
@@ -224,7 +217,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         ):  # without a pause it would wait for the last request; with it they go on
             await replica.client.call("/pause_generation", {"mode": "retract"})
             body = {
-                "model_path": update.place,
+                "model_path": update.location,
                 "weight_version": str(update.version),
                 "flush_cache": True,
             }
@@ -236,12 +229,12 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 raise
         await replica.client.call("/continue_generation", {})
         replica.stale = False
-        await self._checks.check(replica, update)
+        if self._settings.verify:
+            await self._weight_check.check(replica, update.version)
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Release the servers' memory; they must be idle and have been started with enable_memory_saver."""
         await self._fleet.all(f"/flush_cache?timeout={_IDLE_S:g}", {})
-        await self._learn()
         await self._fleet.move(tags, asleep=True)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:

@@ -1,4 +1,4 @@
-"""The SGLang servers of one policy: started, restarted, and checked against the trainer's checksums."""
+"""The SGLang servers of one policy: started, called, and started again after a death."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -14,10 +14,6 @@ from rollout.engines import Tag
 from rollout.engines.sglang.client import StreamedReply
 from rollout.engines.sglang.server import NoRoom, Replica, owned_replica
 from rollout.engines.sglang.settings import SGLangSettings
-from rollout.models.tensors import TensorFiles, compare
-from rollout.sync import WeightUpdate
-from rollout.sync.digests import SGLangDigest
-from rollout.sync.sglang_layout import kind_of, layer_of, of_rank
 
 _ROOM_S = (
     120.0  # that Ray may look for another node for a server whose own is lost, while others go on
@@ -264,77 +260,3 @@ class LostWeights:
         waiting, self._waiting = self._waiting, []
         for back in waiting:
             settle(back, error)
-
-
-class Checks:
-    """Compares what servers hold after an update.
-
-    Kernels may want weights in another order, and a server may have been given other arguments than it is known here.
-    So the first layer of the model, which a server has read itself, is compared before anything is handed over: only
-    tensors of a kind whose checksums were repeated rightly then are compared later.
-    """
-
-    def __init__(self, settings: SGLangSettings, tell: Callable[[str], None]) -> None:
-        """`tell` is called with one line if there are tensors that will not be compared."""
-        self._settings, self._tell = settings, tell
-        self._kinds: frozenset[str] | None = None if settings.held else frozenset()
-
-    @property
-    def direct(self) -> list[str]:
-        """Kinds of tensors that every rank of a server holds just as they are cut here: shards may be written there.
-
-        None with a draft model, which would be given them too.
-        """
-        if any(name.startswith("speculative") for name in self._settings.arguments):
-            return []
-        tp, known = self._settings.tp, self._kinds or frozenset()
-        kinds = {kind.partition(" of rank ")[0] for kind in known}
-        return sorted(
-            kind for kind in kinds if all(of_rank(kind, rank, tp) in known for rank in range(tp))
-        )
-
-    async def learn(self, replica: Replica) -> None:
-        """Find out, while the server still has the weights of the folder, what can be compared."""
-        if self._kinds is not None:
-            return
-        if not await replica.client.has("/weights_checker"):
-            self._kinds = frozenset()
-            self._tell(
-                "SGLang: the server has no /weights_checker; its weights are not compared with the trainer's"
-            )
-            return
-        said, known = await asyncio.gather(self._said(replica), asyncio.to_thread(self._known))
-        kinds = {kind_of(name) for name in said}
-        wrong = {kind_of(name) for name, value in known.items() if said.get(name) != value}
-        self._kinds = frozenset({kind_of(name) for name in known} - wrong)
-        if left := sorted(kinds - self._kinds):
-            self._tell(
-                f"SGLang: {left[0]} and {len(left) - 1} more kinds are in a form of its own and not compared"
-            )
-
-    async def check(self, replica: Replica, update: WeightUpdate) -> None:
-        """Compare; EngineError names a tensor that is not the trainer's."""
-        if self._kinds and update.checksums:
-            right = {
-                name: value
-                for name, value in update.checksums.items()
-                if kind_of(name) in self._kinds
-            }
-            compare(await self._said(replica), right, update.version)
-
-    async def _said(self, replica: Replica) -> dict[str, str]:
-        answer: Any = await replica.client.call("/weights_checker", {"action": "checksum"})
-        tp = self._settings.tp
-        return {
-            of_rank(name, number % tp, tp): value
-            for number, rank in enumerate(answer["ranks"])
-            for name, value in rank["checksums"].items()
-        }
-
-    def _known(self) -> dict[str, str]:
-        """Of the first layer's tensors, and those of none."""
-        digest, files = SGLangDigest(**self._settings.held), TensorFiles(self._settings.folder)
-        for name in files:
-            if layer_of(name) in (None, 0):
-                digest.add(name, files.read(name))
-        return digest.finish()

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from rollout.base.errors import EngineError
 from rollout.base.http import is_loopback
-from rollout.engines import TRANSPORTS
+from rollout.engines import TRANSPORTS, unknown_transport
 from rollout.engines.sglang.arguments import argument_problem, named
 from rollout.models.architecture import Experts, read_architecture, read_config
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rollout.models.layout import Projection
 
 PUSHED = ("tensor", "distributed")  # written into the servers while they pause
-_SHORT = {"half": "float16", "float": "float32"}  # names that SGLang has for types of numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class SGLangSettings:
         default_factory=dict
     )  # further arguments of sglang.launch_server
     environment: Mapping[str, str] = field(default_factory=dict)
-    verify: bool = True  # compare checksums after every update, where they can be
+    verify: bool = True  # compare the servers' checksums with each other after every update
     routing: bool = False  # completions say which experts of a mixture each token went to
     adapters: Sequence[
         AdapterShape
@@ -77,8 +76,7 @@ class SGLangSettings:
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS["sglang"]:
-            known = ", ".join(TRANSPORTS["sglang"])
-            raise EngineError(f"SGLang has no transport '{self.transport}'; known: {known}")
+            raise EngineError(unknown_transport("sglang", self.transport))
         if problem := argument_problem(self.options):
             raise EngineError(f"engine.options: {problem}")
         _check_model(self.folder, self._model)
@@ -87,7 +85,7 @@ class SGLangSettings:
                 raise EngineError(problem)
         for url in self.urls:
             self._check_url(url)
-        if self.far and self.transport in ("disk", "changed") and not self.weights_folder:
+        if self.far and self.transport == "disk" and not self.weights_folder:
             raise EngineError(
                 "servers on other nodes take their weights from a folder that all nodes see; name one"
             )
@@ -152,30 +150,6 @@ class SGLangSettings:
         """Whether SGLang draws with a request's seed."""
         return bool(self.arguments.get("enable-deterministic-inference"))
 
-    @property
-    def held(self) -> dict[str, Any]:
-        """How the servers hold weights, as `sync.sglang_layout.SGLangLayout` is told; {} where nothing is compared."""
-        if not self.verify or "quantization" in self.arguments:
-            return {}
-        heads = self._model.get("num_key_value_heads") or self._model.get("num_attention_heads", 1)
-        gpu = self.arguments.get("device") != "cpu"
-        return {
-            "dtype": self._dtype,
-            "tp": self.tp,
-            "kv_heads": heads,
-            "gpu": gpu,
-            "vocab": self.vocab,
-        }
-
-    @property
-    def _dtype(self) -> str:
-        """Of the servers' weights: auto is the checkpoint's, but not float32 (`_get_and_verify_dtype` of 0.5.23)."""
-        asked = str(self.arguments.get("dtype", "auto"))
-        if asked != "auto":
-            return _SHORT.get(asked, asked)
-        saved = str(self._model.get("dtype") or self._model.get("torch_dtype") or "float32")
-        return "float16" if saved == "float32" else saved
-
     def named(self) -> list[str]:
         """The servers that `members` names now; [] without such a file.
 
@@ -210,7 +184,7 @@ class SGLangSettings:
         if self.transport in PUSHED or not self.weights_folder:
             raise EngineError(
                 f"engine: {url} is not on this machine; its weights go through a folder that both machines see: "
-                "set engine.weights_folder, and engine.transport to disk or changed"
+                "set engine.weights_folder, and engine.transport to disk"
             )
 
 

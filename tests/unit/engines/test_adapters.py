@@ -21,7 +21,7 @@ from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.fused_weights import AdapterShape, AdapterWeights
 from rollout.models.tensors import read_tensors
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
-from rollout.sync import make_sender
+from rollout.sync.transport import make_sender
 from tests.support import reference
 from tests.support.embedded import LOGPROB_TOLERANCE, drain
 
@@ -227,7 +227,7 @@ def test_adapters_are_handed_over_one_by_one_and_outlive_the_actor(
         assert told and engines[1].starts == 2
         # an adapter that is damaged on its way is not computed with
         route = await engines[0].begin_update()
-        sent = make_sender(route).send(second_of_first.items(), 6, route.state)
+        sent = make_sender(route).send(second_of_first.items(), 6, route.half)
         damaged = {**sent.checksums, next(iter(sent.checksums)): "0"}
         with pytest.raises(EngineError, match="lora_A"):
             await engines[0].commit_update(replace(sent, checksums=damaged))

@@ -23,7 +23,7 @@ from rollout.engines.adapters import AdapterEngine, adapter_engines
 from rollout.models.fused_weights import AdapterShape
 from rollout.models.layout import Projection
 from rollout.records.trajectory import Completion, Sampling
-from rollout.sync import make_sender
+from rollout.sync.transport import make_sender
 from tests.support.lora import ALPHA, RANK, adapt, tensors_of
 from tests.support.sglang_server import pid_of
 from tests.support.tiny import make_model
@@ -231,9 +231,7 @@ def test_the_folder_is_pefts_and_makes_the_merged_models_logprobs(
     )
     route = asyncio.run(engine.begin_update())
     sender = make_sender(route)
-    places = [
-        Path(sender.send(iter(adapter()), version, route.state).place) for version in (1, 2, 3)
-    ]
+    places = [Path(sender.send(iter(adapter()), version).location) for version in (1, 2, 3)]
     assert [place.exists() for place in places] == [
         False,
         True,

@@ -22,7 +22,7 @@ from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.server import Replica, Server, server_arguments
 from rollout.engines.sglang.settings import SGLangSettings
 from rollout.records.trajectory import Completion, Sampling
-from rollout.sync import make_sender
+from rollout.sync.transport import make_sender
 from tests.support.sglang_server import pid_of
 from tests.support.slotted_sglang import slotted_server
 from tests.support.tiny import make_model
@@ -138,7 +138,7 @@ def test_a_refusal_is_told_and_the_server_goes_on(make: Make, tmp_path: Path) ->
         await engine.load_weights(tensors(), 1)
         update = engine._last
         assert update is not None
-        for file in Path(update.place).iterdir():
+        for file in Path(update.location).iterdir():
             file.unlink()
         with pytest.raises(
             EngineError,
@@ -246,8 +246,10 @@ def test_a_server_that_dies_before_it_reads_gets_the_new_weights(make: Make) -> 
     assert asyncio.run(play()).versions[0].version == 2
 
 
-def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(make: Make) -> None:
-    engine = make(transport="changed", tell=lambda _: None)
+def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(
+    make: Make, shared_by_name: None
+) -> None:
+    engine = make(transport="tensor", tell=lambda _: None)
     sent: list[int] = []
 
     async def trainer() -> None:
@@ -280,13 +282,13 @@ def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(mak
     assert engine.starts == 2
 
 
-def test_a_death_amid_an_update_is_told_to_who_sends_it(make: Make) -> None:
-    engine = make(transport="changed", tell=lambda _: None)
+def test_a_death_amid_an_update_is_told_to_who_sends_it(make: Make, shared_by_name: None) -> None:
+    engine = make(transport="tensor", tell=lambda _: None)
 
     async def play() -> Completion:
         await engine.load_weights(tensors(), 1)
         route = await engine.begin_update()
-        update = make_sender(route).send(tensors(), 2, route.state)
+        update = make_sender(route).send(tensors(), 2)
         pid = await pid_of(engine._replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -294,7 +296,6 @@ def test_a_death_amid_an_update_is_told_to_who_sends_it(make: Make) -> None:
             EngineError, match=r"SGLang: .* during an update; the weights must come again"
         ):
             await engine.commit_update(update)
-        assert (await engine.begin_update()).state == {"base": None}  # all of them
         await engine.load_weights(tensors(), 2)
         return await ask(engine, [1])
 

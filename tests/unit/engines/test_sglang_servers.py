@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -45,9 +46,11 @@ def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
     ):
         SGLangEngine(folder, max_length=64, urls=["https://example.org"])
     with pytest.raises(
-        EngineError, match="SGLang has no transport 'shared'; known: disk, changed, tensor"
+        EngineError, match="sglang has no transport 'shared'; known: disk, tensor, distributed"
     ):
         make(transport="shared")
+    with pytest.raises(EngineError, match="transport 'changed' was removed; use disk"):
+        make(transport="changed")
     with pytest.raises(
         EngineError,
         match=r"weights go through a folder that both machines see: set engine.weights_f",
@@ -95,6 +98,15 @@ def test_arguments_are_the_servers_own(folder: Path, tmp_path: Path) -> None:
     ]
     silent = Server(str(FAKE), [], str(tmp_path / "log"), {})
     assert silent.ended() == "the server ended"  # it was never started
+
+
+def test_a_context_may_be_filled_to_the_models_last_position(folder: Path) -> None:
+    longest = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    filled = SGLangSettings(folder=folder, max_length=longest).variables
+    # SGLang leaves some tokens of its context empty, and would refuse a context so near the end
+    assert filled == {"OMP_NUM_THREADS": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    longer = SGLangSettings(folder=folder, max_length=longest + 1).variables
+    assert longer == {"OMP_NUM_THREADS": "1"}
 
 
 def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file(

@@ -22,7 +22,7 @@ from mcore_mas.packing.pack import pack, unpack
 from mcore_mas.runtime import trainer_group
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from rollout.models.tensors import read_tensors
-from rollout.sync import SyncRoute
+from rollout.sync.transport import SyncRoute
 from tests.support import precision, ranks, reference
 
 
@@ -42,10 +42,10 @@ def test_two_data_parallel_actors_score_train_and_export(running_ray: None, tmp_
         metrics = await group.update(batches)
         frozen = await group.score(batches, reference=True)
         route = SyncRoute(
-            transport="disk", place=str(tmp_path / "sent"), model=str(tmp_path / "model")
+            transport="disk", target=str(tmp_path / "sent"), model=str(tmp_path / "model")
         )
         handover = await group.export(route, 1)
-        weights = dict(read_tensors(Path(handover.place)))
+        weights = dict(read_tensors(Path(handover.location)))
         return start, metrics, frozen, weights
 
     start, metrics, frozen, weights = asyncio.run(play())

@@ -15,7 +15,7 @@ from mcore_mas.training.step import TrainingSession
 from rollout.engines.embedded.batching import Ask, EmbeddedEngine, LocalEngine, Outcome
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Trajectory
-from rollout.sync import SyncRoute, WeightUpdate
+from rollout.sync.transport import SyncRoute, WeightUpdate
 from tests.support.replay import sample_again
 from tests.support.simulated import TOKEN_S, simulated_run, with_engines
 from tests.support.virtual_time import run_virtually
@@ -56,7 +56,7 @@ class TimedEngine(LocalEngine):
         )
 
     async def begin_update(self) -> SyncRoute:
-        return SyncRoute(transport="simulated", place="", model="")
+        return SyncRoute(transport="simulated", target="", model="")
 
     async def weights_lost(self) -> None:
         await asyncio.Event().wait()

@@ -87,7 +87,7 @@ def test_a_remote_policy_plays_in_a_training(
         ({"engine.name": "sglang"}, "sglang needs python, the interpreter of its own environment"),
         (
             {"engine.transport": "pigeon"},
-            "embedded has no transport 'pigeon'; known: shared, disk, delta",
+            "embedded has no transport 'pigeon'; known: shared, disk",
         ),
         ({"engine.device": "abacus"}, "engine.device"),
         (

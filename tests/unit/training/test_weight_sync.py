@@ -11,7 +11,7 @@ import pytest
 
 from mcore_mas.training.weight_sync import WeightSync, watched
 from rollout.base.errors import EngineError
-from rollout.sync import SyncRoute, WeightUpdate
+from rollout.sync.transport import SyncRoute, WeightUpdate
 from tests.support.simulated import handed_over
 
 
@@ -44,7 +44,7 @@ class Engine:
     async def begin_update(self) -> SyncRoute:
         self.starts += self._died
         self._died = False
-        return SyncRoute(transport="none", place="", model="")
+        return SyncRoute(transport="none", target="", model="")
 
     async def commit_update(self, update: WeightUpdate) -> None:
         if self.refusals:

@@ -1,0 +1,66 @@
+"""Comparison of the weights that the servers of one engine hold, by SGLang's own checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rollout.base.errors import EngineError
+from rollout.engines.sglang.server import Replica
+
+_PATH = "/weights_checker"
+
+
+class WeightCheck:
+    """Check that all servers hold the same weights after an update.
+
+    SGLang returns a checksum of every tensor in a server's memory. The tensors are in the server's
+    own layout, so a trainer cannot know their checksums, but servers that have taken the same
+    update must return the same ones.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """Nothing is compared yet.
+
+        Args:
+            tell: called with one line if the servers return no checksums.
+        """
+        self._tell = tell
+        self._available: bool | None = None  # None until the first server was asked
+        self._url = ""  # of the first server of the present update
+        self._checksums: list[dict[str, str]] = []  # of each of its ranks, by tensor
+
+    def begin_update(self) -> None:
+        """Forget the checksums of the update before."""
+        self._checksums = []
+
+    async def check(self, replica: Replica, version: int) -> None:
+        """Compare a server that has taken the present update with the first one that did.
+
+        Raises:
+            EngineError: a tensor of the two servers differs.
+        """
+        if self._available is None:
+            self._available = await replica.client.has(_PATH)
+            if not self._available:
+                self._tell(f"SGLang: the server has no {_PATH}; its weights are not compared")
+        if not self._available:
+            return
+
+        answer: Any = await replica.client.call(_PATH, {"action": "checksum"})
+        checksums = [rank["checksums"] for rank in answer["ranks"]]
+        if not self._checksums:
+            self._url = replica.client.url
+            self._checksums = checksums
+            return
+        if len(checksums) != len(self._checksums):
+            return  # a server of another tensor parallelism cuts the tensors otherwise
+        for rank, (first, other) in enumerate(zip(self._checksums, checksums, strict=True)):
+            differ = sorted(name for name in first if first[name] != other.get(name))
+            if differ:
+                more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+                raise EngineError(
+                    f"SGLang: tensor '{differ[0]}'{more} of rank {rank} at version {version} is "
+                    f"not the same in the servers at {self._url} and {replica.client.url}; the "
+                    "weight sync is broken (engine.verify: false skips this comparison)"
+                )

@@ -1,0 +1,163 @@
+"""Weight sync into SGLang servers over a process group that rank 0 forms with all their ranks."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollout.base.errors import EngineError
+from rollout.sync.push import LOAD_FORMAT, REQUEST_TIMEOUT_S, PushSender, flatten, wait_for
+from rollout.sync.transport import SyncRoute
+
+
+class DistributedSender(PushSender):
+    """Sender of which rank 0 broadcasts buckets to every rank of every server, by NCCL or gloo.
+
+    It is for servers on other GPUs than the trainer's. The next bucket is gathered while the
+    servers receive and load one.
+    """
+
+    def __init__(self, route: SyncRoute, **ranks: Any) -> None:
+        super().__init__(route, **ranks)
+        self._group: dist.ProcessGroup | None = None
+        self._group_name = ""
+
+    def begin(self) -> None:
+        """Form the group before the first update, then begin; see `PushSender.begin`."""
+        if self._group is None:
+            self._group = self._form_group()
+        super().begin()
+
+    def send_bucket(self, bucket: Sequence[tuple[str, Tensor]], version: int) -> None:
+        """Broadcast a bucket; see `PushSender.send_bucket`."""
+        self.on_rank_0(partial(self._broadcast, bucket, version))
+
+    def settle(self) -> None:
+        """Wait until the servers have received and loaded the last bucket."""
+        responses, in_flight = self._responses, self._in_flight
+        self._responses, self._in_flight = (), None
+        with self._leave_group_on_failure():
+            # A server that refuses or dies does not receive, and then the broadcast may never end.
+            wait_for(responses, FIRST_EXCEPTION)
+            if in_flight is not None:
+                work, _ = in_flight
+                work.wait()
+
+    def _form_group(self) -> dist.ProcessGroup:
+        """Meet all server ranks at a free port of this machine, at an address that they reach."""
+        tp = self.route.servers.tp
+        world_size = 1 + tp * len(self.urls)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        # A new name, because servers keep the groups of trainers that have ended.
+        self._group_name = f"mcore_mas-{uuid.uuid4().hex[:12]}"
+        listener = socket.create_server((_address_towards(self.urls[0]), 0))
+        address, port = listener.getsockname()
+        bodies = [
+            {
+                "master_address": address,
+                "master_port": port,
+                "rank_offset": 1 + tp * number,
+                "world_size": world_size,
+                "group_name": self._group_name,
+                "backend": backend,
+            }
+            for number in range(len(self.urls))
+        ]
+        # Both sides block until all have joined.
+        joined = self.post("/init_weights_update_group", bodies)
+        here = self._pool.submit(_join_group, listener, world_size, backend, self._group_name)
+        wait_for([*joined, here], FIRST_EXCEPTION)
+        return here.result()
+
+    def _broadcast(self, bucket: Sequence[tuple[str, Tensor]], version: int) -> None:
+        flat, metadata = flatten(bucket)
+        body = {
+            "names": [entry.name for entry in metadata],
+            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in metadata],
+            "shapes": [list(entry.shape) for entry in metadata],
+            "group_name": self._group_name,
+            "load_format": LOAD_FORMAT,
+            "weight_version": str(version),
+            "flush_cache": False,
+        }
+        self.settle()
+        self._responses = self.post("/update_weights_from_distributed", [body] * len(self.urls))
+        with self._leave_group_on_failure():
+            work = dist.broadcast(flat, group=self._group, group_src=0, async_op=True)
+            self._in_flight = work, flat
+
+    @contextmanager
+    def _leave_group_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError:
+            self._leave_group()
+            raise
+        except RuntimeError as error:  # from gloo, if a server has died
+            self._leave_group()
+            raise EngineError(f"SGLang: broadcast: {error}") from error
+
+    def _leave_group(self) -> None:
+        """Abandon a group of which not all ranks took part; the next update forms a new one."""
+        group, self._group = self._group, None
+        if torch.cuda.is_available():
+            # NCCL would otherwise wait for the broadcast that is under way.
+            dist.distributed_c10d._abort_process_group(group)
+
+
+def _address_towards(url: str) -> str:
+    """Return this machine's address on the route to the server at `url`; nothing is sent."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "", parts.port or 80))
+        return str(probe.getsockname()[0])
+
+
+def _join_group(
+    listener: socket.socket, world_size: int, backend: str, name: str
+) -> dist.ProcessGroup:
+    """Join as rank 0 the group that SGLang's `init_custom_process_group` makes.
+
+    torch's public `init_process_group` cannot be used: it makes the default group, which is the
+    trainer's own.
+    """
+    from torch.distributed.distributed_c10d import (
+        GroupName,
+        PrefixStore,
+        _new_process_group_helper,
+        _world,
+    )
+
+    timeout = timedelta(seconds=REQUEST_TIMEOUT_S)
+    address, port = listener.getsockname()
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+    group: dist.ProcessGroup
+    group, _ = _new_process_group_helper(
+        world_size,
+        0,
+        [],
+        dist.Backend(backend),
+        PrefixStore(name, store),
+        group_name=GroupName(name),
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group

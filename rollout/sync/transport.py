@@ -1,0 +1,160 @@
+"""Routes, updates and senders of weight sync; `make_sender` makes the sender of a route."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rollout.base.options import imported
+
+if TYPE_CHECKING:
+    from rollout.models.fused_weights import AdapterShape
+    from rollout.models.tensors import WeightStream
+
+# Import paths, so that a process loads only the sender that it needs.
+SENDERS = {
+    "shared": "rollout.sync.shared:SharedSender",
+    "disk": "rollout.sync.disk:FolderSender",
+    "adapter": "rollout.sync.disk:AdapterSender",
+    "tensor": "rollout.sync.cuda_ipc:TensorSender",
+    "distributed": "rollout.sync.process_group:DistributedSender",
+}
+
+REMOVED_TRANSPORTS = {  # transports of version 0.1 and what replaces each
+    "delta": "shared, or disk if trainer and engine are on different nodes",
+    "changed": "disk",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """SGLang servers that take pushed weights.
+
+    Attributes:
+        tp: tensor-parallel ranks of each server.
+        key: API key of the servers.
+        sessions: True if an update must be framed by `begin_weight_update` and `end_weight_update`.
+        starts: number of server starts so far; a sender is not used again after a restart.
+    """
+
+    tp: int = 1
+    key: str | None = field(default=None, repr=False)
+    sessions: bool = True
+    starts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncRoute:
+    """Destination of an engine's next weights, in plain values that can be sent to any process.
+
+    Attributes:
+        transport: key of `SENDERS`.
+        target: file in shared memory, folder, or URLs of servers separated by spaces.
+        model: Hugging Face folder with the tensors' names and shapes.
+        adapter: shape of the adapter that is sent instead of the full weights.
+        half: half of the shared buffers to write; differs from update to update.
+        checksums: True if the engine compares checksums of the tensors as float32.
+        servers: the servers at `target`, if these are URLs.
+    """
+
+    transport: str
+    target: str
+    model: str
+    adapter: AdapterShape | None = None
+    half: int | None = None
+    checksums: bool = False
+    servers: ServerOptions = ServerOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """Weights that have been written to a route's target and wait to be used.
+
+    Attributes:
+        location: the route's target, or the folder below it that was written for this version.
+        checksums: checksum by tensor name; empty if the engine compares none.
+        bytes: bytes written.
+        seconds: duration of the transfer.
+    """
+
+    version: int
+    transport: str
+    location: str
+    checksums: Mapping[str, str]
+    bytes: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentWeights:
+    """Result of `WeightSender.write`; the fields are those of `WeightUpdate`."""
+
+    location: str
+    bytes: int
+    checksums: Mapping[str, str] = field(default_factory=dict)
+
+
+def gather_from_one_rank(value: Any) -> list[Any]:
+    """Return the values of all ranks of a trainer that has one rank."""
+    return [value]
+
+
+class WeightSender:
+    """Trainer side of a transport. Every rank has one, and all ranks make the same calls."""
+
+    def __init__(
+        self,
+        route: SyncRoute,
+        *,
+        rank: int = 0,
+        all_gather: Callable[[Any], list[Any]] = gather_from_one_rank,
+    ) -> None:
+        """Prepare to send along `route`.
+
+        Args:
+            rank: this process's rank in the trainer.
+            all_gather: returns the values that all ranks pass, in the order of the ranks.
+        """
+        self.route = route
+        self.rank = rank
+        self.all_gather = all_gather
+
+    def send(self, weights: WeightStream, version: int, half: int | None = None) -> WeightUpdate:
+        """Write a stream of full tensors to the route's target.
+
+        Args:
+            half: half of the shared buffers to write, for transport `shared`.
+
+        Raises:
+            EngineError: a tensor is missing, unknown or of another shape, or an engine refuses it.
+        """
+        began = time.perf_counter()
+        written = self.write(weights, version, half)
+        return WeightUpdate(
+            version=version,
+            transport=self.route.transport,
+            location=written.location,
+            checksums=written.checksums,
+            bytes=written.bytes,
+            seconds=time.perf_counter() - began,
+        )
+
+    @abstractmethod
+    def write(self, weights: WeightStream, version: int, half: int | None) -> SentWeights:
+        """Write the weights; see `send`."""
+        raise NotImplementedError
+
+
+def make_sender(
+    route: SyncRoute,
+    *,
+    rank: int = 0,
+    all_gather: Callable[[Any], list[Any]] = gather_from_one_rank,
+) -> WeightSender:
+    """Return the sender of a route; see `WeightSender`."""
+    sender_class = imported("transport", route.transport, SENDERS)
+    sender: WeightSender = sender_class(route, rank=rank, all_gather=all_gather)
+    return sender
