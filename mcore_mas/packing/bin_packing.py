@@ -51,9 +51,10 @@ def bin_pack(
 ) -> list[list[PackingItem]]:
     """Distribute the sequences of a forest over micro-batches.
 
-    Trees larger than `max_tokens` are cut, and each part stores its own copy of the common prefix. Items are placed
-    first-fit decreasing. If several ranks or pipeline stages work at once, the number of micro-batches is raised to a
-    multiple that suits them, if that lowers the estimated time in spite of the repeated prefixes.
+    Trees larger than `max_tokens` are cut, and each part stores its own copy of the common prefix.
+    Items are placed first-fit decreasing. If several ranks or pipeline stages work at once, the
+    number of micro-batches is raised to a multiple that suits them, if that lowers the estimated
+    time in spite of the repeated prefixes.
 
     Args:
         forest: n sequences.

@@ -76,8 +76,8 @@ def _computed_tokens(sample: Sample) -> int:
 class PackedSamples:
     """Samples of a policy that are packed once per step, and whose columns are filled in as they become known.
 
-    They are packed when a model first scores them. If no model scores them before credit is assigned, packing waits
-    until `train`, so that samples without a gradient are left out.
+    They are packed when a model first scores them. If no model scores them before credit is
+    assigned, packing waits until `train`, so that samples without a gradient are left out.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class PackedSamples:
     def train(self, samples: Sequence[Sample]) -> list[Microbatch]:
         """Return micro-batches of a subset of the samples, with their columns updated.
 
-        Args:
-            samples: a subset of the packed samples, with advantages and other columns set. If the samples were packed
+        Args: samples: a subset of the packed samples, with advantages and other columns set. If the
+            samples were packed
                 before, every sample keeps its position.
         """
         if self._microbatches is None:
@@ -134,15 +134,14 @@ def pack(
 ) -> list[Microbatch]:
     """Pack the samples of one policy into micro-batches, agent by agent.
 
-    Samples of an agent share common prefixes of prompt and completion where that saves enough: a prompt, the turns of a
-    tree above a branch, or the earlier turns that a prompt repeats. Tokens that predict no trained token are left out,
-    so samples without trained tokens are in no micro-batch.
+    Samples of an agent share common prefixes of prompt and completion where that saves enough: a
+    prompt, the turns of a tree above a branch, or the earlier turns that a prompt repeats. Tokens
+    that predict no trained token are left out, so samples without trained tokens are in no
+    micro-batch.
 
-    Args:
-        samples: of one policy.
-        max_tokens: of a micro-batch; only a single longer sequence may exceed it.
-        cost: cost of micro-batches, and the number of ranks that share the work; None counts tokens, on one rank.
-        share: False stores every sample separately.
+    Args: samples: of one policy. max_tokens: of a micro-batch; only a single longer sequence may
+        exceed it. cost: cost of micro-batches, and the number of ranks that share the work; None
+        counts tokens, on one rank. share: False stores every sample separately.
     """
     cost = cost or CostModel()
     sequences = [_Sequence.of(i, sample) for i, sample in enumerate(samples)]
@@ -262,8 +261,8 @@ def _routing(
 ) -> Tensor | None:
     """Return the recorded experts of each token, [T, bytes] uint8; None if no sample has a record.
 
-    A token that several samples share has the experts of the first of them that has a record, and a token without a
-    record has 255.
+    A token that several samples share has the experts of the first of them that has a record, and a
+    token without a record has 255.
 
     Args:
         tokens: T.

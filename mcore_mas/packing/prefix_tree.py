@@ -11,10 +11,11 @@ from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
 
-# Number of tokens that sharing a prefix must save; shorter shared prefixes are stored repeatedly. Splitting a segment
-# adds calls of attention kernels in every layer. Measured on a CPU with pairs of ragged sequences, in whole updates of
-# a model of width 64, a call costs as much as 7 to 10 tokens (sharing 4 tokens lost time, 8 gained). In attention
-# against the products of a layer it costs 4 tokens at width 384, and 1 at width 896. Not measured on a GPU.
+# Number of tokens that sharing a prefix must save; shorter shared prefixes are stored repeatedly.
+# Splitting a segment adds calls of attention kernels in every layer. Measured on a CPU with pairs
+# of ragged sequences, in whole updates of a model of width 64, a call costs as much as 7 to 10
+# tokens (sharing 4 tokens lost time, 8 gained). In attention against the products of a layer it
+# costs 4 tokens at width 384, and 1 at width 896. Not measured on a GPU.
 MIN_SAVED_TOKENS = 8
 
 
@@ -22,11 +23,11 @@ MIN_SAVED_TOKENS = 8
 class PrefixForest:
     """Prefix trees of n token sequences in lexicographic order, none of which is a prefix of another.
 
-    A slice of a forest is a forest again. A prefix shared with a sequence outside the slice is then stored once more.
+    A slice of a forest is a forest again. A prefix shared with a sequence outside the slice is then
+    stored once more.
 
-    Attributes:
-        sequences: each [tokens] int64.
-        shared: [n] number of first tokens that a sequence shares with its predecessor; 0 for the first sequence.
+    Attributes: sequences: each [tokens] int64. shared: [n] number of first tokens that a sequence
+        shares with its predecessor; 0 for the first sequence.
     """
 
     sequences: Sequence[Tensor]
@@ -54,8 +55,8 @@ class PrefixForest:
         token_indices: list[Tensor] = []
         stored = 0
         no_tokens = torch.empty(0, dtype=torch.int64)
-        # A stack of nodes still to visit: a range of sequences, their parent segment, and the indices of the tokens
-        # on the path to that segment.
+        # A stack of nodes still to visit: a range of sequences, their parent segment, and the
+        # indices of the tokens on the path to that segment.
         stack = [(0, len(self), -1, no_tokens)] if len(self) else []
         while stack:
             first, end, parent, path = stack.pop()
@@ -80,12 +81,11 @@ def prefix_forest(
 ) -> tuple[PrefixForest, list[int]]:
     """Build the prefix forest of sequences.
 
-    Args:
-        sequences: each [tokens] int64, in any order.
-        per_shared: cost of attention to a shared prefix, as in `CostModel`; sharing must save at least as much.
+    Args: sequences: each [tokens] int64, in any order. per_shared: cost of attention to a shared
+        prefix, as in `CostModel`; sharing must save at least as much.
 
-    Returns:
-        The forest, and for each sequence the index of the forest's sequence that it is a prefix of (or equal to).
+    Returns: The forest, and for each sequence the index of the forest's sequence that it is a
+        prefix of (or equal to).
     """
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
     leaves: list[Tensor] = []
@@ -122,7 +122,8 @@ def _drop_short_prefixes(
     result = list(shared)
     unshared_lengths = [len(ids) - common for ids, common in zip(sequences, shared, strict=True)]
     tokens_before = list(accumulate(unshared_lengths, initial=0))
-    # A stack of nodes still to visit: a range of sequences, and the length of the prefix that is shared above them.
+    # A stack of nodes still to visit: a range of sequences, and the length of the prefix that is
+    # shared above them.
     stack = [(0, len(shared), 0)]
     while stack:
         first, end, depth = stack.pop()

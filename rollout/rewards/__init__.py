@@ -1,19 +1,20 @@
-"""Reward assignment (allocators): from the trajectories of a group to a reward for every turn.
+"""Reward allocators: assign a reward to every turn of a group of trajectories.
 
-shared_outcome    every turn of every agent gets the outcome (Dr.MAS)
-shares            agents' shares of the outcome, in full or divided (UnityMAS-O, graphs)
-discounts         the outcome weighted or discounted by place, thresholded or clipped (PettingLLMs)
-majority          1 for the group's most frequent answer, without any truth (test-time RL; MARTI)
-turn_difference   what each round added to a measure of the answer (UnityMAS-O, search and code)
-shaping           a turn's score against what was said before (MARTI)
-local_team        a turn's own score and the team's reward for it (Stronger-MAS); trees too
-tree_shaping      a branch's score against its parent's and siblings' (MARTI's MARS2); trees only
-coach             a coach's score of the turn (MAPPA); trees too
+shared_outcome    every turn of every agent gets the outcome (Dr.MAS) shares            agents get
+shares of the outcome, in full or divided (UnityMAS-O, graphs) discounts         the outcome is
+weighted or discounted by position, thresholded or clipped (PettingLLMs) majority          1 for the
+most frequent answer of the group, without a reference answer (test-time RL; MARTI) turn_difference
+the change of a measure of the answer in each round (UnityMAS-O, search and code) shaping
+the score of a turn relative to earlier scores (MARTI) local_team        the score of the turn plus
+the team's reward (Stronger-MAS); also for trees tree_shaping      the score of a branch relative to
+its parent and siblings (MARTI's MARS2); trees only coach             a coach's score of the turn
+(MAPPA); also for trees
 
-Before them `judge_undecided` counts answers that nobody can judge as wrong where an agent gives many; `penalties` come
-after. An allocator checks its options before it looks at a trajectory, gives every turn of a completed trajectory a
-finite reward or masks it, and leaves failed trajectories and its input as they are. It raises RewardError where a
-trajectory lacks what it needs, an outcome or a score, or is a tree and the allocator not one for trees.
+`judge_undecided` runs before the allocator: it counts undecidable answers as wrong if an agent
+gives many of them. `penalties` run after it. An allocator checks its options first, gives every
+turn of a completed trajectory a finite reward or masks it, and changes neither failed trajectories
+nor its input. It raises RewardError if a trajectory lacks the outcome or score that it needs, or is
+a tree and the allocator does not support trees.
 """
 
 from collections.abc import Callable
@@ -22,9 +23,8 @@ from rollout.records.trajectory import Group
 from rollout.rewards.allocation import discounts, majority, shared_outcome, shares
 from rollout.rewards.turn_scores import coach, local_team, shaping, tree_shaping, turn_difference
 
-ALLOCATORS: dict[
-    str, Callable[..., Group]
-] = {  # (group, **options) -> the group with rewards on its turns
+# (group, **options) -> the group with rewards on its turns
+ALLOCATORS: dict[str, Callable[..., Group]] = {
     allocator.__name__: allocator
     for allocator in (
         *(shared_outcome, shares, discounts, majority),

@@ -1,12 +1,10 @@
-"""Reward allocation: how all allocators put rewards onto turns, and outcome rewards.
-
-Outcome rewards: a trajectory's outcome shared, discounted by place, in fixed shares, or by majority vote.
-"""
+"""Reward allocation: helpers of all allocators, and allocators that use only the outcome of a trajectory."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
@@ -16,13 +14,15 @@ from rollout.records.trajectory import Group, Status, Trajectory, Turn
 
 
 class RewardError(ValueError):
-    """Turns cannot be given rewards: names the trajectory, and the turn when it is one turn's fault."""
+    """Error in the assignment of rewards; the message names the trajectory and, if known, the turn."""
 
 
 def allocate(group: Group, rewards: Callable[[Trajectory], Sequence[float | None]]) -> Group:
-    """The group with `rewards(trajectory)`, one per turn, on its completed trajectories; failed ones stay as they are.
+    """Set the rewards of every completed trajectory of a group; failed trajectories are unchanged.
 
-    None masks a turn: it has no reward and does not train. A turn that is masked already stays so.
+    Args: group: trajectories of one task. rewards: returns one reward per turn of a trajectory.
+        None masks the turn: it has no reward and does not train.
+            Turns that are masked already stay masked.
 
     Raises:
         RewardError: a trajectory is of another task, or a reward is not finite.
@@ -31,8 +31,8 @@ def allocate(group: Group, rewards: Callable[[Trajectory], Sequence[float | None
     def rewarded(trajectory: Trajectory) -> Trajectory:
         if trajectory.task_id != group.task.id:
             raise RewardError(
-                f"{locate(trajectory)}: of task '{trajectory.task_id}' in a group of task '{group.task.id}'; "
-                "a group holds trajectories of one task"
+                f"{locate(trajectory)}: its task is '{trajectory.task_id}', but its group's task is "
+                f"'{group.task.id}'; a group holds trajectories of one task"
             )
         if trajectory.status is not Status.COMPLETED:
             return trajectory
@@ -57,7 +57,7 @@ def _reward(trajectory: Trajectory, turn: Turn, reward: float | None) -> Turn:
 
 
 def locate(trajectory: Trajectory, turn: Turn | None = None) -> str:
-    """Where an error is, as "trajectory 0/t/0, turn 3 (solver)"; in a tree with the turn's node."""
+    """Format a trajectory and a turn for an error message, as "trajectory 0/t/0, turn 3 (solver)"."""
     if turn is None:
         return f"trajectory {trajectory.id}"
     node = f", node {turn.node}" if turn.node else ""
@@ -65,7 +65,7 @@ def locate(trajectory: Trajectory, turn: Turn | None = None) -> str:
 
 
 def unbranched(trajectory: Trajectory) -> Trajectory:
-    """The trajectory itself; RewardError if it is a tree, whose turns off the path led to no outcome."""
+    """Return the trajectory; raise RewardError if it is a tree, because turns off the path have no outcome."""
     if trajectory.leaf or any(turn.node for turn in trajectory.turns):
         raise RewardError(
             f"{locate(trajectory)}: sampled as a tree, whose turns off the path have no outcome; "
@@ -75,7 +75,7 @@ def unbranched(trajectory: Trajectory) -> Trajectory:
 
 
 def outcome(trajectory: Trajectory) -> float:
-    """The outcome that all turns led to; RewardError if there is none, it is not finite, or there is a tree."""
+    """Return the outcome of a trajectory; raise RewardError if it is missing or not finite, or for a tree."""
     value = unbranched(trajectory).outcome
     if value is None or not math.isfinite(value):
         raise RewardError(
@@ -85,11 +85,11 @@ def outcome(trajectory: Trajectory) -> float:
 
 
 def score_of(trajectory: Trajectory, turn: Turn, name: str) -> float:
-    """What was measured of `turn` by that name; RewardError if it was not measured, or is not finite."""
+    """Return the score `name` of a turn; raise RewardError if it is missing or not finite."""
     value = turn.scores.get(name)
     if value is None:
-        known = ", ".join(turn.scores) or "nothing"
-        raise RewardError(f"{locate(trajectory, turn)}: no score '{name}'; measured: {known}")
+        available = ", ".join(turn.scores) or "nothing"
+        raise RewardError(f"{locate(trajectory, turn)}: no score '{name}'; measured: {available}")
     if not math.isfinite(value):
         raise RewardError(
             f"{locate(trajectory, turn)}: score '{name}' is {value}; expected a finite number"
@@ -98,47 +98,52 @@ def score_of(trajectory: Trajectory, turn: Turn, name: str) -> float:
 
 
 def local_score(trajectory: Trajectory, turn: Turn, name: str) -> float | None:
-    """`score`, but None when the environment could not decide it: such a turn is to be masked."""
+    """Return the score `name` of a turn, or None if the environment could not decide it and the turn must be masked."""
     if name not in turn.scores and "undecided" in turn.scores:
         return None
     return score_of(trajectory, turn, name)
 
 
 def rounds(turns: Sequence[Turn]) -> list[int]:
-    """Each turn's round: how many turns its agent had before."""
+    """Return the round of each turn: the number of earlier turns of the same agent."""
     return [
         sum(earlier.agent == turn.agent for earlier in turns[:i]) for i, turn in enumerate(turns)
     ]
 
 
-def judge_undecided(groups: Sequence[Group], most: float) -> list[Group]:
-    """The groups, with what cannot be decided counted as wrong where it is more than the share `most` of an agent's.
+def judge_undecided(groups: Sequence[Group], max_share: float) -> list[Group]:
+    """Count undecidable answers as wrong for agents that give too many of them.
 
-    An agent is judged by its turns with a score `local` or `undecided`, and by the trajectories in which it spoke last.
-    Of a wronged agent a turn has the score `local` 0, and a trajectory is completed with outcome 0.
+    An agent is judged by its turns with a score `local` or `undecided`, and by the trajectories in
+    which it spoke last. If more than `max_share` of them are undecided, its undecided turns get the
+    score `local` 0, and its undecided trajectories are completed with outcome 0.
     """
     judged: Counter[str] = Counter()
-    unknown: Counter[str] = Counter()
-    for trajectory in (t for group in groups for t in group.trajectories):
-        if trajectory.turns and (
-            trajectory.status is Status.COMPLETED or "undecided" in trajectory.metrics
-        ):
-            judged[trajectory.turns[-1].agent] += 1
-            unknown[trajectory.turns[-1].agent] += trajectory.status is not Status.COMPLETED
+    undecided: Counter[str] = Counter()
+    for trajectory in chain.from_iterable(group.trajectories for group in groups):
+        is_completed = trajectory.status is Status.COMPLETED
+        if trajectory.turns and (is_completed or "undecided" in trajectory.metrics):
+            last_agent = trajectory.turns[-1].agent
+            judged[last_agent] += 1
+            undecided[last_agent] += not is_completed
         for turn in trajectory.turns:
             judged[turn.agent] += bool({"local", "undecided"} & turn.scores.keys())
-            unknown[turn.agent] += "undecided" in turn.scores
-    wrong = {agent for agent, count in unknown.items() if count > most * judged[agent]}
-    if not wrong:
+            undecided[turn.agent] += "undecided" in turn.scores
+    agents = {agent for agent, count in undecided.items() if count > max_share * judged[agent]}
+    if not agents:
         return list(groups)
-    return [
-        replace(g, trajectories=tuple(_judged(t, wrong) for t in g.trajectories)) for g in groups
-    ]
+    result = []
+    for group in groups:
+        trajectories = tuple(_count_as_wrong(t, agents) for t in group.trajectories)
+        result.append(replace(group, trajectories=trajectories))
+    return result
 
 
-def _judged(trajectory: Trajectory, wrong: Container[str]) -> Trajectory:
-    turns = tuple(_graded(turn) if turn.agent in wrong else turn for turn in trajectory.turns)
-    if "undecided" not in trajectory.metrics or not turns or turns[-1].agent not in wrong:
+def _count_as_wrong(trajectory: Trajectory, agents: Container[str]) -> Trajectory:
+    turns = tuple(
+        _with_local_zero(turn) if turn.agent in agents else turn for turn in trajectory.turns
+    )
+    if "undecided" not in trajectory.metrics or not turns or turns[-1].agent not in agents:
         return replace(trajectory, turns=turns)
     turns = tuple(replace(turn, scores={"team": 0.0, **turn.scores}) for turn in turns)
     return replace(
@@ -146,15 +151,15 @@ def _judged(trajectory: Trajectory, wrong: Container[str]) -> Trajectory:
     )
 
 
-def _graded(turn: Turn) -> Turn:
+def _with_local_zero(turn: Turn) -> Turn:
     if "undecided" not in turn.scores:
         return turn
-    known = {name: value for name, value in turn.scores.items() if name != "undecided"}
-    return replace(turn, scores={**known, "local": 0.0})
+    decided = {name: value for name, value in turn.scores.items() if name != "undecided"}
+    return replace(turn, scores={**decided, "local": 0.0})
 
 
 def shared_outcome(group: Group) -> Group:
-    """The group with each trajectory's outcome on all of its turns."""
+    """Reward every turn with the outcome of its trajectory."""
     # r_i = R   Dr.MAS (arXiv 2602.08847), EpisodeRewardManager
     return allocate(group, lambda trajectory: [outcome(trajectory)] * len(trajectory.turns))
 
@@ -173,16 +178,18 @@ def discounts(
     max_turns: PositiveInt = 8,
     threshold: float = 0.5,
 ) -> Group:
-    """The group with each trajectory's outcome R on its turns, changed by `mode`.
+    """Reward every turn with the outcome R of its trajectory, changed by `mode`.
 
-    A hop is a call of any agent, a turn one round of the team; both count from 0, so with n the turn's hop or round and
-    N `max_hops` or `max_turns`:
+    A hop is a call of any agent, a turn is one round of the team; both count from 0. With n the hop
+    or round of the turn, and N `max_hops` or `max_turns`:
 
-    `hop_weighted`, `turn_weighted`: R min(1, (n + 1) / N). `hop_discount`, `discount`: R gamma^max(0, N - n).
+    `hop_weighted`, `turn_weighted`: R min(1, (n + 1) / N). `hop_discount`, `discount`: R
+        gamma^max(0, N - n).
     `binary`: 1 if R is above `threshold`, else 0. `normalized`: R clipped to [-1, 1].
     `shaped`: as `turn_weighted`, then clipped to [-1, 1].
 
-    The released code lets rounds beyond `max_turns` weigh more than 1; here they weigh 1, as hops do there.
+    In the released code rounds beyond `max_turns` weigh more than 1. Here they weigh 1, as hops do
+    in that code.
 
     Args:
         mode: rule that changes the outcome R.
@@ -216,16 +223,17 @@ def shares(
     split: Literal["full", "turns", "agents"] = "full",
     weights: Mapping[str, NonNegativeFloat] | None = None,
 ) -> Group:
-    """The group with each turn's share of its trajectory's outcome R.
+    """Reward every turn with a share of the outcome R of its trajectory.
 
-    Args:
-        split: `full`, each turn gets R times its agent's weight; `turns`, R is divided among the turns in proportion
-            to their agents' weights; `agents`, R is divided among the agents who spoke, and an agent's part equally
-            among its turns. In the last two a trajectory's rewards sum to R.
-        weights: by agent, 1 where not given; 0 takes an agent out.
+    Args: split: `full`: each turn gets R times the weight of its agent. `turns`: R is divided among
+        the turns in
+            proportion to the weights of their agents. `agents`: R is divided among the agents that
+            spoke, and the part of an agent equally among its turns. With `turns` and `agents`, the
+            rewards of a trajectory sum to R.
+        weights: by agent, 1 by default; an agent with weight 0 gets no share.
 
-    Raises:
-        RewardError: nobody in a trajectory has a share of R, or a completed trajectory has no outcome or is a tree.
+    Raises: RewardError: all weights in a trajectory are 0, or a completed trajectory has no outcome
+        or is a tree.
     """
     weights = weights or {}
 
@@ -233,11 +241,13 @@ def shares(
         calls = Counter(turn.agent for turn in trajectory.turns)
         share = {agent: float(weights.get(agent, 1.0)) for agent in calls}
         if split != "full":
-            # w_a / sum_i w_a(i) over turns; w_a / (n_a sum_b w_b) over agents   UnityMAS-O, outcome_share_mode: split
+            # w_a / sum_i w_a(i) over turns; w_a / (n_a sum_b w_b) over agents   UnityMAS-O,
+            # outcome_share_mode: split
             total = sum(share[agent] * (n if split == "turns" else 1) for agent, n in calls.items())
             if calls and not total:
                 raise RewardError(
-                    f"{locate(trajectory)}: nobody has a share of the outcome; weights of {list(share)} are 0"
+                    f"{locate(trajectory)}: no agent has a share of the outcome, because the weights of "
+                    f"{list(share)} are 0"
                 )
             share = {
                 agent: part / total / (1 if split == "turns" else calls[agent])
@@ -250,11 +260,11 @@ def shares(
 
 
 def majority(group: Group) -> Group:
-    """The group with 1 on every turn of the trajectories that gave the most frequent answer, 0 on the others.
+    """Reward every turn with 1 if its trajectory gave the most frequent answer of the group, else with 0.
 
-    Completed trajectories vote, each once, with the final answer as the environment wrote it down. Among answers given
-    equally often the one that comes first in the group is taken, as in the released code. An empty answer neither
-    votes nor is ever right.
+    Each completed trajectory votes once, with its final answer as normalised by the environment. Of
+    equally frequent answers the first one in the group wins, as in the released code. An empty
+    answer neither votes nor wins.
     """
     votes = Counter(
         _answer(trajectory)
@@ -273,6 +283,6 @@ def _answer(trajectory: Trajectory) -> str:
     answer = unbranched(trajectory).answer
     if answer is None:
         raise RewardError(
-            f"{locate(trajectory)}: its environment reports no answer, so there is nothing to vote on"
+            f"{locate(trajectory)}: its environment reports no answer, so it cannot vote"
         )
     return answer

@@ -1,4 +1,4 @@
-"""Reward penalties: what a turn's own reply adds to its reward after the allocator, each a function of one turn.
+"""Reward penalties, which are added to the reward of a turn after the allocator; each is a function of one turn.
 
 invalid          a malformed reply costs (Dr.MAS; UnityMAS-O's format reward)
 overlong         a reply near its token limit costs (DAPO)
@@ -20,9 +20,8 @@ from pydantic import PositiveInt
 from rollout.records.trajectory import Group, Status, Trajectory, Turn, changed
 from rollout.rewards.allocation import RewardError, locate
 
-Penalty = Callable[
-    ..., float | None
-]  # (turn, **options) -> what to add to its reward; None: the turn does not train
+# (turn, **options) -> amount that is added to its reward; None: the turn does not train
+Penalty = Callable[..., float | None]
 
 
 def _thinks_once(text: str) -> bool:
@@ -31,7 +30,8 @@ def _thinks_once(text: str) -> bool:
 
 
 ValidityRule = Literal["no_chinese", "one_thought"]
-# what a reply must keep to besides its role's parser   Dr.MAS, general_projection in agent_system/agent/utils.py
+# what a reply must keep to besides its role's parser   Dr.MAS, general_projection in
+# agent_system/agent/utils.py
 VALIDITY_RULES: dict[ValidityRule, Callable[[str], bool]] = {
     "no_chinese": lambda text: re.search("[\u4e00-\u9fff]", text) is None,
     "one_thought": _thinks_once,  # <think> and then </think>, each exactly once
@@ -43,10 +43,11 @@ def invalid_reply(
 ) -> float:
     """Minus `coef` for a reply that the role's parser refused, or that breaks a rule.
 
-    Args:
-        rules: names in VALIDITY_RULES by agent; a reply that breaks one costs, and is used all the same.
+    Args: rules: names in VALIDITY_RULES by agent; a reply that breaks one costs, and is used all
+        the same.
     """
-    # r -= coef [malformed]   Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, format_weight phi with phi = -1
+    # r -= coef [malformed]   Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, format_weight phi
+    # with phi = -1
     kept = all(VALIDITY_RULES[rule](turn.text) for rule in (rules or {}).get(turn.agent, ()))
     return 0.0 if turn.valid and kept else -coef
 
@@ -58,7 +59,7 @@ def overlong(
     max_tokens: Mapping[str, PositiveInt] | None = None,
     coef: Cost = 1.0,
 ) -> float:
-    """Minus `coef` times the used share of the last `buffer` tokens before the limit, 1 at the limit and beyond.
+    """Return minus `coef` times the used share of the last `buffer` tokens before the limit of a reply.
 
     Args:
         buffer: tokens before the limit in which the penalty grows from 0 to `coef`.
@@ -79,7 +80,7 @@ def overlong(
 
 
 def mask_truncated(turn: Turn) -> float | None:
-    """Nothing for a reply that ended by itself; one that was cut off says nothing about how it would have ended."""
+    """Return None, which masks the turn, for a reply that was cut off; its end is unknown."""
     return None if turn.finish_reason == "length" else 0.0  # DAPO, overlong filtering
 
 
@@ -95,16 +96,16 @@ def apply_penalties(
     penalties: Sequence[Callable[[Turn], float | None]],
     allocate: Callable[[Group], Group] = lambda group: group,
 ) -> Group:
-    """The group with the rewards that `allocate` gives, and the sum of `penalties` added; one None masks the turn.
+    """Run the allocator, then add the sum of the penalties to the reward of each turn.
 
-    A masked turn keeps its reward, which counts in its peers' mean (DAPO masks the loss alone); the score `penalty` is
-    the sum.
+    If a penalty is None the turn is masked. It keeps its reward, which counts in the mean of its
+    peers, because DAPO masks only the loss. The score `penalty` of a turn is the sum.
 
-    Raises:
-        RewardError: a turn of a completed trajectory has no reward and is not masked, or gets one that is not finite.
+    Raises: RewardError: a turn of a completed trajectory has no reward and is not masked, or gets
+        one that is not finite.
     """
 
-    def charged(trajectory: Trajectory, turn: Turn) -> Turn:
+    def penalised(trajectory: Trajectory, turn: Turn) -> Turn:
         if turn.masked:
             return turn
         if turn.reward is None:
@@ -121,12 +122,10 @@ def apply_penalties(
         return changed(turn, reward=turn.reward + total, scores=scores, masked=None in amounts)
 
     group = allocate(group)
-    return replace(
-        group,
-        trajectories=tuple(
-            changed(t, turns=tuple(charged(t, turn) for turn in t.turns))
-            if t.status is Status.COMPLETED
-            else t
-            for t in group.trajectories
-        ),
-    )
+    trajectories = []
+    for trajectory in group.trajectories:
+        if trajectory.status is Status.COMPLETED:
+            turns = tuple(penalised(trajectory, turn) for turn in trajectory.turns)
+            trajectory = changed(trajectory, turns=turns)
+        trajectories.append(trajectory)
+    return replace(group, trajectories=tuple(trajectories))

@@ -1,4 +1,4 @@
-"""Turn-level rewards from single turns' scores: local and team, differences, MARTI's shaping, and a coach's."""
+"""Allocators that use scores of single turns: local and team scores, differences, MARTI's shaping, a coach."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,16 @@ from rollout.rewards.allocation import RewardError, allocate, locate
 def local_team(
     group: Group, *, alpha: float = 1.0, missing_local: Literal["refuse", "zero"] = "refuse"
 ) -> Group:
-    """The group with a reward on every turn from its scores "local" and "team"; one whose local is undecided is masked.
+    """Reward every turn with its score "local" plus alpha times its score "team"; mask turns with undecided "local".
 
-    In a tree the team's part is what the branch's own round brought, by which branches are compared: the score
-    "branch" less its turns' local ones, with the tree's alpha in it. "team" would not do there, as a step after the
-    round credits only the branch that went on.
+    In a tree the team's part is the gain of the branch's round, by which branches are compared: the
+    score "branch" minus the local scores of its turns, with the tree's alpha included. The score
+    "team" cannot be used in a tree, because a step after the round credits only the branch that
+    continued.
 
     Args:
         alpha: weight of the team's part.
-        missing_local: `refuse`, or `zero` for agents that nobody scores by themselves.
+        missing_local: `refuse`, or `zero` for agents whose turns have no score "local".
     """
 
     def local(trajectory: Trajectory, turn: Turn) -> float | None:
@@ -33,19 +34,21 @@ def local_team(
         return allocation.local_score(trajectory, turn, "local")
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
-        together: dict[str, float] = defaultdict(float)  # local scores by node
+        node_local: dict[str, float] = defaultdict(float)  # sum of local scores by node
         for turn in trajectory.turns:
-            together[turn.node] += turn.scores.get("local", 0.0)
-        paid: list[float | None] = []
+            node_local[turn.node] += turn.scores.get("local", 0.0)
+        result: list[float | None] = []
         for turn in trajectory.turns:
-            own = local(trajectory, turn)
+            local_reward = local(trajectory, turn)
             if turn.node:
-                team = allocation.score_of(trajectory, turn, "branch") - together[turn.node]
+                team_reward = (
+                    allocation.score_of(trajectory, turn, "branch") - node_local[turn.node]
+                )
             else:
-                team = allocation.score_of(trajectory, turn, "team")
+                team_reward = allocation.score_of(trajectory, turn, "team")
             # r_i = r_local + alpha r_team   Stronger-MAS (arXiv 2510.11062)
-            paid.append(None if own is None else own + alpha * team)
-        return paid
+            result.append(None if local_reward is None else local_reward + alpha * team_reward)
+        return result
 
     return allocate(group, rewards)
 
@@ -53,45 +56,47 @@ def local_team(
 def turn_difference(
     group: Group, *, metric: str, scored: Names, absolute: Sequence[str] = ()
 ) -> Group:
-    """The group with every turn rewarded by how its round changed `metric`.
+    """Reward every turn with the change of the score `metric` in its round.
 
-    A round ends with a turn of an agent in `scored`, and its f is that turn's score `metric`. So whoever speaks
-    between two measurements gets what the second has over the first: a searcher before the answer, and a reflector
-    after the code that it reflects on and before the next. Turns after the last measurement changed nothing and get
-    0: a search that ends the search, a reflection that nobody reads.
+    A round ends with a turn of an agent in `scored`; f of the round is the score `metric` of that
+    turn. Turns between two measurements get the difference of the second and the first: a searcher
+    before the answer, or a reflector between one program and the next. Turns after the last
+    measurement get 0.
 
     Args:
         metric: name of the score f, such as "token_f1" or "pass_rate".
         scored: agents on whose replies the environment measures f.
-        absolute: agents who get f itself, in every round.
+        absolute: agents that get f itself, in every round.
 
-    Raises:
-        RewardError: a turn in `scored` has no such score, a turn has another value than its round, an agent in
+    Raises: RewardError: a turn in `scored` has no such score, a turn has another value than its
+        round, an agent in
             `absolute` spoke after the last measurement, or a trajectory is a tree.
     """
 
     def rewards(trajectory: Trajectory) -> list[float]:
-        paid: list[float] = []
+        result: list[float] = []
         previous = 0.0
         for i, turn in enumerate(allocation.unbranched(trajectory).turns):
             if turn.agent in scored:
                 value = allocation.score_of(trajectory, turn, metric)
-                for member in trajectory.turns[len(paid) : i + 1]:
+                for member in trajectory.turns[len(result) : i + 1]:
                     if member.scores.get(metric, value) != value:
                         raise RewardError(
-                            f"{locate(trajectory, member)}: '{metric}' is {member.scores[metric]}, but the round's "
-                            f"is {value}, of turn {turn.index} ({turn.agent}); name in scored who was measured"
+                            f"{locate(trajectory, member)}: '{metric}' is {member.scores[metric]}, but turn "
+                            f"{turn.index} ({turn.agent}) ends its round with {value}; name in `scored` every agent "
+                            "whose replies are measured"
                         )
-                    # r = f_t for absolute roles, else f_t - f_{t-1} with f_{-1} = 0   UnityMAS-O (arXiv 2605.26646)
-                    paid.append(value if member.agent in absolute else value - previous)
+                    # r = f_t for absolute roles, else f_t - f_{t-1} with f_{-1} = 0   UnityMAS-O
+                    # (arXiv 2605.26646)
+                    result.append(value if member.agent in absolute else value - previous)
                 previous = value
-        for turn in trajectory.turns[len(paid) :]:
+        for turn in trajectory.turns[len(result) :]:
             if turn.agent in absolute:
                 raise RewardError(
-                    f"{locate(trajectory, turn)}: '{metric}' is not measured on it or after it"
+                    f"{locate(trajectory, turn)}: '{metric}' is measured neither on this turn nor later"
                 )
-            paid.append(0.0)
-        return paid
+            result.append(0.0)
+        return result
 
     return allocate(group, rewards)
 
@@ -110,18 +115,19 @@ def _rounds(turns: Sequence[Turn], i: int) -> list[int]:
 
 
 History = Literal["own", "rounds", "before", "proposers"]
-# which turns' mean score is Q
+# The turns whose mean score is Q.
 HISTORIES: dict[History, Callable[[Sequence[Turn], int], Sequence[int]]] = {
-    # the agent's own earlier turns (MARTI's debate class)
+    # earlier turns of the same agent (MARTI's debate class)
     "own": lambda turns, i: [j for j in range(i) if turns[j].agent == turns[i].agent],
     "rounds": _rounds,  # all agents' turns of earlier rounds (debate in its generic class)
-    "before": lambda turns, i: range(i),  # every turn before (chain)
-    # the last turn against all other agents'; the others' turns stay (mixture of agents)
+    "before": lambda turns, i: range(i),  # all earlier turns (chain)
+    # the last turn against those of all other agents; other turns are not shaped (mixture of
+    # agents)
     "proposers": lambda turns, i: [
         j for j in range(i) if i == len(turns) - 1 and turns[j].agent != turns[i].agent
     ],
 }
-_BY_AGENT = ("own", "rounds")  # forms in which each agent has its own last score
+_BY_AGENT = ("own", "rounds")  # histories in which "last score" means that of the agent
 
 
 def shaping(
@@ -133,16 +139,16 @@ def shaping(
     alpha: float = 0.5,
     beta: float = 0.0,
 ) -> Group:
-    """The group with every turn's score shaped by the mean Q of earlier scores; a turn without earlier ones keeps its.
+    """Reward every turn with its score, shaped by the mean Q of earlier scores; without earlier turns it is unchanged.
 
-    A turn whose score, or with beta whose last score, is undecided is masked; Q is the mean of the others.
+    A turn whose score is undecided is masked and does not enter Q. With beta, a turn whose last
+    score is undecided is masked too.
 
-    Args:
-        measure: name of the score R, "local" or one of the environment's metrics.
-        formula: `margin`, R - Q; or `quality`, QR - (1-Q)(1-R).
-        history: whose scores Q averages, a key of HISTORIES; always the scores as measured, not as shaped.
-        alpha: weight of the formula.
-        beta: weight of the last score, added to every turn (0.5 in MARTI's `*_with_outcome`): the agent's own last
+    Args: measure: name of the score R, "local" or one of the environment's metrics. formula:
+        `margin`, R - Q; or `quality`, QR - (1-Q)(1-R). history: turns whose scores Q averages, a
+        key of HISTORIES; always the measured scores, not the shaped ones. alpha: weight of the
+        formula. beta: weight of the last score, added to every turn (0.5 in MARTI's
+        `*_with_outcome`): the agent's own last
             score for `own` and `rounds`, the trajectory's for `before` and `proposers`.
     """
 
@@ -168,55 +174,60 @@ def shaping(
 def tree_shaping(
     group: Group, *, measure: str = "local", gamma: float = 0.3, mix: Share = 0.5
 ) -> Group:
-    """The group with every turn's score shaped by its node's place in its trajectory's tree.
+    """Reward every turn with its score, shaped by its node's parent and siblings in the tree.
 
-    A node's value is the mean score of its turns; a turn whose score is undecided is masked, and in no mean. Values are
-    as measured throughout, whatever the order of the turns; a node with neither parent nor siblings keeps its score.
+    The value of a node is the mean measured score of its turns. A turn whose score is undecided is
+    masked and in no mean. A node with neither parent nor siblings keeps its score.
 
-    Args:
-        measure: name of the score r.
-        gamma: weight of what a turn has over its baseline.
-        mix: λ, the siblings' part of the baseline; the parent has the rest. Who is alone has all of it.
+    Args: measure: name of the score r. gamma: weight of the difference between a turn's score and
+        its baseline. mix: λ, the weight of the siblings in the baseline; the parent has the rest.
+        If one is missing, the other has
+            weight 1.
     """
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
         if not any(turn.node for turn in trajectory.turns):
             raise RewardError(
-                f"{locate(trajectory)}: no tree: none of its turns has a node; sample trees"
+                f"{locate(trajectory)}: not a tree, because none of its turns has a node; sample trees"
             )
         raw = [allocation.local_score(trajectory, turn, measure) for turn in trajectory.turns]
         scores: dict[str, list[float]] = defaultdict(list)
         for turn, value in zip(trajectory.turns, raw, strict=True):
             if value is not None:
                 scores[turn.node].append(value)
-        values = {node: fmean(own) for node, own in scores.items()}
-        # r + gamma (r - baseline)   MARTI (ICLR 2026), ab_mcts_processor.py
-        return [
-            None
-            if value is None
-            else value + gamma * (value - _baseline(turn.node, values, mix, value))
-            for turn, value in zip(trajectory.turns, raw, strict=True)
-        ]
+        node_values = {node: fmean(node_scores) for node, node_scores in scores.items()}
+        result: list[float | None] = []
+        for turn, value in zip(trajectory.turns, raw, strict=True):
+            if value is None:
+                result.append(None)
+                continue
+            # r + gamma (r - baseline)   MARTI (ICLR 2026), ab_mcts_processor.py
+            baseline = _node_baseline(turn.node, node_values, mix, default=value)
+            result.append(value + gamma * (value - baseline))
+        return result
 
     return allocate(group, rewards)
 
 
-def _baseline(node: str, values: Mapping[str, float], mix: float, own: float) -> float:
-    """What a score is held against: itself where there is nothing else."""
-    if not node:  # turns before the first branching
-        return own
+def _node_baseline(node: str, values: Mapping[str, float], mix: float, default: float) -> float:
+    """Return (1 - λ) parent + λ leave-one-out mean of the siblings; `default` without parent and siblings."""
+    if not node:  # a turn before the first branch
+        return default
     parent = node.rpartition(".")[0]
-    above = values.get(parent)
-    others = (other for other in values if other not in ("", node))
-    beside = [values[other] for other in others if other.rpartition(".")[0] == parent]
-    siblings = fmean(beside) if beside else None
-    # baseline = (1 - lambda) parent + lambda leave-one-out mean of the siblings
-    if above is not None and siblings is not None:
-        return (1 - mix) * above + mix * siblings
-    return next((value for value in (above, siblings) if value is not None), own)
+    parent_value = values.get(parent)
+    siblings = [
+        value
+        for other, value in values.items()
+        if other not in ("", node) and other.rpartition(".")[0] == parent
+    ]
+    if parent_value is not None and siblings:
+        return (1 - mix) * parent_value + mix * fmean(siblings)
+    if parent_value is not None:
+        return parent_value
+    return fmean(siblings) if siblings else default
 
 
-def _ordered(clip: tuple[float, float] | None) -> tuple[float, float] | None:
+def _check_order(clip: tuple[float, float] | None) -> tuple[float, float] | None:
     if clip is not None and clip[0] > clip[1]:
         raise ValueError("expected [low, high]")
     return clip
@@ -227,16 +238,14 @@ def coach(
     *,
     measure: str = "process",
     scale: float = 1.0,
-    clip: Annotated[tuple[float, float] | None, AfterValidator(_ordered)] = None,
+    clip: Annotated[tuple[float, float] | None, AfterValidator(_check_order)] = None,
     outcome_weight: float = 0.0,
 ) -> Group:
-    """The group with the coach's score on every turn; a turn that the coach did not score is masked.
+    """Reward every turn with the coach's score; mask turns that the coach did not score.
 
-    Args:
-        measure: name of the coach's score, from 0 to 10 in "process".
-        scale: factor of the score; 1 trains on it as it is, as the paper does.
-        clip: (low, high) of the scaled score.
-        outcome_weight: weight of the trajectory's outcome beside it; trees, which have none, need 0.
+    Args: measure: name of the coach's score, from 0 to 10 in "process". scale: factor of the score;
+        the paper uses 1. clip: (low, high) of the scaled score. outcome_weight: weight of the
+        trajectory's outcome, which is added; must be 0 for trees, which have none.
     """
 
     def process(trajectory: Trajectory, turn: Turn) -> float:
@@ -244,7 +253,8 @@ def coach(
         return value if clip is None else min(max(value, clip[0]), clip[1])
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
-        # r_i = clip(c s_i) + w R, with s_i the coach's score   MAPPA (arXiv 2601.23228), where c = 1 and w = 0
+        # r_i = clip(c s_i) + w R, with s_i the coach's score   MAPPA (arXiv 2601.23228), where c =
+        # 1 and w = 0
         team = outcome_weight * allocation.outcome(trajectory) if outcome_weight else 0.0
         return [
             process(trajectory, turn) + team if measure in turn.scores else None

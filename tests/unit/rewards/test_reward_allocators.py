@@ -248,13 +248,13 @@ BAD = [
         "shared_outcome",
         {},
         line("a", task_id="u"),
-        "trajectory 0/t/0: of task 'u' in a group of task 't'",
+        "trajectory 0/t/0: its task is 'u', but its group's task is 't'",
     ),
     (
         "shares",
         {"split": "turns", "weights": {"a": 0}},
         line("a"),
-        "trajectory 0/t/0: nobody has a share",
+        "trajectory 0/t/0: no agent has a share",
     ),
     ("majority", {}, line("a"), "trajectory 0/t/0: its environment reports no answer"),
     (
@@ -267,13 +267,13 @@ BAD = [
         "turn_difference",
         {"metric": "f1", "scored": ["b"]},
         line(*f1(("a", 0.5), ("b", 1.0))),
-        "turn 0 (a): 'f1' is 0.5, but the round's is 1.0, of turn 1 (b)",
+        "turn 0 (a): 'f1' is 0.5, but turn 1 (b) ends its round with 1.0",
     ),
     (
         "turn_difference",
         {"metric": "f1", "scored": ["b"], "absolute": ["a"]},
         line(("b", {"f1": 1.0}), "a"),
-        "turn 1 (a): 'f1' is not measured on it or after it",
+        "turn 1 (a): 'f1' is measured neither on this turn nor later",
     ),
     (
         "shaping",
@@ -312,7 +312,7 @@ BAD = [
         tree(("0.1", "a", {})),
         "trajectory 0/t/0, turn 1, node 0.1 (a): no score 'local'",
     ),
-    ("tree_shaping", {}, line(("a", {"local": 1.0})), "trajectory 0/t/0: no tree"),
+    ("tree_shaping", {}, line(("a", {"local": 1.0})), "trajectory 0/t/0: not a tree"),
     ("coach", {"outcome_weight": 1.0}, TREE, "trajectory 0/t/0: sampled as a tree"),
     *(
         (
