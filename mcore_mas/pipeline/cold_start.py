@@ -25,7 +25,7 @@ from mcore_mas.runtime.engine_factory import world
 from mcore_mas.runtime.recipe import Identity
 from mcore_mas.runtime.stop_signal import STOP_SIGNALS, Stopped
 from mcore_mas.tracking.progress import ProgressReporter
-from mcore_mas.training.metrics import success
+from mcore_mas.training.metrics import mean_success, valid_turn_share
 from rollout.base.files import Digest, sha256, write_json
 from rollout.config.data import prepared_tasks
 from rollout.config.sections import build_team
@@ -155,7 +155,8 @@ def _measurement(
         collector = Collector(
             team=team, make_env=make_env, orchestra=orchestra, seed=config.seed, step=step
         )
-        return success(await collector.collect(tasks, 1))
+        groups = await collector.collect(tasks, 1)
+        return mean_success(groups), valid_turn_share(groups)
 
     return lambda trainer, step: asyncio.run(measure(trainer, step))
 

@@ -1,9 +1,8 @@
-"""Metrics of a step: what its trajectories say, as numbers by agent."""
+"""Metrics of a training step, computed from its trajectories, samples and updates."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from statistics import fmean, pstdev
 
 from mcore_mas.credit.samples import Sample
@@ -11,158 +10,220 @@ from rollout.records.trajectory import Group, Status, Trajectory, Turn, grouped
 
 StepMetrics = dict[str, float]
 
+# Metrics of chats, and the scores of turns that they sum.
+_CHAT_SCORES = {
+    "chat/malformed_calls": "malformed_calls",
+    "chat/folded": "folded",
+    "chat/dropped_results": "dropped_results",
+    "chat/full": "full",
+    "chat/calls": "tool_calls",
+    "chat/roots": "root",
+}
+
 
 def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
-    """Outcome, failures and each agent's behaviour over the completed trajectories of `groups`."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    completed = [t for t in trajectories if t.status is Status.COMPLETED]
+    """Return rewards, failures and lengths of a step's trajectories, and the behaviour of each agent.
+
+    Everything but failures is measured on completed trajectories.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    completed = _completed(groups)
     metrics = {
         "rollout/failed": float(len(trajectories) - len(completed)),
         "rollout/trajectories": float(len(trajectories)),
     }
-    metrics |= _lost(trajectories)
+    metrics |= _late_calls(trajectories)
+    metrics |= _failure_counts(trajectories)
     if not completed:
         return metrics
-    turns = grouped((turn.agent, turn) for trajectory in completed for turn in trajectory.turns)
-    metrics |= {
-        "reward/mean": fmean(t.outcome or 0.0 for t in completed),
-        "rollout/turns": fmean(len(t.path) for t in completed),
-        "rollout/tokens": float(
-            sum(len(turn.completion_ids) for own in turns.values() for turn in own)
-        ),
-    }
-    metrics |= _chats([turn for own in turns.values() for turn in own if turn.chat])
-    for agent, own in turns.items():
-        prefix = f"agent/{agent}"
-        metrics[f"{prefix}/calls"] = float(len(own))
-        metrics[f"{prefix}/valid_ratio"] = fmean(turn.valid for turn in own)
-        metrics[f"{prefix}/masked"] = float(sum(turn.masked for turn in own))
-        if undecided := sum("undecided" in turn.scores for turn in own):
-            metrics[f"{prefix}/undecided"] = float(undecided)
-        metrics[f"{prefix}/response_length"] = fmean(len(turn.completion_ids) for turn in own)
-        if logprobs := [value for turn in own for value in turn.logprobs]:
-            metrics[f"{prefix}/sampled_entropy"] = -fmean(
-                logprobs
-            )  # of all turns: `entropy` is of those that train
-        rewards = [turn.reward for turn in own if turn.reward is not None]
-        if rewards:
-            metrics[f"{prefix}/reward_mean"] = fmean(rewards)
-            metrics[f"{prefix}/reward_std"] = pstdev(rewards)
+
+    turns = [turn for trajectory in completed for turn in trajectory.turns]
+    metrics["reward/mean"] = fmean(trajectory.outcome or 0.0 for trajectory in completed)
+    metrics["rollout/turns"] = fmean(len(trajectory.path) for trajectory in completed)
+    metrics["rollout/tokens"] = float(sum(len(turn.completion_ids) for turn in turns))
+    metrics |= _chat_metrics([turn for turn in turns if turn.chat])
+    for agent, agent_turns in grouped((turn.agent, turn) for turn in turns).items():
+        for name, value in _agent_metrics(agent_turns).items():
+            metrics[f"agent/{agent}/{name}"] = value
     return metrics
 
 
-def _lost(trajectories: Sequence[Trajectory]) -> StepMetrics:
-    """What was late, by agent, tool or whole, and how many were given up, undecided, refused, quarantined; if any."""
-    late: Counter[str] = Counter()
+def _agent_metrics(turns: Sequence[Turn]) -> StepMetrics:
+    """Return how an agent behaved in its turns: validity, lengths, sampled entropy and rewards."""
+    metrics = {
+        "calls": float(len(turns)),
+        "valid_ratio": fmean(turn.valid for turn in turns),
+        "masked": float(sum(turn.masked for turn in turns)),
+        "response_length": fmean(len(turn.completion_ids) for turn in turns),
+    }
+    undecided = sum("undecided" in turn.scores for turn in turns)
+    if undecided:
+        metrics["undecided"] = float(undecided)
+
+    logprobs = [logprob for turn in turns for logprob in turn.logprobs]
+    if logprobs:
+        # Over all turns; the metric `entropy` of an update is over those that are trained.
+        metrics["sampled_entropy"] = -fmean(logprobs)
+
+    rewards = [turn.reward for turn in turns if turn.reward is not None]
+    if rewards:
+        metrics["reward_mean"] = fmean(rewards)
+        metrics["reward_std"] = pstdev(rewards)
+    return metrics
+
+
+def _late_calls(trajectories: Sequence[Trajectory]) -> StepMetrics:
+    """Return how many calls or trajectories missed a deadline: AGENT/late, TOOL/late, rollout/late_NAME."""
+    counts: Counter[str] = Counter()
     for trajectory in trajectories:
         for name, count in trajectory.metrics.items():
-            if name.startswith("late/"):
-                what = name.removeprefix("late/")
-                late[f"{what}/late" if "/" in what else f"rollout/late_{what}"] += int(count)
-    aborted = sum(t.status is Status.ABORTED for t in trajectories)
-    counts = {"rollout/aborted": aborted} | {
-        f"rollout/{name}": sum(int(t.metrics.get(name, 0)) for t in trajectories)
-        for name in ("undecided", "refused", "quarantined")
-    }
-    return {name: float(n) for name, n in late.items()} | {
-        name: float(n) for name, n in counts.items() if n
-    }
+            if not name.startswith("late/"):
+                continue
+            late = name.removeprefix("late/")
+            metric = f"{late}/late" if "/" in late else f"rollout/late_{late}"
+            counts[metric] += int(count)
+    return {name: float(count) for name, count in counts.items()}
 
 
-# scores of turns, by the names that their sums have
-_CHAT_SCORES = {name: name for name in ("malformed_calls", "folded", "dropped_results", "full")}
-_CHAT_SCORES |= {"calls": "tool_calls", "roots": "root"}
+def _failure_counts(trajectories: Sequence[Trajectory]) -> StepMetrics:
+    """Return the numbers of aborted, undecided, refused and quarantined trajectories that are not zero."""
+    counts = {"aborted": sum(trajectory.status is Status.ABORTED for trajectory in trajectories)}
+    for name in ("undecided", "refused", "quarantined"):
+        counts[name] = sum(int(trajectory.metrics.get(name, 0)) for trajectory in trajectories)
+    return {f"rollout/{name}": float(count) for name, count in counts.items() if count}
 
 
-def _chats(turns: Sequence[Turn]) -> StepMetrics:
-    """Turns of chats, and sums over them of what is written down of chats (see `Turn`); nothing without any."""
+def _chat_metrics(turns: Sequence[Turn]) -> StepMetrics:
+    """Return the number of turns in chats and the sums of their scores; {} without chats."""
     if not turns:
         return {}
-    sums = {
-        f"chat/{name}": sum(t.scores.get(score, 0.0) for t in turns)
-        for name, score in _CHAT_SCORES.items()
-    }
-    return {"chat/turns": float(len(turns))} | {name: float(value) for name, value in sums.items()}
+    metrics = {"chat/turns": float(len(turns))}
+    for metric, score in _CHAT_SCORES.items():
+        metrics[metric] = float(sum(turn.scores.get(score, 0.0) for turn in turns))
+    return metrics
 
 
 def staleness_metrics(samples: Sequence[Sample]) -> StepMetrics:
-    """By how many versions turns were behind the weights that they trained, in all and by policy.
+    """Return how many versions the weights that sampled the turns were behind those that were trained.
 
-    Mean, maximum, and how many turns by how many versions.
+    The mean, the maximum and the number of turns of each age; over all samples and by policy.
     """
-    ages = grouped(
-        (whose, sample.age) for sample in samples for whose in ("", f"policy/{sample.policy}/")
-    )
-    metrics: dict[str, float] = {}
-    for whose, own in ages.items():
-        metrics |= {f"{whose}staleness/mean": fmean(own), f"{whose}staleness/max": float(max(own))}
-        metrics |= {
-            f"{whose}staleness/turns_{age}": float(turns)
-            for age, turns in sorted(Counter(own).items())
-        }
+    ages: dict[str, list[int]] = defaultdict(list)
+    for sample in samples:
+        for prefix in ("", f"policy/{sample.policy}/"):
+            ages[prefix].append(sample.age)
+
+    metrics: StepMetrics = {}
+    for prefix, values in ages.items():
+        metrics[f"{prefix}staleness/mean"] = fmean(values)
+        metrics[f"{prefix}staleness/max"] = float(max(values))
+        for age, turns in sorted(Counter(values).items()):
+            metrics[f"{prefix}staleness/turns_{age}"] = float(turns)
     return metrics
 
 
 def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
-    """Each agent's advantages A: mean A² and largest |A|, over turns, and the share of its turns with A other than 0.
+    """Return statistics of each agent's advantages A over its turns that are trained.
 
-    The second moment is what Dr. MAS's Lemma 4.2 ties to the agent's gradient.
+    They are the mean of A², the largest |A|, and the share of turns with an A other than 0. Lemma 4.2 of Dr. MAS
+    relates the mean of A² to the norm of the agent's gradient.
     """
-    training = (sample for sample in samples if sample.tokens)  # others only count for their peers
-    by_agent = grouped((sample.agent, sample.advantages or (0.0,)) for sample in training)
-    metrics: dict[str, float] = {}
-    for agent, own in by_agent.items():
-        metrics |= {
-            f"agent/{agent}/advantage_second_moment": fmean(
-                [fmean([a * a for a in turn]) for turn in own]
-            ),
-            f"agent/{agent}/advantage_abs_max": max(max(max(turn), -min(turn)) for turn in own),
-            f"agent/{agent}/advantage_share": fmean(any(turn) for turn in own),
-        }
+    advantages: dict[str, list[Sequence[float]]] = defaultdict(list)  # of each turn, by agent
+    for sample in samples:
+        if sample.tokens:
+            advantages[sample.agent].append(sample.advantages or (0.0,))
+
+    metrics: StepMetrics = {}
+    for agent, turns in advantages.items():
+        prefix = f"agent/{agent}"
+        squares = [fmean([value * value for value in turn]) for turn in turns]
+        largest = max(max(max(turn), -min(turn)) for turn in turns)
+        metrics[f"{prefix}/advantage_second_moment"] = fmean(squares)
+        metrics[f"{prefix}/advantage_abs_max"] = largest
+        metrics[f"{prefix}/advantage_share"] = fmean(any(turn) for turn in turns)
     return metrics
 
 
 def speed_metrics(updates: Mapping[str, StepMetrics]) -> StepMetrics:
-    """TFLOP/s of a device in updates, in all and by policy, its critic's with it; and their share of a known peak."""
-    spent = {
-        f"policy/{policy}/": [
-            (row[f"{of}flops"], row[f"{of}device_s"], row.get(f"{of}peak_flops", math.nan))
-            for of in ("", "critic/")
-            if f"{of}device_s" in row
-        ]
-        for policy, row in updates.items()
-    }
-    metrics: StepMetrics = {}
-    for whose, own in {"": list(chain(*spent.values())), **spent}.items():
-        flops, seconds, peak = map(sum, zip(*own, strict=True)) if own else (0.0, 0.0, math.nan)
-        metrics |= {f"{whose}time/tflops": flops / seconds / 1e12} if seconds else {}
-        metrics |= {} if math.isnan(peak) else {f"{whose}time/mfu": flops / peak}
+    """Return the TFLOP/s of a device in updates, and their share of the device's peak if it is known.
+
+    Args:
+        updates: metrics of an update by policy. A critic's count as its policy's.
+
+    Returns:
+        time/tflops and time/mfu over all policies, and policy/NAME/time/tflops and so on.
+    """
+    rows_by_policy = {policy: _device_rows(row) for policy, row in updates.items()}
+    all_rows = [row for rows in rows_by_policy.values() for row in rows]
+    metrics = _device_speed("", all_rows)
+    for policy, rows in rows_by_policy.items():
+        metrics |= _device_speed(f"policy/{policy}/", rows)
     return metrics
 
 
-def success(groups: Sequence[Group]) -> tuple[float, float]:
-    """(Mean success, share of well-formed turns) over completed trajectories; (NaN, NaN), unknown, without any."""
-    completed = [t for group in groups for t in group.trajectories if t.status is Status.COMPLETED]
-    turns = [turn.valid for t in completed for turn in t.turns]
-    if not turns:
-        return math.nan, math.nan
-    return fmean(t.success for t in completed), fmean(turns)
+def _device_rows(update: StepMetrics) -> list[tuple[float, float, float]]:
+    """Return FLOPs, device seconds and peak FLOPs of a policy and of its critic; an unknown peak is NaN."""
+    rows = []
+    for prefix in ("", "critic/"):
+        if f"{prefix}device_s" in update:
+            flops = update[f"{prefix}flops"]
+            seconds = update[f"{prefix}device_s"]
+            peak_flops = update.get(f"{prefix}peak_flops", math.nan)
+            rows.append((flops, seconds, peak_flops))
+    return rows
 
 
-def losses(groups: Sequence[Group]) -> str:
-    """One line on the trajectories that say nothing, or "": how many, how they ended, and the first one's error.
+def _device_speed(prefix: str, rows: Sequence[tuple[float, float, float]]) -> StepMetrics:
+    flops = sum(row[0] for row in rows)
+    seconds = sum(row[1] for row in rows)
+    peak_flops = sum(row[2] for row in rows)
+    metrics: StepMetrics = {}
+    if seconds:
+        metrics[f"{prefix}time/tflops"] = flops / seconds / 1e12
+    if rows and not math.isnan(peak_flops):
+        metrics[f"{prefix}time/mfu"] = flops / peak_flops
+    return metrics
 
-    Those that were given up because their group was full are no loss.
+
+def mean_success(groups: Sequence[Group]) -> float:
+    """Return the mean success of completed trajectories; NaN without any."""
+    completed = _completed(groups)
+    return fmean(trajectory.success for trajectory in completed) if completed else math.nan
+
+
+def valid_turn_share(groups: Sequence[Group]) -> float:
+    """Return the share of well-formed turns in completed trajectories; NaN without any."""
+    turns = [turn for trajectory in _completed(groups) for turn in trajectory.turns]
+    return fmean(turn.valid for turn in turns) if turns else math.nan
+
+
+def describe_lost_trajectories(groups: Sequence[Group]) -> str:
+    """Return a line on the trajectories that did not complete, with the error of the first; "" without any.
+
+    Trajectories that were aborted because their group was full are not counted.
     """
-    played = [t for group in groups for t in group.trajectories]
-    lost = [
-        t
-        for t in played
-        if t.status is not Status.COMPLETED
-        and (t.status is not Status.ABORTED or "late/batch" in t.metrics)
-    ]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    lost = [trajectory for trajectory in trajectories if _is_lost(trajectory)]
     if not lost:
         return ""
-    counts = Counter(t.status.value for t in lost)
-    how = ", ".join(f"{n} {status}" for status, n in counts.items())
-    return f"{len(lost)} of {len(played)} trajectories are lost ({how}); the first, {lost[0].id}: {lost[0].error}"
+    counts = Counter(trajectory.status.value for trajectory in lost)
+    by_status = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return (
+        f"{len(lost)} of {len(trajectories)} trajectories are lost ({by_status}); "
+        f"the first, {lost[0].id}: {lost[0].error}"
+    )
+
+
+def _is_lost(trajectory: Trajectory) -> bool:
+    if trajectory.status is Status.ABORTED:
+        return "late/batch" in trajectory.metrics  # else its group was full
+    return trajectory.status is not Status.COMPLETED
+
+
+def _completed(groups: Sequence[Group]) -> list[Trajectory]:
+    return [
+        trajectory
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.status is Status.COMPLETED
+    ]

@@ -19,7 +19,7 @@ from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.metrics import (
     StepMetrics,
     credit_metrics,
-    losses,
+    describe_lost_trajectories,
     rollout_metrics,
     speed_metrics,
     staleness_metrics,
@@ -102,7 +102,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     session.credit_watch.check(config.trainer, number, credited)
     if apart := session.credit_watch.scale_warning(credited, rules):
         session.logbook.note(f"step {number}: {apart}")
-    if lost := losses(rollouts.groups):
+    if lost := describe_lost_trajectories(rollouts.groups):
         session.logbook.note(f"step {number}: {lost}")
     if session.validates_after(number):
         session.logbook.trace(rollouts.groups, credited)

@@ -1,4 +1,4 @@
-"""From trajectories to samples and metrics, by hand."""
+"""From trajectories to samples, by hand."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.credit.samples import CreditError, to_samples
-from mcore_mas.training.metrics import credit_metrics, rollout_metrics, success
 from rollout.records.trajectory import Group, Message, Status, Task, Trajectory, Turn
 
 TASK = Task(id="t", prompt="1+1", answers=("2",), env="math", source="sums", split="train")
@@ -85,42 +84,3 @@ def test_a_group_of_mixed_tasks_is_named() -> None:
         CreditError, match=r"trajectory 0/t/0: its task is t, but its group's task is u"
     ):
         to_samples([strange])
-
-
-def test_metrics_count_by_agent_and_leave_failures_out() -> None:
-    metrics = rollout_metrics([group()])
-    assert metrics["rollout/failed"] == 1.0
-    assert metrics["reward/mean"] == 0.5
-    assert metrics["rollout/turns"] == 1.5
-    assert metrics["rollout/tokens"] == 8.0
-    assert metrics["agent/solver/response_length"] == 3.0
-    assert metrics["agent/solver/sampled_entropy"] == 0.5  # every log-probability is -0.5
-    assert metrics["agent/solver/reward_std"] == 0.5
-    assert metrics["agent/verifier/valid_ratio"] == 0.0
-    assert success([group()]) == (0.5, pytest.approx(2 / 3))
-
-
-def test_masked_turns_are_counted_and_have_no_reward() -> None:
-    turns = (replace(turn(0, "solver", None), masked=True), turn(1, "solver", 0.5))
-    metrics = rollout_metrics([Group(task=TASK, trajectories=(trajectory(0, 1.0, *turns),))])
-    assert (metrics["agent/solver/masked"], metrics["agent/solver/reward_mean"]) == (1.0, 0.5)
-
-
-def test_advantages_are_measured_by_agent() -> None:
-    samples = [
-        replace(s, advantages=(a,) * s.tokens)
-        for s, a in zip(to_samples([group()]), (3.0, 2.0, -1.0), strict=True)
-    ]
-    assert credit_metrics(samples) == {
-        "agent/solver/advantage_second_moment": 5.0,
-        "agent/solver/advantage_abs_max": 3.0,
-        "agent/solver/advantage_share": 1.0,
-        "agent/verifier/advantage_second_moment": 4.0,
-        "agent/verifier/advantage_abs_max": 2.0,
-        "agent/verifier/advantage_share": 1.0,
-    }
-    flat = credit_metrics([replace(samples[0], advantages=None), samples[2]])
-    assert (flat["agent/solver/advantage_abs_max"], flat["agent/solver/advantage_share"]) == (
-        1.0,
-        0.5,
-    )

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_mas.training.metrics import losses, rollout_metrics
+from mcore_mas.training.metrics import describe_lost_trajectories, rollout_metrics
 from rollout.base.errors import EngineError, EnvError
 from rollout.base.task_group import LEFT, PATIENCE_S, Watchdog, cancel_tasks
 from rollout.records.trajectory import Status
@@ -218,7 +218,7 @@ def test_a_reply_that_the_engine_gave_up_is_a_failure_and_no_malformed_turn():
         "EngineError: the engine gave the reply up after 1 tokens",
     )
     assert rollout_metrics(groups)["agent/a/valid_ratio"] == 1.0
-    assert losses(groups) == (
+    assert describe_lost_trajectories(groups) == (
         "1 of 3 trajectories are lost (1 failed); the first, 3/1/0: "
         "EngineError: the engine gave the reply up after 1 tokens"
     )

@@ -14,11 +14,9 @@ from hypothesis import example, given, settings, strategies
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError
-from mcore_mas.credit.samples import Sample
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.stop_signal import Stopped
 from mcore_mas.training.loop import train_steps
-from mcore_mas.training.metrics import staleness_metrics
 from rollout.records.files import read_trajectories
 from tests.support.simulated import Log, SimulatedEngine, engines_of, handed_over, simulated_run
 from tests.support.virtual_time import run_virtually
@@ -299,34 +297,3 @@ def test_what_shares_memory_with_its_trainer_is_not_collected_ahead():
     settings = ["experiment=demo_math", "+trainer.staleness=1", "+policies.solver.offload=true"]
     with pytest.raises(ConfigError, match=r"policy 'solver': offload gives .* choose one of them"):
         resolve(settings)
-
-
-def test_staleness_in_numbers():
-    def sample(age):
-        return Sample(
-            policy="p",
-            agent="a",
-            task="t",
-            trajectory="x",
-            turn=0,
-            prompt_ids=(1,),
-            completion_ids=(2,),
-            age=age,
-        )
-
-    found = staleness_metrics([sample(0), sample(2), sample(2), replace(sample(1), policy="q")])
-    assert found == {
-        "staleness/mean": 1.25,
-        "staleness/max": 2.0,
-        "staleness/turns_0": 1.0,
-        "staleness/turns_1": 1.0,
-        "staleness/turns_2": 2.0,
-        "policy/p/staleness/mean": 4 / 3,
-        "policy/p/staleness/max": 2.0,
-        "policy/p/staleness/turns_0": 1.0,
-        "policy/p/staleness/turns_2": 2.0,
-        "policy/q/staleness/mean": 1.0,
-        "policy/q/staleness/max": 1.0,
-        "policy/q/staleness/turns_1": 1.0,
-    }
-    assert staleness_metrics([]) == {}

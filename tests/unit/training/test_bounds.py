@@ -1,9 +1,8 @@
-"""Bounds of a policy on how far behind it may be, and of a step on how long it may take; what is said of both."""
+"""Bounds of a policy on how far behind it may be, and of a step on how long it may take."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 from dataclasses import replace
@@ -14,11 +13,9 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.runtime.stop_signal import Stopped
 from mcore_mas.training.loop import train_steps
-from mcore_mas.training.metrics import losses, success
 from rollout.base.task_group import PATIENCE_S
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Status
-from tests.support.played import failed, group, trajectory, turn
 from tests.support.simulated import (
     Log,
     SimulatedEngine,
@@ -228,24 +225,6 @@ def test_what_is_lost_is_said_in_a_line_of_its_step(tmp_path):
     [line] = said
     assert line.startswith("step 0: 1 of 4 trajectories are lost (1 late); the first, 0/")
     assert line.endswith("LateCall: solver (turn 0): nothing came within 100 s")
-
-
-def test_losses_in_words():
-    whole = trajectory(turn(0))
-    full = trajectory(
-        turn(0), outcome=None, status=Status.ABORTED, error="its group was full", metrics={"x": 1.0}
-    )
-    late = trajectory(
-        outcome=None, status=Status.ABORTED, error="too late", metrics={"late/batch": 1.0}
-    )
-    assert losses([group(whole, full)]) == ""
-    assert losses([group(whole, full), group(failed(), late, failed())]) == (
-        "3 of 5 trajectories are lost (2 failed, 1 aborted); the first, 0/t/0: EngineError"
-    )
-
-
-def test_of_nothing_completed_nothing_is_known():
-    assert all(map(math.isnan, success([group(failed())])))
 
 
 def test_a_signal_is_not_held_up_by_what_ignores_its_cancellation(tmp_path):
