@@ -1,14 +1,14 @@
 """Reward allocators: assign a reward to every turn of a group of trajectories.
 
-shared_outcome    every turn of every agent gets the outcome (Dr.MAS) shares            agents get
-shares of the outcome, in full or divided (UnityMAS-O, graphs) discounts         the outcome is
-weighted or discounted by position, thresholded or clipped (PettingLLMs) majority          1 for the
-most frequent answer of the group, without a reference answer (test-time RL; MARTI) turn_difference
-the change of a measure of the answer in each round (UnityMAS-O, search and code) shaping
-the score of a turn relative to earlier scores (MARTI) local_team        the score of the turn plus
-the team's reward (Stronger-MAS); also for trees tree_shaping      the score of a branch relative to
-its parent and siblings (MARTI's MARS2); trees only coach             a coach's score of the turn
-(MAPPA); also for trees
+shared_outcome    every turn of every agent gets the outcome (Dr.MAS)
+shares            agents get shares of the outcome, in full or divided (UnityMAS-O, graphs)
+discounts         the outcome is weighted or discounted by position (PettingLLMs)
+majority          1 for the most frequent answer of the group (test-time RL; MARTI)
+turn_difference   the change of a measure of the answer in each round (UnityMAS-O)
+shaping           the score of a turn relative to earlier scores (MARTI)
+local_team        the score of the turn plus the team's reward (Stronger-MAS); also for trees
+tree_shaping      the score of a branch relative to its parent and siblings (MARTI's MARS2)
+coach             a coach's score of the turn (MAPPA); also for trees
 
 `judge_undecided` runs before the allocator: it counts undecidable answers as wrong if an agent
 gives many of them. `penalties` run after it. An allocator checks its options first, gives every
