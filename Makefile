@@ -94,7 +94,6 @@ kills: $(STAMP) ## kill a pipeline at every boundary between two writes, or at a
 
 chaos: kills ## kill, stop, starve and deceive runs, at every write boundary and at random; writes docs/reliability.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.slope
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.deaths
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.chaos --out results/chaos.json
 	status=0; OMP_NUM_THREADS=1 $(BIN)/python -m pytest --junitxml results/chaos.xml $$($(BIN)/python -m tests.faults.page --list) || status=$$?; \
 	$(BIN)/python -m tests.faults.page results/chaos.xml results/chaos.json; \

@@ -11,6 +11,9 @@ from typing import Any
 
 REMOVED_KEYS: Mapping[str, str] = {
     "agents.*.tools.search.filters": "a search covers all passages; leave it out",
+    "collection.journal": (
+        "finished trajectories are always kept; those under way are sampled again after a restart"
+    ),
     "retriever.backend": "FAISS searches on retriever.device; leave it out",
     "retriever.balance": "the servers in retriever.urls take turns; leave it out",
     "retriever.members": "list the servers in retriever.urls",

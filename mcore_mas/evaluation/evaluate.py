@@ -45,7 +45,7 @@ from rollout.config.data import prepared_tasks
 from rollout.config.sections import build_team
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import CollectOptions, Collector
-from rollout.teams.journal import Quarantined
+from rollout.teams.quarantine import Quarantined
 
 _EVALUATION, _CHAT = -2, -3  # the step in the seeds of trajectories of an evaluation, and of a chat
 

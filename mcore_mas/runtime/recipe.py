@@ -142,8 +142,8 @@ def _module(name: str) -> Path | None:
     return None
 
 
-def lineage_of(identity: Identity) -> str:
-    """The lineage of the weights that a run starts from: a digest of its identity."""
+def identity_digest(identity: Identity) -> str:
+    """Return a digest of a run's identity, of 16 hexadecimal digits."""
     return hashlib.sha256(
         json.dumps(asdict(replace(identity, may_change=False))).encode()
     ).hexdigest()[:16]

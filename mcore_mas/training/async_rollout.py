@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import takewhile
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -20,18 +19,17 @@ from mcore_mas.equations.advantages import REQUIRED_COLUMN
 from mcore_mas.evaluation.measure import Scoreboard, measure
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import until_room
+from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.metrics import StepMetrics
-from rollout.base.ownership import check_owner
 from rollout.base.task_group import Wait, Watchdog, together
 from rollout.config.sections import build_allocator
 from rollout.engines.remote.caller import RemoteClient
 from rollout.environments.protocol import Env
-from rollout.records.files import write_trajectories
+from rollout.records.collection_log import CollectionLog
 from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn, derive_seed
 from rollout.rewards.allocation import judge_undecided
 from rollout.rewards.coach import Coach
 from rollout.teams.collect import CollectOptions, Collector
-from rollout.teams.journal import CollectionJournal, Lineage
 from rollout.teams.team import Team
 
 _VALIDATION = -1  # the step in the seeds of validation trajectories: the same draws every time
@@ -58,12 +56,10 @@ class AsyncRollouts:
     make_env: Callable[[Task], Env]
     schedule: Schedule
     validation: tuple[Task, ...]
-    folder: Path  # of what was collected, a file per step
+    collected: CollectedSteps  # files of the steps collected so far
     remotes: Mapping[str, RemoteClient] = field(default_factory=dict)  # by policy without a model
     coach: Coach | None = None  # who scores turns before rewards are allocated
     watchdog: Watchdog | None = None  # sees everything that is played
-    lineage: Lineage = field(default_factory=dict)  # of the weights so far, with that of the first
-    _journals: dict[int, CollectionJournal] = field(default_factory=dict, init=False)  # by step
     under_way: dict[int, asyncio.Task[RolloutBatch]] = field(
         default_factory=dict, init=False
     )  # collections, by step
@@ -76,14 +72,10 @@ class AsyncRollouts:
         """
         steps = range(step, self.config.trainer.steps)
         for later in takewhile(lambda later: self.config.may_collect(later, step), steps):
-            # what was played by newer weights before a death goes on when they are there again
-            if later not in self.under_way and (
-                later == step or self._journal(later).newest <= step
-            ):
+            if later not in self.under_way:
                 self.under_way[later] = asyncio.create_task(self.collect_batch(later))
         batch = await self.under_way[step]
         del self.under_way[step]
-        self.lineage[step + 1] = self._journals.pop(step).lineage_after(self.lineage.get(step, ""))
         return batch
 
     async def validate(self) -> Scoreboard:
@@ -97,13 +89,6 @@ class AsyncRollouts:
         in_flight = config.trajectories_in_flight(len(config.models) * config.engine.servers)
         await measure(board, collector, in_flight=in_flight, retries=config.evaluation.retries)
         return board
-
-    def prune(self, before: int) -> None:
-        """Remove what was collected for steps before this one."""
-        for file in self.folder.glob("step_*.parquet"):
-            if int(file.stem.removeprefix("step_")) < before:
-                check_owner(file)
-                file.unlink(missing_ok=True)
 
     def metrics(self) -> StepMetrics:
         """What coach and remote models have said and spent."""
@@ -125,35 +110,48 @@ class AsyncRollouts:
         groups: list[Group] = []
         samples: list[Sample] = []
         tasks: list[str] = []
-        batches = 0
+        number = 0
         began = asyncio.get_running_loop().time()
-        file, journal = self.folder / f"step_{step:06d}.parquet", self._journal(step)
-        whole, complete, before = journal.batches(file)
-        for batch in self._batches(step, began):
-            batches += 1
-            if batches <= whole:
-                played = [Group(task=task, trajectories=tuple(before[task.id])) for task in batch]
+        resumed = self.collected.read(step)
+        log = self.collected.log(step)
+        batches = self._batches(step, began)
+        batch: list[Task] | None = next(batches)
+        while batch is not None:
+            number += 1
+            if number <= resumed.count:
+                collected = resumed.groups(batch)
             else:
-                played = await self._rewarded(step, batch, began)
-            groups += played
-            every = [t for group in groups for t in group.trajectories]
-            if batches > whole:  # in a thread: of a large step it takes seconds, and others play on
-                await until_room(partial(asyncio.to_thread, write_trajectories, file, every), file)
-            self._check_progress(step, every)
-            fresh = to_samples(played)
-            samples += keep(fresh, wanted) if wanted else fresh
+                collected = await self._rewarded(step, batch, began, log)
+            groups += collected
+            trajectories = [t for group in groups for t in group.trajectories]
+            problem = self._problem(step, trajectories)
+            if problem:  # the file is for whoever looks into it; a restart does not go on from it
+                await self._write(step, trajectories, batches=number - 1, complete=False)
+                raise TrainingError(problem)
+
+            collected_samples = to_samples(collected)
+            samples += keep(collected_samples, wanted) if wanted else collected_samples
             tasks = list(dict.fromkeys(sample.task for sample in samples))
-            if len(tasks) >= per_step or (complete and batches == whole):
-                break
-            if batches > whole:
-                journal.close(file, batches, groups)
-        journal.close(file, batches, groups, complete=True)
+            last = len(tasks) >= per_step or (resumed.complete and number == resumed.count)
+            batch = None if last else next(batches, None)
+            if number > resumed.count or (batch is None and not resumed.complete):
+                await self._write(step, trajectories, batches=number, complete=batch is None)
+        log.remove()
         trained = set(tasks[:per_step])
         return RolloutBatch(
             groups=tuple(groups),
             samples=tuple(s for s in samples if s.task in trained),
-            batches=batches,
+            batches=number,
         )
+
+    async def _write(
+        self, step: int, trajectories: Sequence[Trajectory], *, batches: int, complete: bool
+    ) -> None:
+        """Write a step's file in a thread: for a large step it takes seconds, and other trajectories go on."""
+        write = partial(
+            self.collected.write, step, trajectories, batches=batches, complete=complete
+        )
+        await until_room(partial(asyncio.to_thread, write), self.collected.path(step))
 
     def _batches(self, step: int, began: float) -> Iterator[list[Task]]:
         """The step's tasks, and with a filter further ones for as long as its deadline leaves time."""
@@ -164,22 +162,24 @@ class AsyncRollouts:
             if more and asyncio.get_running_loop().time() < began + batch_s:
                 yield more
 
-    async def _rewarded(self, step: int, tasks: Sequence[Task], began: float) -> list[Group]:
+    async def _rewarded(
+        self, step: int, tasks: Sequence[Task], began: float, log: CollectionLog
+    ) -> list[Group]:
         """Some tasks, played and with a reward for every turn; with their greedy trajectory where that is compared."""
         config, trainer, size = self.config, self.config.trainer, self.config.trainer.group_size
         surplus = math.ceil(
             size * (trainer.oversample - 1.0) - 1e-9
         )  # of 10 at 1.1 one, whatever binary fractions say
-        collections = [
-            self._play(tasks, step, size, began=began, tree=trainer.branching, surplus=surplus)
-        ]
+        collector = self._collector(
+            step, began=began, log=log, tree=trainer.branching, surplus=surplus
+        )
+        collections = [collector.collect(tasks, size)]
         if any(
             REQUIRED_COLUMN.get(config.advantage_of(agent).name) == "greedy"
             for agent in config.agents
         ):
-            collections.append(
-                self._play(tasks, step, 1, began=began, sampling={"temperature": 0.0})
-            )
+            baseline = self._collector(step, began=began, log=log, sampling={"temperature": 0.0})
+            collections.append(baseline.collect(tasks, 1))
         groups, *greedy = await together(collections)
         if greedy:  # of the same group, so that it is rewarded as the others are
             groups = [
@@ -196,30 +196,21 @@ class AsyncRollouts:
             ):
                 groups = await self.coach.score(groups)
         allocate = build_allocator(config.reward, config.agents)
-        groups = [allocate(group) for group in groups]
+        try:
+            groups = [allocate(group) for group in groups]
+        except SystemExit as error:  # asyncio would end the event loop without a word
+            raise TrainingError(
+                f"step {step}: the reward called sys.exit({error.code!r})"
+            ) from error
         return list(map(_beside, groups)) if greedy else groups
 
-    async def _play(
-        self, tasks: Sequence[Task], step: int, group_size: int, **options: Any
-    ) -> list[Group]:
-        """Some tasks, played by this team; `options` are those of `CollectOptions` beside the run's own."""
-        journal = None
-        if self.config.collection.journal:
-            journal = self._journal(step).part(" ".join(options.get("sampling", ())))
-        return await self._collector(step, journal=journal, **options).collect(tasks, group_size)
-
-    def _journal(self, step: int) -> CollectionJournal:
-        if step not in self._journals:
-            path = self.folder.with_name("journal") / f"step_{step:06d}.jsonl"
-            self._journals[step] = CollectionJournal(path, self.lineage)
-        return self._journals[step]
-
     def _collector(self, step: int, **options: Any) -> Collector:
-        config, quarantine = self.config, self.folder.with_name("quarantine")
+        """Return a collector for a step; `options` are those of `CollectOptions` beside the run's own."""
+        config = self.config
         options |= {
             "limits": config.collection,
             "watchdog": self.watchdog,
-            "quarantine": quarantine,
+            "quarantine": self.collected.quarantine,
         }
         return Collector(
             team=self.team,
@@ -230,18 +221,19 @@ class AsyncRollouts:
             options=CollectOptions(env=config.env.name, **options),
         )
 
-    def _check_progress(self, step: int, played: Sequence[Trajectory]) -> None:
-        defects = [t for t in played if "quarantined" in t.metrics]
-        if len(defects) > self.config.collection.max_quarantined * len(played):
-            raise TrainingError(
-                f"step {step}: {len(defects)} of {len(played)} trajectories are quarantined, more than "
-                f"collection.max_quarantined allows; the first: {defects[0].error}; see to it with `mcore-mas replay` "
-                f"and a file of {self.folder.with_name('quarantine')}"
+    def _problem(self, step: int, trajectories: Sequence[Trajectory]) -> str:
+        """Return why the run cannot train on the trajectories of a step, or ""."""
+        quarantined = [t for t in trajectories if "quarantined" in t.metrics]
+        if len(quarantined) > self.config.collection.max_quarantined * len(trajectories):
+            return (
+                f"step {step}: {len(quarantined)} of {len(trajectories)} trajectories are quarantined, more than "
+                f"collection.max_quarantined allows; the first: {quarantined[0].error}; see to it with "
+                f"`mcore-mas replay` and a file of {self.collected.quarantine}"
             )
-        if all(t.status is not Status.COMPLETED for t in played):
-            raise TrainingError(
-                f"step {step}: all {len(played)} trajectories failed; the first: {played[0].error}"
-            )
+        if all(t.status is not Status.COMPLETED for t in trajectories):
+            first = trajectories[0].error
+            return f"step {step}: all {len(trajectories)} trajectories failed; the first: {first}"
+        return ""
 
 
 def _beside(group: Group) -> Group:

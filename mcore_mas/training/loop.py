@@ -86,7 +86,9 @@ async def _take(session: TrainingSession, number: int) -> None:
     if last or best or (number + 1) % trainer.checkpoint_every == 0:
         await _save(session, number + 1, metrics.get(_BEST_BY))
     if trainer.keep_trajectories is not None:  # a run that goes on reads those since its checkpoint
-        session.rollouts.prune(min(number + 1 - trainer.keep_trajectories, checkpoints.newest_step))
+        session.rollouts.collected.prune(
+            min(number + 1 - trainer.keep_trajectories, checkpoints.newest_step)
+        )
 
 
 async def _report(session: TrainingSession, number: int, metrics: StepMetrics) -> None:
@@ -144,15 +146,11 @@ def _state(
     session: TrainingSession, steps: int, unreported: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
     """What a run goes on with after `steps` steps, besides what its ranks write."""
-    # which hand-overs turns may be behind that are trained after this, and what the weights come from
+    # which hand-overs turns may be behind that are trained after this
     versions = {
         name: s.versions[-1 - session.config.staleness_of(name) :]
         for name, s in session.weight_sync.items()
     }
-    kept = {0, steps, *(version for own in versions.values() for version in own)}
-    lineage = session.rollouts.lineage
-    for version in lineage.keys() - kept:  # nothing that is trained from now on is of one
-        del lineage[version]
     for name, own in versions.items():
         session.weight_sync[name].versions[:] = own
     return {
@@ -161,7 +159,6 @@ def _state(
         },
         "unreported": unreported,
         "versions": versions,
-        "lineage": dict(lineage),
     }
 
 

@@ -1,7 +1,6 @@
 """Training of one run from its config: trainers and engines come up, steps are taken, models are written."""
 
 import asyncio
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +23,11 @@ from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import until_room
 from mcore_mas.runtime.placement import room_for
 from mcore_mas.runtime.ray_client import train_at
-from mcore_mas.runtime.recipe import identity_of, input_digests, lineage_of
+from mcore_mas.runtime.recipe import identity_digest, identity_of, input_digests
 from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.logbook import Logbook, open_logbook
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
+from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.crew import Crew
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import AfterStep, TrainingSession
@@ -35,7 +35,7 @@ from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 from rollout.base.files import atomic_folder, tree_sha256, writable, write_json
 from rollout.base.ownership import check_owner, epoch_of, owned
 from rollout.base.processes import ProcessLost, Restarts, forget_restarts
-from rollout.base.task_group import Watchdog, contain_exits
+from rollout.base.task_group import Watchdog
 from rollout.config.data import prepared_tasks
 from rollout.config.sections import build_team
 from rollout.engines.remote.caller import RemoteClient
@@ -151,7 +151,6 @@ class _Run:
         Returns:
             Content of done.json.
         """
-        contain_exits()
         self.stop.listen()
         restarts, again = Restarts("trainers", self.config.cluster.restarts), False
         async with AsyncExitStack() as stack:
@@ -195,8 +194,7 @@ class _Run:
             [found.step if found else 0],
         )
         checkpoints = _checkpoints(config)
-        versions, start = state.get("versions", {}), lineage_of(checkpoints.identity)
-        lineage = {int(version): own for version, own in state.get("lineage", {}).items()}
+        versions = state.get("versions", {})
         return TrainingSession(
             config=config,
             rollouts=AsyncRollouts(
@@ -205,10 +203,13 @@ class _Run:
                 make_env=self.make_env,
                 schedule=Schedule(self.tasks["train"], config.trainer.tasks_per_step, config.seed),
                 validation=tuple(self.tasks["validation"]),
-                folder=config.folder / "train" / "trajectories",
+                collected=CollectedSteps(
+                    config.folder / "train",
+                    recipe=identity_digest(checkpoints.identity),
+                    first_step=found.step if found else 0,
+                ),
                 remotes=self.remotes,
                 coach=self.coach,
-                lineage=lineage if lineage.get(0) == start else {0: start},
                 watchdog=Watchdog(config.collection.stall_s, log.note)
                 if config.collection.stall_s
                 else None,
@@ -361,14 +362,8 @@ def fork_run(train: Path, checkpoints: Checkpoints, found: Saved, steps: int) ->
                 _linked(str(path), str(partial / path.name))
     for name in ("mlflow.json", "wandb.id"):
         (train / name).unlink(missing_ok=True)  # a run of its own there, too
-    start, before = lineage_of(checkpoints.identity), found.state.get("lineage", {})
-    lineage = {
-        version: hashlib.sha256(f"{start} {own}".encode()).hexdigest()[:16]
-        for version, own in before.items()
-    }
-    state = {**found.state, "lineage": lineage | {"0": start}}
     line = f"forked at step {found.step}: {changed}; the run as it was is kept in {kept}"
-    return checkpoints.fork(found, state, kept.name), line
+    return checkpoints.fork(found, found.state, kept.name), line
 
 
 def _linked(source: str, target: str) -> None:

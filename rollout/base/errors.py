@@ -24,7 +24,7 @@ class Undecided(EnvError):
 class Defect(EnvError):
     """Code of an orchestra, parser, environment or tool raised what it should not; its cause is that error.
 
-    The trajectory is quarantined (see `rollout.teams.journal`) and counted as `quarantined`.
+    The trajectory is quarantined (see `rollout.teams.quarantine`) and counted as `quarantined`.
     """
 
 

@@ -1,34 +1,23 @@
-"""Task groups, deadlines and watchdogs: coroutines side by side, how long each may take, and who waits for what.
-
-And calls of a trajectory that a death does not repeat: answers of tools and verifiers are on record, and said again.
-"""
+"""Task groups, deadlines and watchdogs: coroutines side by side, how long each may take, and who waits for what."""
 
 import asyncio
-import hashlib
 import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
-    Generator,
     Hashable,
     Iterable,
     Iterator,
-    Sequence,
 )
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
-
-from pydantic import TypeAdapter
 
 from rollout.base.errors import EngineError, EnvError
 
@@ -91,48 +80,6 @@ def _drop(task: asyncio.Future[Any]) -> None:
     """Have seen its exception, of which asyncio would complain otherwise."""
     if not task.cancelled():
         task.exception()
-
-
-class Exited(RuntimeError):
-    """A task called `sys.exit`."""
-
-
-def contain_exits() -> None:
-    """Have `sys.exit` in a task that starts from now on be its error: asyncio would end the event loop of all."""
-    loop = asyncio.get_running_loop()
-    if loop.get_task_factory() is None:
-        loop.set_task_factory(
-            lambda loop, work, **settings: asyncio.Task(_Contained(work), loop=loop, **settings)
-        )
-
-
-class _Contained(
-    Coroutine[Any, Any, _T]
-):  # around `work`, a coroutine could not close what never began
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def send(self, value: Any) -> Any:
-        try:
-            return self._work.send(value)
-        except SystemExit as end:
-            raise Exited(f"sys.exit({end.code!r})") from end
-
-    def throw(self, *error: Any) -> Any:
-        try:
-            return self._work.throw(*error)
-        except SystemExit as end:
-            raise Exited(f"sys.exit({end.code!r})") from end
-
-    def close(self) -> None:
-        self._work.close()
-
-    def __await__(self) -> Generator[Any, Any, _T]:
-        found: Generator[Any, Any, _T] = self._work.__await__()
-        return found
-
-    def __getattr__(self, name: str) -> Any:  # libraries look at coroutines' frames and names
-        return getattr(self._work, name)
 
 
 _made: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, Any]] = WeakKeyDictionary()
@@ -311,58 +258,3 @@ class Watchdog:
                     f"the event loop has been blocked for {quiet:.0f} s, so that no deadline holds and nobody goes on, "
                     f"in {where}"
                 )
-
-
-class CallRecord(Protocol):
-    """Answers of before, as plain values, and what keeps those of now."""
-
-    def answer(self, key: str) -> Any:
-        """What was answered to the call of this key, None if that is not known."""
-
-    def keep_answer(self, key: str, answer: object) -> None:
-        """Keep an answer."""
-
-    def part(self, seed: int, prompt_ids: Sequence[int]) -> tuple[str, Any]:
-        """What had been sampled behind a prompt by the call with this seed, None if nothing was; where it goes on."""
-
-    def keep_part(self, place: str, part: Any) -> str:
-        """Keep what has been sampled at a place; where it goes on."""
-
-
-# of the trajectory that is played: its record, how the key of a call begins, and how often each was made
-_playing: ContextVar[tuple[CallRecord, Callable[[], str], Counter[str]] | None] = ContextVar(
-    "playing", default=None
-)
-
-
-def put_on_record(record: CallRecord | None, place: Callable[[], str]) -> None:
-    """Keep what `once` is answered from here on in this task and those it starts; `place` says where a call is made."""
-    _playing.set(None if record is None else (record, place, Counter()))
-
-
-def on_record() -> CallRecord | None:
-    """The record of the trajectory that is played."""
-    playing = _playing.get()
-    return playing and playing[0]
-
-
-async def once(kind: Any, call: Callable[[], Awaitable[_T]], *asked: object) -> _T:
-    """What `call` answers, an instance of `kind`, or what it answered to the same question before a death.
-
-    A call that was under way when the run died is made again, and so is one that raised.
-    """
-    if (playing := _playing.get()) is None:
-        return await call()
-    record, place, made = playing
-    question = f"{place()} {hashlib.blake2b(repr((kind, asked)).encode('utf-8', 'replace'), digest_size=8).hexdigest()}"
-    made[question] += 1
-    key = f"{question} {made[question]}"
-    if (before := record.answer(key)) is not None:
-        told: _T = _adapter(kind).validate_python(before)
-        return told
-    answer = await call()
-    record.keep_answer(key, answer)
-    return answer
-
-
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

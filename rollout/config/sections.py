@@ -78,7 +78,7 @@ class Choice(Section):
 
 
 TOOL_REGISTRY = Registry(
-    kind="tool", known=TOOLS, takes=(), supplied=frozenset({"env", "sandbox"}), own=False
+    kind="tool", known=TOOLS, takes=(), supplied=frozenset({"env", "sandbox", "calls"}), own=False
 )
 PENALTY_REGISTRY = Registry(kind="penalty", known=PENALTIES, takes=("turn",))
 Chosen = dict[str, dict[str, Any]]  # options by name
@@ -327,9 +327,6 @@ class CollectionConfig(Deadlines):
     max_undecided: float = Field(0.05, ge=0, le=1)
     # share of a step's trajectories that an error in the code of team, environment or tool may take; more end the run
     max_quarantined: float = Field(0.25, ge=0, le=1)
-    journal: bool = (
-        True  # write replies and trajectories down as they come: a death then loses next to none
-    )
 
     @model_validator(mode="after")
     def _nested(self) -> CollectionConfig:

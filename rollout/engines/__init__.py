@@ -22,11 +22,10 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 from rollout.base.errors import EngineError, PromptTooLong
 from rollout.base.http import Url, check_private
 from rollout.base.options import Section, check_call, check_methods, imported, lookup
-from rollout.base.task_group import CallRecord, LateCall, on_record, within
-from rollout.engines.growing import KEPT, GrowingReply
+from rollout.base.task_group import LateCall, within
 from rollout.engines.protocol import Engine as Engine
-from rollout.engines.protocol import Hear as Hear
 from rollout.engines.protocol import Tag as Tag
+from rollout.engines.protocol import TokenCallback as TokenCallback
 from rollout.engines.protocol import TrainedEngine as TrainedEngine
 from rollout.engines.sglang.arguments import argument_problem, graph_problem
 from rollout.models.chat_template import CUTS, Renderer, WordStream
@@ -71,16 +70,12 @@ _LEAST_TOKENS_PER_S = (
 class StreamingEngine(Protocol):
     """An engine that can tell tokens as they are sampled."""
 
-    resumes: bool = (
-        False  # goes on with a reply (`Sampling.first`), and tells of one at next to no cost
-    )
-
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion (see `Engine`)."""
         return await self.stream(prompt_ids, sampling, None)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
     ) -> Completion:
         """As `generate`, telling `hear` of the tokens before the completion is whole."""
         raise NotImplementedError
@@ -237,6 +232,7 @@ def problem_of(
     return ""
 
 
+_STOP_CHECK_TOKENS = 16  # sampled tokens between two checks of a reply for the stops of its chat
 _OFF_LOOP_CHARS = 4_000  # of a chat's messages and tools, from which on another thread renders them
 _TOOL_CHARS = 500  # that a tool counts as, whose schema nobody has written down yet
 _renderings = ThreadPoolExecutor(
@@ -251,7 +247,7 @@ class ChatState:
     id: str  # in its trajectory
     tools: tuple[ToolSchema, ...] = ()  # the same in every turn
     before: Turn | None = None  # its latest turn
-    # told the text of the reply so far, with calls of tools and thoughts as they are; whether to go on (see `Hear`)
+    # gets the text of the reply so far, with tool calls and thoughts; returns whether to go on
     hear: Callable[[str, ToolFormat], bool] | None = None
     stops: tuple[str, ...] = ()  # texts that end the reply, outside of its thoughts and calls
 
@@ -333,32 +329,27 @@ class EngineClient:
         """
         heard: list[int] = []
         given_up = False
-        engine: Any = (
-            self.engine if hasattr(self.engine, "resumes") else None
-        )  # where it is a `StreamingEngine`
         tell, stops = (chat.hear, chat.stops) if chat else (None, ())
-        record = on_record() if engine and engine.resumes else None
         words = None
         if chat and (tell or stops):
             words = WordStream(self.renderer, prompt_ids, calls=bool(chat.tools), stops=stops)
 
-        def hear(place: int, ids: Sequence[int]) -> bool:
+        def hear(position: int, token_ids: Sequence[int]) -> bool:
             nonlocal given_up
             assert words
-            heard[place:] = ids
-            text = words.add(place, ids)
+            heard[position:] = token_ids
+            text = words.add(position, token_ids)
             given_up = tell is not None and not tell(text, self.renderer.tool_format)
             return not given_up and not words.end
 
         async with self.slots:
-            if engine and (words or record):
-                growing = GrowingReply(
-                    prompt_ids, sampling, record, hear if words else None, 1 if tell else KEPT
-                )
-                asked = growing.sampled(engine.stream)
+            engine: Any = self.engine
+            if words and hasattr(engine, "stream"):  # a `StreamingEngine`
+                every = 1 if tell else _STOP_CHECK_TOKENS
+                reply = engine.stream(prompt_ids, sampling, TokenCallback(hear, every))
             else:
-                asked = self.engine.generate(prompt_ids, sampling)
-            completion = await within(self.deadline_s, asked, LateCall)
+                reply = engine.generate(prompt_ids, sampling)
+            completion: Completion = await within(self.deadline_s, reply, LateCall)
         if words and stops:
             known = (
                 len(heard) if completion.token_ids[: len(heard)] == tuple(heard) else 0
@@ -390,50 +381,12 @@ class EngineClient:
         return ids, root
 
 
-Heard = dict[
-    int, tuple[tuple[Message, ...], PolicyReply]
-]  # by the call's seed: what was asked and what was said
-
-
-class Record(CallRecord, Protocol):
-    """Replies of before, and what keeps those of now."""
-
-    def reply(self, seed: int, messages: Sequence[Message]) -> PolicyReply | None:
-        """What was said to `messages` by the call with this seed, None if that is not known."""
-
-    def keep_reply(self, seed: int, messages: Sequence[Message], reply: PolicyReply) -> None:
-        """Keep a reply."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """A policy whose replies are kept until the trajectory has ended, and which says again what is on record."""
-
-    policy: PolicyClient
-    heard: Heard
-    record: Record | None = None
-
-    async def say(
-        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
-    ) -> PolicyReply:
-        """As the policy (see `PolicyClient`)."""
-        reply = self.record.reply(sampling.seed, messages) if self.record else None
-        if reply is None:
-            reply = await self.policy.say(messages, sampling, chat)
-            if self.record:
-                self.record.keep_reply(sampling.seed, messages, reply)
-        elif chat is not None and chat.hear is not None:
-            chat.hear(reply.text if reply.raw is None else reply.raw, reply.tool_format)
-        self.heard[sampling.seed] = tuple(messages), reply
-        return reply
-
-
 async def prompt_tokens(policy: PolicyClient, messages: Sequence[Message], chat: ChatState) -> int:
     """How many tokens the prompt has by which a chat goes on; EngineError if nobody here knows the model's tokens."""
-    own = policy.policy if isinstance(policy, Listener) else policy
-    if not isinstance(own, EngineClient):
+    if not isinstance(policy, EngineClient):
         raise EngineError("its model is behind an API, and nobody here knows its tokens")
-    return len((await own._chat_prompt(messages, chat, None))[0])
+    prompt_ids, _ = await policy._chat_prompt(messages, chat, None)
+    return len(prompt_ids)
 
 
 def render_within(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.base.options import imported
-from rollout.engines import ENGINES, Hear, StreamingEngine, Tag, TrainedEngine
+from rollout.engines import ENGINES, StreamingEngine, Tag, TokenCallback, TrainedEngine
 from rollout.models.fused_weights import AdapterShape
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import SyncRoute, WeightUpdate
@@ -16,7 +16,7 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
 
     def __init__(self, host: Any, number: int) -> None:
         """Of the host's adapter `number`, counted from 1; it adds nothing before its first weights come."""
-        self.host, self._number, self.resumes = host, number, host.resumes
+        self.host, self._number = host, number
         self.version, self.pause_s = 0, 0.0
 
     @property
@@ -24,7 +24,7 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
         return int(self.host.starts)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
     ) -> Completion:
         completion: Completion = await self.host.stream(prompt_ids, sampling, hear, self._number)
         return completion

@@ -6,6 +6,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollout.records.trajectory import Completion, Sampling
@@ -36,10 +37,20 @@ class Engine(Protocol):
         """
 
 
-# Told of a further part of a reply and the place of its first token, which is 0 again where an engine had to begin
-# anew; whether to go on. Where it says no, the reply ends with what there is, and finish reason `abort`. An attribute
-# `every` says how many tokens are worth telling.
-Hear = Callable[[int, Completion], bool]
+@dataclass(frozen=True, slots=True)
+class TokenCallback:
+    """Callback for the tokens of a reply while it is sampled.
+
+    The engine passes the position of the first new token and the new tokens. The position is 0 again if the engine had
+    to sample the reply from the start. If the callback returns False, the engine ends the reply with the tokens so far
+    and the finish reason `abort`.
+    """
+
+    call: Callable[[int, Sequence[int]], bool]
+    every: int = 1  # new tokens that the engine collects before it calls again
+
+    def __call__(self, position: int, token_ids: Sequence[int]) -> bool:
+        return self.call(position, token_ids)
 
 
 class TrainedEngine(Engine, Protocol):

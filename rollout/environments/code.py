@@ -6,13 +6,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from rollout.base.errors import EnvError
-from rollout.base.task_group import once
 from rollout.environments.protocol import Case, Step, ToolCall, last_tag
 from rollout.environments.running import SandboxedEnv
 from rollout.records.trajectory import Task
@@ -169,10 +167,9 @@ class CodeEnv(SandboxedEnv):
         )
 
     async def _judge(self, program: str, tests: Sequence[Test]) -> list[RunResult]:
-        judged = partial(
-            judge_all, self.runner, program, tests, compare=self.compare, limits=self.limits
+        return await judge_all(
+            self.runner, program, tests, compare=self.compare, limits=self.limits
         )
-        return await once(list[RunResult], judged, program, tests)
 
     async def _try(self, program: str, tests: Sequence[Test], nothing: str) -> Step:
         judged = await self._judge(program, tests)

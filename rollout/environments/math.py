@@ -6,12 +6,10 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from rollout.base.errors import EnvError, Undecided
 from rollout.base.files import read_yaml
-from rollout.base.task_group import once
 from rollout.environments.math_equality import AnswerComparison, Comparer, ComparerError, is_refused
 from rollout.environments.protocol import Step
 from rollout.environments.running import CalculatingEnv
@@ -106,12 +104,11 @@ _AT_ONCE_CHARS = 200  # of an answer that is compared as text on the event loop
 
 
 async def _compare_any(given: str, truths: Sequence[str]) -> AnswerComparison:
-    """How an answer compares with the nearest truth: at once where texts say it, else in a thread and on record."""
+    """How an answer compares with the nearest truth: at once where texts say it, else in a thread."""
     with suppress(_NotAsText):
         if len(given) <= _AT_ONCE_CHARS:
             return _nearest(given, truths, _as_text)
-    compare = partial(asyncio.to_thread, _nearest, given, truths, _as_mathematics)
-    return await once(AnswerComparison, compare, given, truths)
+    return await asyncio.to_thread(_nearest, given, truths, _as_mathematics)
 
 
 def _nearest(

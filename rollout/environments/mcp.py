@@ -15,11 +15,12 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.base.files import read_yaml
-from rollout.base.task_group import cancel_tasks, once, settle
+from rollout.base.task_group import cancel_tasks, settle
 from rollout.environments.protocol import AgentMistake, Step, ToolCall, last_tag
 from rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
 from rollout.environments.tools import Tool, ToolFailed, chosen_tool
 from rollout.models.tool_calls import ToolSchema
+from rollout.records.call_record import CallRecord
 from rollout.records.trajectory import Task
 
 _FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["call"]
@@ -37,18 +38,22 @@ class McpServer:
         None  # besides the search path and home, which are all that it inherits
     )
     cwd: str | None = None
-    outside: bool = False  # calls change what outlives it: a death does not repeat them
+    outside: bool = False  # its calls act outside the run, so that a restart must not repeat them
 
 
 @asynccontextmanager
 async def mcp_tools(
-    *, servers: Mapping[str, McpServer], start_s: PositiveFloat = 30.0
+    *,
+    servers: Mapping[str, McpServer],
+    start_s: PositiveFloat = 30.0,
+    calls: CallRecord | None = None,
 ) -> AsyncIterator[list[Tool]]:
     """The tools of MCP servers, which each trajectory starts for itself.
 
     Args:
         servers: by name, what starts each.
         start_s: of all servers' start, in seconds.
+        calls: record of the calls of servers that act outside the run.
 
     Raises:
         EnvError: the library is missing, a server does not start, or two have a tool of one name.
@@ -58,7 +63,7 @@ async def mcp_tools(
         lambda _: None if ready.cancelled() else ready.exception()
     )  # perhaps nobody waits
     over = asyncio.Event()
-    alive = asyncio.create_task(_live(servers, ready, over))
+    alive = asyncio.create_task(_live(servers, calls or CallRecord(), ready, over))
     try:
         done, _ = await asyncio.wait({ready}, timeout=start_s)
         if not done:
@@ -72,14 +77,17 @@ async def mcp_tools(
 
 
 async def _live(
-    servers: Mapping[str, McpServer], ready: asyncio.Future[list[Tool]], over: asyncio.Event
+    servers: Mapping[str, McpServer],
+    calls: CallRecord,
+    ready: asyncio.Future[list[Tool]],
+    over: asyncio.Event,
 ) -> None:
     """Hold the servers: what opens their connections must be the task that closes them."""
     tools: dict[str, Tool] = {}
     try:
         async with AsyncExitStack() as stack:
             for server, settings in servers.items():
-                for tool in await _started(stack, server, settings):
+                for tool in await _started(stack, server, settings, calls):
                     if tool.schema.name in tools:
                         raise EnvError(
                             f"two MCP servers have a tool '{tool.schema.name}'; name one of them"
@@ -93,7 +101,9 @@ async def _live(
         settle(ready, _failure("MCP servers", grouped))
 
 
-async def _started(stack: AsyncExitStack, server: str, settings: McpServer) -> list[Tool]:
+async def _started(
+    stack: AsyncExitStack, server: str, settings: McpServer, calls: CallRecord
+) -> list[Tool]:
     """The tools of a server that is started, and lives as long as the stack is open."""
     try:
         from mcp import ClientSession
@@ -111,10 +121,11 @@ async def _started(stack: AsyncExitStack, server: str, settings: McpServer) -> l
         listed = (await session.list_tools()).tools
     except Exception as error:
         raise _failure(f"MCP server '{server}'", error) from error
-    return [_tool(session, about, settings.outside) for about in listed]
+    record = calls if settings.outside else None
+    return [_tool(session, about, record) for about in listed]
 
 
-def _tool(session: Any, about: Any, outside: bool) -> Tool:
+def _tool(session: Any, about: Any, record: CallRecord | None) -> Tool:
     """A tool as its server tells of it; what it says was a failure is one, and that the server broke an EnvError."""
     name = about.name
 
@@ -129,8 +140,11 @@ def _tool(session: Any, about: Any, outside: bool) -> Tool:
         return text, bool(result.is_error)
 
     async def run(**arguments: Any) -> str:
-        call = partial(answer, arguments)
-        text, failed = await (once(tuple[str, bool], call, name, arguments) if outside else call())
+        if record is None:
+            text, failed = await answer(arguments)
+        else:
+            call = partial(answer, arguments)
+            text, failed = await record.once(tuple[str, bool], call, name, arguments)
         if failed:
             raise ToolFailed(text)
         return text
@@ -171,9 +185,9 @@ class McpEnv:
     _counts: Counter[str] = field(default_factory=Counter, init=False)  # of _COUNTED
     _steps: int = field(default=0, init=False)
 
-    async def open(self, task: Task) -> None:
+    async def open(self, task: Task, calls: CallRecord | None = None) -> None:
         tools = await self._opened.enter_async_context(
-            mcp_tools(servers=self.servers, start_s=self.start_s)
+            mcp_tools(servers=self.servers, start_s=self.start_s, calls=calls)
         )
         self._tools = {tool.schema.name: tool for tool in tools}
 

@@ -60,7 +60,7 @@ class Living(Protocol):
     """What an environment has besides that holds something of the machine: a process, a session, a connection."""
 
     async def open(self, task: Task) -> None:
-        """Take hold of it, before `reset`."""
+        """Take hold of it, before `reset`. A parameter `calls` gets the trajectory's `CallRecord`."""
 
     async def close(self) -> None:
         """Let go of it, however the trajectory ended; also when `open` failed or was never called."""

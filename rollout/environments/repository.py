@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
@@ -15,7 +14,7 @@ from pydantic import PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.base.files import read_yaml
-from rollout.base.task_group import once, together
+from rollout.base.task_group import together
 from rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from rollout.environments.protocol import Step, ToolCall
 from rollout.environments.running import SandboxedEnv
@@ -157,9 +156,7 @@ class RepositoryEnv(SandboxedEnv):
         passed: dict[str, bool] = {}
         try:
             files = apply_patch(instance.sources, parse_patch(action))
-            passed = await once(
-                dict[str, bool], partial(self._test, instance, files), sorted(files.items())
-            )
+            passed = await self._test(instance, files)
             observation, applied = "The patch applies.", True
         except BadPatch as error:
             self._malformed += 1

@@ -2,16 +2,15 @@
 
 import atexit
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Literal
 
 from pydantic import PositiveInt
 
 from rollout.base.http import Url
-from rollout.base.task_group import once
 from rollout.environments.protocol import ToolCall
 from rollout.records.trajectory import Task
-from rollout.sandbox import RunLimits, Runner, RunResult, Sandbox, SandboxFusion, Verdict
+from rollout.sandbox import RunLimits, Runner, Sandbox, SandboxFusion, Verdict
 from rollout.sandbox.records import render_result
 
 Tier = Literal["auto", "namespaces", "landlock", "unisolated"]  # of this machine's sandbox
@@ -57,9 +56,7 @@ class CalculatingEnv(SandboxedEnv):
     """One whose agents may run programs on the way (see `PlayedEnv`)."""
 
     async def run(self, program: str) -> ToolCall:
-        result = await once(
-            RunResult, partial(self.runner.run, program, limits=self.limits), program
-        )
+        result = await self.runner.run(program, limits=self.limits)
         failed = result.verdict is not Verdict.OK
         shown = (
             result if failed else replace(result, stderr="")

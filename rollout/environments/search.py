@@ -12,7 +12,6 @@ from pydantic import PositiveInt
 
 from retrieval.client import BadRequest, NoRetriever, Passage, RetrievalError
 from rollout.base.errors import EnvError, Unusable
-from rollout.base.task_group import once
 from rollout.environments.protocol import Step, ToolCall, last_tag
 from rollout.records.trajectory import Task
 
@@ -157,16 +156,8 @@ class SearchEnv:
     ) -> list[str] | None:
         """What the retriever finds, as it is shown; None where no retriever would take the question."""
 
-        async def shown() -> list[str]:
-            form = PASSAGE_STYLES[self.style].format
-            found = enumerate(await find(*asked), start=1)
-            return [
-                form(rank=rank, id=getattr(hit, "id", ""), title=hit.title, text=hit.text)
-                for rank, hit in found
-            ]
-
         try:
-            return await once(list[str], shown, find.__name__, *asked)
+            passages = await find(*asked)
         except BadRequest:
             return None
         except NoRetriever as failure:
@@ -175,6 +166,11 @@ class SearchEnv:
             ) from failure
         except RetrievalError as failure:
             raise EnvError(f"the retriever failed: {failure}") from failure
+        form = PASSAGE_STYLES[self.style].format
+        return [
+            form(rank=rank, id=getattr(passage, "id", ""), title=passage.title, text=passage.text)
+            for rank, passage in enumerate(passages, start=1)
+        ]
 
     async def preview(self, action: str) -> Step:
         return await copy(self).step(action)

@@ -38,12 +38,13 @@ class Tool:
     parallel: bool = (
         False  # calls of one reply may be under way at once, and no call changes what another finds
     )
-    again: bool = (
-        False  # what calls do is gone with the trajectory, such as variables: a death repeats them
-    )
+    # When a trajectory is played again after a restart, its calls are made again, because their
+    # effects are gone with the process, such as variables of a session. Without this, a call that
+    # was answered before the restart gets its recorded result.
+    again: bool = False
 
 
-# opens tools for one trajectory, with its environment as `env` where it takes one
+# opens tools for one trajectory; parameters `env` and `calls` get its environment and its `CallRecord`
 ToolMaker = Callable[..., AbstractAsyncContextManager[list[Tool]]]
 
 

@@ -84,6 +84,7 @@ def tasks_digest(tasks: Sequence[Task]) -> str:
 
 _DIGEST = b"mcore_mas.sha256"
 _EPOCH = b"mcore_mas.epoch"  # of who wrote it, see `owned`
+_METADATA = b"mcore_mas.metadata"
 _PATH_LIKE = re.compile(r"^[/~]|(^|/)\.\.?(/|$)|[\x00-\x1f\x7f\\]")
 
 
@@ -100,14 +101,36 @@ def _fault(row: Mapping[str, Any]) -> str:
     return ""
 
 
-def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write trajectories as parquet with every id and token, complete or not at all."""
+def write_trajectories(
+    path: Path, trajectories: Iterable[Trajectory], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write trajectories as parquet with every id and token, complete or not at all.
+
+    Args:
+        metadata: texts that `trajectory_metadata` returns.
+    """
     # what `asdict` gives, in a fifteenth of the time
     rows = (_TRAJECTORY.dump_python(trajectory, warnings=False) for trajectory in trajectories)
     tables = [TRAJECTORY_SCHEMA.empty_table()]
     while some := list(islice(rows, _TOGETHER)):
         tables.append(pa.Table.from_pylist(some, schema=TRAJECTORY_SCHEMA))
-    _write(path, pa.concat_tables(tables))
+    table = pa.concat_tables(tables)
+    if metadata:
+        table = table.replace_schema_metadata({_METADATA: json.dumps(metadata)})
+    _write(path, table)
+
+
+def trajectory_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata that `write_trajectories` wrote, after all checksums of the file have been compared.
+
+    Raises:
+        RecordError: the file is missing or damaged, or is not parquet.
+    """
+    _read_table(path, TRAJECTORY_SCHEMA)
+    metadata: dict[str, str] = json.loads(
+        (pq.read_schema(path).metadata or {}).get(_METADATA, "{}")
+    )
+    return metadata
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
@@ -202,6 +225,10 @@ def _write(path: Path, table: pa.Table) -> None:
 def _read(
     path: Path, schema: pa.Schema, columns: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
+    return _rows_of(path, _read_table(path, schema, columns), schema)
+
+
+def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
     if not path.is_file():
         raise RecordError(
             f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}"
@@ -216,7 +243,7 @@ def _read(
             table.num_rows != file.metadata.num_rows
         ):  # a page's header, which has no checksum, can hide its page
             raise ValueError(f"{table.num_rows} of {file.metadata.num_rows} rows are here")
-    return _rows_of(path, table, schema)
+    return table
 
 
 @contextmanager

@@ -143,7 +143,6 @@ class Sampling:
     top_k: int = 0  # 0 is off
     max_tokens: int = 512  # completion tokens, the stop token included
     stop: tuple[int, ...] = ()  # token ids that end a completion
-    first: int = 0  # completion tokens that the prompt ends with: a reply that goes on
     seed: int = 0  # 64-bit; equal seed, prompt and weights give equal tokens, where the engine can promise it
     session: str = field(
         default="", compare=False
@@ -169,19 +168,6 @@ class Completion:
     versions: tuple[VersionSpan, ...]
     cached_tokens: int = 0  # prompt tokens whose keys and values were reused
     routing: Routing = field(default=b"", repr=False)  # [P + C - 1, ...] of prompt and completion
-
-    def then(self, rest: Completion) -> Completion:
-        """This one, cut off, and the `rest` of it."""
-        size, versions = len(self.token_ids), list(self.versions)
-        for span in rest.versions:
-            start = (
-                versions.pop().start
-                if versions and versions[-1].version == span.version
-                else span.start + size
-            )
-            versions.append(VersionSpan(version=span.version, start=start, end=span.end + size))
-        tokens, logprobs = self.token_ids + rest.token_ids, self.logprobs + rest.logprobs
-        return replace(rest, token_ids=tokens, logprobs=logprobs, versions=tuple(versions))
 
     def ended(self, size: int, prompt: int) -> Completion:
         """Its first `size` tokens, at least one, behind a prompt of so many, as a reply that stopped there."""

@@ -8,11 +8,12 @@ from functools import partial
 from typing import Protocol
 
 from rollout.base.errors import PromptTooLong
-from rollout.base.task_group import once, together
+from rollout.base.task_group import together
 from rollout.engines import ChatState
 from rollout.environments.protocol import ToolCall
 from rollout.environments.tools import Tool, call_tool
 from rollout.models.tool_calls import ToolFormat
+from rollout.records.call_record import CallRecord
 from rollout.records.trajectory import Message, ToolUse, Turn
 from rollout.teams.roles import Agent, AgentReply, WhenFull
 
@@ -26,6 +27,7 @@ class ChatHost(Protocol):
     """What a chat needs of its trajectory's session."""
 
     run_tool: ToolRunner
+    calls: CallRecord  # of tools that must not be called again
 
     async def take_turn(
         self, agent: Agent, messages: tuple[Message, ...], chat: ChatState | None = None
@@ -238,12 +240,11 @@ class Chat:
             tool is not None and tool.noted
         ):  # a step of the environment, which is timed and written down as any
             return (await make()).result
-        kept = (
-            make
-            if tool is not None and tool.again
-            else partial(once, ToolCall, make, self.id, call)
-        )
-        return (await self._host.run_tool(call.name, kept, reply.turn)).result
+        if tool is None or not tool.again:
+            make = partial(
+                self._host.calls.once, ToolCall, make, self.id, call.name, call.arguments
+            )
+        return (await self._host.run_tool(call.name, make, reply.turn)).result
 
     async def drop_results(self) -> bool:
         """Leave out the older half of the results of tools that are still there; False where there are none."""

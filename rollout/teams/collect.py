@@ -17,15 +17,14 @@ from rollout.base.task_group import (
     Late,
     Watchdog,
     cancel_tasks,
-    contain_exits,
-    put_on_record,
     together,
 )
-from rollout.engines import Heard
 from rollout.environments.protocol import Env
+from rollout.records.call_record import CallRecord
+from rollout.records.collection_log import CollectionLog
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.teams.episode import Episode, Orchestra
-from rollout.teams.journal import Recording, write_quarantined
+from rollout.teams.quarantine import write_quarantined
 from rollout.teams.team import Team
 from rollout.teams.tree import Branching, Tree
 
@@ -57,8 +56,8 @@ class CollectOptions:
     )
     surplus: int = 0  # trajectories of each task that are started beyond the group's size; the slowest are given up
     watchdog: Watchdog | None = None  # sees what is being played
-    journal: Recording | None = (
-        None  # what was played before a death; None: nothing is written down as it comes
+    log: CollectionLog | None = (
+        None  # finished trajectories, which are not played again; None: nothing is kept
     )
     quarantine: Path | None = (
         None  # folder of what is needed to play a quarantined trajectory again
@@ -101,22 +100,23 @@ class Collector:
         A trajectory whose engine, environment or orchestra fails has status FAILED and its error, one of which
         something is late LATE, one that is given up ABORTED. One that failed by a `Defect` is quarantined.
         """
-        contain_exits()
         options, limits = self.options, self.options.limits
         name = f"{self.step}/{task.id}/{sample}"
-        if options.journal and (before := options.journal.trajectory(name)):
+        logged_name = " ".join([name, *options.sampling])  # apart from those of other sampling
+        finished = options.log.trajectory(logged_name) if options.log else None
+        if finished is not None:
             if quota:
                 quota.count()
-            return before
-        put_on_record(options.journal, lambda: name)
-        heard: Heard = {}
-        team = self.team.resampled(**options.sampling).heard_by(heard, options.journal)
+            return finished
+
+        calls = CallRecord(options.log, logged_name)
+        team = self.team.resampled(**options.sampling)
         began = asyncio.get_running_loop().time() if options.began is None else options.began
         ends = None if limits.batch_s is None else began + limits.batch_s
         place = (self.seed, self.step, task.id, sample)
         played: Episode | Tree
         if options.tree is None:
-            seat = team.seat(*place)
+            seat = team.seat(*place, calls=calls)
             played = Episode(
                 task, seat, self.make_env, self.orchestra, tool_s=limits.tool_s, name=options.env
             )
@@ -130,6 +130,7 @@ class Collector:
                 self.orchestra,
                 limits.tool_s,
                 options.env,
+                calls,
             )
         with options.watchdog.over(name, played.waits) if options.watchdog else nullcontext():
             ending = await _play(played, limits, ends, quota)
@@ -149,9 +150,17 @@ class Collector:
             error=ending.error,
         )
         if ending.defect is not None and options.quarantine is not None:
-            write_quarantined(options.quarantine, trajectory, task, self.seed, heard, ending.defect)
-        if options.journal:
-            options.journal.keep(trajectory)
+            write_quarantined(
+                options.quarantine,
+                trajectory,
+                task=task,
+                seed=self.seed,
+                replies=played.replies,
+                error=ending.defect,
+            )
+        # one that failed is played again after a restart: it may do better
+        if options.log and trajectory.status is Status.COMPLETED:
+            options.log.add_trajectory(logged_name, trajectory)
         return trajectory
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from functools import partial
 from operator import attrgetter
 from typing import TypeVar, cast
 
@@ -14,7 +15,7 @@ from rollout.base.task_group import Late, LateTool, Wait, within
 from rollout.environments.protocol import Case, Env, Living, PlayedEnv, Step, ToolCall
 from rollout.environments.tools import Tool
 from rollout.records.trajectory import Task, ToolEvent, Turn
-from rollout.teams.team import Blamed, Call, TeamSession
+from rollout.teams.team import Blamed, Call, RecordedReply, TeamSession
 
 Orchestra = Callable[[Task, TeamSession, Env], Awaitable[None]]
 _T = TypeVar("_T")
@@ -56,7 +57,8 @@ class Episode:
                 self._env = self._make_env(self._task)
             if hasattr(env := cast(Living, self._env), "open") and hasattr(env, "close"):
                 living.push_async_callback(env.close)
-                await self._use("open", env.open, self._task)
+                opening: Callable[..., Awaitable[None]] = env.open
+                await self._use("open", partial(opening, **self._supplied(opening)), self._task)
             await self._open_tools(opened)
             with Blamed("orchestra"):
                 await self._orchestra(self._task, self.seat, self)
@@ -76,13 +78,18 @@ class Episode:
         for agent in self.seat.agents:
             own: list[Tool] = []
             for name, maker in agent.tools.items():
-                supplied = {"env": self} if "env" in inspect.signature(maker).parameters else {}
                 own += await self._timed(
-                    f"tools.{name}", opened.enter_async_context, maker(**supplied)
+                    f"tools.{name}", opened.enter_async_context, maker(**self._supplied(maker))
                 )
             if own:
                 self.seat.tools[agent.name] = own
         self.seat.run_tool = self.run_tool
+
+    def _supplied(self, function: Callable[..., object]) -> dict[str, object]:
+        """Return those of this episode's parts that a function has parameters for."""
+        parts = {"env": self, "calls": self.seat.calls}
+        parameters = inspect.signature(function).parameters
+        return {name: part for name, part in parts.items() if name in parameters}
 
     async def run_tool(
         self, name: str, call: Callable[[], Awaitable[ToolCall]], turn: int
@@ -207,6 +214,11 @@ class Episode:
     def turns(self) -> tuple[Turn, ...]:
         """The turns so far."""
         return self.seat.turns
+
+    @property
+    def replies(self) -> Mapping[int, RecordedReply]:
+        """Replies of the policies so far, by the seed of the call."""
+        return self.seat.replies
 
     @property
     def outcome(self) -> float | None:

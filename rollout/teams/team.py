@@ -13,17 +13,10 @@ from typing import Any
 
 from rollout.base.errors import Defect, EngineError, EnvError, PromptTooLong, Unusable
 from rollout.base.task_group import Late, LateCall, cancel_tasks
-from rollout.engines import (
-    ChatState,
-    Heard,
-    Listener,
-    PolicyClient,
-    PolicyReply,
-    Record,
-    prompt_tokens,
-)
+from rollout.engines import ChatState, PolicyClient, PolicyReply, prompt_tokens
 from rollout.environments.tools import Tool
 from rollout.models.tool_calls import parse_reply
+from rollout.records.call_record import CallRecord
 from rollout.records.trajectory import Message, Turn, changed, derive_seed
 from rollout.teams.chat import Chat, ToolRunner
 from rollout.teams.roles import Agent, AgentReply
@@ -64,22 +57,29 @@ class Call:
         return f"{self.agent.name} (turn {self.index})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedReply:
+    """A reply of a policy, and the messages that it answers."""
+
+    messages: tuple[Message, ...]
+    reply: PolicyReply
+
+
 @dataclass(frozen=True, slots=True)
 class Team:
     """Who can act, shared by all trajectories of a run."""
 
     agents: Mapping[str, Agent]
     players: Mapping[str, PolicyClient]  # by policy
-    record: Record | None = None  # of what policies, tools and verifiers answer
 
-    def seat(self, *place: int | str) -> TeamSession:
-        """The team as one trajectory sees it; `place` is where in the run it happens and seeds its sampling."""
-        return TeamSession(self, place)
+    def seat(self, *place: int | str, calls: CallRecord | None = None) -> TeamSession:
+        """Return the team's session of one trajectory.
 
-    def heard_by(self, heard: Heard, record: Record | None = None) -> Team:
-        """The same team, whose replies are noted in `heard` too, and those on `record` are said again."""
-        players = {name: Listener(policy, heard, record) for name, policy in self.players.items()}
-        return replace(self, players=players, record=record)
+        Args:
+            place: where in the run the trajectory happens, from which the seeds of its sampling are derived.
+            calls: record of the trajectory's calls that must not be repeated.
+        """
+        return TeamSession(self, place, calls)
 
     def resampled(self, **sampling: float) -> Team:
         """The same team with fields of every agent's `Sampling` replaced; a temperature of 0 is greedy."""
@@ -95,7 +95,11 @@ class Team:
 class TeamSession:
     """A team in one trajectory: `act` asks one agent, `chat` opens a conversation; every reply is written down."""
 
-    def __init__(self, team: Team, place: tuple[int | str, ...]) -> None:
+    def __init__(
+        self, team: Team, place: tuple[int | str, ...], calls: CallRecord | None = None
+    ) -> None:
+        self.calls = calls or CallRecord()  # of tools and environments that act outside the run
+        self.replies: dict[int, RecordedReply] = {}  # of policies, by the seed of the call
         # which task of this trajectory waits for what, and since when on the event loop's clock, in seconds
         self.waiting: dict[asyncio.Future[Any], tuple[object, float]] = {}
         self.state = ""  # of the environment, where it names one
@@ -301,6 +305,7 @@ class TeamSession:
                 )
         except LateCall as late:
             raise LateCall(f"{call}: {late}", f"agent/{agent.name}") from None
+        self.replies[seed] = RecordedReply(messages=call.messages, reply=said)
         with Blamed(f"parser of role {agent.role.name}"):
             reply = _heard(call, said)
         return _turn(call, said, reply, node=node, seed=seed, started_s=started), reply

@@ -11,18 +11,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import Field
 
 from rollout.base.errors import EngineError, EnvError, Undecided
 from rollout.base.options import Section
-from rollout.base.task_group import Late, Wait, cancel_tasks, put_on_record, settle, together
+from rollout.base.task_group import Late, Wait, cancel_tasks, settle, together
 from rollout.environments.protocol import Env
+from rollout.records.call_record import CallRecord
 from rollout.records.trajectory import Task, ToolEvent, Turn, derive_seed
 from rollout.teams.episode import Episode, Orchestra
-from rollout.teams.team import Call, Team, TeamSession, TurnReply
+from rollout.teams.team import Call, RecordedReply, Team, TeamSession, TurnReply
 
 _SETTLE = 8  # turns of the event loop in which nested gathers start their calls and hand results on
 
@@ -54,8 +55,10 @@ class Tree:
     orchestra: Orchestra
     tool_s: float | None = None
     env: str = ""  # its name
+    calls: CallRecord = field(default_factory=CallRecord)  # that must not be repeated
 
     def __post_init__(self) -> None:
+        self.replies: dict[int, RecordedReply] = {}  # of all branches, by the seed of the call
         self.error = ""  # why it failed
         self._branches = [self._sprout()]  # that play; the first leads: its episode is the tree's
         self._scores: dict[str, float] = {}  # by node
@@ -66,7 +69,8 @@ class Tree:
         )  # branches that failed, by reason and by what was late
 
     def _sprout(self) -> Branch:
-        seat = BranchSession(self.team, self.place)
+        seat = BranchSession(self.team, self.place, self.calls)
+        seat.replies = self.replies
         return Branch(
             Episode(
                 self.task, seat, self.make_env, self.orchestra, tool_s=self.tool_s, name=self.env
@@ -179,8 +183,10 @@ class BranchError(RuntimeError):
 class BranchSession(TeamSession):
     """A session whose calls stand open until the tree answers them."""
 
-    def __init__(self, team: Team, place: tuple[int | str, ...]) -> None:
-        super().__init__(team, place)
+    def __init__(self, team: Team, place: tuple[int | str, ...], calls: CallRecord) -> None:
+        # branches may make equal calls and get other results: their latest turns tell them apart
+        branch_calls = calls.for_branch(lambda: str(self.last.seed) if self.last else "")
+        super().__init__(team, place, branch_calls)
         self.open: dict[int, tuple[Call, asyncio.Future[TurnReply]]] = {}  # by turn
         self.stirred = asyncio.Event()  # a call was made, or something that was waited for has come
         self.tasks: set[asyncio.Task[Any] | None] = set()  # that ever called
@@ -193,13 +199,6 @@ class BranchSession(TeamSession):
                 yield task
         finally:
             self.stirred.set()
-
-    async def play(self, episode: Episode) -> None:
-        """Play, and tell calls of tools apart by the latest turn: branches may ask the same, and hear otherwise."""
-        put_on_record(
-            self._team.record, lambda: f"{self._session} {self.last.seed if self.last else ''}"
-        )
-        await episode.play()
 
     def place(self, turn: int, /, node: str) -> None:
         """Refuse: the turns of this session have their nodes already."""
@@ -252,7 +251,7 @@ class Branch:
         """Until the orchestra has ended, or waits for open calls and nothing else."""
         seat = self._seat
         if self._task is None:
-            self._task = asyncio.create_task(seat.play(self.episode))
+            self._task = asyncio.create_task(self.episode.play())
             self._task.add_done_callback(lambda _: seat.stirred.set())
         while not self._task.done():
             seat.stirred.clear()

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from rollout.base.errors import EngineError
-from rollout.engines import engine_class
+from rollout.engines import TokenCallback, engine_class
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.tiny import MAX_LENGTH, VOCAB, make_model
 
@@ -99,10 +99,11 @@ def test_a_stream_tells_the_tokens_of_the_reply_and_ends_when_nobody_listens(
     )  # each call to the actor is one token
     heard: list[list[int]] = []
 
-    def hear(place: int, part: Completion) -> bool:
-        heard.append([*(heard[-1][:place] if heard else []), *part.token_ids])
+    def note(place: int, token_ids: Sequence[int]) -> bool:
+        heard.append([*(heard[-1][:place] if heard else []), *token_ids])
         return len(heard) < most
 
+    hear = TokenCallback(note)
     most = 10**6
     sampling = subject.same(3, max_tokens=60)
     (whole,) = ask(subject.engine, [([5, 6, 7], sampling)])

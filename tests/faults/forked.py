@@ -115,7 +115,6 @@ def fingerprint(folder: Path) -> dict[str, str]:
     """What a folder holds, by file: of metrics, scores and trajectories all but when and where they were made."""
     found = {}
     logs = {folder / "train" / name for name in ("lock.json", "mlflow.json")}
-    logs |= set((folder / "train" / "journal").glob("*"))  # digests of files with times in them
     logs |= set((folder / "logs").glob("*.json"))  # when stages began and ended
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path not in logs):
         name = str(path.relative_to(folder))
@@ -133,7 +132,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
 
 # a start's; by when models were written; of what has one of these
-_RUNS_OWN = ("epoch", "identity", "lineage", "sha256")
+_RUNS_OWN = ("epoch", "identity", "sha256")
 
 
 def _timeless(value: object) -> object:

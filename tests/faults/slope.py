@@ -23,9 +23,7 @@ from tests.faults.forked import run_folder
 from tests.support.in_process import training_here
 
 WINDOW = 10
-ALLOWED_KIB = (
-    0.5  # a step, of what is known of each: its version and lineage; 10,000 steps are 5 MiB
-)
+ALLOWED_KIB = 0.5  # a step, of what is known of each: its versions; 10,000 steps are 5 MiB
 NOISE_KIB = 1.0  # of three standard errors: with more nothing is said
 
 

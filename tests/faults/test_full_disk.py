@@ -21,7 +21,7 @@ from mcore_mas.runtime import user_terminal
 from mcore_mas.runtime.full_disk import ROOM_S, until_room
 from mcore_mas.tracking.metrics_log import MetricsLog
 from mcore_mas.tracking.progress import ProgressReporter
-from rollout.teams.journal import CollectionJournal
+from rollout.records.collection_log import CollectionLog
 from tests.support.virtual_time import run_virtually
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -67,18 +67,18 @@ def told(folder: Path, gone: Callable[[], None] = lambda: None) -> None:
         return 7
 
     with ProgressReporter("run train", 3) as reporter:
-        metrics, journal = (
+        metrics, log = (
             MetricsLog(folder / "metrics", 0, reporter.note),
-            CollectionJournal(folder / "replies", {}),
+            CollectionLog(folder / "calls"),
         )
         reporter.step(1, {"reward": 0.5})
         gone()
         reporter.note("n" * 99_999)  # more than waits in memory
-        for name in ("metrics", "replies"):
+        for name in ("metrics", "calls"):
             (folder / name).unlink(missing_ok=True)
             (folder / name).symlink_to("/dev/full")
         metrics.append(1, {"x": 1.0})
-        journal.add("key", 1)
+        log.add_call("key", 1)
         assert run_virtually(until_room(write, folder / "file")) == 7
         reporter.step(3, {"reward": 0.5})
 

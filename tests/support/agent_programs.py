@@ -61,20 +61,6 @@ async def broken(job: Job) -> str:
     raise RuntimeError("the program broke")
 
 
-async def exits_in_a_task(job: Job) -> str:
-    """A task of its own leaves, one that it waits for, after one that it does not."""
-
-    async def leave(status: int) -> None:
-        await asyncio.sleep(0)
-        sys.exit(status)
-
-    left = asyncio.create_task(leave(4))
-    await asyncio.sleep(0.01)
-    assert left.done()
-    await asyncio.create_task(leave(3))
-    return "7"
-
-
 async def asleep(job: Job) -> str:
     """Never ends."""
     await asyncio.sleep(3600)

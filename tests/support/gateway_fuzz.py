@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import torch
 
-from rollout.engines import Hear
+from rollout.engines import TokenCallback
 from rollout.records.trajectory import Completion, Sampling, Turn
 from tests.support.gateway import opened, sampling_team
 
@@ -47,8 +47,6 @@ class Report:
 class Recorder:
     """An engine that remembers what it gave."""
 
-    resumes = False
-
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.given: Counter[Row] = Counter()
@@ -59,7 +57,7 @@ class Recorder:
         return completion
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
     ) -> Completion:
         completion: Completion = await self._engine.stream(prompt_ids, sampling, hear)
         self.given[tuple(prompt_ids), completion.token_ids, completion.logprobs] += 1

@@ -17,13 +17,13 @@ from mcore_mas.megatron.batch import CostModel
 from mcore_mas.runtime.checkpoint import Checkpoints
 from mcore_mas.runtime.recipe import Identity
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
+from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync
 from rollout.base.files import Digest
 from rollout.config.sections import build_env, build_player, build_team
-from rollout.engines import Hear
-from rollout.engines.growing import KEPT
+from rollout.engines import TokenCallback
 from rollout.records.trajectory import Completion, Group, Sampling, Task, VersionSpan, derive_seed
 from rollout.sync.transport import SyncRoute, WeightUpdate
 
@@ -64,7 +64,6 @@ class SimulatedEngine:
         self.version = 0
         self.pause_s = 0.0
         self.starts = 1
-        self.resumes = True
         self.running = 0
         self._tokens = tokens
         self._hand_over_s = hand_over_s
@@ -74,45 +73,33 @@ class SimulatedEngine:
         return await self.stream(prompt_ids, sampling, None)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
     ) -> Completion:
         reply = b"\\boxed{%d}\0" % (sampling.seed % 2)
         size = max(len(reply), self._tokens(sampling.seed))
-        tokens = ((1,) * (size - len(reply)) + tuple(reply))[sampling.first :]
-        began, first, told = asyncio.get_running_loop().time(), self.version, 0
-
-        def said(start: int, end: int, reason: str) -> Completion:
-            starts = {0: first}
-            for at, version in self._handed:
-                if began < at < began + end * TOKEN_S:
-                    starts[math.ceil((at - began) / TOKEN_S)] = version
-            return Completion(
-                token_ids=tokens[start:end],
-                logprobs=(-0.5,) * (end - start),
-                finish_reason=reason,
-                versions=tuple(
-                    VersionSpan(
-                        version=version, start=max(own, start) - start, end=min(until, end) - start
-                    )
-                    for (own, version), until in zip(
-                        starts.items(), [*list(starts)[1:], end], strict=True
-                    )
-                    if until > start
-                ),
-            )
+        tokens = (1,) * (size - len(reply)) + tuple(reply)
+        began = asyncio.get_running_loop().time()
+        starts = {0: self.version}  # version by the first token that it samples
 
         self.running += 1
         try:
-            while hear is not None and told + KEPT < len(tokens):
-                await asyncio.sleep(
-                    began + (told + KEPT) * TOKEN_S - asyncio.get_running_loop().time()
-                )
-                hear(told, said(told, told + KEPT, ""))
-                told += KEPT
-            await asyncio.sleep(began + len(tokens) * TOKEN_S - asyncio.get_running_loop().time())
+            await asyncio.sleep(size * TOKEN_S)
         finally:
             self.running -= 1
-        return said(0, len(tokens), "stop")
+
+        for at, version in self._handed:
+            if began < at < began + size * TOKEN_S:
+                starts[math.ceil((at - began) / TOKEN_S)] = version
+        ends = [*list(starts)[1:], size]
+        return Completion(
+            token_ids=tokens,
+            logprobs=(-0.5,) * size,
+            finish_reason="stop",
+            versions=tuple(
+                VersionSpan(version=version, start=start, end=end)
+                for (start, version), end in zip(starts.items(), ends, strict=True)
+            ),
+        )
 
     async def begin_update(self) -> SyncRoute:
         return SyncRoute(transport="simulated", target="", model="")
@@ -223,6 +210,7 @@ def make_session(
     engines: Mapping[str, Any],
     groups: Mapping[str, Any],
     log: Log,
+    first_step: int = 0,
 ) -> TrainingSession:
     """A session whose trainers' ranks are `groups`."""
     rollouts = AsyncRollouts(
@@ -231,7 +219,7 @@ def make_session(
         make_env=build_env(config.env),
         schedule=Schedule(tasks, config.trainer.tasks_per_step, config.seed),
         validation=(),
-        folder=folder / "trajectories",
+        collected=CollectedSteps(folder, first_step=first_step),
     )
     return TrainingSession(
         config=config,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.base.task_group import settle
-from rollout.engines import Hear, StreamingEngine, Tag, problem_of
+from rollout.engines import StreamingEngine, Tag, TokenCallback, problem_of
 from rollout.engines.embedded.cache import Cache
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.embedded.exact_decoder import exact_decoder
@@ -31,9 +31,7 @@ BUSY = "the engine cannot sleep while requests are running; end or abort them fi
 
 # request id, prompt ids, how to sample, how many tokens are worth News (0: none are), and the adapter's number
 Ask = tuple[int, Sequence[int], Sampling, int, int]
-News = tuple[
-    int, Completion
-]  # of a completion that grows: place of the first of its further tokens, and these
+News = tuple[int, list[int]]  # position of the first new token of a growing completion, new tokens
 Outcome = Completion | EngineError
 Report = tuple[int, Outcome | News]  # request id, and what there is of it
 
@@ -285,22 +283,24 @@ class EmbeddedEngine:
 class Dispatcher(StreamingEngine):
     """Dispatch loop: concurrent calls go to `exchange` together, and get their outcomes as they end."""
 
-    resumes = True
-
     def __init__(self) -> None:
-        self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion], Hear | None]] = {}
+        self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion], TokenCallback | None]] = {}
         self._new: list[Ask] = []
         self._aborts: list[int] = []
         self._ids = itertools.count()
         self._loop: asyncio.Task[None] | None = None
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None, adapter: int = 0
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        hear: TokenCallback | None,
+        adapter: int = 0,
     ) -> Completion:
         """Sample one completion, with an adapter by number; `hear` as `StreamingEngine` has it."""
         request_id = next(self._ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        every = 0 if hear is None else getattr(hear, "every", 1)
+        every = 0 if hear is None else hear.every
         ask = (request_id, list(prompt_ids), sampling, every, adapter)
         self._waiting[request_id] = (ask, future, hear)
         self._new.append(ask)
@@ -403,8 +403,6 @@ class LocalEngine(Dispatcher):
 class LocalReplicas(StreamingEngine):
     """A `LocalEngine` on each of several devices; a call goes to the one with the smallest burden."""
 
-    resumes = True
-
     def __init__(
         self, folder: Path | str, *, devices: Sequence[str], max_length: int, **settings: Any
     ) -> None:
@@ -419,7 +417,7 @@ class LocalReplicas(StreamingEngine):
             self.engines.append(LocalEngine(folder, max_length=max_length, core=core))
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
     ) -> Completion:
         """Sample one completion (see `StreamingEngine`)."""
         return await min(self.engines, key=lambda own: own.burden(prompt_ids)).stream(

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout.base.errors import EngineError
 from rollout.base.processes import Restarts, say
-from rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine
+from rollout.engines import StreamingEngine, Tag, TokenCallback, TrainedEngine
 from rollout.engines.embedded.engine import ActorDied, HostedEngine
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import SyncRoute, WeightUpdate
@@ -77,7 +77,7 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
             self._add(place)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
     ) -> Completion:
         """Sample one completion (see `StreamingEngine`), by whichever actor is left."""
         if self._watch is None or self._watch.done():

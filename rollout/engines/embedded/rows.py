@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout.engines.embedded.cache import Decoding
 from rollout.engines.embedded.decoder import Span
-from rollout.records.trajectory import Completion, Sampling, VersionSpan, changed
+from rollout.records.trajectory import Completion, Sampling, VersionSpan
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
 _NEVER = np.iinfo(np.int64).max
@@ -43,7 +43,6 @@ class CacheRows:
         self.logprobs = np.zeros((rows, length), dtype=np.float32)  # valid at completion positions
         self.size = np.zeros(rows, dtype=np.int64)  # tokens known; the newest one has no keys yet
         self.prompt = np.zeros(rows, dtype=np.int64)  # prompt tokens
-        self.first = np.zeros(rows, dtype=np.int64)  # completion tokens that the prompt ends with
         self.limit = np.zeros(rows, dtype=np.int64)  # size at which a generation is out of tokens
         self.cached = np.zeros(rows, dtype=np.int64)  # tokens whose keys may be reused by anyone
         # rows of the same group have the same keys at `common` leading positions; it began at `group` modulo `rows`
@@ -115,7 +114,7 @@ class CacheRows:
         request.versions.append((self.versions[request.adapter], 0))
         self.tokens[row, :size] = request.prompt
         self.size[row] = self.prompt[row] = size
-        self.first[row], self.limit[row] = sampling.first, size + sampling.max_tokens
+        self.limit[row] = size + sampling.max_tokens
         self.cached[row] = 0
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
@@ -130,21 +129,21 @@ class CacheRows:
 
     def vacate(self, row: int, reason: str, routing: bytes = b"") -> Completion:
         """End the generation in a row and return it, with its `routing`; the keys stay until the row is needed."""
-        said = changed(self._said(row, 0, reason), routing=routing)
+        completion = self._completion(row, reason, routing)
         self.live[row] = False
         self.requests[row] = None
         self.touch(row)
-        return said
+        return completion
 
-    def _said(self, row: int, place: int, reason: str) -> Completion:
-        """The completion in a row, from token `place` on."""
+    def _completion(self, row: int, reason: str, routing: bytes) -> Completion:
+        """Return the completion in a row."""
         request: GenerationRequest = self.requests[row]
-        start, end = int(self.prompt[row]) + place, int(self.size[row])
-        firsts = [first - place for _, first in request.versions[1:]] + [end - start]
+        start = int(self.prompt[row])
+        end = int(self.size[row])
+        ends = [first for _, first in request.versions[1:]] + [end - start]
         spans = tuple(
-            VersionSpan(version=version, start=max(0, first - place), end=last)
-            for (version, first), last in zip(request.versions, firsts, strict=True)
-            if last > 0 or not place
+            VersionSpan(version=version, start=first, end=last)
+            for (version, first), last in zip(request.versions, ends, strict=True)
         )
         return Completion(
             token_ids=tuple(self.tokens[row, start:end].tolist()),
@@ -152,6 +151,7 @@ class CacheRows:
             finish_reason=reason,
             versions=spans,
             cached_tokens=request.cached,
+            routing=routing,
         )
 
     def nothing(self, request: GenerationRequest) -> Completion:
@@ -161,9 +161,7 @@ class CacheRows:
 
     def draw(self, placed: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Next token [N] and its log-probability [N] of the rows `placed` [N] by their `logits` [N, V]."""
-        uniform = uniforms(
-            self.seed[placed], self.size[placed] - self.prompt[placed] + self.first[placed]
-        )
+        uniform = uniforms(self.seed[placed], self.size[placed] - self.prompt[placed])
         tokens, logprobs = choose(
             logits, self.temperature[placed], self.top_p[placed], self.top_k[placed], uniform
         )
@@ -181,16 +179,21 @@ class CacheRows:
         stopped = (self.stop[placed] == tokens[:, None]).any(1)
         return stopped, (stopped | (size + 1 >= self.limit[placed])) & ~broken, broken
 
-    def news(self) -> list[tuple[int, tuple[int, Completion]]]:
-        """Request id, and further tokens with the place of the first, where enough have come; they are told once."""
-        found = []
+    def news(self) -> list[tuple[int, tuple[int, list[int]]]]:
+        """Return request id, position and token ids of new tokens, of the requests that have enough of them.
+
+        Every token is returned once.
+        """
+        news = []
         for row in np.flatnonzero(self.live).tolist():
             request: GenerationRequest = self.requests[row]
-            size, told = int(self.size[row] - self.prompt[row]), request.told
-            if request.stream and size - told >= request.stream:
-                found.append((request.id, (told, self._said(row, told, ""))))
+            size = int(self.size[row] - self.prompt[row])
+            if request.stream and size - request.told >= request.stream:
+                start = int(self.prompt[row]) + request.told
+                token_ids: list[int] = self.tokens[row, start : int(self.size[row])].tolist()
+                news.append((request.id, (request.told, token_ids)))
                 request.told = size
-        return found
+        return news
 
     def renew(self, version: int, adapter: int) -> None:
         """Forget what was cached with an adapter's other weights; what runs goes on with those of `version`."""

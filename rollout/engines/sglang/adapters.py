@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.base.errors import EngineError
-from rollout.engines import Hear
+from rollout.engines import TokenCallback
 from rollout.engines.sglang.engine import SGLangEngine, tell_server
 from rollout.engines.sglang.fleet import Left
 from rollout.engines.sglang.server import Replica
@@ -46,7 +46,11 @@ class AdapterServers(SGLangEngine):
         self._slots = {number: _Slot(shape) for number, shape in enumerate(adapters, 1)}
 
     async def stream(  # type: ignore[override]
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None, adapter: int
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        hear: TokenCallback | None,
+        adapter: int,
     ) -> Completion:
         """Sample one completion, with an adapter by number (see `SGLangEngine.stream`)."""
         slot = self._slots[adapter]

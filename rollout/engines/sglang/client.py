@@ -13,7 +13,7 @@ import numpy as np
 
 from rollout.base.errors import EngineError
 from rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retried
-from rollout.engines import Hear
+from rollout.engines import TokenCallback
 from rollout.models.architecture import Experts
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
 
@@ -94,7 +94,7 @@ def _parse(path: str, reply: HttpReply) -> Any:
 class StreamedReply:
     """A completion that a server sends in events, each with all tokens so far or, if it is `incremental`, with news."""
 
-    def __init__(self, hear: Hear, end: Callable[[], None]) -> None:
+    def __init__(self, hear: TokenCallback, end: Callable[[], None]) -> None:
         """`end` is called once where `hear` does not want more; the last event then comes soon."""
         self._hear, self._end = hear, end
         self._wanted = True
@@ -131,10 +131,7 @@ class StreamedReply:
         known, place = len(self._ids), max(0, meta["completion_tokens"] - len(ids))
         self._ids[place:] = ids
         self._logprobs[place:] = meta["output_token_logprobs"][-len(ids) :] if ids else []
-        new = Completion(
-            token_ids=tuple(self._ids[known:]), logprobs=(), finish_reason="", versions=()
-        )
-        if self._wanted and not meta["finish_reason"] and not self._hear(known, new):
+        if self._wanted and not meta["finish_reason"] and not self._hear(known, self._ids[known:]):
             self._wanted = False
             self._end()
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rollout.base.errors import EngineError
 from rollout.base.http import Unanswered
 from rollout.base.processes import say
-from rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine, problem_of
+from rollout.engines import StreamingEngine, Tag, TokenCallback, TrainedEngine, problem_of
 from rollout.engines.sglang.client import StreamedReply, body_of, completion_of, routing_of
 from rollout.engines.sglang.fleet import Fleet, Left, LostWeights
 from rollout.engines.sglang.server import Replica
@@ -82,7 +82,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
-        hear: Hear | None,
+        hear: TokenCallback | None,
         adapter: str | None = None,
     ) -> Completion:
         """Sample one completion, of an `adapter` that the servers hold; `hear` as `StreamingEngine` has it."""
@@ -92,8 +92,8 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         body = body_of(prompt_ids, sampling, self._settings.seeded, adapter) | (
             {"stream": True} if hear else {}
         )
-        if (every := getattr(hear, "every", 1)) > 1:
-            body["sampling_params"]["stream_interval"] = every
+        if hear is not None and hear.every > 1:
+            body["sampling_params"]["stream_interval"] = hear.every
         experts = self._settings.experts
         if experts is not None:
             body["return_routed_experts"] = True

@@ -15,6 +15,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollout.base.errors import EngineError
+from rollout.engines import TokenCallback
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.sglang.client import SGLangClient, StreamedReply, routing_of
 from rollout.engines.sglang.engine import SGLangEngine
@@ -82,15 +83,6 @@ def test_who_is_not_asked_says_nothing(tmp_path: Path) -> None:
     engine = EmbeddedEngine.from_folder(tmp_path, max_length=64)
     engine.submit(0, [1, 2], Sampling(max_tokens=3))
     assert drain(engine)[0].routing == b""
-
-
-def test_a_reply_that_goes_on_has_the_experts_of_all_of_it() -> None:
-    begun = Completion(token_ids=(4,), logprobs=(0.0,), finish_reason="", versions=())
-    rest = Completion(
-        token_ids=(5,), logprobs=(0.0,), finish_reason="stop", versions=(), routing=b"\1\2\3"
-    )
-    whole = begun.then(rest)  # the prompt of the rest ends with what was there
-    assert (whole.token_ids, whole.routing) == ((4, 5), b"\1\2\3")
 
 
 def test_a_reply_that_ends_at_a_stop_has_the_experts_and_versions_of_what_is_left() -> None:
@@ -170,7 +162,7 @@ def test_a_stream_has_them_in_its_last_event() -> None:
         {"output_ids": [7], "meta_info": {"finish_reason": None, "completion_tokens": 1}},
         {"output_ids": [7, 7], "meta_info": last["meta_info"] | {"completion_tokens": 2}},
     ]
-    reply = StreamedReply(lambda place, part: True, lambda: None)
+    reply = StreamedReply(TokenCallback(lambda position, ids: True), lambda: None)
     take = reply.begin()
     for event in events:
         event["meta_info"]["output_token_logprobs"] = [[-0.5, 7, None]] * len(event["output_ids"])
@@ -210,7 +202,9 @@ def test_a_server_is_asked_for_it(tmp_path: Path) -> None:
         assert said.routing == bytes(
             [0, 1] * 2 * 4
         )  # of 4 tokens in two layers the pretended server's
-        cut = await engine.stream([5, 6, 7], Sampling(max_tokens=50), lambda place, part: False)
+        cut = await engine.stream(
+            [5, 6, 7], Sampling(max_tokens=50), TokenCallback(lambda place, ids: False)
+        )
         assert cut.finish_reason == "abort" and len(cut.token_ids) < 50
         assert cut.routing == bytes([0, 1] * 2 * (3 + len(cut.token_ids) - 1))
 

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from rollout.base.errors import EngineError
+from rollout.engines import TokenCallback
 from rollout.engines.sglang.client import StreamedReply, body_of, completion_of
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.server import Replica, Server, server_arguments
@@ -385,10 +386,11 @@ def test_a_reply_is_told_as_it_is_sampled_and_ends_when_nobody_listens(
     async def run() -> None:
         engine, heard = make(options=options), list[int]()
 
-        def hear(place: int, part: Completion) -> bool:
-            heard[place:] = part.token_ids
+        def note(place: int, token_ids: Sequence[int]) -> bool:
+            heard[place:] = token_ids
             return len(heard) < 3
 
+        hear = TokenCallback(note)
         whole = await engine.stream([1], Sampling(max_tokens=3), hear)
         assert heard == [whole.token_ids[0]] * 2  # the last comes with the reply
         assert whole == await engine.generate([1], Sampling(max_tokens=3))
@@ -404,11 +406,11 @@ def test_a_reply_is_told_in_as_many_tokens_as_are_worth_it(make: Make) -> None:
     async def run() -> None:
         engine, heard = make(), list[tuple[int, int]]()
 
-        def hear(place: int, part: Completion) -> bool:
-            heard.append((place, len(part.token_ids)))
+        def note(place: int, token_ids: Sequence[int]) -> bool:
+            heard.append((place, len(token_ids)))
             return True
 
-        hear.every = 4  # type: ignore[attr-defined]
+        hear = TokenCallback(note, every=4)
         whole = await engine.stream([1], Sampling(max_tokens=11), hear)
         assert heard == [(0, 1), (1, 4), (5, 4)]
         assert whole == await engine.generate([1], Sampling(max_tokens=11))
@@ -424,9 +426,8 @@ def test_a_stream_that_a_real_server_sent_is_read_whatever_parts_it_comes_in(
     """SGLang 0.5.23's own bytes, of a tiny model on a CPU; with `incremental-streaming-output` each event has news."""
     sent = (FAKE.parent / "recorded" / f"sglang_{mode}.txt").read_bytes()
     heard: list[tuple[int, list[int]]] = []
-    reply = StreamedReply(
-        lambda place, part: heard.append((place, [*part.token_ids])) is None, lambda: None
-    )
+    hear = TokenCallback(lambda place, ids: heard.append((place, [*ids])) is None)
+    reply = StreamedReply(hear, lambda: None)
     take = reply.begin()
     for place in range(0, len(sent), size):
         take(sent[place : place + size])
@@ -440,7 +441,7 @@ def test_a_stream_that_a_real_server_sent_is_read_whatever_parts_it_comes_in(
 def test_what_a_server_refuses_in_a_stream_is_its_error() -> None:
     reason = {"type": "abort", "message": "out of memory", "status_code": 503, "err_type": None}
     meta = {"finish_reason": reason, "completion_tokens": 0, "output_token_logprobs": []}
-    reply = StreamedReply(lambda place, part: True, lambda: None)
+    reply = StreamedReply(TokenCallback(lambda position, ids: True), lambda: None)
     reply.begin()(
         b"data: "
         + json.dumps({"output_ids": [], "meta_info": meta}).encode()

@@ -11,26 +11,23 @@ from typing import Any
 
 import pytest
 
-from rollout.base.errors import EngineError
-from rollout.base.task_group import put_on_record
-from rollout.engines import ChatState, EngineClient, Hear, PolicyReply
+from rollout.engines import ChatState, EngineClient, PolicyReply, TokenCallback
 from rollout.models.chat_template import Renderer, WordStream
 from rollout.models.tool_calls import ToolSchema
 from rollout.records.trajectory import Completion, Message, Sampling, VersionSpan
-from rollout.teams.journal import CollectionJournal
 from tests.support.templates import byte_tokenizer, renderer_of
 
 ASKED = (Message(role="user", content="q"),)
 TOOLS = (ToolSchema(name="f", description="", parameters={"type": "object", "properties": {}}),)
 
 
-def completion(ids: Sequence[int], reason: str, start: int = 0) -> Completion:
+def completion(ids: Sequence[int], reason: str) -> Completion:
     """One whose log-probabilities tell the tokens' places, sampled by version 1 and from the third token on by 2."""
     ends = [(1, min(2, len(ids))), (2, len(ids))] if len(ids) > 2 else [(1, len(ids))]
     starts = [0, *(end for _, end in ends)]
     return Completion(
         token_ids=tuple(ids),
-        logprobs=tuple(-float(place) for place in range(start, start + len(ids))),
+        logprobs=tuple(-float(place) for place in range(len(ids))),
         finish_reason=reason,
         versions=tuple(
             VersionSpan(version=v, start=s, end=e) for s, (v, e) in zip(starts, ends, strict=False)
@@ -52,33 +49,26 @@ class Whole:
 class Parts(Whole):
     """One that tells of random parts of them, and notices some tokens later that nobody wants more."""
 
-    resumes = False
-
     def __init__(self, ids: Sequence[int], seed: int = 0) -> None:
         super().__init__(ids)
-        self.asked: list[tuple[int, int]] = []  # tokens that were there, and that were sampled
+        self.sampled = 0  # tokens of the latest reply
         self.random = random.Random(seed)
 
-    def size(self) -> int:
-        """Tokens of the next part."""
-        return self.random.randint(1, 9)
-
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear) -> Completion:
-        ids, place, wanted = self.ids[sampling.first :][: sampling.max_tokens], 0, True
-        while wanted and place < len(ids) - 1:  # the last token comes with the reply
-            part = ids[place : min(place + self.size(), len(ids) - 1)]
-            wanted = hear(place, completion(part, "", sampling.first + place))
-            place += len(part)
-        size = len(ids) if wanted else min(len(ids), place + self.random.randint(0, 5))
-        self.asked.append((sampling.first, size))
-        reason = (
-            "abort"
-            if not wanted
-            else "length"
-            if len(self.ids) > sampling.first + len(ids)
-            else "stop"
-        )
-        return completion(ids[:size], reason, sampling.first)
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback
+    ) -> Completion:
+        ids = self.ids[: sampling.max_tokens]
+        position = 0
+        wanted = True
+        while wanted and position < len(ids) - 1:  # the last token comes with the reply
+            part = ids[position : min(position + self.random.randint(1, 9), len(ids) - 1)]
+            wanted = hear(position, part)
+            position += len(part)
+        if not wanted:
+            self.sampled = min(len(ids), position + self.random.randint(0, 5))
+            return completion(ids[: self.sampled], "abort")
+        self.sampled = len(ids)
+        return completion(ids, "length" if len(self.ids) > len(ids) else "stop")
 
 
 def said(
@@ -148,7 +138,7 @@ def test_a_reply_ends_at_its_shortest_prefix_with_a_stop_however_it_comes(
             assert told.completion.logprobs == expected.logprobs
             assert told.completion.finish_reason == expected.finish_reason
             assert told.completion.versions == expected.versions
-            assert not end or parts.asked[0][1] <= end + 9 + 5  # and its sampling ends
+            assert not end or parts.sampled <= end + 9 + 5  # and its sampling ends
         assert all(whole.text.startswith(raw) for raw in heard)
         ended += bool(end)
     assert 60 < ended < 240
@@ -187,62 +177,10 @@ def test_a_reply_that_began_anew_where_nobody_heard_of_it_ends_at_a_stop_of_its_
 
     class Lost(Parts):
         async def stream(
-            self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear
+            self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback
         ) -> Completion:
-            hear(0, completion(renderer.encode("aEND"), ""))
+            hear(0, renderer.encode("aEND"))
             return await self.generate(prompt_ids, sampling)
 
     assert said(Lost(renderer.encode("so it isEND?")), renderer, ["END"]).text == "so it isEND"
     assert said(Lost(renderer.encode("never")), renderer, ["END"]).text == "never"
-
-
-class Resuming(Parts):
-    """One that goes on with replies, in parts of 8; it dies after so many, or is lost after a part and begins anew."""
-
-    resumes = True
-
-    def __init__(self, ids: Sequence[int], *, dies: int = 0, lost: bool = False) -> None:
-        super().__init__(ids)
-        self._parts, self._dies, self._lost = 0, dies, lost
-
-    def size(self) -> int:
-        self._parts += 1
-        if self._parts == self._dies:
-            raise EngineError("it died")
-        return 8
-
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear) -> Completion:
-        if self._lost:
-            hear(0, completion(self.ids[sampling.first :][:7], "", sampling.first))
-        return await super().stream(prompt_ids, sampling, hear)
-
-
-@pytest.mark.parametrize(("stop", "end"), [("c", 19), ("d", 42), ("bb", 60)])
-def test_a_reply_that_a_death_cut_ends_at_the_same_stop(
-    tmp_path: Path, stop: str, end: int
-) -> None:
-    """The stop was on record, or comes with what is sampled then, or would if what was lost counted twice."""
-    renderer = renderer_of("qwen3", tmp_path)
-    ids = renderer.encode("ab" * 9 + "c" + "ab" * 11 + "d" + "ab" * 9)
-    assert (ids[18], ids[41], len(ids)) == (*renderer.encode("cd"), 60)
-
-    async def play(engine: Resuming, stops: tuple[str, ...]) -> PolicyReply:
-        put_on_record(
-            CollectionJournal(tmp_path / "journal", {1: "x", 2: "x"}).part(""), lambda: "here"
-        )
-        state = ChatState(id="c", stops=stops)
-        return await EngineClient(engine=engine, renderer=renderer).say(
-            ASKED, Sampling(max_tokens=60), state
-        )
-
-    with pytest.raises(
-        EngineError, match="it died"
-    ):  # when 40 tokens were told, of which 32 are on record
-        asyncio.run(play(Resuming(ids, dies=6), ()))
-    again = Resuming(ids, lost=True)
-    reply = asyncio.run(play(again, (stop,)))
-    assert reply.completion.token_ids == tuple(ids[:end])
-    assert reply.completion.logprobs == tuple(-float(place) for place in range(end))
-    assert reply.completion.finish_reason == "stop"
-    assert [first for first, _ in again.asked] == ([] if stop == "c" else [32])
-    assert (again.asked == [(32, 28)]) == (stop == "bb")

@@ -1,12 +1,10 @@
 """The math environment's scores."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.base.task_group import put_on_record
 from rollout.environments.math import MathEnv, compare_answers, last_boxed
 from rollout.records.trajectory import Task
 
@@ -58,7 +56,7 @@ def test_equal_answers(given, truth, equal):
 
 
 @pytest.mark.parametrize(
-    ("text", "answers", "right", "asked"),
+    ("text", "answers", "right", "threads"),
     [
         ("\\boxed{7}", ("7",), True, 0),
         ("\\boxed{8}", ("7",), False, 0),
@@ -74,20 +72,17 @@ def test_equal_answers(given, truth, equal):
         ),  # long ones are read off the event loop
     ],
 )
-def test_what_texts_decide_takes_no_thread_and_is_not_put_on_record(text, answers, right, asked):
-    kept = []
-    record = SimpleNamespace(
-        answer=lambda key: None, keep_answer=lambda key, answer: kept.append(answer)
-    )
+def test_answers_that_texts_decide_take_no_thread(monkeypatch, text, answers, right, threads):
+    calls = []
+    to_thread = asyncio.to_thread
 
-    async def play():
-        put_on_record(record, lambda: "here")
-        env = MathEnv(task(*answers))
-        env.reset(task(*answers))
-        return await env.step(text)
+    def counted(*arguments):
+        calls.append(arguments)
+        return to_thread(*arguments)
 
-    assert asyncio.run(play()).reward == float(right)
-    assert len(kept) == asked
+    monkeypatch.setattr(asyncio, "to_thread", counted)
+    assert score(text, *answers).reward == float(right)
+    assert len(calls) == threads
 
 
 @pytest.mark.parametrize(

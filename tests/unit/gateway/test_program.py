@@ -158,11 +158,6 @@ def test_a_gateway_that_dies_too_often_fails_who_plays_and_who_comes(tmp_path: P
             "ended with status -9: it said nothing",
         ),
         ({"call": f"{PROGRAMS}:exits"}, "failed", "ProgramFailed: SystemExit: 3"),
-        (
-            {"call": f"{PROGRAMS}:exits_in_a_task"},
-            "failed",
-            r"ProgramFailed: Exited: sys\.exit\(3\)$",
-        ),
         ({"call": f"{PROGRAMS}:gives_up"}, "failed", "ProgramFailed: CancelledError: "),
         (
             {"call": f"{PROGRAMS}:asleep", "rules": HASTY},

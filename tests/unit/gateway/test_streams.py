@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +115,10 @@ def test_who_leaves_a_stream_ends_its_sampling(tmp_path: Path, dialect: str) -> 
 class Spelling(ScriptedEngine):
     """Tells every token by itself."""
 
-    resumes = False
-
     async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Any) -> Completion:
         whole = await self.generate(prompt_ids, sampling)
         for place in range(len(whole.token_ids)):
-            hear(
-                place, replace(whole, token_ids=whole.token_ids[place : place + 1], logprobs=(0.0,))
-            )
+            hear(place, whole.token_ids[place : place + 1])
             await asyncio.sleep(0)
         return whole
 

@@ -9,7 +9,13 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints
-from mcore_mas.runtime.recipe import Identity, identity_of, input_digests, lineage_of, recipe_of
+from mcore_mas.runtime.recipe import (
+    Identity,
+    identity_digest,
+    identity_of,
+    input_digests,
+    recipe_of,
+)
 from rollout.records.files import write_tasks
 from rollout.records.trajectory import Task
 from tests.support.checkpoints import MODELS, edit, names, save, silent
@@ -99,7 +105,7 @@ def test_a_bit_that_flips_in_any_input_is_refused_by_its_name(
 
     save(checkpoints(), 5)
     assert checkpoints().newest(silent) is not None
-    assert lineage_of(identity_of(config)) == lineage_of(identity_of(config))
+    assert identity_digest(identity_of(config)) == identity_digest(identity_of(config))
     files = {
         model / "model.safetensors": "policies.solver.model/model.safetensors",
         model / "tokenizer.json": "policies.solver.model/tokenizer.json",

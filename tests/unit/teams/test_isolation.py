@@ -129,14 +129,10 @@ def test_who_is_cancelled_twice_tells_its_own_twice():
         ("close", "Defect: adder.close: KeyError: 'a bug of the environment'"),
         ("slow close", "LateTool: adder.close: nothing came within 5 s"),
         ("exit", "Defect: adder.step: SystemExit: 2"),
-        ("exit of a task", "Defect: adder.step: Exited: sys.exit(2)"),
         ("exit as it is made", "Defect: adder.open: SystemExit: 2"),
     ],
 )
 def test_a_bug_of_an_environment_fails_its_trajectory_alone(where, error):
-    async def leave():
-        sys.exit(2)
-
     class Buggy(Adder):
         def __init__(self, task):
             super().__init__(task)
@@ -159,8 +155,6 @@ def test_a_bug_of_an_environment_fails_its_trajectory_alone(where, error):
             self.breaks("step")
             if (where, self.id) == ("exit", "1"):
                 sys.exit(2)
-            if (where, self.id) == ("exit of a task", "1"):
-                await asyncio.gather(asyncio.to_thread(int), leave())
             return await super().step(action)
 
         async def close(self):

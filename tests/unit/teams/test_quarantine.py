@@ -20,6 +20,7 @@ from retrieval.corpus import Passage, RetrievalError
 from rollout.base.errors import EnvError
 from rollout.base.text import shown_text
 from rollout.config.sections import OrchestraConfig
+from rollout.engines import PolicyReply
 from rollout.environments import ENVS, TOOLS
 from rollout.environments.games import GAMES
 from rollout.environments.mcp import McpEnv, McpServer
@@ -29,18 +30,48 @@ from rollout.environments.tools import call_tool
 from rollout.models.tool_calls import TOOL_FORMATS, parse_reply
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.files import read_trajectories, write_trajectories
-from rollout.records.trajectory import Message, Status, Task, ToolUse, valid_text
+from rollout.records.trajectory import (
+    Completion,
+    Message,
+    Status,
+    Task,
+    ToolUse,
+    VersionSpan,
+    valid_text,
+)
 from rollout.rewards.penalties import VALIDITY_RULES
 from rollout.tasks import GENERATORS
-from rollout.teams.journal import Quarantined
+from rollout.teams.quarantine import Quarantined, write_quarantined
 from rollout.teams.roles import ROLES
+from rollout.teams.team import RecordedReply
 from rollout.teams.tree import Branching
-from tests.support import casts
+from tests.support import casts, played
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"
+
+
+def test_a_quarantined_reply_has_the_experts_of_its_tokens(tmp_path: Path) -> None:
+    completion = Completion(
+        token_ids=(8, 2),
+        logprobs=(-0.5, -0.25),
+        finish_reason="stop",
+        versions=(VersionSpan(version=3, start=0, end=2),),
+        routing=bytes(range(256)),
+    )
+    reply = PolicyReply(text="t", prompt_ids=(5, 6, 7), completion=completion)
+    asked = (Message(role="user", content="u"),)
+    path = write_quarantined(
+        tmp_path,
+        replace(played.trajectory(played.turn(0)), status=Status.FAILED),
+        task=TASK,
+        seed=1,
+        replies={7: RecordedReply(messages=asked, reply=reply)},
+        error=ValueError("x"),
+    )
+    assert Quarantined.read(path).replies == {7: reply}
 
 
 def test_text_is_made_valid_where_it_enters_a_record() -> None:

@@ -95,7 +95,7 @@ def test_bounds_of_single_policies_hold_and_are_met(tmp_path):
     for step, row in enumerate(rows):
         trained = run.config.in_turn(step)[0]
         assert row[f"policy/{trained}/staleness/max"] == 0.0
-    played = read_trajectories(run.rollouts.folder / "step_000002.parquet")
+    played = read_trajectories(run.rollouts.collected.folder / "step_000002.parquet")
     versions = {(t.policy, t.oldest_version) for p in played for t in p.turns}
     assert versions == {("solver", 1), ("verifier", 0)}
 

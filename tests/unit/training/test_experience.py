@@ -11,7 +11,7 @@ import yaml
 
 from mcore_mas.cli.main import main
 from mcore_mas.runtime.errors import TrainingError
-from mcore_mas.training import async_rollout
+from mcore_mas.training import collected_steps
 from mcore_mas.training.metrics import rollout_metrics
 from rollout.base.errors import EngineError, PromptTooLong
 from rollout.environments import math
@@ -41,20 +41,21 @@ def test_every_turn_is_rewarded_written_and_a_sample(tmp_path: Path) -> None:
     experience = asyncio.run(run.rollouts.collect_batch(0))
     assert experience.batches == 1
     assert [s.reward for s in experience.samples] == [1.0] * 4
-    written = read_trajectories(run.rollouts.folder / "step_000000.parquet")
+    written = read_trajectories(run.rollouts.collected.folder / "step_000000.parquet")
     assert written == [t for group in experience.groups for t in group.trajectories]
 
 
 def test_a_step_is_written_beside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, writers = make_run(tmp_path, lambda prompt, call: box(task_of(prompt))), []
+    run = make_run(tmp_path, lambda prompt, call: box(task_of(prompt)))
+    writers = []
 
-    def write(*given: Any) -> None:
+    def write(*arguments: Any) -> None:
         writers.append(threading.current_thread())
-        write_trajectories(*given)
+        write_trajectories(*arguments)
 
-    monkeypatch.setattr(async_rollout, "write_trajectories", write)
+    monkeypatch.setattr(collected_steps, "write_trajectories", write)
     asyncio.run(run.rollouts.collect_batch(0))
     assert writers
     assert threading.main_thread() not in writers
@@ -102,7 +103,7 @@ def test_remax_plays_a_greedy_trajectory_of_each_task_beside(tmp_path: Path) -> 
     temperatures = sorted(sampling.temperature for _, sampling in engine.calls)
     assert temperatures == [0.0, 0.0, 1.0, 1.0]
     assert [s.scores["greedy"] for s in experience.samples] == [1.0, 1.0]
-    assert len(read_trajectories(run.rollouts.folder / "step_000000.parquet")) == 2
+    assert len(read_trajectories(run.rollouts.collected.folder / "step_000000.parquet")) == 2
 
 
 def out_of_ten(group: Group) -> Group:
@@ -173,7 +174,7 @@ def test_more_quarantined_trajectories_than_allowed_end_the_step(
     [broken] = [t for t in trajectories if t.status is not Status.COMPLETED]
     assert broken.error == "Defect: math.step: KeyError: 'thirteen'"
     assert rollout_metrics(batch.groups)["rollout/quarantined"] == 1.0
-    [file] = (run.rollouts.folder.parent / "quarantine").iterdir()
+    [file] = (run.rollouts.collected.quarantine).iterdir()
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(run.config.model_dump(mode="json")))
     for fixed, status, words in (

@@ -31,5 +31,5 @@ def test_the_newest_steps_stay_and_those_since_the_checkpoint(
 ) -> None:
     run = stuck(tmp_path, 1000, [], *overrides)
     asyncio.run(train_steps(run, 0))
-    files = sorted(file.name for file in run.rollouts.folder.iterdir())
+    files = sorted(file.name for file in run.rollouts.collected.folder.iterdir())
     assert files == [f"step_{step:06d}.parquet" for step in stay]

@@ -91,7 +91,9 @@ def played(run: TrainingSession) -> list[Trajectory]:
     return [
         trajectory
         for step in range(STEPS)
-        for trajectory in read_trajectories(run.rollouts.folder / f"step_{step:06d}.parquet")
+        for trajectory in read_trajectories(
+            run.rollouts.collected.folder / f"step_{step:06d}.parquet"
+        )
     ]
 
 

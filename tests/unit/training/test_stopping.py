@@ -61,7 +61,10 @@ def stuck(
 def manifest(run: TrainingSession, step: int) -> dict[str, Any]:
     return json.loads(
         (
-            run.rollouts.folder.parent / "checkpoints" / f"step_{step:06d}" / "manifest.json"
+            run.rollouts.collected.folder.parent
+            / "checkpoints"
+            / f"step_{step:06d}"
+            / "manifest.json"
         ).read_text()
     )
 
@@ -73,7 +76,7 @@ def test_a_collection_is_abandoned_and_the_steps_before_it_are_saved(tmp_path: P
         asyncio.run(train_steps(run, 0))
     assert [step for step, _ in rows] == [0, 1]
     assert manifest(run, 2)["state"]["unreported"] is None
-    assert sorted(path.name for path in run.rollouts.folder.iterdir()) == [
+    assert sorted(path.name for path in run.rollouts.collected.folder.iterdir()) == [
         "step_000000.parquet",
         "step_000001.parquet",
     ]

@@ -1,4 +1,4 @@
-"""Tools, retrievers and verifiers are not called again after a death, however they would answer then."""
+"""A trajectory that a kill interrupted is played again, and its calls that act outside are not repeated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,11 @@ from typing import Any
 import pytest
 
 from retrieval.client import Passage
-from rollout.base.task_group import once, put_on_record
 from rollout.engines import EngineClient
-from rollout.environments.math_equality import AnswerComparison
-from rollout.environments.protocol import Step, ToolCall
 from rollout.environments.search import SearchEnv
 from rollout.environments.tools import Tool, tool_of
+from rollout.records.collection_log import CollectionLog
 from rollout.records.trajectory import Completion, Sampling, Trajectory
-from rollout.sandbox import RunResult, Verdict
-from rollout.teams.journal import CollectionJournal
 from rollout.teams.roles import Agent, Role
 from rollout.teams.team import Team
 from rollout.teams.tree import Branching
@@ -107,7 +102,7 @@ def collected(folder: Path, dies_at: int | None = None, **options: Any) -> Seque
     )
     team = Team({"a": agent}, {"p": EngineClient(engine=ScriptedEngine(said), renderer=renderer)})
     make_env = partial(SearchEnv, retriever=Retriever(folder / "searched"))
-    options["journal"] = CollectionJournal(folder / "journal.jsonl", {0: "x"}).part("")
+    options["log"] = CollectionLog(folder / "log.jsonl")
     played = collect(
         [TASK], team, make_env, orchestra, group_size=SIZE, seed=SEED, step=STEP, **options
     )
@@ -119,16 +114,15 @@ def counts(folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dies_at", [5, 9, 14])
-def test_after_a_kill_no_letter_is_sent_and_no_passage_searched_twice(
-    tmp_path: Path, dies_at: int
-) -> None:
+def test_after_a_kill_no_letter_is_sent_twice(tmp_path: Path, dies_at: int) -> None:
     assert forked(partial(collected, tmp_path, dies_at), tmp_path / "log") == -signal.SIGKILL
-    before = counts(tmp_path)
-    assert 0 < sum(before) < 4 * SIZE
+    sent, searched = counts(tmp_path)
+    assert 0 < sent + searched < 4 * SIZE
     resumed = collected(tmp_path)
-    assert counts(tmp_path) == (2 * SIZE, 2 * SIZE)
+    assert counts(tmp_path)[0] == 2 * SIZE
+    assert counts(tmp_path)[1] >= 2 * SIZE  # a trajectory that was under way searches again
     assert [t.error for t in resumed] == [""] * SIZE
-    for trajectory in resumed:  # what a trajectory holds itself is made again
+    for trajectory in resumed:  # so it does what it keeps in memory
         assert [event.result for event in trajectory.tools if event.tool == "remember"] == [
             "x",
             "x y",
@@ -178,7 +172,7 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
 
     renderer = renderer_of("qwen2.5", tmp_path)
 
-    def told(journal: str, dies_at: int = -1) -> list[tuple[str, str]]:
+    def told(log: str, dies_at: int = -1) -> list[tuple[str, str]]:
         engine = Seeded({})
         engine.dies_at = dies_at  # type: ignore[attr-defined]
         role = Role(name="r", system="", user="{conversation}", parse=number)
@@ -186,7 +180,7 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
             name="a", role=role, policy="p", sampling=Sampling(max_tokens=400), tools={"t": diary}
         )
         team = Team({"a": agent}, {"p": EngineClient(engine=engine, renderer=renderer)})
-        record = CollectionJournal(tmp_path / journal, {0: "x"}).part("")
+        record = CollectionLog(tmp_path / log)
         played = collect(
             [TASK],
             team,
@@ -196,7 +190,7 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
             seed=SEED,
             step=STEP,
             tree=Branching(width=3),
-            journal=record,
+            log=record,
         )
         [trajectory] = asyncio.run(played)[0].trajectories
         assert trajectory.error == ""
@@ -210,45 +204,3 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
     before = len((tmp_path / "read").read_text().split("\n"))
     assert told("killed") == whole
     assert len((tmp_path / "read").read_text().split("\n")) - before < before
-
-
-def test_what_is_answered_comes_back_as_it_was_and_what_raised_is_asked_again(
-    tmp_path: Path,
-) -> None:
-    result = RunResult(verdict=Verdict.RE, stdout="\u2028\0", stderr="", exit_code=-9, wall_s=0.1)
-    answers = {
-        AnswerComparison: AnswerComparison.UNDECIDED,
-        RunResult: result,
-        list[RunResult]: [replace(result, verdict=Verdict.WA)],
-        ToolCall: ToolCall(tool="t", query="{}", result="r", failed=True),
-        tuple[str, bool]: ("x", True),
-        dict[str, bool]: {"a": False},
-        list[str]: [],
-        Step: Step(reward=float("-inf"), passages=("p",), metrics={"m": 1.0}),
-    }
-    asked: list[Any] = []
-
-    async def play() -> list[Any]:
-        async def answer(kind: Any) -> Any:
-            asked.append(kind)
-            return answers[kind]
-
-        async def broken() -> str:
-            asked.append("broken")
-            raise ValueError
-
-        async def no_text() -> bytes:
-            asked.append("no text")
-            return b"\xff"
-
-        put_on_record(
-            CollectionJournal(tmp_path / "journal", {0: "x"}).part("greedy"), lambda: "here"
-        )
-        found = [await once(kind, partial(answer, kind), "\ud800") for kind in answers]
-        with pytest.raises(ValueError):
-            await once(str, broken)
-        await once(bytes, no_text)
-        return found
-
-    assert asyncio.run(play()) == list(answers.values()) == asyncio.run(play())
-    assert asked == [*answers, "broken", "no text", "broken", "no text"]

@@ -1,0 +1,136 @@
+"""Files of the steps that a run has collected, and the logs of collections under way; what a restart finds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollout.base.ownership import check_owner
+from rollout.records.collection_log import CollectionLog
+from rollout.records.files import (
+    RecordError,
+    read_trajectories,
+    trajectory_metadata,
+    write_trajectories,
+)
+from rollout.records.trajectory import Group, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectedBatches:
+    """Batches of a step that were collected and rewarded before a restart."""
+
+    count: int = 0
+    complete: bool = False  # the step needs no further batch
+    trajectories: Mapping[str, Sequence[Trajectory]] = field(default_factory=dict)  # by task id
+
+    def groups(self, tasks: Sequence[Task]) -> list[Group]:
+        """Return the groups of a batch's tasks."""
+        return [Group(task=task, trajectories=tuple(self.trajectories[task.id])) for task in tasks]
+
+
+class CollectedSteps:
+    """Trajectories of a run by step, kept below its folder `train`.
+
+    - `trajectories/step_000003.parquet`: rewarded trajectories of the step's batches so far.
+    - `collection/step_000003.jsonl`: trajectories of the batch under way that have finished (see
+      `CollectionLog`).
+    - `quarantine/`: a file for each quarantined trajectory (see `rollout.teams.quarantine`).
+
+    A run that starts again from a checkpoint uses the first two as they are, if they are of the
+    same recipe and the weights that sampled them come again: those of the checkpoint, and those
+    that follow from it by training on complete steps.
+    """
+
+    def __init__(self, train: Path, *, recipe: str = "", first_step: int = 0) -> None:
+        """Look for the files of earlier starts.
+
+        Args:
+            train: the run's folder `train`.
+            recipe: digest of all that decides what is sampled and learnt.
+            first_step: step that this start takes first, from its checkpoint.
+        """
+        self.folder = train / "trajectories"
+        self.quarantine = train / "quarantine"
+        self._logs = train / "collection"
+        self._recipe = recipe
+        self._remove_newer_than(self._newest_version_from(first_step))
+
+    def read(self, step: int) -> CollectedBatches:
+        """Return the batches of a step that were collected before this start; none if its file cannot be used."""
+        metadata = self._metadata(step)
+        if not metadata:
+            return CollectedBatches()
+
+        trajectories: dict[str, list[Trajectory]] = {}
+        for trajectory in read_trajectories(self.path(step)):
+            trajectories.setdefault(trajectory.task_id, []).append(trajectory)
+        return CollectedBatches(
+            count=int(metadata["batches"]),
+            complete=metadata["complete"] == "true",
+            trajectories=trajectories,
+        )
+
+    def write(
+        self, step: int, trajectories: Sequence[Trajectory], *, batches: int, complete: bool
+    ) -> None:
+        """Write the trajectories of a step so far, of which `batches` batches are collected and rewarded."""
+        versions = [turn.policy_version for trajectory in trajectories for turn in trajectory.turns]
+        metadata = {
+            "recipe": self._recipe,
+            "batches": str(batches),
+            "complete": "true" if complete else "false",
+            "newest_version": str(max(versions, default=0)),
+        }
+        write_trajectories(self.path(step), trajectories, metadata)
+
+    def log(self, step: int) -> CollectionLog:
+        """Open the log of a step's collection."""
+        return CollectionLog(self._logs / f"step_{step:06d}.jsonl", self._recipe)
+
+    def path(self, step: int) -> Path:
+        """Return the path of a step's file of trajectories."""
+        return self.folder / f"step_{step:06d}.parquet"
+
+    def prune(self, before: int) -> None:
+        """Remove the files of steps before this one."""
+        for file in self.folder.glob("step_*.parquet"):
+            if _step_of(file) < before:
+                check_owner(file)
+                file.unlink(missing_ok=True)
+
+    def _newest_version_from(self, first_step: int) -> int:
+        """Return the newest version of the weights that training on files alone comes to."""
+        version = first_step
+        while self._metadata(version).get("complete") == "true":
+            version += 1
+        return version
+
+    def _remove_newer_than(self, version: int) -> None:
+        """Remove files with trajectories of newer weights: this start will train other weights of that number."""
+        # no weights sample a step that was trained before them
+        later = [
+            file
+            for file in (*self.folder.glob("step_*.parquet"), *self._logs.glob("step_*.jsonl"))
+            if _step_of(file) > version
+        ]
+        for file in later:
+            if file.suffix == ".jsonl":
+                newest = CollectionLog(file, self._recipe).newest_version
+            else:
+                newest = int(self._metadata(_step_of(file)).get("newest_version", "0"))
+            if newest > version:
+                file.unlink()
+
+    def _metadata(self, step: int) -> dict[str, str]:
+        """Return the metadata of a step's file; {} if it is missing, damaged, or of another recipe."""
+        try:
+            metadata = trajectory_metadata(self.path(step))
+        except RecordError:
+            return {}
+        return metadata if metadata.get("recipe") == self._recipe else {}
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))

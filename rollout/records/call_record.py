@@ -1,0 +1,69 @@
+"""Record of a trajectory's calls that must not be repeated after a restart, such as a tool that sends a message."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
+from rollout.records.collection_log import CollectionLog
+
+_T = TypeVar("_T")
+
+
+class CallRecord:
+    """Record of one trajectory's calls that cost money or act outside the run.
+
+    Environments and tools get it as the argument `calls`. Wrapped in `once`, a call is not repeated when the trajectory
+    is played again after a restart. Without a log, as in an evaluation, every call is made.
+    """
+
+    def __init__(
+        self,
+        log: CollectionLog | None = None,
+        trajectory: str = "",
+        branch: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Record the calls of `trajectory` in `log`; `branch` tells apart branches of a tree that make equal calls."""
+        self._log = log
+        self._trajectory = trajectory
+        self._branch = branch
+        self._counts: Counter[str] = Counter()
+
+    def for_branch(self, branch: Callable[[], str]) -> CallRecord:
+        """Return a record for another branch of the trajectory's tree, which counts its calls from 1."""
+        return CallRecord(self._log, self._trajectory, branch)
+
+    async def once(
+        self, result_type: Any, call: Callable[[], Awaitable[_T]], *question: object
+    ) -> _T:
+        """Return the recorded result of this call; if there is none, make the call and record its result.
+
+        Equal calls of a trajectory are told apart by their order. A call that raised, or had not returned when the run
+        was killed, is made again.
+
+        Args:
+            result_type: type that the result is read back as.
+            call: makes the call.
+            question: values that identify the call, such as a tool's name and its arguments.
+        """
+        if self._log is None:
+            return await call()
+        asked = to_json([self._trajectory, self._branch(), *question]).decode()
+        self._counts[asked] += 1
+        key = f"{asked} {self._counts[asked]}"
+
+        recorded = self._log.call_result(key)
+        if recorded is not None:
+            result: _T = _adapter(result_type).validate_python(recorded)
+            return result
+        result = await call()
+        self._log.add_call(key, result)
+        return result
+
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

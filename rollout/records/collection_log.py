@@ -1,0 +1,123 @@
+"""Log of a collection under way: finished trajectories, and results of calls that must not be repeated.
+
+A run that is killed while it collects a step finds in the step's `CollectionLog` the trajectories that had finished.
+Trajectories that were under way are sampled again with the same seeds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from pydantic_core import to_json
+
+from rollout.base.ownership import FolderError, check_owner
+from rollout.base.processes import say
+from rollout.records.files import trajectory_of_row
+from rollout.records.trajectory import Trajectory
+
+
+class CollectionLog:
+    """Append-only file of one step's collection, read when a run is restarted.
+
+    Every line is a JSON object. The first one holds the digest of the recipe; a log of another recipe is started anew.
+    A line that a kill has cut off is skipped.
+    """
+
+    def __init__(self, path: Path, recipe: str = "") -> None:
+        """Read the log at `path`, if there is one; `recipe` is the digest of all that decides what is sampled."""
+        self._path = path
+        self._recipe = recipe
+        self._file: IO[bytes] | None = None  # opened by the first line that is added
+        self._writable = True
+        self._trajectories: dict[str, Mapping[str, Any]] = {}
+        self._results: dict[str, Any] = {}
+
+        rows = _read_rows(path)
+        self._continued = next(rows, None) == {"recipe": recipe}
+        for row in rows if self._continued else []:
+            if "result" in row:
+                self._results[row["call"]] = row["result"]
+            else:
+                self._trajectories[row["name"]] = row["trajectory"]
+
+    @property
+    def newest_version(self) -> int:
+        """Newest version of the weights that sampled any of the finished trajectories, 0 without any."""
+        return max(
+            (
+                turn["policy_version"]
+                for trajectory in self._trajectories.values()
+                for turn in trajectory["turns"]
+            ),
+            default=0,
+        )
+
+    def trajectory(self, name: str) -> Trajectory | None:
+        """Return the finished trajectory of this name, or None."""
+        row = self._trajectories.get(name)
+        return None if row is None else trajectory_of_row(row)
+
+    def add_trajectory(self, name: str, trajectory: Trajectory) -> None:
+        """Append a finished trajectory."""
+        self._append({"name": name, "trajectory": trajectory}, bytes_mode="base64")
+
+    def call_result(self, call: str) -> Any:
+        """Return the logged result of a call as plain JSON values, or None."""
+        return self._results.get(call)
+
+    def add_call(self, call: str, result: object) -> None:
+        """Append the result of a call. A result that JSON cannot hold is left out."""
+        try:
+            self._append({"call": call, "result": result}, bytes_mode="utf8")
+        except ValueError:
+            return
+
+    def remove(self) -> None:
+        """Remove the file: the step has been collected."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._path.is_file():
+            check_owner(self._path)
+            self._path.unlink()
+
+    def _append(self, row: Mapping[str, Any], bytes_mode: Any) -> None:
+        """Write a line at once. If that fails, say so once: a log that cannot be written does not stop a run."""
+        line = to_json(row, inf_nan_mode="constants", bytes_mode=bytes_mode) + b"\n"
+        if not self._writable:
+            return
+        try:
+            check_owner(self._path)
+            if self._file is None:
+                self._file = self._open()
+            self._file.write(line)
+        except (OSError, FolderError) as error:
+            self._writable = False
+            say(
+                f"{self._path}: cannot be written ({getattr(error, 'strerror', error)}); "
+                "if the run is killed now, it samples this step again"
+            )
+
+    def _open(self) -> IO[bytes]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._path.open("ab" if self._continued else "wb", buffering=0)
+        if self._continued:
+            file.write(b"\n")  # ends a line that a kill has cut off
+        else:
+            file.write(to_json({"recipe": self._recipe}) + b"\n")
+        return file
+
+
+def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a log that are whole."""
+    if not path.is_file():
+        return
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        yield row

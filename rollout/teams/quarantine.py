@@ -1,0 +1,118 @@
+"""Quarantined trajectories: files with all that a failed trajectory was given, and a team that repeats its replies."""
+
+from __future__ import annotations
+
+import json
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
+from rollout.base.errors import EngineError
+from rollout.base.files import write_json
+from rollout.engines import ChatState, PolicyReply
+from rollout.records.files import RecordError
+from rollout.records.trajectory import Message, Sampling, Task, Trajectory, valid_text
+from rollout.teams.team import RecordedReply, Team
+
+_REPLY = TypeAdapter(PolicyReply)
+
+
+def write_quarantined(
+    folder: Path,
+    trajectory: Trajectory,
+    *,
+    task: Task,
+    seed: int,
+    replies: Mapping[int, RecordedReply],
+    error: BaseException,
+) -> Path:
+    """Write a trajectory that failed by a defect in its code, with all that is needed to play it again.
+
+    A file of the same trajectory, from before the run was resumed, is replaced.
+
+    Args:
+        seed: seed of the run.
+        replies: every reply that the trajectory's policies gave, by the seed of the call.
+        error: the defect.
+
+    Returns:
+        The path of the file.
+    """
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", f"{trajectory.step}-{task.id}"[:100])
+    path = folder / f"{stem}-{trajectory.sample}.json"
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    value = {
+        "trajectory": trajectory.id,
+        "error": trajectory.error,
+        "traceback": [valid_text(line) for line in lines],
+        "task": asdict(task),
+        "seed": seed,
+        "step": trajectory.step,
+        "sample": trajectory.sample,
+        "replies": [_reply_row(call_seed, recorded) for call_seed, recorded in replies.items()],
+    }
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_json(path, value)
+    return path
+
+
+def _reply_row(call_seed: int, recorded: RecordedReply) -> dict[str, object]:
+    reply = to_json(recorded.reply, inf_nan_mode="constants", bytes_mode="base64")
+    messages = [asdict(message) for message in recorded.messages]
+    return {"seed": call_seed, "messages": messages, **json.loads(reply)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantined:
+    """Contents of a quarantined trajectory's file."""
+
+    trajectory: str
+    error: str
+    task: Task
+    seed: int  # of the run
+    step: int
+    sample: int
+    replies: Mapping[int, PolicyReply]  # by the seed of the call
+
+    @classmethod
+    def read(cls, path: Path) -> Quarantined:
+        """Read a file that `write_quarantined` wrote; raise RecordError if it is not such a file."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            task = Task(**{**value["task"], "answers": tuple(value["task"]["answers"])})
+            replies = {row.pop("seed"): _REPLY.validate_python(row) for row in value["replies"]}
+            fields = {
+                name: value[name] for name in ("trajectory", "error", "seed", "step", "sample")
+            }
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise RecordError(
+                f"{path}: not a quarantined trajectory ({type(error).__name__}: {error}); expected a file of "
+                "results/<run>/train/quarantine"
+            ) from error
+        return cls(task=task, replies=replies, **fields)
+
+    def team(self, team: Team) -> Team:
+        """Return the team with policies that give the recorded replies."""
+        policies = {agent.policy for agent in team.agents.values()}
+        return replace(team, players=dict.fromkeys(policies, _RecordedPolicy(self.replies)))
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedPolicy:
+    """A policy that repeats recorded replies."""
+
+    replies: Mapping[int, PolicyReply]  # by the seed of the call
+
+    async def say(
+        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
+    ) -> PolicyReply:
+        if sampling.seed not in self.replies:
+            raise EngineError(
+                "the recording ends here: the orchestra asks for a reply that was never given"
+            )
+        return self.replies[sampling.seed]
