@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu.shapes import CASES, of_case
-from mcore_mas.planning.estimate import ASSUMED
 from mcore_mas.planning.memory import count_parameters
 from rollout.models.architecture import planned_architecture
 from rollout.sync.push import PUSHED_BUCKET_BYTES
 
 _NOT = "not measured"
+LINK_GB_S = 200.0  # assumed: at which a GPU exchanges tensors with others
 REQUEST_S = 0.06  # assumed: that SGLang takes to open, copy and answer for a bucket
 _HEAD = """# On a GPU
 
@@ -133,7 +133,7 @@ class HandOver:
     @property
     def gathered_s(self) -> float:
         """Seconds of gathering the shards of the other ranks."""
-        return self.size * (self.tp - 1) / self.tp / (ASSUMED.link * 1e9)
+        return self.size * (self.tp - 1) / self.tp / (LINK_GB_S * 1e9)
 
     @property
     def copied_s(self) -> float:
@@ -179,7 +179,7 @@ def _hand_over() -> str:
     estimate = HandOver("Qwen3-32B", 8)
     return (
         f"Qwen3-32B in bfloat16 from 8 ranks to a server at tp 8: {estimate.size / 1e9:.1f} GB of full tensors in "
-        f"{estimate.requests} buckets.\nThey are gathered in {estimate.gathered_s:.2f} s (at {ASSUMED.link:g} GB/s), "
+        f"{estimate.requests} buckets.\nThey are gathered in {estimate.gathered_s:.2f} s (at {LINK_GB_S:g} GB/s), "
         f"copied in {estimate.copied_s:.2f} s, and loaded in {estimate.requests * REQUEST_S:.1f} s if\na request takes "
         f"{1e3 * REQUEST_S:g} ms, which nobody has measured. One bucket is gathered while the one before is\nloaded: "
         f"{estimate.seconds:.1f} s in all."

@@ -16,7 +16,6 @@ WRITERS = {  # the module of each name, whose `pages` takes the sources and retu
     "catalogue": "docs/catalogue.md, all teams",
     "experiments": "the table of docs/experiments.md: what is published, and how our settings differ",
     "options": "docs/options.md, what every option takes, and configs/schema/, which tells editors the same",
-    "plan": "docs/plan.md, what the published experiments get of 4, 8 and 16 GPUs",
     "results": "the README's results, of tables of scores: results/tables/{suite}.csv ...",
     "tables_tiny": "docs/tables_tiny.md, which papers' tables were made at the scale tiny, and one of them beside it",
 }

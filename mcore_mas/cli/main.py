@@ -169,32 +169,48 @@ def plan_suite(
     gpus: Annotated[
         str | None,
         typer.Option(
-            help="Number and kind, by default the run's cluster.gpus or 8xH100; over 8 are several machines."
+            help="Number and kind of GPUs; by default cluster.gpus of each run, or 8xH100."
         ),
     ] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(
-            help="YAML instead: gpus, node, memory (GB), flops (TFLOP/s), bandwidth (TB/s)."
-        ),
+        typer.Option(help="YAML file in place of --gpus: gpus, node (GPUs of one), memory (GB)."),
     ] = None,
+    as_configured: Annotated[
+        bool,
+        typer.Option("--as-configured", help="Check the placement in the config; choose none."),
+    ] = False,
     config_dir: _Configs = None,
 ) -> None:
-    """Say where each run's parts would lie, what they take and how long; exit status 1 if one does not fit."""
+    """Print the placement and the memory of every run on these GPUs; exit status 1 if one does not fit."""
     from mcore_mas.pipeline.suite import load_suite
-    from mcore_mas.planning.choose import Cluster, PlanError, choose_placement
+    from mcore_mas.planning.gpus import Cluster, PlanError
     from mcore_mas.planning.page import plan_lines
+    from mcore_mas.planning.place import check_placement, place_run
 
-    named = Cluster.read(cluster) if cluster is not None else Cluster.parse(gpus) if gpus else None
-    refused, loaded = 0, load_suite(suite, config_dir=config_dir)
-    for config in map(loaded.checked, loaded.runs):
-        there = named or Cluster.parse(config.cluster.gpus or "8xH100")
+    named_cluster: Cluster | None = None
+    if cluster is not None:
+        named_cluster = Cluster.read(cluster)
+    elif gpus is not None:
+        named_cluster = Cluster.parse(gpus)
+
+    fits = True
+    loaded = load_suite(suite, config_dir=config_dir)
+    for run in loaded.runs:
+        config = loaded.checked(run)
+        run_cluster = named_cluster or Cluster.parse(config.cluster.gpus or "8xH100")
         try:
-            print("\n".join(plan_lines(config, there, *choose_placement(config, there))))
+            if as_configured:
+                check_placement(config, run_cluster)
+            else:
+                config = place_run(config, run_cluster)
         except PlanError as error:
-            refused += 1
+            fits = False
             print(f"no: {error}")
-    raise typer.Exit(1 if refused else 0)
+            continue
+        for line in plan_lines(config, run_cluster):
+            print(line)
+    raise typer.Exit(0 if fits else 1)
 
 
 @app.command("plan-index", rich_help_panel=_PANEL)
@@ -209,10 +225,11 @@ def plan_index(
         float, typer.Option(min=0.1, help="Passages that all jobs encode in a second.")
     ] = 50.0,
 ) -> None:
-    """Say what each kind of search index would take, by arithmetic: memory, disk and hours."""
-    from mcore_mas.planning.page import index_lines
+    """Print the memory, disk and hours that each kind of search index would take, by formula."""
+    from mcore_mas.planning.indexes import index_table
 
-    print("\n".join(index_lines(passages, dim, rate)))
+    for line in index_table(passages, dim, rate):
+        print(line)
 
 
 @app.command("train", rich_help_panel=_PANEL)

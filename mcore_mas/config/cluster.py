@@ -47,7 +47,7 @@ class ClusterConfig(Section):
         None, ge=1
     )  # devices of a machine without GPUs; None: as many as are needed
     gpus: str | None = (
-        None  # such as 8xH100: a suite then gives the run the placement that makes the most of them
+        None  # such as 8xH100: a suite then places the run on them (mcore_mas/planning/place.py)
     )
 
     @model_validator(mode="after")

@@ -18,7 +18,8 @@ from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.pipeline import sharing, suite_file
 from mcore_mas.pipeline.sharing import ConfigCache
 from mcore_mas.pipeline.suite_file import SuiteError
-from mcore_mas.planning.choose import PlanError, placed
+from mcore_mas.planning.gpus import Cluster, PlanError
+from mcore_mas.planning.place import place_run
 from rollout.base.errors import ModelError
 from rollout.base.files import read_yaml, write_text
 from rollout.base.text import nearest
@@ -304,11 +305,11 @@ def _composed(
     def compose() -> dict[str, Any]:
         try:
             values = resolve(settings, configs, scale, own={"run": run})
-            return (
-                placed(values)
-                if scale == "paper" and values["cluster"]["gpus"] is not None
-                else values
-            )
+            gpus = values["cluster"]["gpus"]
+            if scale != "paper" or gpus is None:
+                return values
+            config = RunConfig.check(values, f"run '{run}'")
+            return place_run(config, Cluster.parse(gpus)).model_dump(mode="json")
         except (ConfigError, ModelError, PlanError) as error:
             where = f"run '{run}': "
             raise SuiteError(

@@ -1,46 +1,57 @@
-"""Needs of the jobs of a run: nodes, GPUs, CPUs and memory that each stage requests."""
+"""Needs of the jobs of a run: the nodes, GPUs, CPUs and memory that each stage requests.
 
-from collections.abc import Iterable, Mapping
+`job_needs` derives them from the config; Snakemake passes them to Slurm. docs/cluster.md has the
+measurements behind the constants.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from mcore_mas.config.run import RunConfig, for_policy
-from mcore_mas.planning.choose import placement_of, shapes_of
-from mcore_mas.planning.estimate import host_bytes, workloads
-from mcore_mas.planning.memory import engine_weights
-from mcore_mas.planning.page import PASSAGE_BYTES, index_needs
+from mcore_mas.planning.estimate import estimate_host_memory, load_architectures
+from mcore_mas.planning.indexes import PASSAGE_BYTES, index_needs
+from mcore_mas.planning.memory import engine_weight_bytes
 from mcore_mas.planning.worker_groups import (
     DeviceType,
     count_devices,
     gpus_per_engine,
     list_worker_groups,
 )
+from mcore_mas.planning.workload import estimate_workloads
 from rollout.base.errors import ModelError
 from rollout.base.files import read_json
 from rollout.config.sections import RetrieverConfig
 
 Stage = Literal["train", "evaluate", "start", "retriever"]
 
-# MB. A process: torch and what it loads, on a GPU also what CUDA keeps in the host's memory; the driver: the collector,
-# Ray's own processes, tokenizers. docs/cluster.md has what was measured.
-_PROCESS_MB: Mapping[DeviceType, int] = MappingProxyType({"CPU": 600, "GPU": 6_000})
-_DRIVER_MB: Mapping[DeviceType, int] = MappingProxyType({"CPU": 700, "GPU": 16_000})
-_PROGRAMS_MB = 2_000  # what models wrote, in sandboxes, many at a time
-_WITH_PROGRAMS = ("code", "data_science", "repository")
-_SERVED_MB = 900  # a retriever with an index of its own: encoder and passages of a generator
-_SMALL_BYTES = 50_000_000  # of a corpus whose index is within that
-_DIMENSIONS = {"minilm": 384, "e5": 768, "bge": 768}  # where the encoder is not here yet
-# Bytes of BM25's index per passage of 100 words, served, and with all that bm25s needs to build it.
-_WORDS_BYTES = 600
-_WORDS_BUILD_BYTES = 3_600
-_PUBLISHED_MB = 80_000  # one whose index is not here yet: wiki-18, 21 M vectors of 768 float32, and its passages
+# Memory in MB. A process of a run on GPUs also has host memory that CUDA pins. The driver has the
+# rollout workers, Ray's own processes and tokenizers.
+_PROCESS_MB: dict[DeviceType, int] = {"CPU": 600, "GPU": 6_000}
+_DRIVER_MB: dict[DeviceType, int] = {"CPU": 700, "GPU": 16_000}
+_SANDBOX_MB = 2_000  # many programs of models at a time
+_SANDBOX_ENVIRONMENTS = ("code", "data_science", "repository")
+
+_RETRIEVER_JOB_MB = 1_000
+_RETRIEVER_MB = 900  # a server with the encoder and a small index
+_SMALL_CORPUS_BYTES = 50_000_000  # the index of a smaller corpus is within _RETRIEVER_MB
+_PUBLISHED_INDEX_MB = 80_000  # wiki-18, 21 M vectors of 768 float32 and their passages
+# Memory of BM25's index for a passage of 100 words: to serve it, and what bm25s needs to build it.
+_BM25_SERVING_BYTES = 600
+_BM25_BUILDING_BYTES = 3_600
+_ENCODER_DIMENSIONS = {"minilm": 384, "e5": 768, "bge": 768}
+
+_TASKS_MB = 1_000
+_TASKS_PER_FILE_SIZE = 10  # DeepCoder's tasks take 4.3 times its file; in others tests are packed
+
+_TOKEN_BYTES = 72  # in a micro-batch: ids, positions, labels and the inputs of the loss
+_LEAST_OBJECT_STORE_MB = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNeeds:
-    """What one job asks for."""
+    """Resources of one job."""
 
     nodes: int
     gpus: int  # of each node
@@ -49,150 +60,233 @@ class JobNeeds:
 
 
 def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
-    """What a stage of a run needs on machines of `node_gpus` GPUs.
+    """Return the resources of a stage of a run.
 
-    Trainers and engines take a device each, by the run's placement; what does not fit one machine gets whole ones. A
-    run whose engines are embedded and on no GPU is a run on CPUs, unless `cluster.device` says what it is.
+    Args:
+        config: of the run.
+        stage: training, evaluation, cold start, or the retriever's jobs.
+        node_gpus: GPUs of one machine. A training that needs more gets whole machines.
     """
-    engines = [for_policy(config, policy).engine for policy in config.models]
-    on_gpus = any(e.name == "sglang" or e.device == "cuda" for e in engines)
-    kind: DeviceType = (
-        "GPU"
-        if config.cluster.device == "cuda" or (on_gpus and config.cluster.device == "auto")
-        else "CPU"
-    )
-    beside = config.retriever if config.retriever and not config.retriever.elsewhere else None
-    builds = stage == "retriever"
-    searched, searching = (_retriever_mb(beside, builds), beside.threads) if beside else (0, 0)
-    on_gpu = config.retriever.gpus if config.retriever else 0
     if stage == "retriever":
-        return JobNeeds(nodes=1, gpus=on_gpu, cpus=searching or 1, memory_mb=1_000 + searched)
-    worker_groups = list_worker_groups(config, kind)
-    if (
-        stage == "evaluate"
-    ):  # no trainers, and as many engines of each policy as the GPUs of training allow
-        one = sum(gpus_per_engine(config).values()) if kind == "GPU" else 0
-        most = min(node_gpus, count_devices(worker_groups, config.cluster.pool))
-        # with fewer GPUs than one of each needs they share them
-        devices = min(node_gpus, max(one, most // one * one)) if one else int(kind == "GPU")
-        processes = max(len(engines), devices)
-    elif stage == "start":
-        devices, processes = int(kind == "GPU"), 2 * len(config.policies)
-    else:
-        devices = count_devices(worker_groups, config.cluster.pool) if kind == "GPU" else 0
-        processes = sum(workers.devices for workers in worker_groups)
-    nodes = -(-devices // node_gpus) if stage == "train" and devices else 1
-    memory = _DRIVER_MB[kind] + searched + processes * _PROCESS_MB[kind]
-    memory += _PROGRAMS_MB * (config.env.name in _WITH_PROGRAMS)
+        return _retriever_needs(config)
+
+    device_type = _device_type(config)
     if stage == "train":
-        memory += (
-            object_store_mb(config)
-            + _replayed_mb(config)
-            + (_host_mb(config) if kind == "GPU" else 0)
-        )
+        return _train_needs(config, device_type, node_gpus)
+
+    if stage == "evaluate":
+        gpus = _evaluation_gpus(config, node_gpus) if device_type == "GPU" else 0
+        processes = max(len(config.models), gpus)
+    else:
+        gpus = 1 if device_type == "GPU" else 0
+        processes = 2 * len(config.policies)
+    return _needs_of_one_node(
+        config,
+        device_type,
+        gpus=gpus,
+        processes=processes,
+        node_gpus=node_gpus,
+    )
+
+
+def _device_type(config: RunConfig) -> DeviceType:
+    """Return the type of the devices that a run will compute on.
+
+    With `cluster.device: auto` these are GPUs if an engine is a server or is set to CUDA.
+    """
+    if config.cluster.device == "cuda":
+        return "GPU"
+    engines = [for_policy(config, policy).engine for policy in config.models]
+    on_gpus = any(engine.name == "sglang" or engine.device == "cuda" for engine in engines)
+    return "GPU" if on_gpus and config.cluster.device == "auto" else "CPU"
+
+
+def _train_needs(config: RunConfig, device_type: DeviceType, node_gpus: int) -> JobNeeds:
+    worker_groups = list_worker_groups(config, device_type)
+    processes = sum(workers.devices for workers in worker_groups)
+    memory_mb = object_store_mb(config) + _routing_mb(config)
+    gpus = 0
+    if device_type == "GPU":
+        gpus = count_devices(worker_groups, config.cluster.pool)
+        memory_mb += _trainers_mb(config)
+
+    needs = _needs_of_one_node(
+        config,
+        device_type,
+        gpus=gpus,
+        processes=processes,
+        node_gpus=node_gpus,
+        extra_mb=memory_mb,
+    )
+    nodes = -(-gpus // node_gpus)
+    if nodes <= 1:
+        return needs
     return JobNeeds(
         nodes=nodes,
-        gpus=min(devices + on_gpu, node_gpus) if nodes == 1 else node_gpus,
-        cpus=-(-processes * (config.cluster.threads_per_process or 1) // nodes)
-        + (1 if kind == "CPU" else 2 + devices)
-        + max(0, searching - 1),
-        memory_mb=-(-memory // nodes),
+        gpus=node_gpus,
+        cpus=_cpus(config, device_type, gpus=gpus, processes=processes, nodes=nodes),
+        memory_mb=-(-needs.memory_mb // nodes),
     )
 
 
-_TASKS_MB, _OF_FILES = 1_000, 10  # of DeepCoder's tasks 4.3 times the file; others pack their tests
+def _needs_of_one_node(
+    config: RunConfig,
+    device_type: DeviceType,
+    *,
+    gpus: int,
+    processes: int,
+    node_gpus: int,
+    extra_mb: int = 0,
+) -> JobNeeds:
+    memory_mb = _DRIVER_MB[device_type] + processes * _PROCESS_MB[device_type] + extra_mb
+    if config.env.name in _SANDBOX_ENVIRONMENTS:
+        memory_mb += _SANDBOX_MB
+    retriever = config.retriever
+    retriever_gpus = retriever.gpus if retriever else 0
+    if retriever is not None and not retriever.elsewhere:
+        memory_mb += _retriever_mb(retriever, builds_index=False)
+    return JobNeeds(
+        nodes=1,
+        gpus=min(gpus + retriever_gpus, node_gpus),
+        cpus=_cpus(config, device_type, gpus=gpus, processes=processes, nodes=1),
+        memory_mb=memory_mb,
+    )
+
+
+def _cpus(
+    config: RunConfig, device_type: DeviceType, *, gpus: int, processes: int, nodes: int
+) -> int:
+    """Return the CPUs of each node: of the processes, the driver and the retriever."""
+    threads = processes * (config.cluster.threads_per_process or 1)
+    driver = 1 if device_type == "CPU" else 2 + gpus
+    retriever = config.retriever
+    searching = 0
+    if retriever is not None and not retriever.elsewhere:
+        searching = retriever.threads - 1  # one thread of it uses the driver's CPU
+    return -(-threads // nodes) + driver + searching
+
+
+def _evaluation_gpus(config: RunConfig, node_gpus: int) -> int:
+    """Return the GPUs of an evaluation, which has engines only and is on one machine.
+
+    It gets as many engines of each policy as fit the GPUs of the training. If the machine has fewer
+    GPUs than one engine of each policy needs, the engines share them.
+    """
+    one_of_each = sum(gpus_per_engine(config).values())
+    if one_of_each == 0:
+        return 1
+    training = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
+    engines_of_each = min(node_gpus, training) // one_of_each
+    return min(node_gpus, max(1, engines_of_each) * one_of_each)
+
+
+def _retriever_needs(config: RunConfig) -> JobNeeds:
+    retriever = config.retriever
+    memory_mb = _RETRIEVER_JOB_MB
+    threads = 1
+    if retriever is not None and not retriever.elsewhere:
+        memory_mb += _retriever_mb(retriever, builds_index=True)
+        threads = retriever.threads
+    return JobNeeds(
+        nodes=1,
+        gpus=retriever.gpus if retriever else 0,
+        cpus=threads,
+        memory_mb=memory_mb,
+    )
 
 
 def tasks_mb(files: Iterable[Path]) -> int:
-    """The memory in which tasks are made of data files, MB."""
-    return (
-        _TASKS_MB
-        + _OF_FILES * sum(file.stat().st_size for file in files if file.is_file()) // 10**6
-    )
-
-
-_TOKEN_BYTES = 72  # of a micro-batch: ids, positions, labels, and what losses read of each token
-_LEAST_STORE_MB = 256
+    """Return the memory in MB of a job that makes tasks from these data files."""
+    bytes_read = sum(file.stat().st_size for file in files if file.is_file())
+    return _TASKS_MB + _TASKS_PER_FILE_SIZE * bytes_read // 10**6
 
 
 def object_store_mb(config: RunConfig) -> int:
-    """The shared memory through which a step's samples reach the trainers: what is set, or room for them twice.
+    """Return the size in MB of Ray's object store, through which samples reach the trainers.
 
-    What does not fit goes over the disk. Replies have half of their longest length and prompts a quarter of theirs
-    (`Assumptions`).
+    This is `cluster.object_store_mb`, or else room for the samples of a step twice. Ray spills to
+    disk what does not fit.
     """
     if config.cluster.object_store_mb is not None:
         return config.cluster.object_store_mb
-    works = workloads(config)
-    samples = sum(
-        works[policy].tokens * (_TOKEN_BYTES + _routing_bytes(config, policy))
-        for policy in config.trained
-    )
-    return max(_LEAST_STORE_MB, int(2 * samples / 2**20))
+
+    workloads = estimate_workloads(config)
+    samples = 0.0
+    for policy in config.trained:
+        token_bytes = _TOKEN_BYTES + _routing_bytes_per_token(config, policy)
+        samples += workloads[policy].tokens * token_bytes
+    return max(_LEAST_OBJECT_STORE_MB, int(2 * samples / 2**20))
 
 
-def _routing_bytes(config: RunConfig, policy: str) -> int:
-    """Of a token's experts on record, where trainers replay them."""
+def _routing_bytes_per_token(config: RunConfig, policy: str) -> int:
+    """Return the size of a token's recorded experts, which trainers replay."""
     if not for_policy(config, policy).engine.router_replay:
         return 0
     try:
-        experts = shapes_of(config)[policy].experts
-    except ModelError:  # a model of the user's that is not here yet
+        experts = load_architectures(config)[policy].experts
+    except ModelError:  # a model of the user's that is not on this machine
         return 0
-    return sum(experts.sparse) * experts.per_token * experts.number_bytes if experts else 0
+    if experts is None:
+        return 0
+    return sum(experts.sparse) * experts.per_token * experts.number_bytes
 
 
-def _replayed_mb(config: RunConfig) -> int:
-    """Experts on record in trajectories and in micro-batches; ranks read them in Ray's store."""
-    works = workloads(config)
-    return int(2 * sum(works[p].tokens * _routing_bytes(config, p) for p in config.trained) / 1e6)
-
-
-def _retriever_mb(retriever: RetrieverConfig, builds: bool) -> int:
-    """Return the memory of a job that serves this index, or also builds it."""
-    if retriever.folder is None:
-        passages = retriever.passages
-        size = passages.stat().st_size if passages and passages.is_file() else 0
-        return _SERVED_MB + (
-            _own_mb(retriever, size // PASSAGE_BYTES, builds) if size > _SMALL_BYTES else 0
-        )
-    files = list(retriever.folder.glob("*"))
-    return (
-        sum(file.stat().st_size for file in files) // 10**6 * 5 // 4 + _SERVED_MB
-        if files
-        else _PUBLISHED_MB
+def _routing_mb(config: RunConfig) -> int:
+    """Return the memory of recorded experts in the driver: in trajectories and in micro-batches."""
+    workloads = estimate_workloads(config)
+    routing = sum(
+        workloads[policy].tokens * _routing_bytes_per_token(config, policy)
+        for policy in config.trained
     )
+    return int(2 * routing / 1e6)
 
 
-def _own_mb(retriever: RetrieverConfig, passages: int, builds: bool) -> int:
-    """Return the memory of an index over so many passages: its vectors, its words, or both."""
-    config = retriever.encoder_folder / "config.json" if retriever.encoder_folder else None
-    dim = (
-        int(read_json(config)["hidden_size"])
-        if config and config.is_file()
-        else _DIMENSIONS[retriever.encoder]
-    )
-    vectors = (
-        index_needs(retriever.index, passages, dim, rate=1.0)["memory_gb"]
-        if retriever.ranking != "bm25"
-        else 0
-    )
-    words_bytes = _WORDS_BUILD_BYTES if builds else _WORDS_BYTES
-    words = passages * words_bytes / 1e9 if retriever.ranking != "dense" else 0
-    return int((vectors + words) * 1000 * 5 / 4)
-
-
-def _host_mb(config: RunConfig) -> int:
-    """What trainers keep in the memory of machines, and weights that are on their way to engines through it."""
+def _trainers_mb(config: RunConfig) -> int:
+    """Return the host memory of the trainers, and of weights on their way to engines."""
     try:
-        models = shapes_of(config)
-    except ModelError:  # a model of the user's that is not here yet
+        models = load_architectures(config)
+    except ModelError:  # a model of the user's that is not on this machine
         return 0
-    placement = placement_of(config)
-    kept = host_bytes(config, models, placement)
-    through = [
-        p for p in config.trained if for_policy(config, p).engine.transport in (None, "disk")
-    ]
-    return int(
-        (kept + sum(2 * engine_weights(models[p], 1) for p in through)) / 1e6
-    )  # old and new, in shared memory
+    weights = 0.0
+    for policy in config.trained:
+        if for_policy(config, policy).engine.transport in (None, "disk"):
+            # The old and the new weights are files in shared memory.
+            weights += 2 * engine_weight_bytes(models[policy], tp=1)
+    return int((estimate_host_memory(config, models) + weights) / 1e6)
+
+
+def _retriever_mb(retriever: RetrieverConfig, *, builds_index: bool) -> int:
+    """Return the memory of a job that serves this index, or that also builds it."""
+    if retriever.folder is not None:
+        files = list(retriever.folder.glob("*"))
+        if not files:
+            return _PUBLISHED_INDEX_MB
+        index_mb = sum(file.stat().st_size for file in files) // 10**6
+        return index_mb * 5 // 4 + _RETRIEVER_MB
+
+    corpus = retriever.passages
+    corpus_bytes = corpus.stat().st_size if corpus is not None and corpus.is_file() else 0
+    if corpus_bytes <= _SMALL_CORPUS_BYTES:
+        return _RETRIEVER_MB
+    passages = corpus_bytes // PASSAGE_BYTES
+    return _RETRIEVER_MB + _own_index_mb(retriever, passages, builds_index=builds_index)
+
+
+def _own_index_mb(retriever: RetrieverConfig, passages: int, *, builds_index: bool) -> int:
+    """Return the memory of an index of the run's own: its vectors, its words, or both."""
+    index_gb = 0.0
+    if retriever.ranking != "bm25":
+        dim = _encoder_dimensions(retriever)
+        index_gb += index_needs(retriever.index, passages, dim, rate=1.0).memory_gb
+    if retriever.ranking != "dense":
+        passage_bytes = _BM25_BUILDING_BYTES if builds_index else _BM25_SERVING_BYTES
+        index_gb += passages * passage_bytes / 1e9
+    return int(index_gb * 1000 * 5 / 4)
+
+
+def _encoder_dimensions(retriever: RetrieverConfig) -> int:
+    if retriever.encoder_folder is not None:
+        config_file = retriever.encoder_folder / "config.json"
+        if config_file.is_file():
+            return int(read_json(config_file)["hidden_size"])
+    return _ENCODER_DIMENSIONS[retriever.encoder]  # the encoder is not on this machine yet

@@ -1,244 +1,358 @@
-"""Memory of trainers and engines on one GPU, by formula, before anything is built; all sizes are bytes.
+"""Memory of one rank of a trainer and of one GPU of an engine, by formula; all sizes are bytes.
 
-Everything is counted tensor by tensor, and the tests compare it with the tensors of a real trainer.
+Weights, gradients and optimizer state are counted tensor by tensor, activations as the layers save
+them. `tests/unit/planning/test_memory.py` compares the formulas with real trainers.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import lru_cache
-from operator import add
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from mcore_mas.config.policy import LoraConfig
 from rollout.models.architecture import Architecture
 from rollout.models.layout import ParallelLayout, Recompute
 
-LOGITS = (
-    1 << 30
-)  # float32 logits that exist at a time on a GPU (`mcore_mas/megatron/model/decoder.py`)
+# float32 logits that a rank holds at a time (`mcore_mas/megatron/model/decoder.py`)
+LOGITS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GPU:
-    """A kind of GPU, by its maker's data sheet."""
-
-    memory: float  # GB, of 1e9 bytes
-    flops: float  # TFLOP/s, dense bfloat16
-    bandwidth: float  # TB/s
-
-
-GPUS = {
-    "H100": GPU(memory=80, flops=989, bandwidth=3.35),
-    "H200": GPU(memory=141, flops=989, bandwidth=4.8),
-    "A100": GPU(memory=80, flops=312, bandwidth=2.04),
-    "A100-40GB": GPU(memory=40, flops=312, bandwidth=1.56),
-    "B200": GPU(memory=180, flops=2250, bandwidth=8.0),
-    "L40S": GPU(memory=48, flops=362, bandwidth=0.86),
-}
-
-
-def peak_flops(name: str) -> float | None:
-    """What a GPU can do a second in bfloat16, by the name that CUDA has for it; None: it is none of `GPUS`."""
-    words = set(re.split("[ -]", name))
-    kind = next((kind for kind in GPUS if kind in words), None)
-    slower = {"PCIe", "NVL"} & words and kind in (
-        "H100",
-        "H200",
-    )  # cards of that name with less power
-    return None if kind is None or slower else 1e12 * GPUS[kind].flops
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerMemory:
-    """What one rank of a trainer holds."""
-
-    weights: float
-    gradients: float  # float32
-    optimizer: (
-        float  # float32 master weights and Adam's two moments, or of these the largest weight's
-    )
-    on_host: float  # moments that are kept in host memory
-    summed: float  # what agents' gradients add up to where a rank steps all, in host memory meanwhile ...
-    shared: float  # ... and on the GPU where ranks share it out
-    activations: float  # of one micro-batch
-    passing: float  # gradients of one layer's activations; when they are there, logits are not
-    logits: float  # a chunk of them, its gradient and the output layer's, as the parameters are; the head's rows
-
-    @property
-    def kept(self) -> float:
-        """What stays between steps, and what `offload` gives away while the team acts."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> float:
-        """At the peak of an update."""
-        return self.kept + self.shared + self.activations + max(self.passing, self.logits)
-
-    def beside(self, other: TrainerMemory) -> TrainerMemory:
-        """With another trainer on the same rank, of which one computes at a time."""
-        at_a_time = ("shared", "activations", "passing", "logits")
-        joined = {field.name: max if field.name in at_a_time else add for field in fields(self)}
-        return TrainerMemory(
-            **{n: join(getattr(self, n), getattr(other, n)) for n, join in joined.items()}
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerKind:
-    """What of a trainer's settings its memory depends on, besides its layout."""
+class TrainerSettings:
+    """The settings of a trainer or critic that its memory depends on, besides its layout."""
 
     bf16: bool
     distributed_optimizer: bool
     recompute: Recompute
-    tokens: int  # of a micro-batch
-    fused: bool = True  # SwiGLU, and attention in bfloat16, as on a GPU; torch's operations on a CPU keep more
-    host_moments: bool = False
-    agents: int = 1  # that share the policy
+    microbatch_tokens: int
+    # SwiGLU and attention run in fused kernels, as on a GPU; PyTorch's operations save more
+    fused: bool = True
+    host_moments: bool = False  # Adam's moments are in host memory
+    agents: int = 1  # agents that train the policy
     lora: LoraConfig | None = None
-    value_head: bool = False  # of a critic, in place of the output layer
-    on_base: bool = False  # the frozen weights are another trainer's, on the same ranks
+    value_head: bool = False  # a critic, with a value head in place of the output layer
+    borrows_base: bool = False  # another trainer on the same ranks holds the frozen weights
 
 
-@lru_cache(maxsize=256)
-def count_parameters(a: Architecture, *, value_head: bool = False) -> int:
-    """Parameters of a model, its embedding unpadded and counted once if it is the output layer too."""
-    return rank_parameters(a, ParallelLayout(), value_head=value_head)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """Bytes that one rank of a trainer holds, on the GPU unless the name says host."""
+
+    weights: float
+    gradients: float  # float32
+    optimizer: float  # float32 master weights and Adam's moments, or those not in host memory
+    host_moments: float  # Adam's moments in host memory
+    # Sum of the agents' gradients: in host memory if each rank steps all weights, on the GPU if
+    # the distributed optimizer gives each rank a part of them.
+    host_gradient_sum: float
+    gradient_sum: float
+    activations: float  # of one micro-batch
+    # Two peaks of the backward pass that do not coincide: gradients of one layer's activations,
+    # and a chunk of logits with its gradient and those of the output layer.
+    activation_gradients: float
+    logits: float
+
+    @property
+    def persistent(self) -> float:
+        """Bytes that stay between steps, and that `offload` frees during a rollout."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak of an update."""
+        transient = self.activations + max(self.activation_gradients, self.logits)
+        return self.persistent + self.gradient_sum + transient
 
 
-@lru_cache(maxsize=4096)
-def rank_parameters(a: Architecture, layout: ParallelLayout, *, value_head: bool = False) -> int:
-    """Parameters that the fullest rank of a layout holds.
+def combine_on_rank(trainers: Sequence[TrainerMemory]) -> TrainerMemory:
+    """Return the memory of a rank that several trainers share, of which one computes at a time."""
+    return TrainerMemory(
+        weights=sum(trainer.weights for trainer in trainers),
+        gradients=sum(trainer.gradients for trainer in trainers),
+        optimizer=sum(trainer.optimizer for trainer in trainers),
+        host_moments=sum(trainer.host_moments for trainer in trainers),
+        host_gradient_sum=sum(trainer.host_gradient_sum for trainer in trainers),
+        gradient_sum=max(trainer.gradient_sum for trainer in trainers),
+        activations=max(trainer.activations for trainer in trainers),
+        activation_gradients=max(trainer.activation_gradients for trainer in trainers),
+        logits=max(trainer.logits for trainer in trainers),
+    )
 
-    Tensor parallelism cuts matrices and biases and repeats norms and routers; the first pipeline stage has the
-    embedding, the last the output layer, which with tied embeddings is a copy.
+
+def count_parameters(architecture: Architecture, *, value_head: bool = False) -> int:
+    """Count the parameters of a model.
+
+    The embedding is not padded, and is counted once if it is also the output layer.
     """
-    layers = [_layer_parameters(a, layer, layout) for layer in range(a.layers)]
-    rows = a.vocab_padded(layout.tp) // layout.tp * a.hidden
-    tied = a.tied and not value_head
-    output = a.hidden if value_head else rows
+    return count_rank_parameters(architecture, ParallelLayout(), value_head=value_head)
+
+
+def count_rank_parameters(
+    architecture: Architecture, layout: ParallelLayout, *, value_head: bool = False
+) -> int:
+    """Count the parameters of the rank that has most of them.
+
+    Tensor parallelism splits matrices and biases and replicates norms and routers. The first
+    pipeline stage has the embedding and the last one the output layer, which is a copy of the
+    embedding if they are tied.
+    """
+    layers = [
+        _count_layer_parameters(architecture, layer, layout) for layer in range(architecture.layers)
+    ]
+    embedding = architecture.vocab_padded(layout.tp) // layout.tp * architecture.hidden
+    output_layer = architecture.hidden if value_head else embedding
+    final_norm = architecture.hidden
+
     if layout.pp == 1:
-        return sum(layers) + rows + a.hidden + (0 if tied else output)
-    size = a.layers // layout.pp  # with vpp, too: stages of a rank add up to as many
-    stages = [sum(layers[first : first + size]) for first in range(0, a.layers, size)]
-    stages[0] += rows
-    stages[-1] += a.hidden + output
+        if architecture.tied and not value_head:
+            output_layer = 0
+        return sum(layers) + embedding + final_norm + output_layer
+
+    # With virtual stages (vpp) the parts of a rank add up to a stage of the same size.
+    layers_per_stage = architecture.layers // layout.pp
+    stages = [
+        sum(layers[first : first + layers_per_stage])
+        for first in range(0, architecture.layers, layers_per_stage)
+    ]
+    stages[0] += embedding
+    stages[-1] += final_norm + output_layer
     return max(stages)
 
 
-def _layer_parameters(a: Architecture, layer: int, layout: ParallelLayout) -> int:
-    queries, values = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    cut = 2 * a.hidden * (queries + values) + (queries + 2 * values if a.qkv_bias else 0)
-    whole = 2 * a.hidden + (2 * a.head_dim if a.qk_norm else 0)
-    if a.experts is not None and a.experts.sparse[layer]:
-        experts = 3 * a.hidden * a.experts.ffn * a.experts.count // layout.ep
-        return (cut + experts) // layout.tp + whole + a.experts.count * a.hidden
-    return (cut + 3 * a.hidden * a.ffn) // layout.tp + whole
+def _count_layer_parameters(architecture: Architecture, layer: int, layout: ParallelLayout) -> int:
+    hidden = architecture.hidden
+    queries = architecture.heads * architecture.head_dim
+    keys = architecture.kv_heads * architecture.head_dim  # and as many values
+
+    attention = 2 * hidden * (queries + keys)
+    if architecture.qkv_bias:
+        attention += queries + 2 * keys
+    norms = 2 * hidden
+    if architecture.qk_norm:
+        norms += 2 * architecture.head_dim
+
+    experts = architecture.experts
+    if experts is not None and experts.sparse[layer]:
+        expert_weights = 3 * hidden * experts.ffn * experts.count // layout.ep
+        router = experts.count * hidden
+        return (attention + expert_weights) // layout.tp + norms + router
+
+    mlp = 3 * hidden * architecture.ffn
+    return (attention + mlp) // layout.tp + norms
 
 
-def adapter_parameters(a: Architecture, layout: ParallelLayout, lora: LoraConfig) -> int:
-    """Parameters of adapters on a rank: B is cut where rows are, A where inputs are (o and down)."""
+def count_adapter_parameters(
+    architecture: Architecture, layout: ParallelLayout, lora: LoraConfig
+) -> int:
+    """Count the parameters of a rank's adapters.
+
+    Tensor parallelism splits B where the projection is split by rows, and A where it is split by
+    inputs, which are those of `o` and `down`.
+    """
     per_layer = 0
     for target in lora.targets:
-        rows, inputs = a.projections[target]
-        per_layer += (
-            rows + inputs // layout.tp if target in ("o", "down") else rows // layout.tp + inputs
-        )
-    return lora.rank * per_layer * a.layers // layout.pp
+        rows, inputs = architecture.projections[target]
+        if target in ("o", "down"):
+            per_layer += rows + inputs // layout.tp
+        else:
+            per_layer += rows // layout.tp + inputs
+    return lora.rank * per_layer * architecture.layers // layout.pp
 
 
-@lru_cache(maxsize=65536)
-def trainer_memory(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -> TrainerMemory:
-    """What the fullest rank of a trainer holds.
+def estimate_trainer_memory(
+    architecture: Architecture, layout: ParallelLayout, settings: TrainerSettings
+) -> TrainerMemory:
+    """Estimate the memory of the trainer's rank that holds most.
 
-    Bytes of a parameter (Rajbhandari et al. 2020, arXiv 1910.02054, §3.1; Megatron-core, docs of the distributed
-    optimizer): bfloat16 2 of weight, 4 of gradient, 12 of master weight and moments; float32 4, 4 and 8. The
-    distributed optimizer divides the last by the data- and context-parallel ranks. A frozen base has its weights only.
+    A parameter in bfloat16 takes 2 bytes of weight, 4 of gradient and 12 of master weight and
+    moments; in float32 it takes 4, 4 and 8 (Rajbhandari et al. 2020, arXiv 1910.02054, §3.1, and
+    Megatron-core's documentation of the distributed optimizer). The distributed optimizer divides
+    the optimizer state by the data- and context-parallel ranks. A frozen base has weights only.
     """
-    here = rank_parameters(a, layout, value_head=kind.value_head)
-    added = adapter_parameters(a, layout, kind.lora) if kind.lora is not None else 0
-    trained = added if kind.lora is not None else here
-    weight, state = (2, 12) if kind.bf16 else (4, 8)
-    ranks = layout.dp * layout.cp if kind.distributed_optimizer else 1
-    rows = a.vocab_padded(layout.tp) // layout.tp
-    moments = 8 * trained / ranks if kind.host_moments else 0.0
-    largest = max(
-        rows * a.hidden, 2 * a.hidden * a.ffn // layout.tp
-    )  # the embedding, or gate and up together
-    of_weight = 0 if kind.lora is not None else weight * rows * a.hidden
-    ffn = a.ffn if a.experts is None else max(a.ffn, a.experts.per_token * a.experts.ffn)
-    rows_of_head = (
-        2 * weight * kind.tokens / layout.cp * a.hidden
-    )  # as if every token were asked for
+    parameters = count_rank_parameters(architecture, layout, value_head=settings.value_head)
+    adapters = 0
+    trained = parameters
+    if settings.lora is not None:
+        adapters = count_adapter_parameters(architecture, layout, settings.lora)
+        trained = adapters
+
+    weight_bytes = 2 if settings.bf16 else 4
+    state_bytes = 12 if settings.bf16 else 8
+    optimizer_ranks = layout.dp * layout.cp if settings.distributed_optimizer else 1
+    optimizer = state_bytes * trained / optimizer_ranks
+    moments = 8 * trained / optimizer_ranks if settings.host_moments else 0.0
+    if settings.host_moments:
+        # A step fetches the moments of one weight at a time, so those of the largest must fit.
+        optimizer += min(moments, 8 * _largest_weight(architecture, layout)) - moments
+
+    held = parameters
+    if settings.borrows_base:
+        held = architecture.hidden if settings.value_head else 0
+
+    host_gradient_sum = 0.0
+    gradient_sum = 0.0
+    if settings.agents > 1:
+        if optimizer_ranks > 1:
+            gradient_sum = 4 * trained / optimizer_ranks
+        else:
+            host_gradient_sum = 4.0 * trained
+
     return TrainerMemory(
-        weights=weight * ((a.hidden * kind.value_head if kind.on_base else here) + added),
+        weights=weight_bytes * (held + adapters),
         gradients=4 * trained,
-        optimizer=state * trained / ranks - moments + min(moments, 8 * largest),
-        on_host=moments,
-        summed=4.0 * trained if kind.agents > 1 == ranks else 0.0,
-        shared=4 * trained / ranks if kind.agents > 1 < ranks else 0.0,
-        activations=activation_bytes(a, layout, kind),
-        # of both halves and their product, and of hidden states around a layer
-        passing=weight * kind.tokens / layout.cp * (3 * ffn / layout.tp + 4 * a.hidden),
-        logits=0 if kind.value_head else LOGITS * (1 + weight / 4) + of_weight + rows_of_head,
+        optimizer=optimizer,
+        host_moments=moments,
+        host_gradient_sum=host_gradient_sum,
+        gradient_sum=gradient_sum,
+        activations=activation_bytes(architecture, layout, settings),
+        activation_gradients=_activation_gradient_bytes(architecture, layout, settings),
+        logits=_logits_bytes(architecture, layout, settings),
     )
 
 
-def activation_bytes(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -> float:
-    """What the layers of a pipeline stage save of a micro-batch.
+def _largest_weight(architecture: Architecture, layout: ParallelLayout) -> int:
+    """Return the size of a rank's largest weight: the embedding, or gate and up projection."""
+    embedding = architecture.vocab_padded(layout.tp) // layout.tp * architecture.hidden
+    gate_and_up = 2 * architecture.hidden * architecture.ffn // layout.tp
+    return max(embedding, gate_and_up)
 
-    As Korthikanti et al. 2022 (arXiv 2205.05198, §4) count, for the local layers, without dropout, and with attention
-    that keeps no scores. Per token and layer, in elements: of each norm its input and output; queries, keys and values
-    (queries again with norms of their own), queries and keys after their rotation, attention's output, and 3 f (two
-    halves and their product). Experts save that of those a token is sent to, scaled as well, and their inputs. The last
-    norm saves as others do. Without fused kernels silu saves its result, and attention in bfloat16 what it computes in
-    float32. Without sequence parallelism what norms save is on every tensor-parallel rank. Selective recomputation
-    leaves out norms' outputs and the products; full keeps a layer's input, and all of the one layer that is computed
-    again. A pipeline holds as many micro-batches as it has stages.
+
+def _activation_gradient_bytes(
+    architecture: Architecture, layout: ParallelLayout, settings: TrainerSettings
+) -> float:
+    """Return the gradients in one layer: gate, up and their product, and four hidden states."""
+    ffn = architecture.ffn
+    if architecture.experts is not None:
+        ffn = max(ffn, architecture.experts.per_token * architecture.experts.ffn)
+    elements = 3 * ffn / layout.tp + 4 * architecture.hidden
+    return _element_bytes(settings) * settings.microbatch_tokens / layout.cp * elements
+
+
+def _logits_bytes(
+    architecture: Architecture, layout: ParallelLayout, settings: TrainerSettings
+) -> float:
+    """Return a chunk of logits and its gradient, and what the output layer needs beside them.
+
+    The output layer has a gradient unless it is frozen, and its input and the gradient of that are
+    counted as if every token of the micro-batch were trained.
     """
-    queries, values, wide = a.heads * a.head_dim, a.kv_heads * a.head_dim, 2 if kind.bf16 else 1
-    again = kind.recompute == "selective"
-    norm = 1 if again else 2
-    cut = 3 * queries + 3 * values + a.qk_norm * queries
-    if kind.bf16 and not kind.fused:
-        cut += 2 * queries + values + a.qk_norm * (queries + 2 * values)
-    gated = 2 if again else 3 if kind.fused else 4  # feed-forward widths
-    mlps = [gated * a.ffn]
-    if a.experts is not None:
-        sent = a.experts.per_token * ((gated + (not again)) * a.experts.ffn + a.hidden) + a.hidden
-        mlps = [sent if sparse else gated * a.ffn for sparse in a.experts.sparse]
-    full, repeated = kind.recompute == "full", layout.tp if layout.sp else 1
-    mlp = max(mlps) if full else sum(mlps) / len(mlps)
-    layer = 2 * norm * a.hidden / repeated + (cut + mlp) / layout.tp
-    layers, entry = a.layers // layout.pp, a.hidden / repeated
-    layer += (
-        3 * kind.lora.rank * len(kind.lora.targets) if kind.lora is not None else 0
-    )  # A x of each, and its parts
-    elements = entry * layers * layout.pp + layer if full else layer * layers * layout.pp
-    return (2 if kind.bf16 else 4) * kind.tokens / layout.cp * (elements + 2 * wide * entry)
+    if settings.value_head:
+        return 0.0
+    element_bytes = _element_bytes(settings)
+    chunk_and_gradient = LOGITS_BYTES * (1 + element_bytes / 4)
+    hidden_states = 2 * element_bytes * settings.microbatch_tokens / layout.cp * architecture.hidden
+    output_layer = architecture.vocab_padded(layout.tp) // layout.tp * architecture.hidden
+    weight_gradient = 0 if settings.lora is not None else element_bytes * output_layer
+    return chunk_and_gradient + weight_gradient + hidden_states
 
 
-@lru_cache(maxsize=256)
-def engine_weights(a: Architecture, tp: int) -> float:
-    """Weights of a server's GPU, in bfloat16."""
-    return 2 * rank_parameters(a, ParallelLayout(tp=tp))
+def activation_bytes(
+    architecture: Architecture, layout: ParallelLayout, settings: TrainerSettings
+) -> float:
+    """Return the activations that the layers of a pipeline stage save for the backward pass.
 
-
-def kv_bytes(a: Architecture, tp: int) -> int:
-    """Keys and values of one token on a server's GPU, in bfloat16 (Pope et al. 2022, arXiv 2211.05102, §3.3).
-
-    With more GPUs than key/value heads every head is on several.
+    They are counted as in Korthikanti et al. 2022 (arXiv 2205.05198, §4), for layers without
+    dropout and for attention that saves no scores. A pipeline holds as many micro-batches as it
+    has stages. Full recomputation saves the input of every layer, and everything of the one layer
+    that is being recomputed.
     """
-    return 2 * 2 * a.layers * max(1, a.kv_heads // tp) * a.head_dim
-
-
-def checkpoint_bytes(a: Architecture, kinds: Mapping[str, TrainerKind]) -> float:
-    """One checkpoint of a policy's trainer and critic: float32 weights and moments of what is trained."""
-    trained = (
-        adapter_parameters(a, ParallelLayout(), k.lora)
-        if k.lora
-        else count_parameters(a, value_head=k.value_head)
-        for k in kinds.values()
+    # Without sequence parallelism every tensor-parallel rank saves the whole hidden states.
+    hidden = architecture.hidden / (layout.tp if layout.sp else 1)
+    norm_elements = 1 if settings.recompute == "selective" else 2  # the input, and the output
+    split_elements = _attention_elements(architecture, settings) + _mlp_elements(
+        architecture, settings
     )
-    return 12 * sum(trained)
+    layer = 2 * norm_elements * hidden + split_elements / layout.tp
+    if settings.lora is not None:
+        layer += 3 * settings.lora.rank * len(settings.lora.targets)
+
+    layers_in_flight = architecture.layers // layout.pp * layout.pp
+    layers = layer * layers_in_flight
+    if settings.recompute == "full":
+        layers = hidden * layers_in_flight + layer
+
+    float32_elements = 2 if settings.bf16 else 1  # a float32 number, in elements of this dtype
+    final_norm = 2 * float32_elements * hidden
+    tokens = settings.microbatch_tokens / layout.cp
+    return _element_bytes(settings) * tokens * (layers + final_norm)
+
+
+def _element_bytes(settings: TrainerSettings) -> int:
+    return 2 if settings.bf16 else 4
+
+
+def _attention_elements(architecture: Architecture, settings: TrainerSettings) -> int:
+    """Return the elements that attention saves of one token, before tensor parallelism."""
+    queries = architecture.heads * architecture.head_dim
+    keys = architecture.kv_heads * architecture.head_dim  # and as many values
+
+    projections = queries + 2 * keys
+    rotated = queries + keys
+    output = queries
+    elements = projections + rotated + output
+    if architecture.qk_norm:
+        elements += queries
+
+    if settings.bf16 and not settings.fused:
+        # The unfused kernels compute in float32 and save that as well.
+        elements += 2 * queries + keys
+        if architecture.qk_norm:
+            elements += queries + 2 * keys
+    return elements
+
+
+def _mlp_elements(architecture: Architecture, settings: TrainerSettings) -> float:
+    """Return the elements that the MLP saves of one token, before tensor parallelism.
+
+    This is the mean over the layers. With full recomputation it is that of the largest layer, as
+    only one layer is saved completely.
+    """
+    # Gate and up; their product, unless it is recomputed; and without fusion the result of SiLU.
+    saved_widths = 4
+    if settings.recompute == "selective":
+        saved_widths = 2
+    elif settings.fused:
+        saved_widths = 3
+
+    dense = saved_widths * architecture.ffn
+    experts = architecture.experts
+    if experts is None:
+        return dense
+
+    # An expert also saves its input, and its scaled product unless that is recomputed.
+    expert_widths = saved_widths + (0 if settings.recompute == "selective" else 1)
+    per_expert = expert_widths * experts.ffn + architecture.hidden
+    sparse = experts.per_token * per_expert + architecture.hidden
+    layers = [sparse if is_sparse else dense for is_sparse in experts.sparse]
+    return max(layers) if settings.recompute == "full" else sum(layers) / len(layers)
+
+
+def checkpoint_bytes(architecture: Architecture, trainers: Iterable[TrainerSettings]) -> float:
+    """Return the size of one checkpoint of a policy: weights and moments in float32.
+
+    Args:
+        architecture: of the policy's model.
+        trainers: the trainer of the policy and, if it has one, its critic.
+    """
+    trained = 0
+    for settings in trainers:
+        if settings.lora is not None:
+            trained += count_adapter_parameters(architecture, ParallelLayout(), settings.lora)
+        else:
+            trained += count_parameters(architecture, value_head=settings.value_head)
+    return 12 * trained
+
+
+def engine_weight_bytes(architecture: Architecture, tp: int) -> float:
+    """Return the weights on one GPU of an engine, in bfloat16."""
+    return 2 * count_rank_parameters(architecture, ParallelLayout(tp=tp))
+
+
+def kv_bytes_per_token(architecture: Architecture, tp: int) -> int:
+    """Return the KV cache of one token on one GPU of an engine, in bfloat16.
+
+    See Pope et al. 2022 (arXiv 2211.05102, §3.3). If there are more GPUs than key-value heads,
+    each head is on several of them.
+    """
+    heads = max(1, architecture.kv_heads // tp)
+    return 2 * 2 * architecture.layers * heads * architecture.head_dim

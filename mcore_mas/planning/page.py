@@ -1,78 +1,80 @@
-"""Plans that people read in the terminal: of a run, or of an index."""
+"""Plan of a run in lines for the terminal, as `mcore-mas plan` prints it."""
 
-import math
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from mcore_mas.config.credit import cut_off
+from mcore_mas.config.models import layout_of
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.choose import Cluster, describe, transport
-from mcore_mas.planning.estimate import Placement, RunEstimate
-from mcore_mas.reports.pages import render_page
-
-
-def plan_lines(
-    config: RunConfig, cluster: Cluster, placement: Placement, estimate: RunEstimate
-) -> list[str]:
-    """What a run gets, in lines."""
-    trainers = {key: asdict(memory) for key, memory in estimate.trainers.items()}
-    own = {
-        "placement": describe(placement),
-        "transport": transport(placement),
-        "cut_off": cut_off(config.agents),
-    }
-    page = render_page(
-        "plan_run.md.jinja",
-        config=config,
-        cluster=cluster,
-        estimate=estimate,
-        trainers=trainers,
-        **own,
-    )
-    return page.splitlines()
-
-
-PASSAGE_BYTES = 660  # of a passage in JSON lines: wiki-18 has 13.9 GB for 21,015,324
-# of 768 dimensions on one core: a comparison with a cell of IVF, PQ's code of a passage, a passage of HNSW at 100,000;
-# benchmarks/retrieval_curves.py measured 10,000 to 1,000,000 of 384
-_CELL_S, _CODE_S, _GRAPH_S = 6.7e-9, 1.8e-5, 3.7e-4
-_ROUNDS = (
-    25  # of k-means, in each of which all that cells are learnt from are compared with all cells
+from mcore_mas.planning.estimate import (
+    engine_weights,
+    estimate_disk,
+    estimate_host_memory,
+    estimate_peak_memory,
+    estimate_trainers,
+    load_architectures,
 )
-_SHARD_BYTES = 4  # a dimension, while shards wait to be put together
+from mcore_mas.planning.gpus import Cluster
+from mcore_mas.planning.workload import estimate_workloads
 
 
-def index_needs(kind: str, passages: int, dim: int, rate: float) -> dict[str, float]:
-    """What a kind of index, a name in INDEX_TYPES, takes if all jobs together encode `rate` passages in a second."""
-    from retrieval.build import INDEX_TYPES, MAX_TRAINING_ROWS, cells_of  # with FAISS
+def plan_lines(config: RunConfig, cluster: Cluster) -> Iterator[str]:
+    """Yield the placement of a run and the memory of its parts.
 
-    size = passages * INDEX_TYPES[kind].row_bytes(passages, dim) / 1e9
-    text = passages * PASSAGE_BYTES / 1e9
-    seconds = 0.0
-    if kind.startswith("ivf"):
-        compared = passages + _ROUNDS * min(passages, MAX_TRAINING_ROWS)
-        seconds = (
-            (compared * cells_of(passages) * _CELL_S + passages * _CODE_S * (kind == "ivfpq"))
-            * dim
-            / 768
-        )
-    elif kind == "hnsw":  # a search for every passage, in a graph that grows
-        seconds = passages * _GRAPH_S * dim / 768 * max(1.0, math.log(passages) / math.log(100_000))
-    return {
-        "memory_gb": size,  # of a server, and of whoever builds it: its vectors
-        "disk_gb": size + text,  # with the corpus
-        "building_gb": size
-        + text
-        + passages * _SHARD_BYTES * dim / 1e9,  # of disk, the most while it is built
-        "encoding_h": passages / rate / 3600,
-        "adding_h": seconds / 3600,  # of vectors put into the index
-    }
+    Raises:
+        ModelError: the architecture of a model is not known.
+    """
+    models = load_architectures(config)
+    peak = estimate_peak_memory(config, models, cluster.gpu)
+    workloads = estimate_workloads(config)
+    tokens = sum(workloads[policy].tokens for policy in config.trained)
+    weights = engine_weights(config, models)
+
+    yield f"{config.run} on {cluster}: {describe_placement(config)}"
+    yield (
+        f"  fullest GPU: {_gb(peak.update)} in the update, {_gb(peak.rollout)} in the rollout, of "
+        f"{cluster.gpu.memory:g} GB"
+    )
+    for (policy, part), memory in estimate_trainers(config, models).items():
+        sizes = [
+            f"{name.replace('_', ' ')} {_gb(size)}" for name, size in asdict(memory).items() if size
+        ]
+        yield f"  {part} of {policy}: {', '.join(sizes)}"
+    sizes = [f"{policy} {_gb(size)}" for policy, size in weights.items()]
+    yield f"  engines: weights of {', '.join(sizes)}; KV cache {_gb(peak.kv_cache)} each"
+    yield (
+        f"  a step trains at most {tokens / 1e6:.2f} M tokens; checkpoints take "
+        f"{_gb(estimate_disk(config, models))} of disk, trainers "
+        f"{_gb(estimate_host_memory(config, models))} of host memory"
+    )
+    if config.retriever and config.retriever.gpus:
+        yield "  retriever: one GPU more, the last of the first machine"
+    for line in cut_off(config.agents):
+        yield f"  {line}"
 
 
-def index_lines(passages: int, dim: int, rate: float) -> list[str]:
-    """A table of all kinds, and what its hours rest on."""
-    from retrieval.build import INDEX_TYPES
+def describe_placement(config: RunConfig) -> str:
+    """Return the placement of a run in one line, with equal policies named together."""
+    policies_by_layout: dict[str, list[str]] = {}
+    for policy in config.trained:
+        layout = asdict(layout_of(config.policies[policy]))
+        sizes = [f"{name} {layout[name]}" for name in ("tp", "pp", "cp", "dp") if layout[name] > 1]
+        policies_by_layout.setdefault(" ".join(sizes) or "one rank", []).append(policy)
+    trainers = "; ".join(
+        f"{', '.join(policies)} {layout}" for layout, policies in policies_by_layout.items()
+    )
 
-    needs = {kind: index_needs(kind, passages, dim, rate) for kind in INDEX_TYPES}
-    return render_page(
-        "plan_index.md.jinja", passages=passages, dim=dim, rate=rate, needs=needs
-    ).splitlines()
+    parts = [
+        f"{config.cluster.pool} GPUs",
+        f"trainers {trainers}",
+        f"engines {config.engine.replicas} x tp {config.engine.tp}",
+    ]
+    if config.engine.sleep:
+        parts.append("trainers and engines in turn")
+    if config.cluster.one_by_one:
+        parts.append("trainers one by one")
+    return ", ".join(parts)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"

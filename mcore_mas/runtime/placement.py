@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
 from mcore_mas.planning.machine import visible_gpu_ids
-from mcore_mas.planning.memory import engine_weights, kv_bytes
+from mcore_mas.planning.memory import engine_weight_bytes, kv_bytes_per_token
 from mcore_mas.planning.worker_groups import (
     DeviceType,
     GroupKey,
@@ -280,9 +280,10 @@ def _held(model: str, engine: EngineConfig) -> float:
     """Bytes that an engine holds on each of its GPUs before it plays: weights, and if it is embedded its cache."""
     shape = read_architecture(model)
     if engine.name == "sglang":
-        return engine_weights(shape, engine.tp)
+        return engine_weight_bytes(shape, engine.tp)
     return 2 * (
-        engine_weights(shape, 1) + engine.slots * engine.max_length * kv_bytes(shape, 1)
+        engine_weight_bytes(shape, 1)
+        + engine.slots * engine.max_length * kv_bytes_per_token(shape, 1)
     )  # float32
 
 

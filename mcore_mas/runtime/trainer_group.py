@@ -28,7 +28,7 @@ from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.collectives import all_gather_json
 from mcore_mas.megatron.rank_watch import RankMonitor, RankWatchdog
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
-from mcore_mas.planning.memory import peak_flops
+from mcore_mas.planning.gpus import peak_flops
 from rollout.base.files import Digest
 from rollout.base.processes import ProcessLost, interface_of
 from rollout.base.task_group import cancel_tasks

@@ -5,13 +5,12 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.estimate import (
-    Placement,
-    estimate_run,
-    memory_of_trainers,
-    rank_sets,
-    trainer_kinds,
+    estimate_peak_memory,
+    estimate_trainers,
+    trainers_by_ranks,
 )
-from mcore_mas.planning.memory import GPUS, adapter_parameters, count_parameters
+from mcore_mas.planning.gpus import GPUS
+from mcore_mas.planning.memory import count_adapter_parameters, count_parameters
 from mcore_mas.planning.worker_groups import list_worker_groups
 from rollout.models.architecture import planned_architecture
 from rollout.models.layout import ParallelLayout
@@ -47,41 +46,37 @@ def test_they_take_the_ranks_of_the_first_for_trainers_and_critics() -> None:
         ("solver", "trainer"),
         ("solver", "engine"),
     ]
-    assert rank_sets(apart, POLICIES) == [
+    assert trainers_by_ranks(apart) == [
         [("solver", "trainer")],
         [("verifier", "trainer")],
         [("verifier", "critic")],
     ]
-    assert rank_sets(together, POLICIES) == [
+    assert trainers_by_ranks(together) == [
         [("solver", "trainer"), ("verifier", "trainer"), ("verifier", "critic")]
     ]
     assert (together.holder("solver"), together.holder("verifier")) == ("solver", "solver")
 
 
 def test_the_plan_counts_the_frozen_model_once() -> None:
-    a, layout = planned_architecture("Qwen3-4B"), ParallelLayout()
-    models = dict.fromkeys(POLICIES, a)
-    placement = Placement(
-        pool="split", layouts=dict.fromkeys(POLICIES, layout), replicas=1, engine_tp=1, tokens=4096
-    )
-    sizes = {}
-    for name, overrides in {"apart": LORA, "together": [*LORA, *SHARED]}.items():
-        run = config(*overrides, *(f"+policies.{name}.bf16=true" for name in POLICIES))
-        held = memory_of_trainers(run, models, placement)
-        sizes[name] = [held[policy, "trainer"].weights for policy in POLICIES]
-        assert trainer_kinds(run, "verifier", placement)["trainer"].on_base == (name == "together")
-    base, adapter = (
-        2 * count_parameters(a),
-        2 * adapter_parameters(a, layout, config(*LORA).policies["solver"].lora),
-    )
-    assert sizes["apart"] == [base + adapter, base + adapter]
-    assert sizes["together"] == [base + adapter, adapter]
-    shared = config(*LORA, *SHARED)
-    one, both = (
-        estimate_run(run, models, placement, GPUS["H100"]).update for run in (config(*LORA), shared)
-    )
-    own = memory_of_trainers(shared, models, placement)["verifier", "trainer"]
-    assert both - one == pytest.approx(own.kept)  # the activations are of one at a time
+    architecture = planned_architecture("Qwen3-4B")
+    models = dict.fromkeys(POLICIES, architecture)
+    bf16 = [f"+policies.{name}.bf16=true" for name in POLICIES]
+    apart = config(*LORA, *bf16)
+    together = config(*LORA, *SHARED, *bf16)
+
+    lora = apart.policies["solver"].lora
+    base = 2 * count_parameters(architecture)
+    adapter = 2 * count_adapter_parameters(architecture, ParallelLayout(), lora)
+    weights_apart = [memory.weights for memory in estimate_trainers(apart, models).values()]
+    weights_together = [memory.weights for memory in estimate_trainers(together, models).values()]
+    assert weights_apart == [base + adapter, base + adapter]
+    assert weights_together == [base + adapter, adapter]
+
+    # The trainers that share a rank add up, but only one of them has activations at a time.
+    verifier = estimate_trainers(together, models)["verifier", "trainer"]
+    update_apart = estimate_peak_memory(apart, models, GPUS["H100"]).update
+    update_together = estimate_peak_memory(together, models, GPUS["H100"]).update
+    assert update_together - update_apart == pytest.approx(verifier.persistent)
 
 
 @pytest.mark.parametrize(

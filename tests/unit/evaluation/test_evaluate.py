@@ -24,7 +24,7 @@ from mcore_mas.evaluation import evaluate as evaluation
 from mcore_mas.evaluation.evaluate import EvaluationError, converse, evaluate, playing, seated
 from mcore_mas.evaluation.measure import Shards
 from mcore_mas.planning.machine import visible_gpu_ids
-from mcore_mas.planning.memory import engine_weights
+from mcore_mas.planning.memory import engine_weight_bytes
 from mcore_mas.planning.worker_groups import PlacementError
 from mcore_mas.runtime.cluster import Node
 from mcore_mas.runtime.engine_factory import make_engines, sidecar_of
@@ -286,7 +286,7 @@ class TestPlacement:
         config = self.config(
             "cold_start=null", "+engine.options.mem-fraction-static=0.6", *together
         )
-        weights = engine_weights(read_architecture(base), 1)
+        weights = engine_weight_bytes(read_architecture(base), 1)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
         room_for(config, [Node(address="10.0.0.3", id="n3", gpus=1, cpus=64)])  # training has room
         gpus = gpus_of_servers(config)

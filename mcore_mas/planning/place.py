@@ -1,0 +1,197 @@
+"""Placement of a run on a cluster: the smallest tensor parallelism that fits.
+
+Trainers and engines have the same tensor parallelism and share all GPUs of the cluster; data
+parallelism and engine replicas take the rest. `place_run` applies this to a config.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mcore_mas.config.run import RunConfig
+from mcore_mas.planning.estimate import (
+    Models,
+    engine_weights,
+    estimate_peak_memory,
+    load_architectures,
+)
+from mcore_mas.planning.gpus import Cluster, PlanError
+from mcore_mas.planning.worker_groups import count_devices, list_worker_groups
+from rollout.base.errors import ModelError
+from rollout.models.layout import ParallelLayout, check_fit
+
+_TENSOR_PARALLEL = (1, 2, 4, 8)
+_CLUSTER_SIZES = (1, 2, 4, 8, 16, 32, 64)  # that an error may propose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A run in one placement, and the bytes that its fullest GPU lacks."""
+
+    config: RunConfig
+    shortfall: float
+
+
+def place_run(config: RunConfig, cluster: Cluster) -> RunConfig:
+    """Place a run on all GPUs of a cluster.
+
+    Trainers and engines share the GPUs and take turns: trainers are offloaded during the rollout,
+    and engines sleep during the update. They do not take turns if `trainer.staleness` lets the team
+    act during the update. If no tensor parallelism fits, the trainers take turns as well, and
+    Adam's moments stay in host memory. `recompute` and `microbatch_tokens` stay as they are.
+
+    Raises:
+        PlanError: no placement fits; names the shortfall and a cluster that would do.
+        ModelError: the architecture of a model is not known.
+    """
+    check_plannable(config)
+    models = load_architectures(config)
+    candidate = _smallest_that_fits(config, models, cluster)
+    if candidate is None or candidate.shortfall > 0:
+        raise PlanError(_nothing_fits(config, models, cluster, candidate))
+
+    weights = engine_weights(candidate.config, models)
+    kv_cache = estimate_peak_memory(candidate.config, models, cluster.gpu).kv_cache
+    share = (max(weights.values()) + kv_cache) / cluster.gpu.memory_bytes
+    values = candidate.config.model_dump(mode="json")
+    values["engine"]["options"]["mem-fraction-static"] = round(share, 3)
+    return RunConfig.check(values, f"run '{config.run}'")
+
+
+def check_plannable(config: RunConfig) -> None:
+    """Check that the engines of a run are servers on its own GPUs, all split alike.
+
+    Raises:
+        PlanError: an engine is embedded, runs elsewhere, or has settings of its own.
+    """
+    if config.engine.name != "sglang" or config.engine.urls:
+        raise PlanError(
+            f"{config.run}: its engine takes no GPUs of its own; plans need engine.name: sglang "
+            "without urls"
+        )
+    for policy in config.models:
+        own_settings = config.policies[policy].own.engine.keys()
+        refused = own_settings & {"name", "tp", "replicas", "urls"}
+        if refused:
+            raise PlanError(
+                f"{config.run}: policies.{policy}.own.engine.{min(refused)}: a plan gives all "
+                "engines the same tensor parallelism; leave it out, or place the run by hand "
+                "without cluster.gpus"
+            )
+
+
+def check_placement(config: RunConfig, cluster: Cluster) -> None:
+    """Check that a run fits a cluster as its config places it.
+
+    Raises:
+        PlanError: there are too few GPUs, or the fullest of them has too little memory.
+        ModelError: the architecture of a model is not known.
+    """
+    check_plannable(config)
+    gpus = count_devices(list_worker_groups(config, "GPU"), config.cluster.pool)
+    if gpus > cluster.gpus:
+        raise PlanError(f"{config.run}: it takes {gpus} GPUs, and {cluster} has {cluster.gpus}")
+
+    peak = estimate_peak_memory(config, load_architectures(config), cluster.gpu)
+    shortfall = peak.shortfall(cluster.gpu)
+    if shortfall > 0:
+        raise PlanError(
+            f"{config.run}: it does not fit {cluster}; the fullest GPU lacks "
+            f"{shortfall / 1e9:.1f} GB; raise tp of policies and engines, or recompute more"
+        )
+
+
+def _smallest_that_fits(config: RunConfig, models: Models, cluster: Cluster) -> _Candidate | None:
+    """Return the first candidate that fits, else the one with the smallest shortfall.
+
+    None if no tensor parallelism divides both the models and the cluster.
+    """
+    closest: _Candidate | None = None
+    for placed in _candidates(config, models, cluster):
+        peak = estimate_peak_memory(placed, models, cluster.gpu)
+        candidate = _Candidate(config=placed, shortfall=peak.shortfall(cluster.gpu))
+        if candidate.shortfall == 0:
+            return candidate
+        if closest is None or candidate.shortfall < closest.shortfall:
+            closest = candidate
+    return closest
+
+
+def _candidates(config: RunConfig, models: Models, cluster: Cluster) -> Iterator[RunConfig]:
+    """Yield the placements in the order in which they are tried."""
+    sizes = [tp for tp in _TENSOR_PARALLEL if _splits(config, models, cluster, tp)]
+    for one_by_one in (False,) if config.ahead else (False, True):
+        for tp in sizes:
+            yield _place(config, cluster, tp, one_by_one=one_by_one)
+
+
+def _splits(config: RunConfig, models: Models, cluster: Cluster, tp: int) -> bool:
+    """Return True if so many ranks split the cluster, its machines and all models evenly."""
+    if cluster.gpus % tp or cluster.gpus_per_node % tp:
+        return False
+    layout = ParallelLayout(tp=tp, dp=cluster.gpus // tp, sp=tp > 1)
+    for policy, architecture in models.items():
+        if policy not in config.trained:
+            if architecture.heads % tp:
+                return False
+            continue
+        try:
+            check_fit(architecture, layout)
+        except ModelError:
+            return False
+    return True
+
+
+def _place(config: RunConfig, cluster: Cluster, tp: int, *, one_by_one: bool) -> RunConfig:
+    """Return the config with this placement; it is not validated."""
+    take_turns = not config.ahead
+    trainer: dict[str, Any] = {
+        "tp": tp,
+        "sp": tp > 1,
+        "pp": 1,
+        "vpp": 1,
+        "cp": 1,
+        "dp": cluster.gpus // tp,
+        "ep": 1,
+        "offload": take_turns,
+        "host_moments": one_by_one,
+        "overlap": False,
+    }
+    engine = {
+        "tp": tp,
+        "replicas": cluster.gpus // tp,
+        "sleep": take_turns,
+        "transport": "tensor",
+    }
+    policies = dict(config.policies)
+    for policy in config.trained:
+        policies[policy] = policies[policy].model_copy(update=trainer)
+    return config.model_copy(
+        update={
+            "policies": policies,
+            "engine": config.engine.model_copy(update=engine),
+            "cluster": config.cluster.model_copy(
+                update={"pool": "shared", "one_by_one": one_by_one}
+            ),
+        }
+    )
+
+
+def _nothing_fits(
+    config: RunConfig, models: Models, cluster: Cluster, closest: _Candidate | None
+) -> str:
+    if closest is None:
+        reason = f"no tensor parallelism divides both its models and {cluster.gpus} GPUs"
+    else:
+        reason = (
+            f"the fullest GPU lacks {closest.shortfall / 1e9:.1f} GB with tp "
+            f"{closest.config.engine.tp}"
+        )
+
+    larger = [replace(cluster, gpus=gpus) for gpus in _CLUSTER_SIZES if gpus > cluster.gpus]
+    for size in larger:
+        candidate = _smallest_that_fits(config, models, size)
+        if candidate is not None and candidate.shortfall == 0:
+            return f"{config.run}: nothing fits {cluster}; {reason}; the least that fits: {size}"
+    largest = replace(cluster, gpus=_CLUSTER_SIZES[-1])
+    return f"{config.run}: nothing fits {cluster}; {reason}; neither does anything up to {largest}"

@@ -1,0 +1,61 @@
+"""Workload of a training step: an upper bound of the turns and tokens of each policy."""
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from mcore_mas.config.run import RunConfig
+
+# Assumed, as no formula gives them; not measured.
+MEAN_REPLY_SHARE = 0.5  # of `max_tokens` that a mean reply takes
+MEAN_PROMPT_SHARE = 0.25  # of the tokens left for a prompt that a mean prompt takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Turns of one policy in a training step, and the length of a mean turn."""
+
+    turns: float
+    prompt_tokens: float
+    reply_tokens: float
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all turns; a prefix that several turns share is counted for each of them."""
+        return self.turns * (self.prompt_tokens + self.reply_tokens)
+
+
+def estimate_workloads(config: RunConfig) -> dict[str, Workload]:
+    """Estimate the turns and tokens of each policy in one training step.
+
+    This is an upper bound: every agent is assumed to speak in every round that its orchestra
+    allows.
+
+    Returns:
+        Workload by policy name.
+    """
+    return {policy: _policy_workload(config, policy) for policy in config.policies}
+
+
+def _policy_workload(config: RunConfig, policy: str) -> Workload:
+    agents = [agent for agent in config.agents.values() if agent.policy == policy]
+    prompt_budgets = [max(0, config.engine.max_length - agent.max_tokens) for agent in agents]
+    return Workload(
+        turns=_trajectories_per_step(config) * _turns_per_agent(config) * len(agents),
+        prompt_tokens=MEAN_PROMPT_SHARE * fmean(prompt_budgets),
+        reply_tokens=MEAN_REPLY_SHARE * fmean(agent.max_tokens for agent in agents),
+    )
+
+
+def _trajectories_per_step(config: RunConfig) -> float:
+    trainer = config.trainer
+    branches = trainer.branching.width if trainer.branching is not None else 1
+    return trainer.tasks_per_step * trainer.group_size * trainer.oversample * branches
+
+
+def _turns_per_agent(config: RunConfig) -> float:
+    """Return the most turns of one agent in a trajectory, by the options of the orchestra."""
+    options = config.orchestra.options
+    if options.get("max_nodes"):  # the nodes of a search tree are shared by all agents
+        return float(options["max_nodes"]) / len(config.agents)
+    rounds = [options.get(name) or 1 for name in ("max_turns", "max_loops", "rounds")]
+    return float(max(rounds))

@@ -1,0 +1,156 @@
+"""Memory of a run in each phase matches sums by hand."""
+
+from collections.abc import Callable
+
+import pytest
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import RunConfig
+from mcore_mas.planning.estimate import (
+    engine_weights,
+    estimate_disk,
+    estimate_host_memory,
+    estimate_peak_memory,
+    estimate_trainers,
+    load_architectures,
+)
+from mcore_mas.planning.gpus import GPUS
+from mcore_mas.planning.memory import count_parameters
+
+H100 = GPUS["H100"]
+USABLE = 0.92 * 80e9
+SERVER = 1e9 + 0.9e9  # CUDA context and graphs of an SGLang server
+IN_TURN = ["engine.sleep=true", "policies.shared.offload=true"]
+
+
+def config(experiment: str, *overrides: str) -> RunConfig:
+    return RunConfig.check(resolve([f"experiment={experiment}", *overrides]), experiment)
+
+
+def one_policy(*overrides: str) -> RunConfig:
+    """A run that trains one 3.2B policy on two ranks, with one agent."""
+    return config("marti_single_llama", "policies.shared.dp=2", "policies.shared.tp=1", *overrides)
+
+
+def test_a_split_pool() -> None:
+    run = one_policy()
+    models = load_architectures(run)
+    n = count_parameters(models["shared"])
+    peak = estimate_peak_memory(run, models, H100)
+
+    trainer = estimate_trainers(run, models)["shared", "trainer"]
+    assert (trainer.weights, trainer.gradients, trainer.optimizer) == (2 * n, 4 * n, 6 * n)
+    assert engine_weights(run, models) == {"shared": 2 * n}
+    assert peak.update == trainer.peak + 1e9
+    assert peak.rollout == pytest.approx(USABLE)  # the KV cache takes what is left
+    assert peak.kv_cache == pytest.approx(USABLE - 2 * n - SERVER)
+
+
+def test_a_shared_pool_in_which_trainers_and_engines_keep_their_memory() -> None:
+    run = one_policy("cluster.pool=shared", "engine.transport=tensor", "engine.replicas=2")
+    models = load_architectures(run)
+    peak = estimate_peak_memory(run, models, H100)
+
+    trainer = estimate_trainers(run, models)["shared", "trainer"]
+    engine = engine_weights(run, models)["shared"]
+    assert peak.update == pytest.approx(trainer.peak + engine + peak.kv_cache + 1e9 + SERVER)
+    assert peak.update == pytest.approx(USABLE)
+    assert peak.rollout == pytest.approx(trainer.persistent + engine + peak.kv_cache + 1e9 + SERVER)
+
+
+def test_a_shared_pool_in_turn() -> None:
+    overrides = ["cluster.pool=shared", "engine.transport=tensor", "engine.replicas=2"]
+    run = one_policy(*overrides, *IN_TURN)
+    models = load_architectures(run)
+    peak = estimate_peak_memory(run, models, H100)
+
+    trainer = estimate_trainers(run, models)["shared", "trainer"]
+    engine = engine_weights(run, models)["shared"]
+    # A server that sleeps keeps its CUDA graphs, and receives new weights during the update.
+    assert peak.update == trainer.peak + engine + 1e9 + SERVER
+    assert peak.rollout == pytest.approx(engine + peak.kv_cache + 1e9 + SERVER)
+    assert peak.kv_cache > estimate_peak_memory(one_policy(*overrides), models, H100).kv_cache
+
+
+def test_the_kv_cache_is_bounded_by_the_slots_and_by_the_usable_memory() -> None:
+    experiment = "drmas_t1_4b_separate_drmas"
+    settings = [
+        f"policies.{policy}.own.engine={{max_length: 12288, slots: 1}}"
+        for policy in ("solver", "verifier")
+    ]
+    run = config(experiment, *settings)
+    models = load_architectures(run)
+    # One sequence: 36 layers, eight heads of 128, keys and values of two bytes
+    one_sequence = 12288 * 36 * 8 * 128 * 2 * 2
+    assert estimate_peak_memory(run, models, H100).kv_cache == one_sequence
+
+
+@pytest.mark.parametrize(("one_by_one", "combine"), [("true", max), ("false", sum)])
+def test_the_largest_trainer_counts_if_trainers_take_turns(
+    one_by_one: str, combine: Callable[[list[float]], float]
+) -> None:
+    """Two 14.8B policies with critics: four models, of which one is on the GPUs at a time."""
+    settings = {
+        "policy_defaults.tp": 8,
+        "policy_defaults.sp": "true",
+        "policy_defaults.dp": 1,
+        "policy_defaults.offload": "true",
+        "policy_defaults.host_moments": one_by_one,
+        "engine.tp": 8,
+        "engine.replicas": 1,
+        "engine.sleep": "true",
+        "engine.transport": "tensor",
+        "cluster.pool": "shared",
+        "cluster.one_by_one": one_by_one,
+    }
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    run = config("unitymas_t3_nq_decompose_14b", *overrides)
+    models = load_architectures(run)
+    trainers = estimate_trainers(run, models)
+    assert len(trainers) == 4
+
+    peaks = [trainer.peak for trainer in trainers.values()]
+    engines = sum(engine_weights(run, models).values())
+    processes = 4 * 1e9 + 2 * SERVER
+    peak = estimate_peak_memory(run, models, H100)
+    assert peak.update == pytest.approx(combine(peaks) + engines + processes)
+
+
+def test_micro_batches_of_a_policy() -> None:
+    experiment = "drmas_t1_4b_separate_drmas"
+    plain = config(experiment)
+    longer = config(experiment, "policies.verifier.own.trainer={microbatch_tokens: 32768}")
+    models = load_architectures(plain)
+    before = estimate_trainers(plain, models)
+    after = estimate_trainers(longer, models)
+    solver = "solver", "trainer"
+    verifier = "verifier", "trainer"
+    assert after[solver].activations == before[solver].activations
+    assert after[verifier].activations == 2 * before[verifier].activations
+
+
+def test_host_memory_has_a_checkpoint_offloaded_state_and_the_reference() -> None:
+    run = one_policy()
+    models = load_architectures(run)
+    n = count_parameters(models["shared"])
+    checkpoint = 12 * n
+    assert estimate_host_memory(run, models) == checkpoint
+
+    offloaded = 2 * (2 * n + 6 * n)  # weights and optimizer of two ranks
+    in_turn = one_policy("policies.shared.offload=true")
+    assert estimate_host_memory(in_turn, models) == checkpoint + offloaded
+
+    reference = 2 * 2 * n
+    with_reference = one_policy("loss.kl.coef=0.1")
+    assert estimate_host_memory(with_reference, models) == checkpoint + reference
+
+    moments = 8 * n
+    on_host = one_policy("policies.shared.host_moments=true")
+    assert estimate_host_memory(on_host, models) == checkpoint + moments
+
+
+def test_disk_has_one_checkpoint_more_than_is_kept_and_the_finished_model() -> None:
+    run = one_policy("trainer.keep_checkpoints=2")
+    models = load_architectures(run)
+    n = count_parameters(models["shared"])
+    assert estimate_disk(run, models) == 3 * 12 * n + 2 * n

@@ -1,0 +1,201 @@
+"""A run gets the smallest tensor parallelism that fits; a cluster that is too small is refused."""
+
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from mcore_mas.cli.main import app
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.experiments import experiments
+from mcore_mas.config.models import layout_of
+from mcore_mas.config.run import RunConfig
+from mcore_mas.pipeline.suite import Suite, load_suite
+from mcore_mas.pipeline.suite_file import SuiteError
+from mcore_mas.planning.estimate import estimate_peak_memory, load_architectures
+from mcore_mas.planning.gpus import Cluster, PlanError
+from mcore_mas.planning.place import check_placement, place_run
+from mcore_mas.planning.worker_groups import count_devices, list_worker_groups
+from mcore_mas.reports.paper_results import read_published
+from rollout.models.layout import check_fit
+
+PUBLISHED = sorted(name for name in experiments() if not name.startswith("demo_"))
+# One experiment of each file: the last row of its grid.
+ONE_OF_EACH_FILE = sorted(
+    {path: name for name, path in experiments().items() if name in PUBLISHED}.values()
+)
+EIGHT = Cluster.parse("8xH100")
+
+
+@cache
+def config(experiment: str, *overrides: str) -> RunConfig:
+    return RunConfig.check(resolve([f"experiment={experiment}", *overrides]), experiment)
+
+
+def paper_gpus(experiment: str) -> str | None:
+    """Return the GPUs that an experiment's paper names, or None."""
+    named = [
+        entry["gpus"]
+        for entry in read_published()["hardware"]
+        if any(fnmatch(experiment, pattern) for pattern in entry["of"])
+    ]
+    return named[-1] if named else None
+
+
+def assert_fits(placed: RunConfig, cluster: Cluster) -> None:
+    """Check that a placement is valid, uses every GPU and has enough memory."""
+    models = load_architectures(placed)
+    assert estimate_peak_memory(placed, models, cluster.gpu).shortfall(cluster.gpu) == 0
+    check_placement(placed, cluster)
+    groups = list_worker_groups(placed, "GPU")
+    assert {workers.devices for workers in groups} == {cluster.gpus}
+    assert {workers.tp for workers in groups} == {placed.engine.tp}
+    assert count_devices(groups, placed.cluster.pool) == cluster.gpus
+    for policy in placed.trained:
+        check_fit(models[policy], layout_of(placed.policies[policy]))
+
+
+@pytest.mark.parametrize("experiment", ONE_OF_EACH_FILE)
+@pytest.mark.parametrize("gpus", ["8xH100", "16xH100", "8xH200"])
+def test_a_placement_fits_and_uses_every_gpu(experiment: str, gpus: str) -> None:
+    cluster = Cluster.parse(gpus)
+    assert_fits(place_run(config(experiment), cluster), cluster)
+
+
+@pytest.mark.parametrize("experiment", ONE_OF_EACH_FILE)
+def test_an_experiment_fits_the_gpus_of_its_paper(experiment: str) -> None:
+    gpus = paper_gpus(experiment)
+    if gpus is None:
+        pytest.skip("its paper names no GPUs")
+    cluster = Cluster.parse(gpus)
+    assert_fits(place_run(config(experiment), cluster), cluster)
+
+
+def test_the_smallest_tensor_parallelism_that_fits_is_taken() -> None:
+    """On 80 GB a 4B policy fits with tp 1 and an 8B policy with tp 2; on 141 GB both fit with 1."""
+    small = place_run(config("drmas_t1_4b_shared_drmas"), EIGHT)
+    large = place_run(config("drmas_t1_8b_shared_drmas"), EIGHT)
+    assert (small.engine.tp, small.engine.replicas) == (1, 8)
+    assert (large.engine.tp, large.engine.replicas) == (2, 4)
+    trainer = large.policies["shared"]
+    assert (trainer.tp, trainer.dp, trainer.sp) == (2, 4, True)
+    assert large.cluster.pool == "shared"
+    assert large.engine.sleep
+    assert trainer.offload
+    assert not large.cluster.one_by_one
+
+    on_larger_gpus = place_run(config("drmas_t1_8b_shared_drmas"), Cluster.parse("8xH200"))
+    assert on_larger_gpus.engine.tp == 1
+
+
+def test_trainers_take_turns_only_where_nothing_else_fits() -> None:
+    experiment = "unitymas_f5_m_ask_3b_separate"  # four policies with critics
+    placed = place_run(config(experiment), EIGHT)
+    assert placed.cluster.one_by_one
+    assert all(placed.policies[policy].host_moments for policy in placed.trained)
+
+
+def test_a_run_that_trains_ahead_keeps_its_memory() -> None:
+    placed = place_run(config("drmas_t1_4b_shared_drmas", "trainer.staleness=1"), EIGHT)
+    assert not placed.engine.sleep
+    assert not placed.policies["shared"].offload
+
+
+def test_machines_limit_the_tensor_parallelism(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("{gpus: 16xH100, node: 4}")
+    # With machines of eight GPUs, this experiment takes tp 8.
+    experiment = "marti_mars2_14b"
+    assert place_run(config(experiment), Cluster.parse("16xH100")).engine.tp == 8
+    assert place_run(config(experiment), Cluster.read(file)).engine.tp == 4
+
+
+def test_the_servers_get_the_share_of_memory_that_was_planned() -> None:
+    placed = place_run(config("drmas_t2_7b_separate_drmas"), EIGHT)
+    models = load_architectures(placed)
+    peak = estimate_peak_memory(placed, models, EIGHT.gpu)
+    weights = 2 * 7_615_616_512 / placed.engine.tp
+    share = placed.engine.options["mem-fraction-static"]
+    assert share == pytest.approx((weights + peak.kv_cache) / 80e9, abs=1e-3)
+
+
+def test_a_run_that_does_not_fit_names_the_least_cluster_that_does() -> None:
+    with pytest.raises(PlanError) as error:
+        place_run(config("marti_mars2_32b"), Cluster.parse("4xH100"))
+    message = str(error.value)
+    assert message.startswith("marti_mars2_32b: nothing fits 4xH100; the fullest GPU lacks ")
+    assert message.endswith("; the least that fits: 8xH100")
+
+
+def test_a_run_whose_models_do_not_divide_the_cluster_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"lacks .* GB with tp 1; the least that fits"):
+        place_run(config("drmas_t1_8b_shared_drmas"), Cluster.parse("3xH100"))
+
+
+def test_runs_that_cannot_be_planned_are_refused() -> None:
+    with pytest.raises(PlanError, match="demo_math: its engine takes no GPUs of its own"):
+        place_run(config("demo_math"), EIGHT)
+    own_tp = config("drmas_t1_4b_separate_drmas", "policies.verifier.own.engine={tp: 2}")
+    message = r"policies.verifier.own.engine.tp: a plan gives all engines the same"
+    with pytest.raises(PlanError, match=message):
+        place_run(own_tp, EIGHT)
+
+
+def test_a_placement_by_hand_is_checked() -> None:
+    check_placement(config("drmas_t1_4b_shared_drmas"), EIGHT)
+    with pytest.raises(PlanError, match="it takes 5 GPUs, and 4xH100 has 4"):
+        check_placement(config("drmas_t1_4b_shared_drmas"), Cluster.parse("4xH100"))
+    with pytest.raises(PlanError, match=r"the fullest GPU lacks .* GB; raise tp"):
+        check_placement(config("drmas_t1_8b_shared_drmas"), Cluster.parse("9xA100-40GB"))
+
+
+def test_a_suite_places_its_runs() -> None:
+    run = "drmas_t2_7b_separate_drmas"
+    suite = Suite.load({"suite": "s", "experiments": {run: [f"experiment={run}", "cluster=auto"]}})
+    placed = place_run(config(run), EIGHT)
+    placed_by_suite = suite.checked(run)
+    assert placed_by_suite.policies == placed.policies
+    assert placed_by_suite.engine == placed.engine
+    assert placed_by_suite.cluster.pool == "shared"
+
+
+def test_a_suite_refuses_a_run_that_does_not_fit() -> None:
+    overrides = ["experiment=drmas_t1_8b_shared_drmas", "cluster.gpus=1xH100"]
+    message = r"^run 'a': a: nothing fits 1xH100; .* the least that fits: \dxH100"
+    with pytest.raises(SuiteError, match=message):
+        Suite.load({"suite": "s", "experiments": {"a": overrides}})
+
+
+def test_plan_prints_each_run_on_its_own_gpus(tmp_path: Path) -> None:
+    suite = tmp_path / "s.yaml"
+    runs = {
+        "a": ["experiment=drmas_t1_4b_single_grpo", "cluster.gpus=2xH200"],
+        "b": ["experiment=drmas_t1_8b_single_grpo"],
+    }
+    suite.write_text(yaml.safe_dump({"suite": "s", "experiments": runs}))
+    assert list(load_suite(str(suite)).runs) == ["a", "b"]
+
+    result = CliRunner().invoke(app, ["plan", str(suite)])
+    assert result.exit_code == 0
+    assert "a on 2xH200: shared GPUs, trainers shared dp 2" in result.stdout
+    assert "b on 8xH100: shared GPUs, trainers shared tp 2 dp 4" in result.stdout
+
+    result = CliRunner().invoke(app, ["plan", str(suite), "--gpus", "4xH100"])
+    assert "a on 4xH100" in result.stdout
+    assert "b on 4xH100" in result.stdout
+
+
+def test_plan_fails_if_a_run_does_not_fit() -> None:
+    result = CliRunner().invoke(app, ["plan", "marti_mars2_32b", "--gpus", "4xH100"])
+    assert result.exit_code == 1
+    assert result.stdout.startswith("no: marti_mars2_32b: nothing fits 4xH100")
+
+
+def test_plan_checks_the_placement_in_the_config() -> None:
+    arguments = ["plan", "drmas_t1_4b_shared_drmas", "--as-configured"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0
+    assert "split GPUs, trainers shared tp 2 dp 2, engines 1 x tp 1" in result.stdout

@@ -1,0 +1,29 @@
+"""Workloads of published experiments match counts by hand."""
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import RunConfig
+from mcore_mas.planning.workload import estimate_workloads
+
+
+def config(experiment: str) -> RunConfig:
+    return RunConfig.check(resolve([f"experiment={experiment}"]), experiment)
+
+
+def test_two_agents_with_two_loops() -> None:
+    workload = estimate_workloads(config("drmas_t1_4b_shared_drmas"))["shared"]
+    assert workload.turns == 32 * 8 * 2 * 2  # tasks, trajectories of each, agents, loops
+    assert workload.reply_tokens == 4096 / 2
+    assert workload.prompt_tokens == 8192 / 4
+    assert workload.tokens == 1024 * 4096
+
+
+def test_branches_of_a_tree() -> None:
+    """Two agents with a policy each play eight branches in each of five turns."""
+    workloads = estimate_workloads(config("strongermas_t1_plan_path_separate"))
+    assert workloads["tool"].turns == 32 * 8 * 5
+    assert workloads["planner"].turns == 32 * 8 * 5
+
+
+def test_nodes_of_a_search_tree_are_shared_by_the_agents() -> None:
+    workloads = estimate_workloads(config("marti_mars2_8b"))
+    assert workloads["generator_1"].turns == 16 * 8 / 2
