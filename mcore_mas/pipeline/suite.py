@@ -147,27 +147,6 @@ class Suite:
             for state in (*STATES, *self.cells.get(run, ()))
         ]
 
-    @property
-    def graph(self) -> dict[str, list[str]]:
-        """The jobs that the rules have for the runs, `run: what`, each with those that it waits for."""
-        found: dict[str, list[str]] = {}
-        for run in self.runs:
-            owner, start = self.tasks[run], self.starts.get(run)
-            last = f"{owner}: tasks"
-            found.setdefault(last, [])
-            if self.indexes(owner):
-                found.setdefault(f"{owner}: index", [last])
-                last = f"{owner}: index"
-            found |= {f"{run}: cold start": [last]} if run == start else {}
-            ready = [f"{start}: cold start"] if start else []
-            ready += [last] if start is None or self.tasks[start] != owner else []
-            found[f"{run}: train"] = ready
-            for state in (*STATES, *self.cells.get(run, ())):
-                if state != "base" or self.bases[run] == run:  # else another run's, copied
-                    trained = [f"{name}: train" for name in self.trained_for(run, state)]
-                    found[f"{run}: {state}"] = trained or ready
-        return {**found, "table": [job for job in found if job.rpartition(": ")[2] in self.states]}
-
     def seats(self, run: str, state: str) -> Mapping[str, Any]:
         """Which models play in an evaluation, by agent; none in those of the run's own policies."""
         return self.cells.get(run, {}).get(state, {})

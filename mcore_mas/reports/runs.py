@@ -1,10 +1,8 @@
 """Runs of a results folder: where each stands, how two differ, who waits for whom in a step, and a suite's page."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -184,37 +182,6 @@ def write_runs_page(results: Path, runs: Sequence[str], out: Path) -> None:
         said={run: list(_said(folder)) for run, folder in zip(runs, folders, strict=True)},
     )
     write_text(out, page)
-
-
-_MOST_DRAWN, _ROW, _BETWEEN, _LETTER = 120, 30, 44, 7.2  # jobs; pixels
-
-
-def draw_jobs(graph: Mapping[str, Sequence[str]]) -> str:
-    """Jobs and those that each waits for as SVG, from the first at the left to the last; "" of too many to be read."""
-    if len(graph) > _MOST_DRAWN:
-        return ""
-
-    @cache
-    def column(job: str) -> int:
-        return max((column(before) + 1 for before in graph[job]), default=0)
-
-    width = _LETTER * max(map(len, graph)) + 16
-    places: dict[str, tuple[float, int]] = {}
-    high = 0
-    for _, jobs in groupby(
-        graph, lambda job: job.rpartition(": ")[0]
-    ):  # the rows of a run are its own
-        rows: Counter[int] = Counter()
-        for job in jobs:
-            places[job] = (
-                column(job) * (width + _BETWEEN) + 1,
-                high + rows[column(job)] * _ROW + 1,
-            )
-            rows[column(job)] += 1
-        high += _ROW * max(rows.values())
-    return render_page(
-        "jobs.svg.jinja", places=places, graph=graph, width=width, between=_BETWEEN, high=high
-    ).rstrip()
 
 
 def _seconds(folder: Path) -> dict[str, float]:

@@ -82,7 +82,6 @@ rule report:
         runtime=10,
     params:
         suite=config,
-        graph=SUITE.graph,
     message:
         "report with captions, curves and the table"
     script:

@@ -6,13 +6,11 @@ from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.suite import make_report
-    from mcore_mas.reports.runs import draw_jobs
     from mcore_mas.reports.tables import headline
     from mcore_mas.tracking.publish import publish_within_limit
 
     suite, out = dict(snakemake.params.suite), Path(snakemake.output.html)
     page = publish_within_limit(out.parents[1], suite["experiments"], [suite["suite"]])
     suite["headline"] = headline(Path(snakemake.input.table).with_suffix(".csv"))
-    suite["graph"] = draw_jobs(snakemake.params.graph)
     links = {"links": {"Compare the trainings in MLflow": page}} if page else {}
     make_report({**suite, **links}, list(snakemake.input), out)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
-from mcore_mas.pipeline.suite import load_suite
-from mcore_mas.reports.runs import draw_jobs, write_runs_page
+from mcore_mas.reports.runs import write_runs_page
 from rollout.records.files import write_tasks, write_trajectories
 from rollout.records.trajectory import Task
 from tests.support.browser import browse, needs_chromium
 from tests.support.played import failed, trajectory, turn
 from tests.unit.reports.test_runs import make_run
 
-ROOT = Path(__file__).parents[3]
 HOSTILE = '"></iframe><script>alert(1)</script>'
 
 
@@ -78,21 +75,3 @@ def test_a_browser_shows_the_conversations_in_their_frames(page: Path, tmp_path:
         if drawn:
             break
     assert drawn
-
-
-def test_jobs_are_drawn_by_run_with_what_they_wait_for() -> None:
-    graph = load_suite(str(ROOT / "workflow" / "suites" / "demo.yaml")).graph
-    assert graph["demo_math: cold start"] == ["demo_math: tasks"]
-    assert graph["demo_search: cold start"] == ["demo_search: index"]
-    assert graph["table"] == [
-        f"demo_{team}: {state}" for team in ("math", "search") for state in ("base", "trained")
-    ]
-    drawn = draw_jobs(graph)
-    assert re.findall(r">([^<]+)</text>", drawn) == list(graph)
-    assert drawn.count("<path") == sum(map(len, graph.values())) == 13
-    left = {job: float(re.search(rf'<text x="(\d+)"[^>]*>{job}<', drawn)[1]) for job in graph}
-    assert all(left[before] < left[job] for job, needs in graph.items() for before in needs)
-    assert (
-        "<b>" not in draw_jobs({"<b>: train": []})
-        and draw_jobs({str(n): [] for n in range(200)}) == ""
-    )
