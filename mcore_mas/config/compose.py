@@ -138,7 +138,7 @@ def _compose_groups(*, overrides: tuple[str, ...], folder: Path, version: int) -
 
 def _version(folders: Sequence[Path]) -> int:
     """Return a number that changes with config.yaml and the files of the groups in these folders."""
-    files = []
+    files: list[Path] = []
     for folder in folders:
         files += folder.glob("*.yaml")
         for group in GROUPS:
