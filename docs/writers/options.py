@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from docs.writers import DOCS, rendered
 from docs.writers.schema import SCHEMAS, editor_schemas
+from docs.writers.type_words import type_words
 from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
-from rollout.base.options import descriptions, options_model
-from rollout.base.schema_words import expected, json_schema
+from rollout.base.options import json_schema, option_descriptions, options_model
 from rollout.config.sections import (
     PENALTY_REGISTRY,
     TOOL_REGISTRY,
@@ -87,14 +87,14 @@ def _cells_of(
     model: type[BaseModel], function: Callable[..., Any], group: str = ""
 ) -> Iterator[tuple[str, ...]]:
     """Cells of each option, and of each key of a group of options."""
-    schema, said = json_schema(model), descriptions(function)
+    schema, said = json_schema(model), option_descriptions(function)
     for option, field in model.model_fields.items():
         if isinstance(field.annotation, type) and is_dataclass(field.annotation):
             yield from _cells_of(options_model(field.annotation), field.annotation, f"{option}.")
             continue
         part = schema["properties"][option]
         default = "required" if field.is_required() else f"`{_value(part.get('default'))}`"
-        takes = expected(part, schema.get("$defs", {}))
+        takes = type_words(part, schema.get("$defs", {}))
         yield f"`{group}{option}`", takes, default, said.get(option, "").replace("|", "/")
 
 

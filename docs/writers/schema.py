@@ -8,7 +8,7 @@ from typing import Any
 from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
 from mcore_mas.config.experiments import CONFIGS
 from mcore_mas.config.run import RunConfig
-from rollout.base.schema_words import json_schema
+from rollout.base.options import json_schema
 from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.tasks import GENERATORS
 

@@ -17,8 +17,11 @@ import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
 
-from rollout.base.options import HERE, OptionsError, check_call, checked, lookup
-from rollout.base.schema_words import invalid
+from rollout.base.error_lines import error_line
+from rollout.base.errors import OptionsError
+from rollout.base.lookup import LOCAL_OBJECTS, lookup
+from rollout.base.options import validate_options
+from rollout.base.signatures import check_call
 from rollout.config.data import TaskFile, placed_tasks
 from rollout.records.trajectory import Group, Status, Task, Trajectory, changed
 from rollout.tasks.files import PLAIN, distinct, located_dataset, not_downloaded, read_task_file
@@ -70,7 +73,7 @@ def known_here(thing: Any, label: str) -> str:
     if not path or getattr(sys.modules.get(str(module)), name, None) is not thing:
         path, name = "here", label
     if path == "here" or module == "__main__":
-        HERE[f"{path}:{name}"] = thing
+        LOCAL_OBJECTS[f"{path}:{name}"] = thing
     return f"{path}:{name}"
 
 
@@ -94,7 +97,7 @@ def reward_section(reward: Callable[..., Any] | str, label: str) -> dict[str, An
     if isinstance(reward, str):
         return {"name": reward}
     try:
-        check_call(f"reward {label}", reward, ("trajectory",), given=())
+        check_call(f"reward {label}", reward, ("trajectory",), keywords=())
     except OptionsError as error:
         raise TaskError(
             f"{error}; expected a function of a trajectory or a group, or an allocator's name"
@@ -222,9 +225,10 @@ def load_tasks(
         "columns": dict(columns),
     }
     try:
-        file = TaskFile(**checked("a data set", TaskFile, {**keys, "format": format}))
+        keys["format"] = format
+        file = TaskFile(**validate_options("a data set", TaskFile, keys))
     except ValidationError as error:
-        raise TaskError(invalid(error, TaskFile)) from error
+        raise TaskError(error_line(error, TaskFile, keys)) from error
     if rows is not None:
         own = file.columns.model_dump(exclude_none=True)
         placed = read_task_file(file.path, rows, format=format, split=split, columns=own)

@@ -34,7 +34,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.check import machine_problems, model_problems, too_few
 from mcore_mas.pipeline.prepare import prepare_tasks
 from rollout.base.files import json_lines, write_text
-from rollout.base.options import merged
+from rollout.base.nested import merged
 from rollout.base.processes import say
 from rollout.base.text import nearest
 from rollout.records.files import read_trajectories, write_tasks

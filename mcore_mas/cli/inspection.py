@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mcore_mas.cli.machine import UsageError, run_names
-from rollout.base.options import offered
+from rollout.base.lookup import entry_points_of
 from rollout.base.text import nearest, shown_line, shown_text
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --help is there at once
@@ -323,7 +323,10 @@ def list_names(
     own = getattr(import_module(module), attribute)
     own = own(words[word].removesuffix("s")) if callable(own) else own
     theirs = (
-        [f"{entry.name}  (of {entry.dist.name if entry.dist else '?'})" for entry in offered(kind)]
+        [
+            f"{entry.name}  (of {entry.dist.name if entry.dist else '?'})"
+            for entry in entry_points_of(kind)
+        ]
         if kind
         else []
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_mas.config.run import ConfigError
-from rollout.base.options import merged
+from rollout.base.nested import merged
 
 
 def assign_policies(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollout.base.options import Section
+from rollout.base.section import Section
 from rollout.engines import EngineConfig
 
 

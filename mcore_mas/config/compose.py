@@ -31,7 +31,7 @@ from mcore_mas.config.experiments import (
 from mcore_mas.config.hub import use_downloads
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import scaled
-from rollout.base.options import merged
+from rollout.base.nested import merged
 from rollout.base.text import nearest
 
 DEFAULT_EXPERIMENT = "demo_math"
@@ -88,8 +88,7 @@ def resolve(
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}") from error
 
-    keys = [override.key_or_group for override in parsed]
-    return RunConfig.check(values, origin, given=keys).model_dump(mode="json")
+    return RunConfig.check(values, origin).model_dump(mode="json")
 
 
 def _compose(overrides: Sequence[Override], folders: tuple[Path, ...]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from mcore_mas.equations.divergence import CORRECTIONS, KLName
 from mcore_mas.equations.filters import FILTERS
 from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, AggregationName
 from mcore_mas.equations.turns import Grouping
-from rollout.base.options import Registry, Section
+from rollout.base.options import Registry
+from rollout.base.section import Section
 from rollout.config.sections import AgentConfig, Choice
 
 

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from mcore_mas import SHIPPED
 from mcore_mas.config.run import ConfigError
 from rollout.base.files import read_yaml
-from rollout.base.options import merged
+from rollout.base.nested import merged
 
 CONFIGS = SHIPPED / "configs"
 GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking")

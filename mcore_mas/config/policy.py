@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, JsonValue, PositiveFloat, field_validator, model_validator
-from pydantic_core import to_json
 
 from mcore_mas.equations.divergence import Figure
-from rollout.base.options import Section, merged
+from rollout.base.nested import merged
+from rollout.base.section import Section
 from rollout.engines.remote import RemoteConfig
 from rollout.models.layout import Projection, Recompute
 from rollout.teams.tree import Branching
@@ -101,22 +101,14 @@ class OwnConfig(Section):
                     )
         return self
 
-    def over(self, name: str, section: Section) -> Section:
-        """The run's section `name` with these settings in place of its own.
-
-        Raises:
-            ValidationError: they do not go with the others.
-        """
-        changed = getattr(self, name)
-        if not changed:
-            return section
-        named = (
-            {*_OF_ONE_ENGINE} if name == "engine" else {"options"}
-        )  # what another name begins without
-        values = section.model_dump(mode="json", exclude=named if "name" in changed else set())
-        return section.model_validate_json(
-            to_json(merged(values, changed), inf_nan_mode="constants"), strict=True
-        )
+    def merged_into(self, name: str, section: Section) -> dict[str, Any]:
+        """Return the values of the run's section `name` with these settings merged into them."""
+        changes = getattr(self, name)
+        # another engine or loss begins without the settings that only the run's own has
+        dropped: set[str] = set()
+        if "name" in changes:
+            dropped = set(_OF_ONE_ENGINE) if name == "engine" else {"options"}
+        return merged(section.model_dump(mode="json", exclude=dropped), changes)
 
 
 class PolicyConfig(RateConfig):

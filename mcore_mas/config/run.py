@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,10 @@ from mcore_mas.config.removed import removed_key_error
 from mcore_mas.equations.advantages import REQUIRED_COLUMN, estimator_grouping
 from mcore_mas.equations.divergence import Precision
 from mcore_mas.equations.filters import filter_grouping
+from rollout.base.error_lines import error_line
 from rollout.base.files import read_yaml
-from rollout.base.options import Section, UnknownName, lookup
-from rollout.base.schema_words import invalid
+from rollout.base.lookup import UnknownName, lookup
+from rollout.base.section import Section
 from rollout.base.text import nearest, without_secrets
 from rollout.config.data import DataConfig
 from rollout.config.sections import (
@@ -267,8 +267,8 @@ class RunConfig(Section):
         return cls.check(values, str(path))
 
     @classmethod
-    def check(cls, values: Any, where: str, given: Collection[str] = ()) -> RunConfig:
-        """Validate plain values; `where` names their origin in errors, and of several those of `given` keys come first.
+    def check(cls, values: Any, where: str) -> RunConfig:
+        """Validate plain values; `where` names their origin in errors.
 
         Raises:
             ConfigError: they do not validate.
@@ -284,8 +284,7 @@ class RunConfig(Section):
                 cls.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True)
             )
         except ValidationError as error:
-            said = invalid(error, cls, given).removeprefix("the config: ")
-            raise ConfigError(f"{where}: {said}") from None
+            raise ConfigError(f"{where}: {error_line(error, cls, values)}") from None
         except ValueError as error:  # also UnknownName
             raise ConfigError(f"{where}: {error}") from None
 
@@ -328,13 +327,17 @@ def for_policy(config: RunConfig, policy: str) -> RunConfig:
         "trainer": config.trainer,
     }
     for name, section in sections.items():
+        if not getattr(own, name):
+            continue
+        values = own.merged_into(name, section)
         try:
-            sections[name] = own.over(name, section)
-        except ValidationError as error:
-            fault = f"{name}.{invalid(error, type(section))}".replace(
-                f"{name}.the config: ", f"{name}: "
+            sections[name] = type(section).model_validate_json(
+                to_json(values, inf_nan_mode="constants"), strict=True
             )
-            raise ValueError(f"policies.{policy}.own.{fault}") from None
+        except ValidationError as error:
+            prefix = f"policies.{policy}.own.{name}"
+            line = error_line(error, type(section), values, prefix=prefix)
+            raise ValueError(line) from None
     mine = config.model_copy(update=sections)
     tokens, length = mine.trainer.microbatch_tokens, mine.engine.max_length
     if tokens < length:

@@ -33,7 +33,7 @@ from mcore_mas.equations.turns import (
     reverse_scan,
     sum_by_group,
 )
-from rollout.base.options import Share
+from rollout.base.section import Share
 
 Lone = Literal["zero", "raw"]  # advantage of a vote without peers
 Baseline = Literal["mean", "others", "second"]

@@ -55,7 +55,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from mcore_mas.equations.tensors import Tensor, torch
-from rollout.base.options import AboveLow
+from rollout.base.section import AboveLow
 
 LARGEST_LOG_RATIO = 20.0  # nats; guards exp against overflow, far outside any clip range
 _K3_BOUND = 10.0  # nats, as in verl

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from mcore_mas.equations.tensors import Tensor, torch
 from mcore_mas.equations.turns import Grouping, Turns, grouping
-from rollout.base.options import AboveLow
+from rollout.base.section import AboveLow
 
 _By = Literal["task", "state"]
 _Ratio = Annotated[float, Field(ge=0, lt=1)]  # 1 would drop everything

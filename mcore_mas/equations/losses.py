@@ -29,7 +29,7 @@ from mcore_mas.equations.divergence import (
     k3,
 )
 from mcore_mas.equations.tensors import Tensor, torch
-from rollout.base.options import Share
+from rollout.base.section import Share
 
 DualClip = Annotated[float, Field(gt=1, allow_inf_nan=True)]
 Statistics = dict[str, Tensor]

@@ -21,7 +21,7 @@ from mcore_mas.config.policy import BaseModelConfig, ColdStartConfig
 from mcore_mas.config.run import RunConfig
 from retrieval.corpus import Corpus
 from rollout.base.files import write_text
-from rollout.base.options import lookup
+from rollout.base.lookup import lookup
 from rollout.config.sections import build_team
 from rollout.models.chat_template import CHAT_TEMPLATES
 from rollout.records.files import read_tasks

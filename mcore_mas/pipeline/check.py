@@ -19,7 +19,7 @@ from mcore_mas.planning.worker_groups import (
 )
 from mcore_mas.tracking.writers import missing_libraries
 from rollout.base.errors import ModelError
-from rollout.base.options import UnknownName
+from rollout.base.lookup import UnknownName
 from rollout.base.text import nearest
 from rollout.config.data import check_envs, make_tasks
 from rollout.engines.remote import has_key

@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter
 
 from mcore_mas import SHIPPED
 from rollout.base.files import read_yaml
-from rollout.base.options import Section
+from rollout.base.section import Section
 
 SOURCES_FILE = SHIPPED / "workflow" / "sources.yaml"
 

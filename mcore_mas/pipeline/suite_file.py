@@ -14,7 +14,6 @@ import yaml
 
 from mcore_mas import SHIPPED, with_pages
 from rollout.base.files import read_yaml
-from rollout.base.schema_words import expected
 from rollout.base.text import nearest, without_secrets
 
 SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
@@ -112,22 +111,16 @@ def check_schema(suite: Mapping[str, Any]) -> None:
     )
     error = jsonschema.exceptions.best_match(validator.iter_errors(suite))
     if error is not None:
-        value = error.instance
-        got = "" if isinstance(value, dict) else f" (got {value!r})"
-        trouble = (
-            f"{error.schema.get('errorMessage') or f'expected {expected(error.schema, {})}'}{got}"
-        )
-        if error.validator == "required":
-            trouble = (
-                f"'{next(key for key in error.validator_value if key not in value)}' is missing"
-            )
+        message = error.message
+        if "errorMessage" in error.schema and error.validator != "required":
+            message = f"{error.schema['errorMessage']} (got {error.instance!r})"
         if error.validator == "additionalProperties":
             known = error.schema.get("properties", {})
-            unknown = next(key for key in value if key not in known)
-            trouble = (
+            unknown = next(key for key in error.instance if key not in known)
+            message = (
                 f"unknown key '{unknown}'; known here: {', '.join(known)}{nearest(unknown, known)}"
             )
-        raise SuiteError(f"{'.'.join(map(str, ('suite', *error.absolute_path)))}: {trouble}")
+        raise SuiteError(f"{'.'.join(map(str, ('suite', *error.absolute_path)))}: {message}")
 
 
 def check_writable(results: Path) -> None:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from rollout.base.files import read_yaml
-from rollout.base.options import Section
+from rollout.base.section import Section
 
 
 class PlanError(ValueError):

@@ -12,7 +12,7 @@ from mcore_mas import SHIPPED
 from mcore_mas.config.experiments import experiments
 from mcore_mas.config.run import GAIN
 from rollout.base.files import read_yaml
-from rollout.base.options import Section
+from rollout.base.section import Section
 
 TABLES = SHIPPED / "workflow" / "tables"
 

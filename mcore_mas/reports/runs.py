@@ -12,7 +12,7 @@ from markupsafe import Markup
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import drawing, framed, render_page, trajectory_page
 from rollout.base.files import json_lines, read_record, read_yaml, write_text
-from rollout.base.options import leaves
+from rollout.base.nested import dotted_items
 from rollout.base.ownership import FolderError
 from rollout.records.files import read_tasks, read_trajectories
 from rollout.records.trajectory import Trajectory
@@ -104,7 +104,7 @@ def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
     Raises:
         FolderError: one is no run's folder.
     """
-    flat = [dict(leaves(_config(run))) for run in runs]
+    flat = [dict(dotted_items(_config(run))) for run in runs]
     names = tuple(own["run"] for own in flat)
     values = {
         key: tuple(own.get(key) for own in flat)

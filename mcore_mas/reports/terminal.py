@@ -18,7 +18,7 @@ from mcore_mas.credit.assign import assess, assessments, columns, estimate, keep
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.pages import PeerGroup, TurnAdvantages, TurnGroups
-from rollout.base.schema_words import invalid
+from rollout.base.error_lines import error_line
 from rollout.base.text import shown_text
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Status, Trajectory, Turn, grouped, groups_of
@@ -205,7 +205,9 @@ def print_credit(
     try:
         rule = AdvantageConfig(name=name, options=dict(options))
     except ValidationError as error:
-        raise CreditError(invalid(error, AdvantageConfig).removeprefix("name: ")) from error
+        values = {"name": name, "options": options}
+        line = error_line(error, AdvantageConfig, values)
+        raise CreditError(line.removeprefix("name: ")) from error
     samples = to_samples(groups_of(read_trajectories(file)))
     samples = estimate(samples, {sample.agent: rule for sample in samples})
     tasks = list(dict.fromkeys(sample.task for sample in samples))

@@ -27,7 +27,7 @@ from mcore_mas.planning.worker_groups import (
     list_worker_groups,
 )
 from mcore_mas.runtime.cluster import KEEP_PAGES, Node, cores_here
-from rollout.base.options import merged
+from rollout.base.nested import merged
 from rollout.engines import EngineConfig
 from rollout.engines.sglang.settings import nccl_mismatch
 from rollout.models.architecture import read_architecture

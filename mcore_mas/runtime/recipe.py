@@ -16,7 +16,7 @@ from typing import Any
 from mcore_mas import PACKAGES, package_folders
 from mcore_mas.config.run import RunConfig
 from rollout.base.files import known_sha256, read_yaml, sha256
-from rollout.base.options import leaves
+from rollout.base.nested import dotted_items
 from rollout.base.ownership import FolderError
 from rollout.models.architecture import read_architecture
 from rollout.records.files import read_tasks, tasks_digest
@@ -190,7 +190,9 @@ def recipe_of(config: RunConfig) -> dict[str, Any]:
     """
     values = config.model_dump(mode="json", include=set(_sections()), exclude_defaults=True)
     parts = (
-        leaves({name: values[name]}, free) for name, free in _sections().items() if name in values
+        dotted_items({name: values[name]}, free)
+        for name, free in _sections().items()
+        if name in values
     )
     return dict(itertools.chain.from_iterable(parts))
 

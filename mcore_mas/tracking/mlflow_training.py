@@ -14,7 +14,7 @@ from mcore_mas.tracking.metrics_log import STEP_TIME, MetricsRow, step_metrics
 from mcore_mas.tracking.mlflow_store import MetricPoint, MlflowStore
 from mcore_mas.tracking.run_tags import config_tags, merge_tags, process_tags
 from rollout.base.files import read_json, waited_for, write_json
-from rollout.base.options import leaves
+from rollout.base.nested import dotted_items
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -94,7 +94,7 @@ def find_or_create_training_run(
         start_time=record.start_time,
     )
     if not run.data.params:
-        store.log_params(run.info.run_id, dict(leaves(config.model_dump(mode="json"))))
+        store.log_params(run.info.run_id, dict(dotted_items(config.model_dump(mode="json"))))
     return run
 
 

@@ -1,4 +1,4 @@
-"""Exceptions of engines, models, environments and orchestras: which fail one trajectory, and which a run."""
+"""Exceptions of configs, engines, models, environments and orchestras: which fail one trajectory, and which a run."""
 
 
 class EngineError(RuntimeError):
@@ -30,3 +30,7 @@ class Defect(EnvError):
 
 class Unusable(RuntimeError):
     """What every trajectory needs is gone for good, such as a key or a budget: this ends the run."""
+
+
+class OptionsError(ValueError):
+    """Something that a config chooses by name cannot be called as its kind is, or has other options."""

@@ -1,504 +1,230 @@
-"""Choices of a config: look-up by name, and typed options, models made from the signatures of what takes them.
+"""Typed options of what a config chooses by name: pydantic models that are made from signatures.
 
-An option is a keyword-only parameter. Its annotation is its type and bounds (`Annotated[int, Field(ge=1)]`, `Literal`,
-`| None`), its default is its default, and its line under `Args:` in the docstring says what it is. The checks of a
-config, the JSON schema for editors and the tables in docs/ are all made from that.
+An option is a keyword-only parameter. Its annotation is its type with bounds (`Annotated[int,
+Field(ge=1)]`, `Literal`, `| None`), its default is its default, and its entry under `Args:` in the
+docstring describes it. The checks of a config, the JSON schema for editors and the tables in docs/
+all come from there.
 """
 
 import dataclasses
-import importlib
 import inspect
-import math
 import re
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import cache, partial
-from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from functools import cache
 from types import SimpleNamespace
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
-from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
+from pydantic import BaseModel, ValidationError
+from pydantic.errors import PydanticInvalidForJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import PydanticSerializationError, to_json
+from pydantic_core.core_schema import CoreSchema
 
-from rollout.base.schema_words import Schema, expected, json_schema, keys_of, meant, walk
+from rollout.base.error_lines import error_below
+from rollout.base.errors import OptionsError
+from rollout.base.lookup import lookup
+from rollout.base.section import StrictSection
+from rollout.base.signatures import called_function, check_call
 from rollout.base.text import nearest
-
-# A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
-STRICT = ConfigDict(
-    extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True
-)
-_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names of errors
-_T = TypeVar("_T")
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-# positional arguments with their types; one of the type of another, or with its name, was taken for it
-_TYPES = {
-    "task": ("Task",),
-    "team": ("TeamSession",),
-    "env": ("Env", "PlayedEnv", "Episode"),
-    "group": ("Group",),
-}
-_TYPES |= {
-    "turn": ("Turn",),
-    "turns": ("Turns",),
-    "text": ("str",),
-    "seed": ("int",),
-    "n": ("int",),
-}
-_TOLD = {"float", "bool", *(kind for kinds in _TYPES.values() for kind in kinds)}
-
-
-def _above_low(high: float, info: ValidationInfo) -> float:
-    low = info.data.get("low", -math.inf)
-    if high <= low:
-        raise ValueError(f"expected a number above low, which is {low:g}")
-    return high
-
-
-def _different(names: Sequence[str]) -> Sequence[str]:
-    if len(set(names)) < len(names):
-        raise ValueError("expected a list of different names")
-    return names
-
-
-Share = Annotated[float, Field(ge=0, le=1)]
-Names = Annotated[
-    Sequence[str],
-    Field(min_length=1, json_schema_extra={"uniqueItems": True}),
-    AfterValidator(_different),
-]
-AboveLow = Annotated[
-    float, Field(validate_default=True), AfterValidator(_above_low)
-]  # than the option `low` before it
-
-
-class Section(BaseModel):
-    """A section of a config: unknown keys are refused, values do not change."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants"
-    )
-
-
-class Strict(Section):
-    """One whose values are not read as another type."""
-
-    model_config = STRICT
-
-
-class UnknownName(ValueError):
-    """A name in a config is neither registered nor an import path."""
-
-
-class OptionsError(ValueError):
-    """Something chosen by name is not called as its kind is, or takes other options."""
-
-
-HERE: dict[
-    str, Any
-] = {}  # objects of this process alone, by names as `here:...`, see `mcore_mas.api`
-
-
-def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -> _T:
-    """Return `known[name]`, what an installed package offers as `name`, or what is at the import path `name`.
-
-    A package offers names as entry points of the group `mcore_mas.<kind>`, spaces in the kind being underscores. An
-    import path is written "package.module:attribute".
-
-    Args:
-        own: whether it may be anything but what is known.
-
-    Raises:
-        UnknownName: nothing of that name is registered or offered, and it is no import path that resolves.
-    """
-    if name in known:
-        return known[name]
-    if own and name in HERE:
-        return HERE[name]  # type: ignore[no-any-return]
-    if name.startswith("here:"):
-        raise UnknownName(
-            f"{kind} '{name}' is an object of the script or notebook that made this run; use the run there, such as "
-            "run.chat(), or have the script import the object from a module of its own"
-        )
-    if own and ":" not in name:
-        name = next((entry.value for entry in offered(kind) if entry.name == name), name)
-    module, separator, attribute = name.partition(":")
-    if not (own and separator):
-        more = " (or package.module:attribute)" if own else ""
-        raise UnknownName(
-            f"unknown {kind} '{name}'{nearest(name, known)}; known: {', '.join(sorted(known))}{more}"
-        )
-    try:
-        found: _T = getattr(importlib.import_module(module), attribute)
-        return found
-    except Exception as error:  # the module's own code may raise any
-        moved = ""
-        if str(getattr(error, "name", None)).startswith(
-            ("mcore_mas.rollout", "mcore_mas.retrieval")
-        ):
-            moved = f"; its package is {error.name.removeprefix('mcore_mas.')} since version 0.2.0"  # type: ignore[attr-defined]
-        what = (
-            ""
-            if isinstance(error, ImportError | AttributeError | SyntaxError)
-            else f"{type(error).__name__}: "
-        )
-        said = " ".join(f"{what}{error}".split())
-        raise UnknownName(
-            f"{kind} '{name}' cannot be imported: {said}{moved or _near(error)}"
-        ) from error
-
-
-def _near(error: Exception) -> str:
-    """What `nearest` says of the module or attribute that an import lacks, among those where it looked."""
-    if isinstance(error, AttributeError) and error.name:
-        return nearest(error.name, dir(error.obj))
-    if found := re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error)):
-        return nearest(found[1], dir(sys.modules.get(found[2])))
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return ""
-    package, _, name = error.name.rpartition(".")
-    folders = getattr(sys.modules.get(package), "__path__", ()) if package else sys.path
-    files = (file for folder in folders for file in Path(folder).glob("*"))
-    return nearest(
-        name,
-        {
-            file.stem
-            for file in files
-            if file.suffix == ".py" or (file.is_dir() and not file.suffix)
-        },
-    )
-
-
-def imported(kind: str, name: str, paths: Mapping[str, str]) -> Any:
-    """What is at the import path of `name`, or found as `lookup` finds it; imports what that needs."""
-    found: Any = lookup(kind, name, paths)
-    return lookup(kind, found, {}) if isinstance(found, str) else found
-
-
-def leaves(
-    values: Mapping[str, Any], without: Set[str] = frozenset(), prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every setting in nested mappings, but those called as one of `without`."""
-    for key, value in values.items():
-        if key in without:
-            continue
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, without, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def merged(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """`changed` in `values`, mappings key by key; where both have another value `changed` has the word."""
-    own = {
-        key: merged(values[key], new)
-        if isinstance(new, Mapping) and isinstance(values.get(key), Mapping)
-        else new
-        for key, new in changed.items()
-    }
-    return {**values, **own}
-
-
-@cache
-def offered(kind: str) -> tuple[EntryPoint, ...]:
-    """What installed packages offer of a kind."""
-    return tuple(entry_points(group=f"mcore_mas.{kind.replace(' ', '_')}"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Registry:
-    """A kind of thing that a config chooses by name: how one is called, and which options it takes."""
+    """A kind of object that a config chooses by name: how such an object is called, and which options it has."""
 
-    kind: str  # as errors say it: "env"
+    kind: str  # as errors name it, such as "env"
     known: Mapping[str, Callable[..., Any]]
     takes: tuple[str, ...]  # positional arguments
-    supplied: frozenset[str] = (
-        frozenset()
-    )  # keyword arguments that a run gives to those that take them
-    coroutine: bool = False  # whether it is an `async` function
-    own: bool = True  # whether an import path may stand for a name
+    supplied: frozenset[str] = frozenset()  # keyword arguments that a run passes itself
+    coroutine: bool = False  # True if the objects are async functions
+    own: bool = True  # True if an import path may stand for a name
 
     def find(self, name: str) -> Callable[..., Any]:
-        """What `name` stands for.
+        """Return the object with this name or import path.
 
         Raises:
-            UnknownName: nothing is registered as `name`, and it is no import path that may be used here.
-            OptionsError: what is found there cannot be called as this kind is.
+            UnknownName: the name is unknown, or its import path cannot be imported.
+            OptionsError: an object of the user's cannot be called as its kind is.
         """
-        found = lookup(self.kind, name, self.known, own=self.own)
+        target = lookup(self.kind, name, self.known, own=self.own)
         if name not in self.known:
-            check_call(f"{self.kind} '{name}'", found, self.takes, coroutine=self.coroutine)
-        return found
+            check_call(f"{self.kind} '{name}'", target, self.takes, coroutine=self.coroutine)
+        return target
 
     def model(self, name: str) -> type[BaseModel]:
-        """The options of `name`.
+        """Return a model of the options of the object with this name.
 
         Raises:
             UnknownName, OptionsError: as `find`; or an option has a type that cannot be read or checked.
         """
-        found = self.find(name)
+        target = self.find(name)
         try:
-            return options_model(found, self.supplied)
+            return options_model(target, self.supplied)
         except OptionsError as error:
             raise OptionsError(f"{self.kind} '{name}': {error}") from error
 
     def arguments(
         self, name: str, options: Mapping[str, Any], *, place: tuple[int | str, ...] = ()
     ) -> dict[str, Any]:
-        """The `options` of `name` as values of its parameters' types; those not given are left out.
+        """Validate options and return them as keyword arguments; options that are not given are left out.
 
         Args:
-            place: keys under which errors say the options stand.
+            place: keys before the options in the locations of validation errors.
 
         Raises:
             UnknownName, OptionsError: as `model`; or an option is unknown or missing.
-            ValidationError: a value is of another type or out of bounds; the error says what was expected.
+            ValidationError: a value has another type or is out of bounds.
         """
-        return checked(f"{self.kind} '{name}'", self.model(name), options, place=place)
+        return validate_options(f"{self.kind} '{name}'", self.model(name), options, place=place)
 
     def needs(self, name: str) -> frozenset[str]:
-        """Which of `supplied` the function of `name` cannot do without."""
+        """Return the keyword arguments among `supplied` that the object cannot do without."""
         parameters = inspect.signature(self.find(name)).parameters
         return frozenset(
-            k
-            for k in self.supplied & parameters.keys()
-            if parameters[k].default is parameters[k].empty
+            key
+            for key in self.supplied & parameters.keys()
+            if parameters[key].default is parameters[key].empty
         )
-
-
-def check_call(
-    what: str,
-    found: Any,
-    takes: Sequence[str],
-    *,
-    coroutine: bool = False,
-    given: Sequence[str] | None = None,
-    yields: bool = False,
-) -> None:
-    """Refuse what cannot be called with arguments `takes`, in this order, and keywords `given`; None: with options.
-
-    Where it does not say `yields`, generators are refused too.
-
-    Raises:
-        OptionsError: `what` must take these, and what it takes instead.
-    """
-    trouble = _trouble(found, takes, coroutine, given)
-    if trouble or (not yields and inspect.isgeneratorfunction(_function(found))):
-        trouble = trouble or " and may not yield"
-        words = [
-            *takes,
-            *(["*"] if given or given is None else []),
-            *(["..."] if given is None else given),
-        ]
-        raise OptionsError(f"{what} must take ({', '.join(words)}){trouble}")
-
-
-def check_methods(what: str, thing: Any, methods: Mapping[str, Sequence[str]]) -> None:
-    """`check_call` of methods of a class or object by name, after `async ` where they are, with what each takes.
-
-    Raises:
-        OptionsError: a method is not there, or is not called so.
-    """
-    for written, takes in () if hasattr(thing, "__getattr__") else methods.items():
-        kind, _, name = written.rpartition(" ")
-        if (method := getattr(thing, name, None)) is None or getattr(
-            method, "__isabstractmethod__", False
-        ):
-            every = " and ".join(f"{one}({', '.join(words)})" for one, words in methods.items())
-            raise OptionsError(f"{what} lacks a method {name}; expected {every}")
-        if isinstance(thing, type) and inspect.isfunction(inspect.getattr_static(thing, name)):
-            method = partial(method, None)  # without its `self`
-        check_call(f"{what}: its method {name}", method, takes, coroutine=kind == "async", given=())
-
-
-def _trouble(found: Any, takes: Sequence[str], coroutine: bool, given: Sequence[str] | None) -> str:
-    if not callable(found):
-        return f"; it is of type {type(found).__name__}"
-    try:
-        signature = inspect.signature(found)
-        positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
-        bound = signature.bind(*takes, **dict.fromkeys(given)) if given is not None else None
-        fits = bound is not None or len(positional) == len(takes)
-    except ValueError:  # of some that are written in C
-        return "; its signature cannot be read" if given is None or coroutine else ""
-    except TypeError:
-        fits = False
-    for parameter, word in zip(positional, takes, strict=False):
-        kind = getattr(parameter.annotation, "__name__", str(parameter.annotation)).rpartition(".")[
-            2
-        ]
-        if fits and kind in _TOLD and kind not in _TYPES.get(word, _TOLD):
-            return f", and its '{parameter.name}' is of type {kind}"
-        vague = kind in ("_empty", "object", "Any")
-        fits &= not vague or parameter.name == word or parameter.name not in {*_TYPES, *takes}
-    if not fits:
-        return f", not {inspect.Signature([p.replace(annotation=p.empty) for p in signature.parameters.values()])}"
-    if inspect.iscoroutinefunction(_function(found)) is not coroutine:
-        return " as an async function" if coroutine else " and may not be async"
-    return ""
 
 
 @cache
 def options_model(
     target: Callable[..., Any], supplied: frozenset[str] = frozenset()
 ) -> type[BaseModel]:
-    """A model of the keyword-only parameters of `target`, without those that are `supplied` at run time.
+    """Make a model of the keyword-only parameters of a callable, without those that are `supplied` by the run.
 
     Raises:
-        OptionsError: a type cannot be read at run time, or values cannot be checked against it.
+        OptionsError: the signature or a type cannot be read, or a type cannot be checked.
     """
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError as error:
+        raise OptionsError(f"its signature cannot be read: {error}") from error
     fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(target).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in supplied:
-            default = parameter.default
-            default = (
-                ...
-                if default is parameter.empty
-                else dict(default)
-                if isinstance(default, Mapping)
-                else default
-            )
-            fields[name] = (_annotation(target, parameter), default)
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in supplied:
+            fields[parameter.name] = (_annotation(target, parameter), _default(parameter))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # an option may have the name of a method of BaseModel
-            model: type[BaseModel] = pydantic.create_model("Options", __config__=STRICT, **fields)
+            # pydantic warns of an option with the name of one of BaseModel's methods
+            warnings.simplefilter("ignore", UserWarning)
+            model: type[BaseModel] = pydantic.create_model(
+                "Options",
+                __config__=StrictSection.model_config,
+                **fields,
+            )
     except (pydantic.PydanticUserError, NameError, TypeError, ValueError) as error:
-        raise OptionsError(
-            f"its options cannot be typed: {' '.join(str(error).split())}"
-        ) from error
-    if lost := fields.keys() - model.model_fields.keys():
-        raise OptionsError(f"'{min(lost)}' cannot be the name of an option; call it otherwise")
+        message = " ".join(str(error).split())
+        raise OptionsError(f"its options cannot be typed: {message}") from error
+    lost = fields.keys() - model.model_fields.keys()
+    if lost:
+        raise OptionsError(f"'{min(lost)}' cannot be the name of an option; rename it")
     return model
 
 
-def checked(
-    whose: str,
+def validate_options(
+    owner: str,
     model: type[BaseModel],
     options: Mapping[str, Any],
     *,
     place: tuple[int | str, ...] = (),
 ) -> dict[str, Any]:
-    """The `options` as values of the types of `model`; those not given are left out.
+    """Validate options and return them in the types of a model; options that are not given are left out.
 
     Args:
-        whose: as errors name it.
-        place: keys under which errors say the options stand.
+        owner: what has the options, as errors name it.
+        place: keys before the options in the locations of validation errors.
 
     Raises:
-        OptionsError: an option of `whose` is unknown or missing, or no plain value.
-        ValidationError: a value is of another type or out of bounds; the error says what was expected.
+        OptionsError: an option is unknown or missing, or not a plain value.
+        ValidationError: a value has another type or is out of bounds.
     """
     for name in options:
         if name not in model.model_fields:
-            raise OptionsError(
-                f"{whose} has no option '{name}'; its options: {', '.join(model.model_fields) or 'none'}"
-                f"{_near_option(name, json_schema(model))}"
-            )
-    missing = [
-        name
+            known = ", ".join(model.model_fields) or "none"
+            near = nearest(name, model.model_fields)
+            raise OptionsError(f"{owner} has no option '{name}'; its options: {known}{near}")
+    for name, field in model.model_fields.items():
+        if field.is_required() and name not in options:
+            raise OptionsError(f"{owner} needs option '{name}'")
+    plain_defaults = {
+        name: field.default
         for name, field in model.model_fields.items()
-        if field.is_required() and name not in options
-    ]
-    if missing:
-        raise OptionsError(f"{whose} needs option '{missing[0]}'")
+        if isinstance(field.default, int | float | str)  # checked too, as a user's may be wrong
+    }
     try:
-        plain = {
-            name: f.default
-            for name, f in model.model_fields.items()
-            if isinstance(f.default, int | float | str)
-        }
-        values = model.model_validate_json(to_json({**plain, **options}, inf_nan_mode="constants"))
+        # in strict mode a list is accepted for a tuple only if it comes from JSON
+        json = to_json({**plain_defaults, **options}, inf_nan_mode="constants")
+        values = model.model_validate_json(json)
     except PydanticSerializationError as error:
-        raise OptionsError(f"{whose}: an option is no plain value ({error})") from error
+        raise OptionsError(f"{owner}: an option is not a plain value ({error})") from error
     except ValidationError as error:
-        raise _explained(error, model, place) from None
+        raise error_below(error, model, place) from None
     return {name: getattr(values, name) for name in options}
 
 
-def _near_option(name: str, schema: Schema) -> str:
-    """What `nearest` says of an unknown option; of a key of one group of options, where it is."""
-    known: Schema = schema.get("properties", {})
-    groups = [group for group, part in known.items() if name in keys_of(schema, part)]
-    return f"; nearest: {groups[0]}.{name}" if len(groups) == 1 else nearest(name, known)
+def option_descriptions(target: Callable[..., Any]) -> dict[str, str]:
+    """Return the description of each parameter under `Args:` in the docstrings of a callable.
 
-
-def _explained(
-    error: ValidationError, model: type[BaseModel], place: tuple[int | str, ...]
-) -> ValidationError:
-    """The `error` of values for `model`, in words that say what was expected."""
-    schema = json_schema(model)
-    lines = []
-    for details in sorted(
-        error.errors(include_url=False), key=lambda details: details["type"] not in _UNKNOWN
-    ):
-        keys, at = walk(schema, meant(details))
-        if details["type"] in ("value_error", "option"):
-            message = details["msg"].removeprefix("Value error, ")
-        elif details["type"] in _UNKNOWN:
-            message = (
-                f"there is no '{details['loc'][-1]}'; known here: {', '.join(keys_of(schema, at))}"
-            )
-        elif details["type"].startswith("missing") and isinstance(details["loc"][-1], str):
-            keys, message = keys[:-1], f"'{details['loc'][-1]}' is missing"
-        else:
-            message = f"expected {expected(at, schema.get('$defs', {}), error=details['type'])}"
-        said = PydanticCustomError("option", "{message}", {"message": message})
-        lines.append(InitErrorDetails(type=said, loc=(*place, *keys), input=details["input"]))
-    return ValidationError.from_exception_data(error.title, lines)
-
-
-def descriptions(target: Callable[..., Any]) -> dict[str, str]:
-    """What the docstrings of `target`, its base classes and its module say of each parameter under `Args:`.
-
-    The module's is of an option that several of its functions share; the function's own goes before it.
+    The docstring of its module describes options that several functions share; base classes come next, the callable's
+    own docstring last, and later ones win.
     """
-    found: dict[str, str] = {}
-    for documented in (
-        inspect.getmodule(_function(target)),
-        *reversed(getattr(target, "__mro__", (target,))),
-    ):
+    descriptions: dict[str, str] = {}
+    classes = reversed(getattr(target, "__mro__", (target,)))
+    for documented in (inspect.getmodule(called_function(target)), *classes):
         _, _, section = (inspect.getdoc(documented) or "").partition("\nArgs:\n")
-        for entry in re.findall(
+        entries = re.findall(
             r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", section.partition("\n\n")[0], re.MULTILINE
-        ):
-            found |= dict.fromkeys(entry[0].split(", "), " ".join(entry[1].split()))
-    return found
+        )
+        for names, text in entries:
+            for name in names.split(", "):
+                descriptions[name] = " ".join(text.split())
+    return descriptions
 
 
-def _function(target: Callable[..., Any]) -> Any:
-    """The function that runs when `target` is called."""
-    target = inspect.unwrap(target)
-    if isinstance(target, type):
-        return target.__init__  # type: ignore[misc]
-    if hasattr(target, "func"):  # functools.partial
-        return _function(target.func)
-    return target if inspect.isroutine(target) else type(target).__call__
+def json_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON schema of a model; a type that JSON does not have may be anything."""
+    return model.model_json_schema(schema_generator=_AnythingForUnknownTypes)
+
+
+class _AnythingForUnknownTypes(GenerateJsonSchema):
+    def handle_invalid_for_json_schema(
+        self, schema: CoreSchema, error_info: str
+    ) -> JsonSchemaValue:
+        try:
+            return super().handle_invalid_for_json_schema(schema, error_info)
+        except PydanticInvalidForJsonSchema:
+            return {}
+
+
+def _default(parameter: inspect.Parameter) -> Any:
+    if parameter.default is parameter.empty:
+        return ...
+    if isinstance(parameter.default, Mapping):
+        return dict(parameter.default)  # pydantic cannot copy a mappingproxy
+    return parameter.default
 
 
 def _annotation(target: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    """The type of a parameter, read where its function is defined; where none is written that of a plain default."""
+    """Return the type of a parameter; without an annotation, that of a plain default."""
     if parameter.annotation is parameter.empty:
-        return kind if (kind := type(parameter.default)) in (bool, int, float, str) else Any
-    names = SimpleNamespace(__annotations__={"it": parameter.annotation})
-    classes = (
-        target.__mro__ if dataclasses.is_dataclass(target) and isinstance(target, type) else ()
-    )
-    owner = next(
-        (c for c in classes if parameter.name in vars(c).get("__annotations__", {})), None
-    )  # its field's
-    there = (
-        vars(sys.modules[owner.__module__])
-        if owner
-        else getattr(_function(target), "__globals__", {})
-    )
+        plain = type(parameter.default)
+        return plain if plain in (bool, int, float, str) else Any
+
+    # an annotation that is text is evaluated where it was written
+    scope = getattr(called_function(target), "__globals__", {})
+    if dataclasses.is_dataclass(target) and isinstance(target, type):
+        for owner in target.__mro__:
+            if parameter.name in vars(owner).get("__annotations__", {}):
+                scope = vars(sys.modules[owner.__module__])
+                break
+    annotated = SimpleNamespace(__annotations__={"type": parameter.annotation})
     try:
-        return typing.get_type_hints(names, there, include_extras=True)["it"]
+        return typing.get_type_hints(annotated, scope, include_extras=True)["type"]
     except (NameError, AttributeError, TypeError, SyntaxError) as error:
         raise OptionsError(
             f"option '{parameter.name}' has the type {parameter.annotation}, which cannot be read at run time "

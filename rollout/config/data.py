@@ -10,15 +10,10 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
 
-from rollout.base.options import (
-    OptionsError,
-    Section,
-    Strict,
-    UnknownName,
-    checked,
-    lookup,
-    options_model,
-)
+from rollout.base.errors import OptionsError
+from rollout.base.lookup import UnknownName, lookup
+from rollout.base.options import options_model, validate_options
+from rollout.base.section import Section, StrictSection
 from rollout.environments import ENVS
 from rollout.records.files import RecordError, read_tasks
 from rollout.records.trajectory import Task
@@ -27,7 +22,7 @@ from rollout.tasks.files import OWN, READABLE, Placed, dataset_files, distinct, 
 from rollout.tasks.splits import SPLITS, Split
 
 
-class Columns(Strict):
+class Columns(StrictSection):
     """Columns in which a data set has what, in place of its format's."""
 
     prompt: str | None = None
@@ -37,7 +32,7 @@ class Columns(Strict):
     context: str | None = None
 
 
-class TaskFile(Strict):
+class TaskFile(StrictSection):
     """A data file, or the part of it that a split takes."""
 
     path: Path  # or a folder; a hub's id of a data set becomes its folder in the cache
@@ -146,7 +141,7 @@ class DataConfig(Section):
                 "name models that exist and set cold_start=null"
             )
         whose = f"cold_start.options: what makes the demonstrations of task generator '{self.generator}'"
-        return checked(whose, model, options, place=("cold_start", "options"))
+        return validate_options(whose, model, options, place=("cold_start", "options"))
 
     def files(self, split: Split) -> tuple[TaskFile, ...]:
         """The files of a split; none with a generator."""
@@ -220,9 +215,9 @@ def check_envs(tasks: Iterable[Task]) -> None:
 
 def _task_options(generator: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     if generator is None:
-        return checked("a file of tasks", options_model(make_tasks), options)
+        return validate_options("a file of tasks", options_model(make_tasks), options)
     known = lookup("task generator", generator, GENERATORS)
-    return checked(f"task generator '{generator}'", known.task_options, options)
+    return validate_options(f"task generator '{generator}'", known.task_options, options)
 
 
 def _read_split(data: DataConfig, split: Split) -> list[Task]:
@@ -274,4 +269,4 @@ def _file(number: int, entry: Any) -> TaskFile:
     if isinstance(entry, TaskFile):
         return entry
     keys = entry if isinstance(entry, Mapping) else {"path": entry}
-    return TaskFile(**checked("a data file", TaskFile, keys, place=(number,)))
+    return TaskFile(**validate_options("a data file", TaskFile, keys, place=(number,)))

@@ -15,7 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from rollout.base.http import Url
-from rollout.base.options import Registry, Section, check_call, check_methods, lookup
+from rollout.base.lookup import lookup
+from rollout.base.options import Registry
+from rollout.base.section import Section
+from rollout.base.signatures import check_call, check_methods
 from rollout.base.text import nearest
 from rollout.engines import Engine, EngineClient, PolicyClient
 from rollout.environments import ENVS, TOOLS
@@ -348,7 +351,7 @@ def build_role(name: str, config: AgentConfig) -> Role:
         f"agents.{name}.role '{config.role or name}'",
         getattr(role, "parse", role),
         ("text",),
-        given=(),
+        keywords=(),
     )
     if not isinstance(role, Role):  # a parser alone, whose prompts the config has
         role = Role(name=name, system="", user="", parse=role)

@@ -21,7 +21,9 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 
 from rollout.base.errors import EngineError, PromptTooLong
 from rollout.base.http import Url, check_private
-from rollout.base.options import Section, check_call, check_methods, imported, lookup
+from rollout.base.lookup import lookup, lookup_import
+from rollout.base.section import Section
+from rollout.base.signatures import check_call, check_methods
 from rollout.base.task_group import LateCall, within
 from rollout.engines.protocol import Engine as Engine
 from rollout.engines.protocol import Tag as Tag
@@ -40,7 +42,7 @@ ENGINES = {
     "embedded_local": "rollout.engines.embedded.batching:LocalEngine",
     "sglang": "rollout.engines.sglang.engine:SGLangEngine",
 }
-engine_class = partial(imported, "engine", paths=ENGINES)  # of a name
+engine_class = partial(lookup_import, "engine", paths=ENGINES)  # of a name
 
 TRANSPORTS = {  # of each engine that is trained, its default first; see `rollout.sync`
     "embedded": ("shared", "disk"),
@@ -157,7 +159,7 @@ class EngineConfig(Section):
         made: Any = lookup("engine", self.name, ENGINES)
         if self.name not in ENGINES:
             check_call(
-                f"engine '{self.name}'", made, ("model",), given=("rows", "max_length", "place")
+                f"engine '{self.name}'", made, ("model",), keywords=("rows", "max_length", "place")
             )
             check_methods(f"engine '{self.name}'", made, _TRAINED if isinstance(made, type) else {})
         if self.name == "sglang" and not self.python and not self.urls:

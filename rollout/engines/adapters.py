@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.base.options import imported
+from rollout.base.lookup import lookup_import
 from rollout.engines import ENGINES, StreamingEngine, Tag, TokenCallback, TrainedEngine
 from rollout.models.fused_weights import AdapterShape
 from rollout.records.trajectory import Completion, Sampling
@@ -59,5 +59,5 @@ def adapter_engines(
         EngineError: as the engine `name`, whose `settings` these are; or it would not compute the model, or all of an
             adapter.
     """
-    host = imported("engine", name, _HOSTS)(folder, adapters=adapters, **settings)
+    host = lookup_import("engine", name, _HOSTS)(folder, adapters=adapters, **settings)
     return [AdapterEngine(host, number) for number in range(1, 1 + len(adapters))]

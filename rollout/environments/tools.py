@@ -14,8 +14,7 @@ from typing import Annotated
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from rollout.base.errors import EnvError
-from rollout.base.options import descriptions, options_model
-from rollout.base.schema_words import json_schema
+from rollout.base.options import json_schema, option_descriptions, options_model
 from rollout.environments.protocol import AgentMistake, Env, ToolCall
 from rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
 from rollout.models.tool_calls import ToolSchema
@@ -53,7 +52,7 @@ def tool_of(function: Callable[..., Awaitable[str]], **flags: bool) -> Tool:
     docstring the words.
     """
     parameters = json_schema(options_model(function))
-    said = descriptions(function)
+    said = option_descriptions(function)
     for name, part in parameters.get("properties", {}).items():
         part.pop("title", None)
         part |= {"description": said[name]} if name in said else {}

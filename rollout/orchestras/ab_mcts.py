@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from pydantic import PositiveInt
 
 from rollout.base.errors import EnvError
-from rollout.base.options import Names
+from rollout.base.section import Names
 from rollout.environments.protocol import PlayedEnv, after_thought
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession

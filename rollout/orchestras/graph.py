@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, model_validator
 
-from rollout.base.options import Strict
+from rollout.base.section import StrictSection
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
@@ -44,7 +44,7 @@ def _node_name(name: str) -> str:
 Template = Annotated[str, AfterValidator(_template)]  # with named gaps, written {name}
 
 
-class GraphNode(Strict):
+class GraphNode(StrictSection):
     """An agent who is asked, with the slots of the user template; or an action that is taken in the environment."""
 
     agent: str | None = None
@@ -61,7 +61,7 @@ class GraphNode(Strict):
         return self
 
 
-class Edge(Strict):
+class Edge(StrictSection):
     """What may follow what."""
 
     source: str = Field(alias="from")
@@ -71,7 +71,7 @@ class Edge(Strict):
     )
 
 
-class Graph(Strict):
+class Graph(StrictSection):
     """Nodes by name in the config's order, edges, and the nodes that come first.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, NonNegativeInt, PositiveInt, ValidationInfo
 
-from rollout.base.options import Names
+from rollout.base.section import Names
 from rollout.environments.protocol import PlayedEnv, after_thought
 from rollout.orchestras.replies import boxed, calculated, graded, numbered, vote
 from rollout.records.trajectory import Task, derive_seed

@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from rollout.base.http import without_proxy
-from rollout.base.options import check_call, lookup
+from rollout.base.lookup import lookup
 from rollout.base.processes import run_command
+from rollout.base.signatures import check_call
 from rollout.base.task_group import LateTool, cancel_tasks, of_loop, within
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task, valid_text
@@ -80,7 +81,7 @@ def check_program(
         )
     if call is not None:
         function = lookup("agent program", call, _NO_PROGRAMS)
-        check_call(f"agent program '{call}'", function, ("job",), coroutine=True, given=())
+        check_call(f"agent program '{call}'", function, ("job",), coroutine=True, keywords=())
         if unknown := misused(function, Job):
             raise ValueError(f"agent program '{call}': {unknown}")
     for model, agent in (models or {}).items():

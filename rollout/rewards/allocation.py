@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from rollout.base.options import Share
+from rollout.base.section import Share
 from rollout.records.trajectory import Group, Status, Trajectory, Turn
 
 

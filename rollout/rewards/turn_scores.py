@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from rollout.base.options import Names, Share
+from rollout.base.section import Names, Share
 from rollout.records.trajectory import Group, Trajectory, Turn
 from rollout.rewards import allocation
 from rollout.rewards.allocation import RewardError, allocate, locate

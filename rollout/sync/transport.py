@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollout.base.options import imported
+from rollout.base.lookup import lookup_import
 
 if TYPE_CHECKING:
     from rollout.models.fused_weights import AdapterShape
@@ -155,6 +155,6 @@ def make_sender(
     all_gather: Callable[[Any], list[Any]] = gather_from_one_rank,
 ) -> WeightSender:
     """Return the sender of a route; see `WeightSender`."""
-    sender_class = imported("transport", route.transport, SENDERS)
+    sender_class = lookup_import("transport", route.transport, SENDERS)
     sender: WeightSender = sender_class(route, rank=rank, all_gather=all_gather)
     return sender

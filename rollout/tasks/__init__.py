@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from retrieval.client import Passage
-from rollout.base.options import check_call, options_model
+from rollout.base.options import options_model
+from rollout.base.signatures import check_call
 from rollout.environments.games import PUZZLES
 from rollout.environments.games.game import PuzzleSource
 from rollout.records.trajectory import Demonstration, Task
@@ -50,10 +51,10 @@ class Generator:
     )
 
     def __post_init__(self) -> None:
-        check_call("tasks of a Generator", self.tasks, ("seed", "sizes"), yields=True)
+        check_call("tasks of a Generator", self.tasks, ("seed", "sizes"), generator=True)
         if self.demonstrations is not None:
             check_call(
-                "demonstrations of a Generator", self.demonstrations, ("seed", "n"), yields=True
+                "demonstrations of a Generator", self.demonstrations, ("seed", "n"), generator=True
             )
 
     @property

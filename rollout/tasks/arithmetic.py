@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from rollout.base.files import read_yaml
-from rollout.base.options import Share
+from rollout.base.section import Share
 from rollout.orchestras.sequential import slots
 from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
 from rollout.tasks.splits import draw_different, split_of

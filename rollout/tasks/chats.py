@@ -11,7 +11,7 @@ from random import Random
 
 from pydantic import PositiveInt
 
-from rollout.base.options import Share
+from rollout.base.section import Share
 from rollout.engines import ChatState, PolicyReply
 from rollout.environments.code import CodeEnv, pack_test
 from rollout.environments.protocol import Env

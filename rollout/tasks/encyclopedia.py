@@ -18,7 +18,7 @@ from pydantic import PositiveInt
 
 from retrieval.client import Passage
 from rollout.base.files import read_yaml
-from rollout.base.options import Share
+from rollout.base.section import Share
 from rollout.environments.search import PassageStyle, SearchEnv
 from rollout.orchestras.search import memory_search, search_team
 from rollout.records.trajectory import Demonstration, Message, Task, derive_seed

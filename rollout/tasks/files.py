@@ -16,7 +16,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from rollout.base.files import read_json, read_yaml
-from rollout.base.options import lookup
+from rollout.base.lookup import lookup
 from rollout.base.parquet import bounded_batches
 from rollout.records.files import RecordError, read_tasks
 from rollout.records.trajectory import Task

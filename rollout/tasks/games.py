@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import PositiveInt
 
-from rollout.base.options import Share
+from rollout.base.section import Share
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import Owns, PuzzleSource

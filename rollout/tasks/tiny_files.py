@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout.base.files import read_yaml, write_text
-from rollout.base.options import lookup
+from rollout.base.lookup import lookup
 from rollout.records.trajectory import Task
 from rollout.tasks.arithmetic import arithmetic_tasks
 from rollout.tasks.encyclopedia import encyclopedia_tasks

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import Field
 
 from rollout.base.errors import Defect, PromptTooLong, Undecided
-from rollout.base.options import Section
+from rollout.base.section import Section
 from rollout.base.task_group import (
     LEFT,
     Late,

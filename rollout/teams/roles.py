@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rollout.base.options import Section
+from rollout.base.section import Section
 from rollout.base.text import nearest
 from rollout.environments.tools import ToolMaker
 from rollout.records.trajectory import Message, Sampling, ToolUse

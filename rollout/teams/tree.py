@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rollout.base.errors import EngineError, EnvError, Undecided
-from rollout.base.options import Section
+from rollout.base.section import Section
 from rollout.base.task_group import Late, Wait, cancel_tasks, settle, together
 from rollout.environments.protocol import Env
 from rollout.records.call_record import CallRecord

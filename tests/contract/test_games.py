@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from rollout.base.options import checked, options_model
+from rollout.base.options import options_model, validate_options
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES, PUZZLES
 from rollout.environments.games.game import GameEnv
@@ -185,24 +185,28 @@ def test_more_puzzles_than_there_are_cannot_be_had(
 @pytest.mark.parametrize(
     ("game", "options", "message"),
     [
-        ("plan_path", {"size": 1}, "expected an integer from 2 to 100"),
-        ("plan_path", {"size": "tiny"}, "expected an integer from 2 to 100"),
-        ("plan_path", {"obstacles": 1}, "expected a number of at least 0 and below 1"),
-        ("sokoban", {"boxes": 0}, "expected an integer above 0"),
-        ("sokoban", {"turn": 2}, "expected a number from 0 to 1"),
-        ("sudoku", {"size": 6}, "expected one of 4, 9"),
-        ("sudoku", {"givens": 3}, "expected an integer from 4 to 15 for size 4, or null"),
+        ("plan_path", {"size": 1}, "Input should be greater than or equal to 2"),
+        ("plan_path", {"size": "tiny"}, "Input should be a valid integer"),
+        ("plan_path", {"obstacles": 1}, "Input should be less than 1"),
+        ("sokoban", {"boxes": 0}, "Input should be greater than 0"),
+        ("sokoban", {"turn": 2}, "Input should be less than or equal to 1"),
+        ("sudoku", {"size": 6}, "Input should be 4 or 9"),
+        (
+            "sudoku",
+            {"givens": 3},
+            "Value error, expected an integer from 4 to 15 for size 4, or null",
+        ),
         (
             "sudoku",
             {"size": 9, "givens": 16},
-            "expected an integer from 17 to 80 for size 9, or null",
+            "Value error, expected an integer from 17 to 80 for size 9, or null",
         ),
-        ("blocksworld", {"blocks": 9}, "expected an integer from 2 to 6"),
+        ("blocksworld", {"blocks": 9}, "Input should be less than or equal to 6"),
     ],
 )
 def test_options_are_checked(game: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError) as refused:
-        checked(game, options_model(PUZZLES[game]), options)
+        validate_options(game, options_model(PUZZLES[game]), options)
     assert [error["msg"] for error in refused.value.errors()] == [message]
 
 

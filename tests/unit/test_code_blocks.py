@@ -223,7 +223,7 @@ def test_a_config_composes(
 @pytest.mark.parametrize(("name", "body"), blocks("toml"))
 def test_entry_points_name_a_group_that_is_looked_up(name: str, body: str) -> None:
     (group,) = tomllib.loads(body)["project"]["entry-points"]
-    assert group.removeprefix("mcore_mas.") in (ROOT / "rollout/base/options.py").read_text()
+    assert group.removeprefix("mcore_mas.") in (ROOT / "rollout/base/lookup.py").read_text()
 
 
 # Python runs, with what the block says is there already.

@@ -510,7 +510,7 @@ def test_every_misspelt_key_is_said_at_once() -> None:
     with pytest.raises(SuiteError) as refused:
         load_suite("demo_math", ["trainer.stepz=3", "engine.slotz=2"])
     misspelt = (
-        "unknown key 'engine.slotz'; nearest: slots; unknown key 'trainer.stepz'; nearest: steps"
+        "engine.slotz: unknown key; nearest: slots; trainer.stepz: unknown key; nearest: steps"
     )
     assert f"run 'demo_math': {misspelt} (" in str(refused.value)
 
@@ -521,7 +521,7 @@ def test_a_key_of_another_section_says_where_it_belongs() -> None:
         ("max_tokens=8", "agents.*.max_tokens or coach.max_tokens"),
     ):
         with pytest.raises(
-            SuiteError, match=re.escape(f"unknown key '{override[:-2]}'; write {places} (")
+            SuiteError, match=re.escape(f"{override[:-2]}: unknown key; write {places} (")
         ):
             load_suite("demo_math", [override])
 

@@ -249,7 +249,7 @@ def test_a_mistake_ends_the_command_with_one_line_before_any_job(
             "configs/experiment/my_relay.yaml",
             "steps:",
             "stepz:",
-            "run 'my_relay': .*unknown key 'trainer.stepz'",
+            "run 'my_relay': .*trainer.stepz: unknown key",
         ),
         (
             "configs/experiment/my_relay.yaml",

@@ -13,7 +13,7 @@ from random import Random
 
 from pydantic import PositiveInt
 
-from rollout.base.options import Share
+from rollout.base.section import Share
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
 from rollout.tasks import Generator

@@ -15,7 +15,8 @@ from pydantic import Field, JsonValue, SecretStr, model_validator
 
 from rollout.base.errors import Unusable
 from rollout.base.http import Url, check_private, error_for_status
-from rollout.base.options import Section, imported, lookup
+from rollout.base.lookup import lookup, lookup_import
+from rollout.base.section import Section
 from rollout.records.trajectory import Message
 
 # Import paths, so that naming a provider imports no library.
@@ -24,7 +25,7 @@ PROVIDERS = {
     "anthropic": "rollout.engines.remote.providers:AnthropicMessages",
     "gemini": "rollout.engines.remote.providers:GeminiContent",
 }
-provider_class = partial(imported, "provider", paths=PROVIDERS)  # of a name
+provider_class = partial(lookup_import, "provider", paths=PROVIDERS)  # of a name
 
 
 class RemoteError(Unusable):

@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, PositiveInt
 
-from rollout.base.options import Share
+from rollout.base.section import Share
 from rollout.environments.games import game as puzzles
 from rollout.environments.games.game import Game, Owns, Played, PuzzleSource
 

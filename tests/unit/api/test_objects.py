@@ -20,7 +20,7 @@ from mcore_mas import api
 from mcore_mas.api.objects import TaskError, allocator_of, known_here, split_tasks
 from mcore_mas.config.run import ConfigError
 from mcore_mas.runtime.recipe import input_digests
-from rollout.base.options import HERE, UnknownName, lookup
+from rollout.base.lookup import LOCAL_OBJECTS, UnknownName, lookup
 from rollout.records.trajectory import Task
 from rollout.rewards.allocation import shared_outcome
 from tests.support.played import group, trajectory, turn
@@ -152,8 +152,8 @@ def test_a_team_that_ships_brings_all_but_what_is_given(tmp_path: Path) -> None:
             ConfigError,
             "unknown penalty 'invald'; nearest: invalid; known",
         ),
-        ({"steps": 0}, ConfigError, "trainer.steps: expected an integer of at least 1"),
-        ({"engine": {"slotz": 3}}, ConfigError, "unknown key 'engine.slotz'; .*; nearest: slots"),
+        ({"steps": 0}, ConfigError, "trainer.steps: Input should be greater than or equal to 1"),
+        ({"engine": {"slotz": 3}}, ConfigError, "engine.slotz: unknown key; nearest: slots"),
         ({"env": "maths"}, ConfigError, "unknown env 'maths'.*; nearest: math"),
         ({"env": lambda: None}, ConfigError, r"env 'here:own.env' must take \(task, \*, ...\)"),
         (
@@ -239,7 +239,7 @@ def test_a_team_that_ships_brings_all_but_what_is_given(tmp_path: Path) -> None:
         (
             {"env": waits},
             TaskError,
-            r"env '.*:waits': its method step must take \(action\); its signature can",
+            r"env '.*:waits': its method step must take \(action\) as an async function",
         ),
         (
             {"env": breaks},
@@ -385,7 +385,7 @@ def test_an_object_has_its_import_path_or_a_name_of_this_process() -> None:
     assert known_here(relay, "x") == f"{__name__}:relay"
     own = [lambda: 1, lambda: 2]
     assert [known_here(thing, "run.reward") for thing in own] == ["here:run.reward"] * 2
-    assert HERE["here:run.reward"] is own[1]  # as in a notebook, the last one counts
+    assert LOCAL_OBJECTS["here:run.reward"] is own[1]  # as in a notebook, the last one counts
     with pytest.raises(
         UnknownName, match=r"^env 'here:none.env' is an object of the script .* as run.chat\(\), or"
     ):

@@ -9,7 +9,7 @@ from mcore_mas.cli.inspection import REGISTRIES
 from mcore_mas.cli.main import main, snakemake_command
 from mcore_mas.pipeline.base_model import new_project
 from rollout.base.http_server import bind
-from rollout.base.options import offered
+from rollout.base.lookup import entry_points_of
 from rollout.records.files import write_trajectories
 from tests.support.finished import finished
 from tests.support.played import trajectory, turn
@@ -89,7 +89,7 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("leaks {missing}", "missing: no such file"),
         ("train {folder}", ": no run here; expected a run's folder"),
         ("check demo_mat", "/docs/experiments.md); nearest: demo_math"),
-        ("check demo_math trainer.stepz=3", "agreement; nearest: steps"),
+        ("check demo_math trainer.stepz=3", "trainer.stepz: unknown key; nearest: steps"),
         ("list envz", "teams, recipes; nearest: envs"),
         (
             "run demo_math foo",
@@ -220,14 +220,14 @@ def test_names_of_installed_packages_are_listed_with_the_package(
     (told / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
     (told / "entry_points.txt").write_text("[mcore_mas.env]\nchess = theirs:Chess\n")
     monkeypatch.syspath_prepend(tmp_path)
-    offered.cache_clear()
+    entry_points_of.cache_clear()
     try:
         assert called(monkeypatch, "list", "envs") == 0
         assert "chess  (of theirs)" in capsys.readouterr().out.splitlines()
         assert called(monkeypatch, "list", "losses") == 0
         assert "(of" not in capsys.readouterr().out
     finally:
-        offered.cache_clear()
+        entry_points_of.cache_clear()
 
 
 def test_a_suite_is_run_with_overrides_and_one_config(tmp_path: Path) -> None:

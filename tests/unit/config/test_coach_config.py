@@ -33,7 +33,7 @@ def test_the_released_behaviour_is_gemini_with_a_fallback() -> None:
         ),
         (
             ["coach=local", "+coach.modle=x"],
-            "unknown key 'coach.modle'; known here: provider, model, url",
+            "coach.modle: unknown key; nearest: model",
         ),
         (
             ["coach=local", "coach.url=http://a.org/v1", "+coach.key_variable=K"],

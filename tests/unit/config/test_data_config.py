@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.prepare import prepare_tasks
-from rollout.base.options import OptionsError
+from rollout.base.errors import OptionsError
 from rollout.config.data import DataConfig, make_tasks, prepared_tasks
 from rollout.records.files import RecordError, read_tasks, write_tasks
 from rollout.records.trajectory import Task
@@ -117,10 +117,10 @@ def test_a_file_with_nothing_left(tmp_path: Path) -> None:
             "unknown data format 'mathh'; nearest: math; known: 2wikimultihopqa, aime",
         ),
         ({"train": {"path": "x.json", "format": "dappo"}}, "unknown data format 'dappo'"),
-        ({"train": {"path": "x.json", "limit": 0}}, "expected an integer of at least 1 or null"),
+        ({"train": {"path": "x.json", "limit": 0}}, "Input should be greater than or equal to 1"),
         (
             {"train": ["x.json", {"path": "x.json", "skip": "5"}]},
-            "expected an integer of at least 0",
+            "Input should be a valid integer",
         ),
         (
             {"train": {"file": "x.json"}},

@@ -265,7 +265,10 @@ def test_a_policy_may_have_another_engine_than_the_run(monkeypatch: pytest.Monke
             "sglang has no transport 'nope'",
         ),
         ("loss={clip: 0.1}", "loss.clip is the run's"),
-        ("loss={entropy: -1}", "policies.verifier.own.loss.entropy: expected a number"),
+        (
+            "loss={entropy: -1}",
+            "policies.verifier.own.loss.entropy: Input should be greater than or equal to 0",
+        ),
         (
             "engine={max_length: 24}",
             "agents.verifier.max_tokens 24 leaves no room for a prompt in engine.",

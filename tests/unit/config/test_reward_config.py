@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from rollout.base.options import UnknownName, lookup
+from rollout.base.lookup import UnknownName, lookup
 from rollout.config.sections import RewardConfig, build_allocator
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.allocation import shared_outcome
@@ -31,10 +31,13 @@ NOT_CALLABLE = 3
             {"name": "turn_difference", "options": {"metric": "f1"}},
             "reward 'turn_difference' needs option 'scored'",
         ),
-        ({"name": "shaping", "options": {"formula": "best"}}, "expected one of margin, quality"),
+        (
+            {"name": "shaping", "options": {"formula": "best"}},
+            "Input should be 'margin' or 'quality'",
+        ),
         (
             {"name": "shares", "options": {"weights": 3}},
-            "expected a mapping to numbers of at least 0 or null",
+            "Input should be an object",
         ),
         (
             {"name": "shares", "penalties": {"invalid": {"cost": 1}}},

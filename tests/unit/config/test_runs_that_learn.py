@@ -62,7 +62,7 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
     *(
         (
             ("experiment=demo_math", f"filter={{name: {name}, options: {{ratio: 1.0}}}}"),
-            "filter.options.ratio: expected a number of at least 0 and below 1",
+            "filter.options.ratio: Input should be less than 1 (got 1.0)",
         )
         for name in ("lowest_mean", "lowest_spread", "outliers")
     ),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout.base.errors import EngineError
-from rollout.base.options import UnknownName
+from rollout.base.lookup import UnknownName
 from rollout.engines import ENGINES, engine_class
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.scripted_engine import ScriptedEngine

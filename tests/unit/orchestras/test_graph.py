@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from rollout.base.error_lines import error_line
 from rollout.config.sections import AgentConfig, OrchestraConfig, build_team
 from rollout.engines import EngineClient
 from rollout.environments.search import SearchEnv
@@ -193,37 +195,37 @@ END = {"action": "0"}
 @pytest.mark.parametrize(
     ("drawn", "message"),
     [
-        (3, "expected a mapping with keys nodes, edges, start"),
-        ({}, "'nodes' is missing"),
-        ({"nodes": {}}, "graph.nodes\n  expected a mapping"),
+        (3, "options.graph: Input should be an object (got 3)"),
+        ({}, "options.graph.nodes: Field required"),
+        ({"nodes": {}}, "graph.nodes: Dictionary should have at least 1 item"),
         (
             draw({"one": END}) | {"edge": []},
-            "graph\n  there is no 'edge'; known here: nodes, edges, start",
+            "graph.edge: unknown key; nearest: edges",
         ),
         (
             draw({"one": {"agnt": "a"}}),
-            "graph.nodes.one\n  there is no 'agnt'; known here: agent, slots, action, wait",
+            "graph.nodes.one.agnt: unknown key; nearest: agent",
         ),
-        (draw({"one": {}}), "graph.nodes.one\n  expected either agent, with its slots, or action"),
-        (draw({"one": {"agent": "a", "action": "0"}}), "graph.nodes.one\n  expected either agent"),
-        (draw({"one": {"agent": 3}}), "graph.nodes.one.agent\n  expected text"),
+        (draw({"one": {}}), "graph.nodes.one: expected either agent, with its slots, or action"),
+        (draw({"one": {"agent": "a", "action": "0"}}), "graph.nodes.one: expected either agent"),
+        (draw({"one": {"agent": 3}}), "graph.nodes.one.agent: Input should be a valid string"),
         (
             draw({"one": {"agent": "a", "slots": ["b"]}}),
-            "graph.nodes.one.slots\n  expected a mapping",
+            "graph.nodes.one.slots: Input should be an object",
         ),
         (
             draw({"one": {**END, "wait": "some"}}),
-            "graph.nodes.one.wait\n  expected one of any, all",
+            "graph.nodes.one.wait: Input should be 'any' or 'all'",
         ),
-        (draw({"one": {"action": 0}}), "graph.nodes.one.action\n  expected text"),
-        (draw({"one": {"action": "{"}}), "graph.nodes.one.action\n  Single '{' encountered"),
+        (draw({"one": {"action": 0}}), "graph.nodes.one.action: Input should be a valid string"),
+        (draw({"one": {"action": "{"}}), "graph.nodes.one.action: Single '{' encountered"),
         (
             draw({"one": {"action": "{problem!r}"}}),
-            "graph.nodes.one.action\n  expected names alone between braces",
+            "graph.nodes.one.action: expected names alone between braces",
         ),
         (
             draw({"one": {"action": "{problem:9}"}}),
-            "graph.nodes.one.action\n  expected names alone between braces",
+            "graph.nodes.one.action: expected names alone between braces",
         ),
         (
             draw({"one": {"action": "{problem.__class__}"}}),
@@ -235,40 +237,40 @@ END = {"action": "0"}
         ),
         (
             draw({"one-a": END}, start="one-a"),
-            "graph.nodes.one-a\n  expected a name of letters, digits and _",
+            "graph.nodes.one-a: expected a name of letters, digits and _",
         ),
-        (draw({"problem": END}, start="problem"), "graph.nodes.problem\n  expected a name"),
-        (draw({"one": ask("a")}), "graph\n  no node has an action"),
-        (draw({"one": END}, start="two"), "graph\n  start: unknown name 'two'; known: one"),
-        (draw({"one": END}, start=3), "graph.start\n  expected a list"),  # type: ignore[arg-type]
+        (draw({"problem": END}, start="problem"), "graph.nodes.problem: expected a name"),
+        (draw({"one": ask("a")}), "graph: no node has an action"),
+        (draw({"one": END}, start="two"), "graph: start: unknown name 'two'; known: one"),
+        (draw({"one": END}, start=3), "graph.start: Input should be a valid array"),  # type: ignore[arg-type]
         (
             draw({"one": END}, edge("one", "two")),
-            "graph\n  edge 1, to: unknown name 'two'; known: one",
+            "graph: edge 1, to: unknown name 'two'; known: one",
         ),
-        (draw({"one": END}, {"to": "one"}), "graph.edges.0\n  'from' is missing"),
+        (draw({"one": END}, {"to": "one"}), "graph.edges.0.from: Field required"),
         (
             draw({"one": END}, edge("one", "one") | {"if": "x"}),
-            "graph.edges.0\n  there is no 'if'; known here: from, to, when",
+            "graph.edges.0.if: unknown key; known here: from, to, when",
         ),
         (
             draw({"one": END}, edge("one", "one") | {"when": True}),
-            "graph.edges.0.when\n  expected text",
+            "graph.edges.0.when: Input should be a valid string",
         ),
         (
             draw({"one": END}, edge("one", "one", "tow == 'a'")),
-            "graph\n  edge 1: unknown name 'tow'",
+            "graph: edge 1: unknown name 'tow'",
         ),
         (
             draw({"one": END}, edge("one", "one", "one()")),
-            "graph.edges.0.when\n  condition 'one()': 'one()' is not allowed",
+            "graph.edges.0.when: condition 'one()': 'one()' is not allowed",
         ),
         (
             draw({"one": END}, edge("one", "one", "one or one < 3")),
-            "graph\n  condition 'one or one < 3': '<'",
+            "graph: condition 'one or one < 3': '<'",
         ),
-        (draw({"one": END, "two": END}), "graph\n  node 'two' is never reached from start (one)"),
-        (draw({"one": END}, start=[]), "graph\n  node 'one' is never reached from start (empty)"),
-        (draw({"one": END}, edge("one", "one")), "graph\n  the cycle one -> one has no condition"),
+        (draw({"one": END, "two": END}), "graph: node 'two' is never reached from start (one)"),
+        (draw({"one": END}, start=[]), "graph: node 'one' is never reached from start (empty)"),
+        (draw({"one": END}, edge("one", "one")), "graph: the cycle one -> one has no condition"),
         (
             draw(
                 {"one": END, "two": END, "three": END},
@@ -276,14 +278,17 @@ END = {"action": "0"}
                 edge("two", "three"),
                 edge("three", "two"),
             ),
-            "graph\n  the cycle two -> three -> two has no condition; give one of its edges a when",
+            "graph: the cycle two -> three -> two has no condition; give one of its edges a when",
         ),
     ],
 )
 def test_a_mistake_is_one_line(drawn: Any, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        OrchestraConfig(name="graph", options={"graph": drawn})
-    assert message in str(caught.value)
+    values = {"name": "graph", "options": {"graph": drawn}}
+    with pytest.raises(ValidationError) as refused:
+        OrchestraConfig(**values)
+    line = error_line(refused.value, OrchestraConfig, values)
+    assert message in line
+    assert "\n" not in line
 
 
 def test_a_diamond_is_no_cycle() -> None:

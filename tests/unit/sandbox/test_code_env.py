@@ -169,18 +169,18 @@ def test_it_is_chosen_by_name() -> None:
 @pytest.mark.parametrize(
     ("env", "option", "value", "words"),
     [
-        ("code", "reward", "rtae", r"reward\s+expected one of all, rate"),
-        ("code", "compare", "word", r"compare\s+expected one of lines, tokens, floats"),
+        ("code", "reward", "rtae", r"reward\s+Input should be 'all' or 'rate'"),
+        ("code", "compare", "word", r"compare\s+Input should be 'lines', 'tokens' or 'floats'"),
         (
             "math",
             "tier",
             "landlok",
-            r"tier\s+expected one of auto, namespaces, landlock, unisolated",
+            r"tier\s+Input should be 'auto', 'namespaces', 'landlock' or 'unisolated'",
         ),
-        ("plan_path", "tier", "none", r"tier\s+expected one of auto"),
-        ("data_science", "reward", "mean", r"reward\s+expected one of normalised, gap"),
-        ("repository", "reward", "some", r"reward\s+expected one of all, rate"),
-        ("search", "style", "r1", r"style\s+expected one of search_r1, verl, text"),
+        ("plan_path", "tier", "none", r"tier\s+Input should be 'auto'"),
+        ("data_science", "reward", "mean", r"reward\s+Input should be 'normalised' or 'gap'"),
+        ("repository", "reward", "some", r"reward\s+Input should be 'all' or 'rate'"),
+        ("search", "style", "r1", r"style\s+Input should be 'search_r1', 'verl', 'text'"),
         ("code", "server", "box:8080", r"server\s+expected http\(s\)://host/path"),
         (
             "data_science",

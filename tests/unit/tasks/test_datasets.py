@@ -182,7 +182,7 @@ def test_the_api_loads_one_and_says_how_to_get_one(hub: Path) -> None:
     ) as refused:
         mm.load_tasks("me/none")
     assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match=r"^columns: there is no 'promt'; known here"):
+    with pytest.raises(ValueError, match=r"^columns.promt: unknown key; nearest: prompt"):
         mm.load_tasks("me/sums", columns={"promt": "query"})
     with pytest.raises(
         RecordError, match=r"row 0 of format plain has no question: expected one of nothere"

@@ -117,11 +117,11 @@ def test_bounds_of_single_policies_hold_and_are_met(tmp_path):
         ),
         (
             ["+policies.solver.staleness=-1"],
-            r"policies\.solver\.staleness: expected an integer of at least 0",
+            r"policies\.solver\.staleness: Input should be greater than or equal to 0",
         ),
         (
             ["+trainer.oversample=0.5"],
-            r"trainer\.oversample: expected a number of at least 1 \(got 0\.5\)",
+            r"trainer\.oversample: Input should be greater than or equal to 1 \(got 0\.5\)",
         ),
         (
             ["+trainer.staleness=1", "+engine.sleep=true"],

@@ -1,0 +1,139 @@
+"""One line about values that pydantic refused: the key, pydantic's message and the value."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from rollout.base.text import nearest
+
+_SHOWN_CHARS = 120  # of a value
+# pydantic's names of errors
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+_WITHOUT_VALUE = ("value_error", "missing", "unknown_key", *_UNKNOWN_KEY)
+
+
+def error_line(
+    error: ValidationError, model: type[BaseModel], values: Any, *, prefix: str = ""
+) -> str:
+    """Return one line about all keys of nested `values` that a model refused, in the order of the model's fields.
+
+    Args:
+        prefix: the dotted key of `values` in the whole config.
+    """
+    messages: dict[str, str] = {}  # by dotted key
+    given: dict[str, str] = {}
+    for details in error.errors(include_url=False):
+        keys = _keys(details, values)
+        key = ".".join(map(str, [prefix, *keys] if prefix else keys))
+        message = _message(details, model, keys)
+        if key not in messages:
+            messages[key] = message
+        elif message not in messages[key]:  # the alternatives of a union
+            messages[key] += f", or {message[:1].lower()}{message[1:]}"
+        given[key] = _value_text(details)
+    return "; ".join(
+        f"{key}: {message}{given[key]}" if key else f"{message}{given[key]}"
+        for key, message in messages.items()
+    )
+
+
+def error_below(
+    error: ValidationError, model: type[BaseModel], place: tuple[int | str, ...]
+) -> ValidationError:
+    """Return the error of a model for a part of a config, with the keys of the part before its locations."""
+    details = []
+    for line in error.errors(include_url=False):
+        kind, message = line["type"], line["msg"]
+        if kind in _UNKNOWN_KEY:  # only here the model is known
+            kind, message = "unknown_key", _unknown_key(model, line["loc"])
+        details.append(
+            InitErrorDetails(
+                type=PydanticCustomError(kind, "{message}", {"message": message}),
+                loc=(*place, *line["loc"]),
+                input=line["input"],
+            )
+        )
+    return ValidationError.from_exception_data(error.title, details)
+
+
+def _keys(details: ErrorDetails, values: Any) -> list[int | str]:
+    """Return the part of a location that is in the values; pydantic also puts names of types there."""
+    keys: list[int | str] = []
+    for key in details["loc"]:
+        if _has(values, key):
+            values = values[key]
+            keys.append(key)
+        elif details["type"] == "missing" and key == details["loc"][-1]:
+            keys.append(key)
+    return keys
+
+
+def _has(values: Any, key: int | str) -> bool:
+    if isinstance(values, Mapping):
+        return key in values
+    is_list = isinstance(values, Sequence) and not isinstance(values, str)
+    return is_list and isinstance(key, int) and key < len(values)
+
+
+def _message(details: ErrorDetails, model: type[BaseModel], keys: Sequence[int | str]) -> str:
+    if details["type"] in _UNKNOWN_KEY:
+        return _unknown_key(model, keys)
+    return details["msg"].removeprefix("Value error, ")
+
+
+def _unknown_key(model: type[BaseModel], keys: Sequence[int | str]) -> str:
+    *parents, name = map(str, keys)
+    known = _known_keys(model, parents)
+    elsewhere = list(_keys_named(name, model))
+    near = nearest(name, known)
+    if near:
+        return f"unknown key{near}"
+    if elsewhere:
+        return f"unknown key; write {' or '.join(elsewhere)}"
+    return f"unknown key; known here: {', '.join(known)}" if known else "unknown key"
+
+
+def _value_text(details: ErrorDetails) -> str:
+    value = details["input"]
+    if details["type"] in _WITHOUT_VALUE or isinstance(value, Mapping):
+        return ""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return f" (got {text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + '…'})"
+
+
+def _known_keys(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
+    """Return the keys of the section at `keys`; none below a field without one, such as `options`."""
+    fields = _field_types(model)
+    for key in keys:
+        if key in fields:
+            section = next(_sections_in(fields[key]), None)
+            fields = {} if section is None else _field_types(section)
+        # any other key is the name of an agent or a policy, or an index
+    return list(fields)
+
+
+def _field_types(section: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(section):
+        return {field.name: field.type for field in dataclasses.fields(section)}
+    return {field.alias or name: field.annotation for name, field in section.model_fields.items()}
+
+
+def _sections_in(annotation: Any) -> Iterator[Any]:
+    """Yield the models and dataclasses in a type."""
+    is_class = isinstance(annotation, type)  # the metadata of Annotated are objects
+    if is_class and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections_in(argument)
+
+
+def _keys_named(name: str, model: type[BaseModel]) -> Iterator[str]:
+    """Yield the dotted keys with this name in the sections of a model, `*` for a name in a mapping."""
+    for key, annotation in _field_types(model).items():
+        for section in _sections_in(annotation):
+            if name in _field_types(section):
+                yield f"{key}.*.{name}" if get_origin(annotation) is dict else f"{key}.{name}"

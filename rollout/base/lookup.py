@@ -1,0 +1,89 @@
+"""Look-up of what a config names: registered names, names of installed packages, and import paths."""
+
+import importlib
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from rollout.base.text import nearest
+
+_T = TypeVar("_T")
+_MOVED = ("mcore_mas.rollout", "mcore_mas.retrieval")  # packages of version 0.1.0
+
+# Objects that a script or notebook passed to `mcore_mas.api`, by names such as "here:run.reward".
+LOCAL_OBJECTS: dict[str, Any] = {}
+
+
+class UnknownName(ValueError):
+    """A name in a config is neither registered nor an import path that can be imported."""
+
+
+def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -> _T:
+    """Return what a name stands for.
+
+    The name is a key of `known`, an entry point of an installed package in the group `mcore_mas.KIND` (with underscores
+    for spaces), or an import path "package.module:attribute".
+
+    Args:
+        kind: what is looked up, as errors name it, such as "env".
+        own: False if only names in `known` are allowed.
+
+    Raises:
+        UnknownName: the name is not known, or its import path cannot be imported.
+    """
+    if name in known:
+        return known[name]
+    if own and name in LOCAL_OBJECTS:
+        return LOCAL_OBJECTS[name]  # type: ignore[no-any-return]
+    if name.startswith("here:"):
+        raise UnknownName(
+            f"{kind} '{name}' is an object of the script or notebook that made this run; use the run there, such as "
+            "run.chat(), or have the script import the object from a module of its own"
+        )
+    path = name
+    if own and ":" not in name:
+        offers = [entry.value for entry in entry_points_of(kind) if entry.name == name]
+        path = offers[0] if offers else name
+    if not own or ":" not in path:
+        or_path = " (or package.module:attribute)" if own else ""
+        raise UnknownName(
+            f"unknown {kind} '{name}'{nearest(name, known)}; known: {', '.join(sorted(known))}{or_path}"
+        )
+    return _import(kind, path)  # type: ignore[no-any-return]
+
+
+def lookup_import(kind: str, name: str, paths: Mapping[str, str]) -> Any:
+    """Import what a table of import paths has under a name, or return what `lookup` finds elsewhere.
+
+    Raises:
+        UnknownName: as `lookup`.
+    """
+    found: Any = lookup(kind, name, paths)
+    return _import(kind, found) if isinstance(found, str) else found
+
+
+@cache
+def entry_points_of(kind: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points that installed packages offer for a kind."""
+    return tuple(entry_points(group=f"mcore_mas.{kind.replace(' ', '_')}"))
+
+
+def _import(kind: str, path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module's own code may raise anything
+        message = " ".join(str(error).split())
+        if not isinstance(error, ImportError):
+            message = f"{type(error).__name__}: {message}"
+        missing = str(getattr(error, "name", None))
+        if missing.startswith(_MOVED):
+            message += f"; since version 0.2.0 its package is {missing.removeprefix('mcore_mas.')}"
+        raise UnknownName(f"{kind} '{path}' cannot be imported: {message}") from error
+    if not hasattr(module, attribute):
+        raise UnknownName(
+            f"{kind} '{path}' cannot be imported: module '{module_name}' has no attribute '{attribute}'"
+            f"{nearest(attribute, dir(module))}"
+        )
+    return getattr(module, attribute)
