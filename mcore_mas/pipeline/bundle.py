@@ -1,4 +1,9 @@
-"""Reproduction bundle: a table with all that it was made of, as an RO-Crate 1.1 in a zip, and its verification."""
+"""Reproduction bundles: a table of results with everything that it was made from, in one zip file.
+
+`make_bundle` writes the table, its evaluations, the configs and metrics of the runs, and the
+digests of their inputs and of the code, described as an RO-Crate 1.1. `verify_bundle` checks such a
+file: it recomputes the table from the scores of the tasks.
+"""
 
 import hashlib
 import importlib.metadata
@@ -11,242 +16,315 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from statistics import fmean
 from typing import Any
+from urllib.parse import unquote
 
 import yaml
 
 from mcore_mas import PACKAGES, SHIPPED, code_commit
 from mcore_mas.equations.statistics import pass_at
-from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
 from mcore_mas.reports.paper_tables import PaperTable, tables_of
 from rollout.base.files import atomic_path, read_yaml, sha256
 from rollout.config.data import DataConfig
 
 METADATA = "ro-crate-metadata.json"
+_TABLE_FILES = ("table.csv", "table.md")
 _TOLERANCE = (
-    "ours agrees with the paper's number where the column `within` of table.csv is True: the distance is no larger "
-    "than `tolerance`, the part of our 95 % interval over tasks on that side and half a digit of the paper's rounding"
+    "ours agrees with the paper's number where the column `within` of table.csv is True: the "
+    "distance is no larger than `tolerance`, the part of our 95 % interval over tasks on that side "
+    "and half a digit of the paper's rounding"
 )
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # of every member, so that equal contents are equal files
-_MOST = (
-    4 << 30
-)  # bytes of all members: several times those of the largest table, by its number of tasks
-_CODE = (*PACKAGES, "configs", "workflow")
+_LICENCE = "https://spdx.org/licenses/Apache-2.0"
+_MEDIA_TYPES = {
+    ".csv": "text/csv",
+    ".json": "application/json",
+    ".jsonl": "application/jsonl",
+    ".md": "text/markdown",
+    ".txt": "text/plain",
+    ".yaml": "application/yaml",
+}
+_MEMBER_TIME = (1980, 1, 1, 0, 0, 0)  # of every member, so that equal contents give equal files
+_MAX_BYTES = 4 << 30  # of all members unpacked, several times the largest table
+_CODE_FOLDERS = (*PACKAGES, "configs", "workflow")
+_CODE_SUFFIXES = (".py", ".yaml", ".smk", ".json")
 
 
 class BundleError(RuntimeError):
-    """A bundle is not what it says: one line with the file in it, and what is wrong."""
+    """A bundle does not hold what it claims; the message names the file in it and what is wrong."""
 
 
 def make_bundle(made: Path, out: Path) -> None:
-    """Write the bundle of a table as `out`; `made` is results/tables/{table}.json, beside the table itself."""
-    told = json.loads(made.read_text(encoding="utf-8"))
+    """Write the bundle of a table.
+
+    Args:
+        made: results/tables/{table}.json, the record of what the table was made from. The table
+            itself lies beside it.
+        out: the zip file.
+    """
+    record = json.loads(made.read_text(encoding="utf-8"))
     results = made.parent.parent
-    members: dict[str, Path | bytes] = {
-        "table.csv": made.with_suffix(".csv"),
-        "table.md": made.with_suffix(".md"),
-        "table.yaml": yaml.safe_dump(
-            {"table": tables_of()[told["table"]][1]}, sort_keys=False, encoding="utf-8"
-        ),
+    evaluations = [Path(path) for paths in record["evaluations"].values() for path in paths]
+    runs = sorted({file.parent.parent for file in evaluations})
+
+    record["evaluations"] = {
+        key: [_member_name(Path(path), results) for path in paths]
+        for key, paths in record["evaluations"].items()
     }
-    evaluations = {
-        key: [_name(Path(path), results) for path in paths]
-        for key, paths in told["evaluations"].items()
+    record["tolerance"] = _TOLERANCE
+    definition = tables_of()[record["table"]][1]
+    members = {
+        "table.csv": made.with_suffix(".csv").read_bytes(),
+        "table.md": made.with_suffix(".md").read_bytes(),
+        "table.yaml": yaml.safe_dump({"table": definition}, sort_keys=False, encoding="utf-8"),
+        "made.json": _json_bytes(record),
+        "inputs.json": _json_bytes({"code": _code_identity(), "files": _input_files(runs)}),
+        "environment.json": _json_bytes(_environment()),
     }
-    for paths in told["evaluations"].values():
-        members |= {_name(Path(path), results): Path(path) for path in paths}
-    runs = sorted(
-        {Path(path).parent.parent for paths in told["evaluations"].values() for path in paths}
-    )
-    for run in runs:
-        files = [run / "config.yaml", run / "train" / "metrics.jsonl", run / "train" / "done.json"]
-        members |= {_name(file, results): file for file in files if file.is_file()}
-    members["made.json"] = _json(told | {"evaluations": evaluations, "tolerance": _TOLERANCE})
-    members["inputs.json"] = _json({"code": _code(), "files": _inputs(runs)})
-    members["environment.json"] = _json(_environment())
-    of_python = "lock-3.12.txt" if sys.version_info >= (3, 12) else "lock.txt"
-    if (lock := SHIPPED / "requirements" / of_python).is_file():
-        members["requirements.txt"] = lock
-    contents = {
-        n: own if isinstance(own, bytes) else own.read_bytes() for n, own in sorted(members.items())
-    }
-    contents[METADATA] = _crate(PaperTable.load(told["table"]), contents)
+    for file in [*evaluations, *_run_files(runs)]:
+        members[_member_name(file, results)] = file.read_bytes()
+    lock = SHIPPED / "requirements" / _lock_name()
+    if lock.is_file():
+        members["requirements.txt"] = lock.read_bytes()
+    members = dict(sorted(members.items()))
+    members[METADATA] = _crate_metadata(PaperTable.load(record["table"]), members)
+
     with (
         atomic_path(out) as partial,
         zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive,
     ):
-        for name, content in contents.items():
-            archive.writestr(zipfile.ZipInfo(name, _EPOCH), content, zipfile.ZIP_DEFLATED)
+        for name, content in members.items():
+            archive.writestr(zipfile.ZipInfo(name, _MEMBER_TIME), content, zipfile.ZIP_DEFLATED)
 
 
 def verify_bundle(path: Path) -> str:
-    """Check every digest of a bundle, and that its table is what its per-task scores give; says so in a line.
+    """Check all digests of a bundle, and recompute its table from the scores of the tasks.
 
-    Needs nothing but the file: neither the results nor the folder that it was made in. It cannot tell who made it.
+    It needs nothing but the file. It cannot tell who made the bundle.
+
+    Returns:
+        One line that says what was checked.
 
     Raises:
-        BundleError: what is wrong with which file in it.
+        BundleError: something is wrong with a file in it.
     """
     try:
-        contents = _members(path)
+        members = _read_members(path)
         with tempfile.TemporaryDirectory() as folder:
-            return f"{path}: {len(contents)} files as described; {_recomputed(path, contents, Path(folder))}"
+            summary = _check_table(path, members, Path(folder))
     except BundleError:
         raise
-    except (
-        Exception
-    ) as error:  # whatever the readers of what somebody may have made on purpose raise
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise BundleError(f"{path}: damaged, or no bundle of a table ({why})") from error
+    # A bundle may be made to break any of the readers, so each of their errors is a damaged file.
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BundleError(f"{path}: damaged, or no bundle of a table ({reason})") from error
+    return f"{path}: {len(members)} files as described; {summary}"
 
 
-def _members(path: Path) -> dict[str, bytes]:
-    """What is in a bundle besides its description, which has the digest of each."""
+def _read_members(path: Path) -> dict[str, bytes]:
+    """Read all files of a bundle but its description; check them against the digests in there."""
     with zipfile.ZipFile(path) as archive:
         size = sum(info.file_size for info in archive.infolist())
-        if (
-            size > _MOST
-        ):  # it would fill the memory; of a member no more is read than it says to have
-            most = f"{_MOST / 1e9:.1f} GB"
+        if size > _MAX_BYTES:
             raise BundleError(
-                f"{path}: {size / 1e9:.1f} GB unpacked, and a bundle has at most {most}"
+                f"{path}: {size / 1e9:.1f} GB unpacked, and a bundle has at most "
+                f"{_MAX_BYTES / 1e9:.1f} GB"
             )
-        contents = {info.filename: archive.read(info) for info in archive.infolist()}
-    described = {entity["@id"]: entity for entity in json.loads(contents.pop(METADATA))["@graph"]}
-    listed = {name: entity for name, entity in described.items() if entity["@type"] == "File"}
-    for name in listed.keys() ^ contents.keys():
-        raise BundleError(
-            f"{path}, {name}: {'missing' if name in listed else f'not listed in {METADATA}'}"
-        )
-    for name, content in contents.items():
-        found = hashlib.sha256(content).hexdigest()
-        if found != listed[name].get("sha256") or str(len(content)) != listed[name].get(
-            "contentSize"
-        ):
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+
+    graph = json.loads(members.pop(METADATA))["@graph"]
+    described = {unquote(entity["@id"]): entity for entity in graph if entity["@type"] == "File"}
+    for name in described.keys() - members.keys():
+        raise BundleError(f"{path}, {name}: missing")
+    for name in members.keys() - described.keys():
+        raise BundleError(f"{path}, {name}: not listed in {METADATA}")
+
+    for name, content in members.items():
+        digest = hashlib.sha256(content).hexdigest()
+        entity = described[name]
+        if digest != entity.get("sha256") or str(len(content)) != entity.get("contentSize"):
             raise BundleError(
-                f"{path}, {name}: sha256 is {found}, and {METADATA} says {listed[name].get('sha256')}"
+                f"{path}, {name}: sha256 is {digest}, and {METADATA} says {entity.get('sha256')}"
             )
-    return contents
+    return members
 
 
-def _recomputed(path: Path, contents: Mapping[str, bytes], folder: Path) -> str:
-    """Make the table again from the scores, and compare."""
-    for name, content in contents.items():
+def _check_table(path: Path, members: Mapping[str, bytes], folder: Path) -> str:
+    """Recompute the table in a temporary folder and compare it; return a summary."""
+    for name, content in members.items():
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise BundleError(f"{path}, {name}: names a file outside")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    told = json.loads(contents["made.json"])
-    for names in told["evaluations"].values():
+
+    record = json.loads(members["made.json"])
+    for names in record["evaluations"].values():
         for name in names:
-            _check_scores(f"{path}, {name}", json.loads(contents[name]))
-    files = {key: [folder / name for name in names] for key, names in told["evaluations"].items()}
-    made = MadeFrom(**{field.name: told[field.name] for field in fields(MadeFrom)})
-    again = folder / "again.csv", folder / "again.md"
-    make_paper_table(PaperTable.load("table", folder), files, made, *again)
-    for name, file in zip(("table.csv", "table.md"), again, strict=True):
-        ours, theirs = (
-            file.read_text(encoding="utf-8").splitlines(),
-            contents[name].decode().splitlines(),
-        )
-        for number, (one, other) in enumerate(zip_longest(ours, theirs, fillvalue=""), start=1):
-            if one != other:
+            _check_metrics(f"{path}, {name}", json.loads(members[name]))
+
+    files = {key: [folder / name for name in names] for key, names in record["evaluations"].items()}
+    made_from = MadeFrom(**{field.name: record[field.name] for field in fields(MadeFrom)})
+    csv_file = folder / "again.csv"
+    markdown_file = folder / "again.md"
+    table = PaperTable.load("table", folder)
+    make_paper_table(table, files, made_from, csv_file, markdown_file)
+
+    for name, file in zip(_TABLE_FILES, (csv_file, markdown_file), strict=True):
+        recomputed = file.read_text(encoding="utf-8").splitlines()
+        stated = members[name].decode().splitlines()
+        lines = zip_longest(recomputed, stated, fillvalue="")
+        for number, (recomputed_line, stated_line) in enumerate(lines, start=1):
+            if recomputed_line != stated_line:
                 raise BundleError(
-                    f"{path}, {name}, line {number}: its scores give '{one}', and it says '{other}'"
+                    f"{path}, {name}, line {number}: its scores give '{recomputed_line}', "
+                    f"and it says '{stated_line}'"
                 )
-    return f"the table of {len(files)} evaluations is what their per-task scores give (commit {made.commit})"
-
-
-def _check_scores(where: str, evaluation: Mapping[str, Any]) -> None:
-    """Refuse metrics of a task that are not those of its scores; the answers that maj@k counts are not in there."""
-    k = evaluation["k"]
-    for task in evaluation["tasks"]:
-        known = [score for score in task["scores"] if score is not None]
-        own = (
-            {f"avg@{k}": fmean(known), f"pass@{k}": pass_at(known, min(k, len(known)))}
-            if known
-            else {}
-        )
-        for metric, value in own.items():
-            if abs(task["metrics"][metric] - value) > 1e-9:
-                says = f"task '{task['task_id']}' says {metric} {task['metrics'][metric]:g}"
-                raise BundleError(f"{where}: {says}; its scores give {value:g}")
-
-
-def _name(path: Path, results: Path) -> str:
-    return f"runs/{path.relative_to(results).as_posix()}"
-
-
-def _json(value: Any) -> bytes:
-    return f"{json.dumps(value, indent=1, ensure_ascii=False)}\n".encode()
-
-
-def _crate(table: PaperTable, contents: Mapping[str, bytes]) -> bytes:
-    """The description of all files, in JSON-LD."""
-    files = {
-        name: (len(content), hashlib.sha256(content).hexdigest())
-        for name, content in contents.items()
-    }
-    about = {
-        "metadata": METADATA,
-        "version": importlib.metadata.version("mcore-mas"),
-        "tolerance": _TOLERANCE,
-    }
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return _json(
-        json.loads(render_page("ro-crate.json.jinja", table=table, files=files, now=now, **about))
+    return (
+        f"the table of {len(files)} evaluations is what their per-task scores give "
+        f"(commit {made_from.commit})"
     )
 
 
-def _inputs(runs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Digest and size of the data, models, encoders, tasks and indexes that the runs began with."""
-    paths: dict[Path, None] = {}
+def _check_metrics(where: str, evaluation: Mapping[str, Any]) -> None:
+    """Refuse an evaluation whose tasks have metrics that do not follow from their scores.
+
+    maj@k is not checked: it depends on the answers, which a bundle does not hold.
+    """
+    k = evaluation["k"]
+    for task in evaluation["tasks"]:
+        scores = [score for score in task["scores"] if score is not None]
+        if not scores:
+            continue
+        expected = {
+            f"avg@{k}": fmean(scores),
+            f"pass@{k}": pass_at(scores, min(k, len(scores))),
+        }
+        for metric, value in expected.items():
+            stated = task["metrics"][metric]
+            if abs(stated - value) > 1e-9:
+                raise BundleError(
+                    f"{where}: task '{task['task_id']}' says {metric} {stated:g}; "
+                    f"its scores give {value:g}"
+                )
+
+
+def _member_name(path: Path, results: Path) -> str:
+    return f"runs/{path.relative_to(results).as_posix()}"
+
+
+def _json_bytes(value: Any) -> bytes:
+    return f"{json.dumps(value, indent=1, ensure_ascii=False)}\n".encode()
+
+
+def _lock_name() -> str:
+    return "lock-3.12.txt" if sys.version_info >= (3, 12) else "lock.txt"
+
+
+def _crate_metadata(table: PaperTable, members: Mapping[str, bytes]) -> bytes:
+    """Return the JSON-LD description of all members and of how the table was made."""
+    from rocrate.model import ContextEntity
+    from rocrate.rocrate import ROCrate
+
+    crate = ROCrate(version="1.1")
+    crate.metadata.extra_terms["sha256"] = "http://schema.org/sha256"
+
+    def add_entity(identifier: str, entity_type: str, **properties: str) -> Any:
+        return crate.add(
+            ContextEntity(crate, identifier, properties={"@type": entity_type, **properties})
+        )
+
+    crate.name = f"{table.title}, reproduced"
+    crate.description = f"Our scores beside those of {table.source}: {_TOLERANCE}."
+    crate.license = add_entity(_LICENCE, "CreativeWork", name="Apache License 2.0")
+    crate.root_dataset["citation"] = add_entity("#paper", "ScholarlyArticle", name=table.source)
+
+    for name, content in members.items():
+        properties = {
+            "name": name,
+            "encodingFormat": _MEDIA_TYPES[PurePosixPath(name).suffix],
+            "contentSize": str(len(content)),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+        crate.add_file(dest_path=name, properties=properties)
+    table_files = [crate.get(name) for name in _TABLE_FILES]
+    version = importlib.metadata.version("mcore-mas")
+    crate.root_dataset["mentions"] = crate.add_action(
+        add_entity("#mcore-mas", "SoftwareApplication", name="mcore-mas", softwareVersion=version),
+        identifier="#making",
+        object=[entity for entity in crate.data_entities if entity not in table_files],
+        result=table_files,
+        properties={
+            "name": f"snakemake table_{table.name}",
+            "endTime": crate.root_dataset["datePublished"],
+        },
+    )
+    return _json_bytes(crate.metadata.generate())
+
+
+def _run_files(runs: Sequence[Path]) -> list[Path]:
+    """Return the existing configs, metrics and records of finished training of the runs."""
+    names = ("config.yaml", "train/metrics.jsonl", "train/done.json")
+    files = [run / name for run in runs for name in names]
+    return [file for file in files if file.is_file()]
+
+
+def _input_files(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return path, size and digest of the data, models, encoders, tasks and indexes of the runs."""
+    paths: set[Path] = set()
     for run in runs:
         config = read_yaml(run / "config.yaml")
-        folders = [policy["model"] for policy in config["policies"].values() if policy["model"]]
+        paths.update(DataConfig.model_validate(config["data"]).paths)
         retriever = config.get("retriever") or {}
-        folders += filter(None, (retriever.get(key) for key in ("folder", "encoder_folder")))
-        passages = retriever.get("passages")
-        data = [
-            *DataConfig.model_validate(config["data"]).paths,
-            *([Path(passages)] if passages else []),
+        if retriever.get("passages"):
+            paths.add(Path(retriever["passages"]))
+
+        folders = [run / "tasks", run / "index"]
+        folders += [
+            Path(policy["model"]) for policy in config["policies"].values() if policy["model"]
         ]
-        paths |= dict.fromkeys(data)
-        for folder in (*map(Path, folders), run / "tasks", run / "index"):
-            paths |= dict.fromkeys(sorted(file for file in folder.rglob("*") if file.is_file()))
-    there = [path for path in paths if path.is_file()]
+        folders += [
+            Path(retriever[key]) for key in ("folder", "encoder_folder") if retriever.get(key)
+        ]
+        for folder in folders:
+            paths.update(folder.rglob("*"))
+
+    files = sorted(path for path in paths if path.is_file())
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        digests = list(pool.map(sha256, there))
+        digests = list(pool.map(sha256, files))
     return [
-        {"path": path.as_posix(), "bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(there, digests, strict=True)
+        {"path": file.as_posix(), "bytes": file.stat().st_size, "sha256": digest}
+        for file, digest in zip(files, digests, strict=True)
     ]
 
 
-def _code() -> dict[str, str]:
-    """The commit that bundles, and a digest over the digests of all its files; made.json has that of the table."""
+def _code_identity() -> dict[str, str]:
+    """Return the commit that writes the bundle, and one digest over all files of the code.
+
+    The commit that made the table is in made.json.
+    """
     root = Path(__file__).resolve().parents[2]
     lines = []
-    for name in _CODE:
-        above = SHIPPED if name in ("configs", "workflow") else root
-        files = sorted(
-            file
-            for file in (above / name).rglob("*")
-            if file.suffix in (".py", ".yaml", ".smk", ".json")
-        )
-        lines += [f"{sha256(file)}  {file.relative_to(above)}\n" for file in files]
+    for name in _CODE_FOLDERS:
+        base = SHIPPED if name in ("configs", "workflow") else root
+        files = sorted((base / name).rglob("*"))
+        lines += [
+            f"{sha256(file)}  {file.relative_to(base)}\n"
+            for file in files
+            if file.suffix in _CODE_SUFFIXES
+        ]
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     return {"commit": code_commit(), "sha256": digest, "files": str(len(lines))}
 
 
 def _environment() -> dict[str, Any]:
-    """The machine that wrote the bundle; what a run trained on is in its done.json."""
-    packages = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    """Describe the machine that writes the bundle; each run's own is in its done.json."""
+    packages = {
+        distribution.metadata["Name"]: distribution.version
+        for distribution in importlib.metadata.distributions()
+    }
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
