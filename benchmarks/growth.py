@@ -36,7 +36,7 @@ from mcore_mas.megatron.batch import CostModel
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
-from mcore_mas.runtime.cluster import KEEP_PAGES
+from mcore_mas.runtime.local_ray import KEEP_PAGES
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.records.trajectory import Sampling
 

@@ -24,7 +24,7 @@ from benchmarks.support.training import LR, make_model
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.packing.pack import pack
-from mcore_mas.runtime.cluster import KEEP_PAGES, running_ray
+from mcore_mas.runtime.local_ray import KEEP_PAGES, running_ray
 from mcore_mas.runtime.trainer_group import TrainerGroup
 
 _VOCAB, _HIDDEN, _LAYERS, _WARM = 4096, 384, 4, 2

@@ -66,9 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def running_ray() -> Iterator[None]:
     """Ray for the tests of one module; none is left up for the next."""
-    from mcore_mas.runtime import cluster
+    from mcore_mas.runtime import local_ray
 
-    with cluster.running_ray(2, 100):
+    with local_ray.running_ray(2, 100):
         yield
 
 

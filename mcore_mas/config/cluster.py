@@ -10,6 +10,18 @@ from rollout.base.section import Section
 from rollout.engines import EngineConfig
 
 
+def address_problem(address: str) -> str:
+    """Return what is wrong with an address of a Ray, or "" if a run can use it."""
+    if address.startswith("ray://"):
+        return (
+            f"{address}: training through Ray's client was removed; submit the command to the cluster with "
+            "`ray job submit`, and set cluster.address: auto (docs/cluster.md)"
+        )
+    if not re.fullmatch(r"local|auto|[^\s/]+:\d{1,5}", address):
+        return f"{address!r}; expected local, auto, or host:port of a running Ray"
+    return ""
+
+
 class NodesConfig(Section):
     """The nodes of a cluster that a policy's processes go to, by the value of their label `pool`; None: any."""
 
@@ -24,7 +36,7 @@ class NodesConfig(Section):
 class ClusterConfig(Section):
     """What of a machine, or of the nodes of a Ray that runs already, a run takes."""
 
-    # "local": a Ray of the run's own; else a running one: host:port of its head, auto (this machine's), ray://
+    # "local": a Ray of the run's own; else a running one: host:port of its head, or auto (that of this machine)
     address: str = "local"
     # that trainers and engines compute on; auto: GPUs where there are any. An engine's own `device` is within this
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -52,10 +64,9 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
-        if not re.fullmatch(r"local|auto|(ray://)?[^\s/]+:\d{1,5}", self.address):
-            raise ValueError(
-                f"address: {self.address!r}; expected local, auto, or [ray://]host:port of a running Ray"
-            )
+        problem = address_problem(self.address)
+        if problem:
+            raise ValueError(f"address: {problem}")
         if self.address != "local" and self.cpus is not None:
             raise ValueError(
                 "cpus is for a Ray of the run's own; the nodes at an address count theirs: leave it out"

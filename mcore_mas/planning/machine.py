@@ -1,4 +1,4 @@
-"""GPUs of this machine: count, name and hide them.
+"""GPUs and cores of this machine: count, name and hide them.
 
 `count_visible_gpus` does not import torch, which takes seconds.
 """
@@ -12,6 +12,8 @@ from pathlib import Path
 from mcore_mas.config.run import RunConfig
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MAX_CORES = 8
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container, by version 2 of the kernel's cgroups
 
 
 def count_visible_gpus() -> int:
@@ -63,3 +65,21 @@ def hide_gpus_from_cpu_run(config: RunConfig) -> Iterator[None]:
             os.environ.pop(_VISIBLE, None)
         else:
             os.environ[_VISIBLE] = before
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use, at most 8.
+
+    It is OMP_NUM_THREADS, as Snakemake sets it, or else what the container and the affinity mask grant. Matrix products
+    of models that CPUs can train are too small for more threads.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads):
+        return int(threads)
+
+    granted = _MAX_CORES
+    if _CPU_QUOTA.is_file():
+        quota, period = _CPU_QUOTA.read_text().split()  # microseconds of each period, or "max"
+        if quota != "max":
+            granted = int(quota) // int(period)
+    return max(1, min(_MAX_CORES, granted, len(os.sched_getaffinity(0))))

@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
-from mcore_mas.planning.machine import visible_gpu_ids
+from mcore_mas.planning.machine import available_cores, visible_gpu_ids
 from mcore_mas.planning.memory import engine_weight_bytes, kv_bytes_per_token
 from mcore_mas.planning.worker_groups import (
     DeviceType,
@@ -26,7 +26,8 @@ from mcore_mas.planning.worker_groups import (
     gpus_per_engine,
     list_worker_groups,
 )
-from mcore_mas.runtime.cluster import KEEP_PAGES, Node, cores_here
+from mcore_mas.runtime.cluster import Node
+from mcore_mas.runtime.local_ray import KEEP_PAGES
 from rollout.base.nested import merged
 from rollout.engines import EngineConfig
 from rollout.engines.sglang.settings import nccl_mismatch
@@ -74,7 +75,8 @@ class Room:
         )
         return max(
             1,
-            cores_here() // max(1, engines + trainers if config.ahead else max(engines, trainers)),
+            available_cores()
+            // max(1, engines + trainers if config.ahead else max(engines, trainers)),
         )
 
     @property

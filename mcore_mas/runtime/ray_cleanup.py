@@ -1,4 +1,7 @@
-"""Cleanup after a killed run: what is left of its own Ray (`python -m` this, PID DIR [LOGS])."""
+"""Cleanup after a killed run: a small process that outlives it and removes its Ray.
+
+Run as `python -m mcore_mas.runtime.ray_cleanup PID SESSION [LOGS]` by `reaped`.
+"""
 
 import os
 import shutil
@@ -12,66 +15,82 @@ import psutil
 
 from rollout.sync.memory import clear_memory
 
-_WELL, _BADLY = b"well", b"badly"
+_SUCCESS = b"success"
+_FAILURE = b"failure"
 
 
 @contextmanager
 def reaped(session: Path, logs: Path | None) -> Iterator[None]:
-    """See to it that a Ray ends with this process, even when this process is killed, and takes its folder along.
+    """Let a Ray end with this process, even if this process is killed, and remove the folder of its session.
 
-    Ray's agents survive a killed driver. A small process of ours waits for our end of a pipe to close, and then ends
-    all that still write to the logs of `session`, which it moves to `logs` unless all went well. Where we were killed
-    it says so, because we could not.
+    Processes of Ray survive a killed driver. A small process waits for our end of a pipe to close, then kills every
+    process that still writes to the session's logs. If we were killed, it says so, because we could not.
+
+    Args:
+        session: folder of the session.
+        logs: folder that the session's logs are moved to if the block fails; None: they are removed.
     """
-    given = [str(os.getpid()), str(session), *([str(logs)] if logs else [])]
-    command = [sys.executable, "-m", "mcore_mas.runtime.ray_cleanup", *given]
-    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    assert watcher.stdin is not None
-    ended = _BADLY
+    arguments = [str(os.getpid()), str(session)]
+    if logs is not None:
+        arguments.append(str(logs))
+    command = [sys.executable, "-m", "mcore_mas.runtime.ray_cleanup", *arguments]
+    reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert reaper.stdin is not None
+    outcome = _FAILURE
     try:
         yield
-        ended = _WELL
+        outcome = _SUCCESS
     finally:
         with suppress(BrokenPipeError):  # somebody has killed it
-            watcher.stdin.write(ended)
-            watcher.stdin.close()
-        watcher.wait()
+            reaper.stdin.write(outcome)
+            reaper.stdin.close()
+        reaper.wait()
 
 
-def sweep(session: Path) -> None:
-    """Kill every process that has a file under `session` open, except us and the one that started us, if it lives."""
-    spared = os.getpid(), os.getppid()
+def kill_processes_of(session: Path) -> None:
+    """Kill every process that has a file of the session open, except this one and its parent."""
+    spared = (os.getpid(), os.getppid())
     for process in psutil.process_iter():
+        if process.pid in spared:
+            continue
         with suppress(psutil.Error):
-            files = process.open_files() if process.pid not in spared else ()
-            if any(Path(file.path).is_relative_to(session) for file in files):
+            if any(Path(file.path).is_relative_to(session) for file in process.open_files()):
                 process.kill()
 
 
-def tidy(session: Path, logs: Path | None, *, keep: bool) -> None:
-    """Remove what a Ray that has ended leaves in its folder; what it logged becomes `logs`, if that is to be kept."""
-    if logs:
+def remove_session(session: Path, logs: Path | None = None, *, keep_logs: bool = False) -> None:
+    """Remove the folder of a session that has ended.
+
+    Args:
+        session: folder of the session.
+        logs: folder for the session's logs; the logs of an earlier session in it are removed.
+        keep_logs: move the session's logs there.
+    """
+    if logs is not None:
         shutil.rmtree(logs, ignore_errors=True)
-        with suppress(OSError):
-            if keep:
+        if keep_logs:
+            with suppress(OSError):
                 shutil.move(session / "logs", logs)
     shutil.rmtree(session, ignore_errors=True)
-    with suppress(OSError):  # another Ray's
-        if not (latest := session.parent / "session_latest").exists():
-            latest.unlink()
+
+    latest = session.parent / "session_latest"
+    with suppress(OSError):  # another Ray's session is there
+        if not latest.exists():  # a link to a session that is gone
+            latest.unlink(missing_ok=True)
         session.parent.rmdir()
 
 
+def main(pid: int, session: Path, logs: Path | None) -> None:
+    """Wait until the process with this number has ended, and clean up behind it."""
+    outcome = sys.stdin.buffer.read()  # returns when that process has ended, however it ended
+    kill_processes_of(session)
+    if not outcome:
+        message = "a signal ended the training (SIGTERM, or SIGKILL; was there memory left?)"
+        print(f"error: {message}", file=sys.stderr)
+        clear_memory(pid)
+    remove_session(session, logs, keep_logs=outcome != _SUCCESS)
+
+
 if __name__ == "__main__":
-    ended = (
-        sys.stdin.buffer.read()
-    )  # returns when the process that started us has ended, however it ended
-    own, *logged = (Path(argument).resolve() for argument in sys.argv[2:])
-    sweep(own)
-    if not ended:
-        print(
-            "error: a signal ended the training (SIGTERM, or SIGKILL; was there memory left?)",
-            file=sys.stderr,
-        )
-        clear_memory(int(sys.argv[1]))
-    tidy(own, *logged or (None,), keep=ended != _WELL)
+    paths = [Path(argument).resolve() for argument in sys.argv[2:]]
+    main(int(sys.argv[1]), paths[0], paths[1] if len(paths) > 1 else None)

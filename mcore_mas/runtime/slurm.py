@@ -123,10 +123,10 @@ def ray_over(nodes: int, cpus: int, log: Path) -> Iterator[str | None]:
     ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
     import ray
 
-    from mcore_mas.runtime.cluster import private_token
+    from mcore_mas.runtime.local_ray import make_private_token
 
     try:
-        private_token()  # in the home folder, which the machines share
+        make_private_token()  # in the home folder, which the machines share
     except OSError as error:
         raise TrainingError(f"Ray's token cannot be made in ~/.ray: {error}") from error
 

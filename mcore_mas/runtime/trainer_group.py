@@ -29,6 +29,7 @@ from mcore_mas.megatron.collectives import all_gather_json
 from mcore_mas.megatron.rank_watch import RankMonitor, RankWatchdog
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.planning.gpus import peak_flops
+from mcore_mas.runtime.errors import ClusterError
 from rollout.base.files import Digest
 from rollout.base.processes import ProcessLost, interface_of
 from rollout.base.task_group import cancel_tasks
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from mcore_mas.megatron.step.trainer import MegatronTrainer
 
 _LOOPBACK = "127.0.0.1"
+_START_S = 600.0  # that Ray may take to start the processes of all ranks
 _GONE_S = 10.0  # in which Ray knows that a rank is gone
 _ANY_TIME_S = 30 * 86_400.0
 _Gone = ray.exceptions.RayActorError
@@ -272,10 +274,20 @@ class TrainerGroup:
         """Number the ranks by node, and on it as their places are, and wait until each has its shard.
 
         So the ranks of an engine that shares their GPUs lie as they do. With a `base` this is the base's to do.
+
+        Raises:
+            ClusterError: Ray does not start the processes.
         """
         if self.home is not self:
             return
-        nodes = await self._ask(rank.node.remote() for rank in self._ranks)
+        try:
+            async with asyncio.timeout(_START_S):
+                nodes = await self._ask(rank.node.remote() for rank in self._ranks)
+        except TimeoutError:
+            raise ClusterError(
+                f"policy {self.policy}: Ray has not started its {len(self._ranks)} processes within {_START_S:.0f} s; "
+                "its logs say why: in train/ray of the run's folder, or in /tmp/ray on the nodes of a joined Ray"
+            ) from None
         order = sorted(range(len(nodes)), key=lambda number: (nodes[number], number))
         self._ranks = [self._ranks[number] for number in order]
         async with self._turn():

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ray.exceptions import RayError
@@ -14,7 +13,7 @@ from mcore_mas.megatron.rank_watch import RankMonitor
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.planning.worker_groups import GroupKey, Part, PlacementError
 from mcore_mas.runtime.checkpoint import CheckpointError
-from mcore_mas.runtime.cluster import NodeLost, alive_nodes, failed_starts, lost_nodes, node_here
+from mcore_mas.runtime.cluster import NodeLost, alive_nodes, current_node, watch_nodes
 from mcore_mas.runtime.engine_factory import close_engines, make_engines
 from mcore_mas.runtime.placement import DevicePlacement, Room, room_for
 from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
@@ -40,14 +39,8 @@ _REPLACE_S = (
 class Crew:
     """The engines and trainers of a run; engines outlive a loss of nodes that they are not on."""
 
-    def __init__(
-        self, config: RunConfig, room: Room, *, joined: bool, logs: Path | None = None
-    ) -> None:
-        """Nothing runs before `start`; in a Ray that was `joined`, processes may be on several nodes.
-
-        Args:
-            logs: folder of a Ray of the run's own, in which starts that fail are looked for; None: they are not.
-        """
+    def __init__(self, config: RunConfig, room: Room, *, joined: bool) -> None:
+        """Nothing runs before `start`; in a Ray that was `joined`, processes may be on several nodes."""
         threads = room.threads_of(config, joined=joined)
         cluster = config.cluster.model_copy(update={"threads_per_process": threads})
         self._config, self.room, self._joined = (
@@ -55,7 +48,6 @@ class Crew:
             room,
             joined,
         )
-        self._logs = logs
         self._placement = DevicePlacement(room, joined=joined)
         self.engines: dict[str, Any] = {}
         self.trainers: dict[str, PolicyTrainer] = {}
@@ -105,14 +97,13 @@ class Crew:
         if self._joined:
             for name in self.trainers:
                 own = getattr(self.engines[name], "transport", "")
-                if own == "shared" and {*nodes[name, "trainer"]} != {node_here()}:
+                if own == "shared" and {*nodes[name, "trainer"]} != {current_node()}:
                     self.engines[name].transport = "disk"
 
     async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
         """What `work` gives.
 
         Raises:
-            ClusterError: a process of the run's own Ray ended as it started.
             NodeLost: a node that trainers are on was lost first, or is what `work` failed of.
             ProcessLost: `work` failed of a trainer's rank that is gone or hangs.
         """
@@ -122,13 +113,12 @@ class Crew:
             if part != "engine"
             for node in nodes
         }
-        if not self._joined and self._logs is None:
+        if not self._joined:
             return await work
-        watch = failed_starts(self._logs) if self._logs else lost_nodes(used)
-        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch_nodes(used))
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if self._joined and working.done() and isinstance(working.exception(), _OF_A_NODE):
+            if working.done() and isinstance(working.exception(), _OF_A_NODE):
                 await asyncio.wait({watching}, timeout=_NOTICE_S)
             if watching.done():
                 watching.result()
@@ -189,7 +179,7 @@ class Crew:
         """Whether an engine is asked from other nodes than its own."""
         if for_policy(self._config, policy).engine.name == "sglang":
             return len(self.room.nodes) > 1
-        return {*self._placement.nodes[policy, "engine"]} != {node_here()}
+        return {*self._placement.nodes[policy, "engine"]} != {current_node()}
 
     def _trainer(
         self, name: str, kl: Mapping[str, float] | None, turns: TrainerTurns | None

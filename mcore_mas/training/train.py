@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas import code_commit
+from mcore_mas.config.cluster import address_problem
 from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layout
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints, Saved
-from mcore_mas.runtime.cluster import joined_ray, running_ray
+from mcore_mas.runtime.cluster import joined_ray
 from mcore_mas.runtime.engine_factory import make_players, make_renderers, open_remotes, world
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import until_room
+from mcore_mas.runtime.local_ray import running_ray
 from mcore_mas.runtime.placement import room_for
-from mcore_mas.runtime.ray_client import train_at
 from mcore_mas.runtime.recipe import identity_digest, identity_of, input_digests
 from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.logbook import Logbook, open_logbook
@@ -78,18 +79,10 @@ def train(
             update={"trainer": config.trainer.model_copy(update={"resume": "changed"})}
         )
     address = address or config.cluster.address
+    problem = address_problem(address)
+    if problem:
+        raise ConfigError(f"--address: {problem}")
     folder, commit = writable(config.folder / "train"), code_commit()
-    if address.startswith("ray://"):
-        if after_step is not None:
-            raise ConfigError(
-                "cluster.address: ray:// trains in a process of its own; name host:port of Ray's head"
-            )
-        if adopt:
-            raise ConfigError(
-                "--adopt: ray:// trains in a process of its own; set trainer.resume=changed instead"
-            )
-        train_at(address, config_path, folder)
-        return
     tasks = _tasks(config)  # before any process starts, as all that may refuse
     make_renderers(config, config.models)
     room = room_for(config) if address == "local" else None
@@ -110,19 +103,15 @@ def train(
         remotes = open_remotes(config, folder / "remotes")
         make_env = stack.enter_context(world(config, "train/retriever"))
         if room is None:
-            room, logs = (
-                room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json"))),
-                None,
-            )
+            nodes = stack.enter_context(joined_ray(address, folder / "lock.json"))
+            room = room_for(config, nodes)
         else:
             store, pages = object_store_mb(config), room.kind == "CPU"
             own_ray = running_ray(
                 room.cpus, store, gpus=room.gpus, keep_pages=pages, logs=folder / "ray"
             )
-            logs = stack.enter_context(own_ray)
-        crew = stack.enter_context(
-            closing(Crew(config, room, joined=address != "local", logs=logs))
-        )
+            stack.enter_context(own_ray)
+        crew = stack.enter_context(closing(Crew(config, room, joined=address != "local")))
         stop = StopSignal(signals=after_step is None)
         run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, after_step, stop)
         done = asyncio.run(run.train(found, warnings)) | {"commit": commit}

@@ -169,10 +169,6 @@ class Nodes:
         """Take a node off the network; its processes go on and hear nothing."""
         _run("ip", "-n", self._space(number), "link", "set", "net", "down")
 
-    def mend(self, number: int) -> None:
-        """Connect it again."""
-        _run("ip", "-n", self._space(number), "link", "set", "net", "up")
-
     def kill(self, number: int) -> None:
         """End a node with all its processes."""
         shell = self._shells[number - 1]
@@ -211,12 +207,8 @@ class Nodes:
         }
         # a node that is cut off is given up after 20 s, and one whose machine is busy is not
         health = {"RAY_health_check_timeout_ms": "6000", "RAY_health_check_failure_threshold": "3"}
-        # of Ray's clients and workers, which by default give up a machine that is busy
+        # by default Ray's workers give up a machine that is busy
         patient = {
-            "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120",
-            "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "20",
-        }
-        patient |= {
             "RAY_worker_register_timeout_seconds": "300",
             "RAY_raylet_client_num_connect_attempts": "60",
         }

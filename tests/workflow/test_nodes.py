@@ -132,7 +132,8 @@ import psutil, ray
 from mcore_mas.packing.pack import pack
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.planning.worker_groups import WorkerGroup
-from mcore_mas.runtime.cluster import ClusterError, joined_ray
+from mcore_mas.runtime.cluster import joined_ray
+from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.placement import DevicePlacement, Room
 from rollout.base.ownership import owned
 from tests.support import ranks, reference
@@ -366,83 +367,6 @@ def test_servers_on_other_nodes_take_weights_and_one_that_is_cut_off_is_started_
         versions = [int(line.split()[1]) for line in lines if line.startswith("version ")]
         assert versions[-1] == 4, lines
         assert sorted(versions) == versions
-
-
-def follow(
-    nodes: Nodes, number: int, run: Path, log: Path, folder: Path = ROOT
-) -> subprocess.Popen[bytes]:
-    """The command that trains, on a node that is none of the Ray's."""
-    return nodes.start(number, [sys.executable, "-m", "mcore_mas", "train", str(run)], folder, log)
-
-
-def python_of(process: subprocess.Popen[bytes]) -> psutil.Process:
-    """What nsenter runs on a node."""
-    return next(p for p in psutil.Process(process.pid).children() if "python" in p.name())
-
-
-@pytest.mark.usefixtures("long")
-def test_a_training_through_rays_client_that_cannot_run_says_why_here(tmp_path: Path) -> None:
-    run, log = (
-        make_run(tmp_path, *SETTINGS, "+cluster.address=ray://10.77.0.1:10001"),
-        tmp_path / "log",
-    )
-    values = yaml.safe_load((run / "config.yaml").read_text())
-    elsewhere = "import os, sys; os.makedirs('/dev/shm/demo_math/train'); from mcore_mas.training.train import *; "
-    elsewhere += "from mcore_mas.runtime.ray_client import train_at; train_at(sys.argv[1], Path('x'), Path('/dev/shm'))"
-    with nodes_of(tmp_path, [1]) as nodes:
-        outside = nodes.add()
-        assert follow(nodes, outside, run, log).wait(120) == 1  # two trainers and two engines
-        command = [sys.executable, "-c", elsewhere, values["cluster"]["address"]]
-        assert nodes.start(outside, command, ROOT, tmp_path / "unseen").wait(120) == 1
-        assert nodes.running(1, "RemoteTraining") == []
-    said = log.read_text()
-    assert "error: cluster.pool: split needs 5 CPUs and there are 1 (solver: " in said, said
-    assert "Traceback" not in said
-    assert (
-        "cluster.address: node 10.77.0.1 does not see /dev/shm/seen_by_all;"
-        in (tmp_path / "unseen").read_text()
-    )
-    assert not (run / "train/seen_by_all").exists()
-
-
-@pytest.mark.usefixtures("long")
-def test_a_training_through_rays_client_hears_signals_and_outlives_who_follows_it(
-    tmp_path: Path,
-) -> None:
-    here = [
-        "policies.solver.tp=1",
-        "+cluster.pool=shared",
-        "trainer.steps=6",
-        "+engine.deterministic=true",
-    ]
-    run = make_run(tmp_path, *SETTINGS, *here, "+cluster.address=ray://10.77.0.1:10001")
-    first, second, cut, third = (tmp_path / name for name in ("first", "second", "cut", "third"))
-    with nodes_of(tmp_path, [1]) as nodes:
-        outside = nodes.add()
-        process = follow(nodes, outside, run, first)
-        saved = run / "train" / "checkpoints"
-        until(lambda: any(saved.glob("step_*/manifest.json")), 400, "the first checkpoint")
-        python_of(process).send_signal(signal.SIGUSR1)
-        assert process.wait(250) == 143
-        process = follow(nodes, outside, run, second)
-        until(lambda: "continuing from" in second.read_text(), 400, "it goes on")
-        python_of(process).kill()
-        process = follow(nodes, outside, run, cut)
-        until(lambda: "continuing from" in cut.read_text(), 250, "it is found")
-        nodes.cut(outside)  # nothing says so
-        assert process.wait(150) == 1
-        nodes.mend(outside)
-        process = follow(nodes, outside, run, third)
-        assert process.wait(400) == 0, third.read_text()[-3000:]
-        until(lambda: not nodes.running(1, "RemoteTraining"), 30, "no actor is left")
-    assert "stopped by SIGUSR1 after step" in first.read_text()
-    why = "error: cluster.address: ray://10.77.0.1:10001 is gone; the same command finds the training again"
-    said = cut.read_text().splitlines()
-    assert said[-1].startswith(why)
-    assert [line for line in said if line.startswith("error: ")] == said[-1:]
-    assert "continuing from" in third.read_text()  # of the one that was started before
-    assert "started again" not in third.read_text()
-    assert (digests(run), rows(run)) == trained_here(run, tmp_path)
 
 
 LEFT = """

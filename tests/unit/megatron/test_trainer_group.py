@@ -20,6 +20,7 @@ import torch
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.packing.pack import pack, unpack
 from mcore_mas.runtime import trainer_group
+from mcore_mas.runtime.errors import ClusterError
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from rollout.models.tensors import read_tensors
 from rollout.sync.transport import SyncRoute
@@ -224,6 +225,20 @@ def test_ranks_are_numbered_by_node_and_place(
     assert {rank.met for rank in ranks_there} == {("10.0.0.1", 29500)}
     assert group._peak == 989e12
     assert group._ranks == sorted(ranks_there, key=lambda rank: rank.rank)
+
+
+def test_ranks_that_do_not_start_end_the_run_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = MagicMock()
+    actor.options.return_value.remote.return_value.node.remote.return_value.future = Future
+    monkeypatch.setattr(trainer_group, "_RANKS", actor)
+    monkeypatch.setattr(trainer_group, "_START_S", 0.05)
+    reference.make_model("qwen2", tmp_path / "model")
+    spec = ranks.spec_of(str(tmp_path / "model"), dp=2)
+    group = TrainerGroup("solver", spec, threads=1, places=[{"num_gpus": 1}] * 2)
+    with pytest.raises(ClusterError, match=r"^policy solver: Ray has not started its 2 processes"):
+        asyncio.run(group.ready())
 
 
 def test_nccl_is_told_before_ranks_meet_unless_somebody_has(

@@ -11,6 +11,7 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.planning import machine
 from mcore_mas.planning.worker_groups import (
     PlacementError,
     WorkerGroup,
@@ -18,7 +19,7 @@ from mcore_mas.planning.worker_groups import (
     count_devices,
     list_worker_groups,
 )
-from mcore_mas.runtime import cluster, placement
+from mcore_mas.runtime import placement
 from mcore_mas.runtime.cluster import Node
 from mcore_mas.runtime.placement import (
     DevicePlacement,
@@ -194,7 +195,10 @@ def test_the_nodes_of_a_cluster_give_what_ray_counts() -> None:
 @pytest.mark.parametrize(
     ("address", "problem"),
     [
-        ("ray://10.0.0.1", "expected local, auto, or "),
+        (
+            "ray://10.0.0.1:10001",
+            "Ray's client was removed; submit the command .* `ray job submit`",
+        ),
         ("10.0.0.1", "expected local, auto, or "),
         ("head:port", "expected local, auto, or "),
     ],
@@ -321,9 +325,9 @@ def test_processes_that_work_at_a_time_share_the_cores(
     one = "policies.solver.tp=1", "+agents.verifier.loss_weight=0"  # a rank, two engines
     for quota, cores in (("max 100000\n", 8), ("600000 100000\n", 6), ("50000 100000\n", 1)):
         (tmp_path / "cpu.max").write_text(quota)
-        monkeypatch.setattr(cluster, "_QUOTA", tmp_path / "cpu.max")
+        monkeypatch.setattr(machine, "_CPU_QUOTA", tmp_path / "cpu.max")
         assert threads(*one) == max(1, cores // 2)
-    monkeypatch.setattr(cluster, "_QUOTA", tmp_path / "nowhere")
+    monkeypatch.setattr(machine, "_CPU_QUOTA", tmp_path / "nowhere")
     assert threads(*one) == 8 // 2  # of 40
 
 

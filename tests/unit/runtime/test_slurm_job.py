@@ -204,7 +204,7 @@ def test_machines_of_a_job_meet_in_the_network_of_their_addresses_in_slurm(
 RACE = """
 import multiprocessing, os, sys
 from pathlib import Path
-from mcore_mas.runtime import cluster
+from mcore_mas.runtime import local_ray
 
 ROUNDS, JOBS = 200, 4
 
@@ -214,7 +214,7 @@ def job(barrier, said):
         os.environ["HOME"] = f"{sys.argv[1]}/{number}"
         barrier.wait(60)
         os.getpid = lambda: 7  # as those of several machines that share a home can be
-        cluster.private_token()
+        local_ray.make_private_token()
         os.getpid = own
         said.put((number, (Path.home() / ".ray/auth_token").read_text()))
 

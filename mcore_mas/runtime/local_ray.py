@@ -1,0 +1,141 @@
+"""A Ray of a run's own on this machine."""
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mcore_mas.runtime.errors import ClusterError
+from mcore_mas.runtime.ray_cleanup import kill_processes_of, reaped, remove_session
+
+# Tunables of glibc (malloc(3), mallopt(3)), which a process reads when it starts. By default glibc maps every large
+# tensor and unmaps it when it is freed, so that a third of the time of an update on a CPU is spent on page faults.
+# With these a process keeps the memory that it frees, in one arena (others end at 64 MiB). The price is resident
+# memory; benchmarks/page_reuse.py prints both.
+KEEP_PAGES = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(256 << 20),  # bytes; larger tensors are still mapped
+    "MALLOC_TRIM_THRESHOLD_": str(32 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    # Threads of libgomp wait for each other by spinning, by default for some milliseconds: on a busy machine an update
+    # with two threads took seven times the CPU time of one. With this count they sleep after some 20 us.
+    "GOMP_SPINCOUNT": "10000",
+}
+_ATTEMPTS = 3  # to start Ray, which gives up after 30 s on a machine that is too busy
+
+
+@contextmanager
+def running_ray(
+    cpus: int,
+    object_store_mb: int,
+    *,
+    gpus: int = 0,
+    keep_pages: bool = False,
+    logs: Path | None = None,
+) -> Iterator[None]:
+    """Start a Ray without a dashboard for the block; it ends with this process, however that ends.
+
+    Args:
+        cpus: CPUs that Ray hands out.
+        object_store_mb: size of the object store.
+        gpus: GPUs that Ray hands out.
+        keep_pages: its processes keep memory that they free, unless the environment says otherwise.
+        logs: folder that its logs are moved to if the block fails.
+
+    Raises:
+        ClusterError: Ray does not start.
+    """
+    if keep_pages:
+        for name, value in KEEP_PAGES.items():
+            os.environ.setdefault(name, value)
+
+    # Ray reads these when it starts
+    os.environ.pop("RAY_ADDRESS", None)  # else it would join the cluster there
+    os.environ.pop(
+        "RAY_AUTH_MODE", None
+    )  # then it asks for its token; `disabled` would leave that out
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (by default its workers give way to all else)
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112  (`ray.init` waits for ever if one of them ends)
+    # by default 60 s, which a worker takes on a busy machine
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
+    make_private_token()
+    session = _start(cpus, gpus, object_store_mb)
+    with reaped(session, logs):
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def make_private_token() -> None:
+    """Make the token of this user's Rays, if there is none, readable by this user alone.
+
+    Whoever has the token can run code as this user. Ray itself would make it readable by all, and two jobs that start
+    at once would make two.
+    """
+    token = Path.home() / ".ray" / "auth_token"
+    token.parent.mkdir(mode=0o700, exist_ok=True)
+    if not token.is_file():
+        # a random name, because machines may share a home folder and the numbers of processes
+        draft = token.with_name(f".auth_token.{secrets.token_hex(8)}")
+        draft.touch(0o600)
+        draft.write_text(secrets.token_hex(32))
+        with suppress(FileExistsError):  # another process was first
+            os.link(draft, token)
+        draft.unlink()
+    if token.stat().st_uid == os.getuid():
+        token.chmod(0o600)
+
+
+def _start(cpus: int, gpus: int, object_store_mb: int) -> Path:
+    """Start Ray and return the folder of its session."""
+    folder = _private_folder() / "ray"
+    pattern = f"session_*_{os.getpid()}"  # Ray ends the names of its sessions with the driver's process id
+    earlier_sessions = set(folder.glob(pattern))
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            context: Any = ray.init(
+                address="local",  # else a Ray that somebody started on this machine would be joined
+                num_cpus=cpus,
+                num_gpus=gpus,
+                include_dashboard=False,
+                object_store_memory=object_store_mb << 20,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                _temp_dir=str(folder),
+            )
+            return Path(context.address_info["session_dir"])
+        except Exception as error:  # Ray has no type of its own for a start that took too long
+            ray.shutdown()
+            for session in set(folder.glob(pattern)) - earlier_sessions:
+                kill_processes_of(session)
+                remove_session(session)
+            timed_out = "timed out during startup" in str(error)
+            if timed_out and attempt < _ATTEMPTS:
+                continue
+            reason = f"({' '.join(str(error).split())[:300]})"
+            if timed_out:
+                reason = "in three tries of 30 s; end other work on it, and start this again"
+            raise ClusterError(
+                f"cluster.address: local: no Ray starts on this machine {reason}"
+            ) from error
+    raise AssertionError
+
+
+def _private_folder() -> Path:
+    """Make a folder that only this user can read, because Ray's processes make theirs readable by all."""
+    parent = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").resolve()  # noqa: S108
+    folder = parent / f"ray-{os.getuid()}"
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+        raise ClusterError(
+            f"cluster.address: local: {folder} is not this user's; set RAY_TMPDIR to a folder that is"
+        )
+    folder.chmod(0o700)
+    return folder

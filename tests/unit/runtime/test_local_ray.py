@@ -1,0 +1,138 @@
+"""A Ray of a run's own: what its processes inherit, its token, and what a failed or killed start leaves."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from mcore_mas.runtime.local_ray import KEEP_PAGES
+
+_SCRIPT = """
+import json, os, resource
+import numpy as np, ray
+from mcore_mas.runtime.local_ray import KEEP_PAGES, running_ray
+
+@ray.remote
+def worker():
+    for _ in range(3):  # 64 MiB, or 16,384 pages, each time
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        np.ones(8 << 20)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return {name: os.environ.get(name) for name in KEEP_PAGES} | {"faults": faults}
+
+with running_ray(1, 100, keep_pages=True):
+    print(json.dumps(ray.get(worker.remote())))
+"""
+
+_FAILS = """
+import os, sys
+from pathlib import Path
+from unittest import mock
+import psutil, ray
+from ray._private import services
+from mcore_mas.runtime.errors import ClusterError
+from mcore_mas.runtime.local_ray import running_ray
+
+found, tries = services.get_node, []
+
+def get_node(*arguments, **options):
+    tries.append(None)
+    if len(tries) <= int(sys.argv[1]):
+        raise ValueError("The current node timed out during startup.")
+    return found(*arguments, **options)
+
+def sessions():
+    return list(Path(os.environ["RAY_TMPDIR"]).glob(f"ray-*/ray/session_*_{os.getpid()}"))
+
+def command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
+
+try:
+    with mock.patch.object(services, "get_node", get_node), running_ray(1, 100):
+        (own,) = sessions()
+        assert Path(ray._private.worker._global_node.get_session_dir_path()).resolve() == own.resolve()
+        commands = [command(process) for process in psutil.Process().children(recursive=True)]
+        assert sum("gcs_server" in command for command in commands) == 1, commands
+    print("well")
+except ClusterError as error:
+    print(error)
+print(len(tries), sessions())
+"""
+
+_OPENED = """
+import json, os, subprocess, sys
+from pathlib import Path
+import psutil, ray
+from ray._raylet import AuthenticationMode, get_authentication_mode
+from mcore_mas.runtime.local_ray import running_ray
+
+with running_ray(1, 100):
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    mode = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_MODE"]).remote())
+    children = psutil.Process().children(recursive=True)
+    doors = {c.name().partition(":")[0] for c in children for d in c.net_connections() if d.status == "LISTEN"}
+    [raylet] = [child for child in children if child.name() == "raylet"]
+    patience = raylet.environ()["RAY_worker_register_timeout_seconds"]
+    modes = [oct(path.stat().st_mode & 0o777) for path in (session.parents[1], Path.home() / ".ray/auth_token")]
+    joining = [sys.executable, "-c", f"import ray; ray.init(address='{ray.get_runtime_context().gcs_address}')"]
+    stranger = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    said = subprocess.run(joining, env=stranger, capture_output=True, text=True).stderr.splitlines()[-1]
+    found = get_authentication_mode() == AuthenticationMode.TOKEN
+    print(json.dumps([found, mode, *modes, sorted(doors), patience, said]))
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_of_a_runs_own_asks_for_a_token_whatever_the_environment_says() -> None:
+    """Ray listens at all addresses of the machine: `RAY_AUTH_MODE=disabled` would let everybody in."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
+        environment = os.environ | {
+            "RAY_TMPDIR": folder,
+            "HOME": folder,
+            "RAY_AUTH_MODE": "disabled",
+        }
+        command = [sys.executable, "-c", _OPENED]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *found, doors, patience, said = json.loads(done.stdout.splitlines()[-1])
+    assert found == [True, "token", "0o700", "0o600"]
+    assert doors == ["gcs_server", "ray", "raylet"]  # no dashboard
+    assert (
+        patience == "300"
+    )  # seconds that a busy machine may take to start a worker; by default 60
+    assert said.startswith("ConnectionError: Failed to connect to Ray cluster")
+
+
+SLOW = "no Ray starts on this machine in three tries of 30 s; end other work on it, and start this again"
+
+
+@pytest.mark.parametrize(
+    ("failing", "said"), [(1, ["well", "2 []"]), (3, [f"cluster.address: local: {SLOW}", "3 []"])]
+)
+def test_a_ray_that_did_not_start_in_time_leaves_neither_folder_nor_process(
+    failing: int, said: list[str]
+) -> None:
+    with tempfile.TemporaryDirectory(
+        dir="/tmp", prefix="r"
+    ) as folder:  # a short path: Ray has sockets in it
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        command = [sys.executable, "-c", _FAILS, str(failing)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-2:] == said, done.stdout + done.stderr
+
+
+def test_workers_keep_the_memory_that_they_free_unless_the_environment_says_otherwise() -> None:
+    inherited = {name: value for name, value in os.environ.items() if name not in KEEP_PAGES}
+    environment = inherited | {"MALLOC_TOP_PAD_": "1048576"}
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=True
+    )
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen.pop("faults") < 100  # the same pages again
+    assert seen == KEEP_PAGES | {"MALLOC_TOP_PAD_": "1048576"}
