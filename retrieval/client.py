@@ -38,6 +38,7 @@ REST_S = 10.0  # a server that could not be reached is skipped for this long, if
 POLL_S = 2.0  # pause between two rounds of /health while no server answers
 HEALTH_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
+MAX_CONNECTIONS = 100  # requests under way at each server
 MAX_POST_QUERIES = 256  # queries in one request; more are sent in several requests
 MAX_POST_BYTES = wire.MAX_BODY_BYTES - 1024  # bytes of queries in one request
 SHOWN_CHARS = 200  # of a server's error message
@@ -81,9 +82,10 @@ class _LoopState:
 
     loop: asyncio.AbstractEventLoop
     http: httpx.AsyncClient
+    slots: dict[_Endpoint, asyncio.Semaphore]
     waiting: dict[_Query, list[asyncio.Future[list[Passage]]]] = field(default_factory=dict)
     outage: asyncio.Lock = field(default_factory=asyncio.Lock)
-    posts: set[asyncio.Task[None]] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class RetrievalClient:
@@ -115,8 +117,8 @@ class RetrievalClient:
 
         Args:
             urls: base URLs of the servers.
-            timeout_s: deadline of one request including its repetitions, not counting the time
-                without any server.
+            timeout_s: deadline of one request including its repetitions. It does not count the time
+                without any server, or until fewer than MAX_CONNECTIONS requests are under way.
             patience_s: time to wait for a server when none answers.
             token_file: file with the bearer token of the servers, if they have one.
             revive: called repeatedly while no server answers; may start one again.
@@ -171,7 +173,8 @@ class RetrievalClient:
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
-        state, self._loop_state = self._loop_state, None
+        state = self._loop_state
+        self._loop_state = None
         if state is not None and state.loop is asyncio.get_running_loop():
             await state.http.aclose()
 
@@ -188,9 +191,12 @@ class RetrievalClient:
             http = httpx.AsyncClient(
                 headers=self._headers,
                 timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+                # The slots limit connections, so that /health never waits for a search.
+                limits=httpx.Limits(max_keepalive_connections=MAX_CONNECTIONS),
                 trust_env=False,  # neither queries nor the token go through a proxy
             )
-            self._loop_state = _LoopState(loop, http)
+            slots = {endpoint: asyncio.Semaphore(MAX_CONNECTIONS) for endpoint in self._endpoints}
+            self._loop_state = _LoopState(loop, http, slots)
         return self._loop_state
 
     def _send_waiting(self, state: _LoopState) -> None:
@@ -200,9 +206,9 @@ class RetrievalClient:
         for k in sorted({k for _, k in waiting}):
             for queries in _split_queries([query for query, query_k in waiting if query_k == k]):
                 futures = [waiting[query, k] for query in queries]
-                post = state.loop.create_task(self._deliver(queries, k, futures))
-                state.posts.add(post)
-                post.add_done_callback(state.posts.discard)
+                task = state.loop.create_task(self._deliver(queries, k, futures))
+                state.tasks.add(task)
+                task.add_done_callback(state.tasks.discard)
 
     async def _deliver(
         self, queries: list[str], k: int, futures: list[list[asyncio.Future[list[Passage]]]]
@@ -259,10 +265,14 @@ class RetrievalClient:
             _Unanswered: there was no usable answer for another reason.
         """
         endpoint = self._next_endpoint()
-        self.posts += 1
+        state = self._state()
         try:
-            async with asyncio.timeout(self.timeout_s / len(self._endpoints)):
-                reply = await self._state().http.request(method, endpoint.url + path, json=body)
+            async with (
+                state.slots[endpoint],
+                asyncio.timeout(self.timeout_s / len(self._endpoints)),
+            ):
+                self.posts += 1
+                reply = await state.http.request(method, endpoint.url + path, json=body)
         except (httpx.RequestError, TimeoutError) as error:
             trouble = str(error) or type(error).__name__
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | TimeoutError):

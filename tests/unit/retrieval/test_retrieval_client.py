@@ -179,16 +179,20 @@ def test_servers_take_turns_and_a_dead_one_is_skipped() -> None:
         assert asyncio.run(run()) == (7, 1)
 
 
-def test_a_server_that_rests_is_asked_again_if_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "HEALTH_TIMEOUT_S", 0.2)
+def test_more_searches_than_connections_wait_for_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_CONNECTIONS", 2)
     with scripted_server((200, ONE_HIT)) as url:
 
+        async def search(client: RetrievalClient, delay_s: float) -> None:
+            await asyncio.sleep(delay_s)  # so that each search has a request of its own
+            assert await client.search("q", 1)
+
         async def run() -> None:
-            # The scripted server answers one request at a time, so the silent one times out first.
-            async with RetrievalClient(unused_url(), url, patience_s=5) as client:
-                for _ in range(3):
-                    assert await client.search("q", 1)
-                assert client.outages == 0
+            async with RetrievalClient(url, timeout_s=5) as client:
+                await asyncio.gather(*(search(client, n / 1000) for n in range(20)))
+                assert client.retried == 0
 
         asyncio.run(run())
 
