@@ -85,7 +85,7 @@ def search_once(
 
 
 def index_over(tmp_path: Path, index_dir: Path, rows: Any) -> Index:
-    """Return a flat index over the vectors `rows`, with the other settings of the index in `index_dir`."""
+    """Return a flat index over the vectors `rows`, with the manifest of `index_dir` otherwise."""
     vectors = np.array(rows, dtype=np.float32)
     path = tmp_path / "c.jsonl"
     write_corpus(path, [Passage(str(row), f"row {row}") for row in range(len(vectors))])

@@ -1,4 +1,4 @@
-# The retriever beside a run: an index over its passages or a published one, and a proof that its server answers.
+# The index of a run's retrieval server, and a probe of that server.
 
 
 rule encode_shard:
@@ -47,7 +47,7 @@ rule build_index:
     params:
         **settings_of("tasks"),
     message:
-        "{wildcards.run}: encode the passages and build the index"
+        "{wildcards.run}: build the index of the passages"
     script:
         "../scripts/build_index.py"
 
@@ -77,7 +77,7 @@ rule probe_retriever:
     params:
         **settings_of("tasks"),
     message:
-        "{wildcards.run}: start the retriever and ask it"
+        "{wildcards.run}: probe the retrieval server"
     script:
         "../scripts/probe_retriever.py"
 
@@ -107,7 +107,7 @@ rule share_index:
         owner=subpath(input[0], parent=True),
         run=subpath(output.probe, parent=True),
     message:
-        "{wildcards.run}: take the tasks and the index of {input[0]}"
+        "{wildcards.run}: link the tasks and the index of {input[0]}"
     shell:
         # Symbolic links, as for tasks.
         "mkdir -p {params.run}/index {params.run}/tasks; ( "

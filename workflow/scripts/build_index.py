@@ -1,11 +1,12 @@
-"""Rule `build_index`: encodes a run's passages and writes the index that its retriever searches."""
+"""Rule `build_index`: build the search index of a run's passages."""
 
 from pathlib import Path
 
 from mcore_mas.runtime.joblog import logged
 from mcore_mas.runtime.slurm import queued_again
 
-# a job that is preempted encodes on until Slurm kills it: one that ends before is a failed one, and not queued again
+# A preempted job encodes until Slurm kills it. If it ended earlier, Slurm would take it for a
+# failed job, and not queue it again.
 with logged(snakemake.log[0]), queued_again(Path(snakemake.log[0]).parent):
     from mcore_mas.pipeline.prepare import index_passages
     from mcore_mas.tracking.stage_record import stage_record

@@ -1,11 +1,12 @@
-"""Rule `encode_shard`: encodes a part of a run's passages, from where an earlier try stopped."""
+"""Rule `encode_shard`: encode one shard of a run's passages, continuing an earlier attempt."""
 
 from pathlib import Path
 
 from mcore_mas.runtime.joblog import logged
 from mcore_mas.runtime.slurm import queued_again
 
-# a job that is preempted encodes on until Slurm kills it: one that ends before is a failed one, and not queued again
+# A preempted job encodes until Slurm kills it. If it ended earlier, Slurm would take it for a
+# failed job, and not queue it again.
 with logged(snakemake.log[0]), queued_again(Path(snakemake.log[0]).parent):
     from mcore_mas.pipeline.prepare import encode_passages
     from mcore_mas.tracking.stage_record import stage_record

@@ -1,4 +1,4 @@
-"""Rule `probe_retriever`: starts a run's retriever, asks it for known passages and writes down how it did."""
+"""Rule `probe_retriever`: measure recall and latency of a run's retrieval server."""
 
 from pathlib import Path
 

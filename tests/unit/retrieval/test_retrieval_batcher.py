@@ -12,9 +12,9 @@ from retrieval.corpus import Passage
 
 
 class FakeIndex:
-    """An index that finds the passages `query/0`, `query/1`, …; the vector of a query is its letters.
+    """An index that finds the passages `query/0`, `query/1` and so on.
 
-    Searches wait while `gate` is cleared.
+    The vector of a query is its letters. Searches wait while `gate` is cleared.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Corpora: the format, and errors that name file and line."""
+"""Corpora: their format, passages by id, and errors that name file and line."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,6 @@
-"""Encoders: known similarities, prefixes, batch independence, and refusal of other weights."""
+"""Encoders: published similarities, prefixes, batches, and refusal of other weights."""
 
 import ast
-import copy
 import json
 import re
 import shutil
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from transformers import AutoModel, AutoTokenizer
 
 from retrieval.corpus import RetrievalError
 from retrieval.encoder import MINILM_SHA256, Encoder, minilm_folder, open_encoder
@@ -33,30 +33,33 @@ def test_minilm_gives_the_published_similarity(encoder: Encoder) -> None:
     assert left.dtype == np.float32
     assert float(left @ left) == pytest.approx(
         1.0, abs=left.size * 2**-24
-    )  # what a sum of so many terms rounds to
+    )  # rounding of a sum of so many terms
 
 
-def means(encoder: Encoder, texts: list[str], dtype: torch.dtype) -> torch.Tensor:
-    """[N, 384]: of each text by itself, nothing padded, the mean over its tokens as a unit vector."""
-    model = copy.deepcopy(encoder._model).to(dtype)
+def mean_vectors(texts: list[str], dtype: torch.dtype) -> torch.Tensor:
+    """Return the vectors of texts, each encoded by itself without padding, `[N, 384]`."""
+    folder = minilm_folder()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, dtype=dtype).eval()
+    vectors = []
     with torch.inference_mode():
-        hidden = [
-            model(**encoder._tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
-            for text in texts
-        ]
-    return torch.stack([each / each.norm() for each in hidden])
+        for text in texts:
+            hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+            mean = hidden.mean(0)
+            vectors.append(mean / mean.norm())
+    return torch.stack(vectors)
 
 
-def test_pooling_is_the_mean_over_the_texts_own_tokens(encoder: Encoder) -> None:
+def test_pooling_is_the_mean_over_the_tokens_of_the_text(encoder: Encoder) -> None:
     text = "Amber Falls"
-    own, exact = (means(encoder, [text], dtype)[0] for dtype in (torch.float32, torch.float64))
-    padded = encoder.encode_passages(
-        [text, "a much longer neighbour that makes the first text padded " * 4]
-    )[0]
-    precision.assert_close(torch.from_numpy(padded), own, exact)
+    reference = mean_vectors([text], torch.float32)[0]
+    exact = mean_vectors([text], torch.float64)[0]
+    longer = "a much longer neighbour that makes the first text padded " * 4
+    padded = encoder.encode_passages([text, longer])[0]
+    precision.assert_close(torch.from_numpy(padded), reference, exact)
 
 
-def test_a_query_has_one_vector_whatever_it_is_batched_with(encoder: Encoder) -> None:
+def test_the_vector_of_a_query_does_not_depend_on_its_batch(encoder: Encoder) -> None:
     queries = [
         f"Who is the mayor of town number {n}{' and of the next town' * (n % 5)}?"
         for n in range(70)
@@ -64,9 +67,10 @@ def test_a_query_has_one_vector_whatever_it_is_batched_with(encoder: Encoder) ->
     together = encoder.encode_queries(queries)
     alone = np.concatenate([encoder.encode_queries([query]) for query in queries[:12]])
     assert (together[:12] == alone).all()
-    own, exact = (means(encoder, queries, dtype) for dtype in (torch.float32, torch.float64))
+    reference = mean_vectors(queries, torch.float32)
+    exact = mean_vectors(queries, torch.float64)
     for vectors in (together, encoder.encode_passages(queries)):
-        precision.assert_close(torch.from_numpy(vectors), own, exact)
+        precision.assert_close(torch.from_numpy(vectors), reference, exact)
 
 
 def test_prefixes_and_pooling_are_explicit(encoder: Encoder) -> None:

@@ -1,4 +1,4 @@
-"""Search on GPUs gives the answers of the search on the CPU. The GPUs of FAISS are replaced by shards in fp16."""
+"""Search on GPUs gives the answers of the CPU; shards in fp16 stand for the GPUs of FAISS."""
 
 from pathlib import Path
 from typing import Any

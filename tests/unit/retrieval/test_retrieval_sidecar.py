@@ -122,7 +122,8 @@ def test_one_of_two_servers_killed_under_load_loses_no_answer(
 def test_the_server_dies_with_its_parent(index_dir: Path) -> None:
     code = (
         "import sys, time; from retrieval.sidecar import RetrieverSidecar; "
-        "s = RetrieverSidecar(sys.argv[1]); s.__enter__(); print(s.pid, flush=True); time.sleep(600)"
+        "s = RetrieverSidecar(sys.argv[1]); s.__enter__(); print(s.pid, flush=True); "
+        "time.sleep(600)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code, str(index_dir)], cwd=ROOT, stdout=subprocess.PIPE
