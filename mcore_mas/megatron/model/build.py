@@ -26,7 +26,13 @@ from torch import Tensor
 from mcore_mas.megatron.device import rank_device, use_triton
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
 from mcore_mas.megatron.model.cpu_ops import turned
-from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNorm, RowLinear
+from mcore_mas.megatron.model.decoder import (
+    ColumnLinear,
+    GatedMLP,
+    PackedGPTModel,
+    RMSNorm,
+    RowLinear,
+)
 from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher, replay_routing
 from mcore_mas.megatron.model.layer_ops import rotated
 from mcore_mas.megatron.spec import TrainerSpec
@@ -67,6 +73,7 @@ def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     )  # megatron-core 0.18 has partials
     if experts is None:
         mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
+        _use_gated_mlp(layer)
     else:
         mlp.experts = GroupedExperts
     if config.qk_layernorm:
@@ -85,7 +92,18 @@ def _transformer_engine(config: TransformerConfig, experts: int | None) -> Modul
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=_core_attention(config), params={"fused": True}
     )
+    if experts is None:
+        _use_gated_mlp(layer)
     return layer
+
+
+def _use_gated_mlp(layer: ModuleSpec) -> None:
+    """Let a dense layer build `GatedMLP` in place of Megatron's MLP."""
+    mlp = layer.submodules.mlp
+    if isinstance(mlp, partial):  # from megatron-core 0.18 on
+        layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, **mlp.keywords)
+    else:
+        mlp.module = GatedMLP
 
 
 def _fused_norm() -> Any:
@@ -241,7 +259,7 @@ def build_model(
     )  # Megatron's own Llama 3 bands are fixed
     for module in model.modules():
         if isinstance(module, MoELayer) and spec.layers == "local":
-            SortedDispatcher.take_over(module.token_dispatcher)
+            module.token_dispatcher = SortedDispatcher(module)
     if a.experts is not None and not value_head:
         replay_routing(model.decoder.layers, a.experts)
     return model

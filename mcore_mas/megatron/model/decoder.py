@@ -61,28 +61,27 @@ class PackedGPTModel(GPTModel):
         """
         super().__init__(*args, **kwargs)
         self._vocab = vocab
-        self.rotary_pos_emb.__class__ = (
-            TreeRotary  # GPTModel has no slot for another rotary module; it adds no state
+        # GPTModel builds its own rotary module and output layer, without a choice; both are replaced.
+        self.rotary_pos_emb = TreeRotary(
+            kv_channels=self.config.kv_channels,
+            rotary_percent=1.0,
+            rotary_base=kwargs["rotary_base"],
+            use_cpu_initialization=self.config.use_cpu_initialization,
+            cp_group=self.pg_collection.cp,
         )
-        for module in self.modules():  # nor has its layer one for another MLP
-            if type(module) is MLP:
-                module.__class__ = GatedMLP
         if self.post_process and value_head:
             self.output_layer: Any = ValueHead(self.config)
         elif self.post_process:
-            self.output_layer.__class__ = OutputWeight
-        last, c = self.decoder.layers[-1], self.config
-        whole = (
-            c.sequence_parallel or last.is_moe_layer
-        )  # other ranks, or a recorded routing, know all its tokens
-        self._narrows = self.post_process and rank_device().type == "cpu" and not whole
+            self.output_layer = OutputWeight(self.output_layer.weight)
+
+        last_layer = self.decoder.layers[-1]
+        # With sequence parallelism other ranks need all tokens, and a recorded routing has them all.
+        needs_all_tokens = self.config.sequence_parallel or last_layer.is_moe_layer
+        self._narrows = self.post_process and rank_device().type == "cpu" and not needs_all_tokens
         if self._narrows:
-            add = last.self_attn_bda
-            last.self_attn_bda = lambda *how: (
-                lambda out, residual, p: add(*how)(out, self._narrow(residual), p)
-            )
-            last.self_attention.core_attention.register_forward_hook(
-                self._attended, with_kwargs=True
+            last_layer.self_attn_bda = _NarrowedResidual(last_layer.self_attn_bda, self._narrow)
+            last_layer.self_attention.core_attention.register_forward_hook(
+                self._narrow_attention, with_kwargs=True
             )
 
     def ask(self, asked: Microbatch, layout: PackedTrees) -> None:
@@ -94,12 +93,15 @@ class PackedGPTModel(GPTModel):
         if self._narrows:
             layout.asked, self._places = asked.predictors.unique(return_inverse=True)
 
-    def _attended(self, _: Any, __: Any, given: dict[str, Any], out: Tensor) -> Tensor:
-        self._tokens = given["packed_seq_params"].asked  # also of a layer that is computed again
-        return self._narrow(out)
+    def _narrow_attention(
+        self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        """Forward hook of the last layer's attention: keep the outputs of the tokens that predict something."""
+        self._tokens = kwargs["packed_seq_params"].asked  # also when the layer is recomputed
+        return self._narrow(output)
 
     def _narrow(self, x: Tensor) -> Tensor:
-        """[n, ...] of [T, ...]."""
+        """Select the tokens that predict something, [n, ...] of [T, ...]."""
         return x.index_select(0, self._tokens)
 
     def numbered_parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -140,11 +142,40 @@ class PackedGPTModel(GPTModel):
         )
 
 
-class OutputWeight(ColumnParallelLinear):
-    """Megatron's output layer, called for its weight: the call waits for what is still gathered of it."""
+class _NarrowedResidual:
+    """The bias-dropout-add of a layer whose attention outputs fewer tokens than the residual has."""
+
+    def __init__(
+        self, bias_dropout_add: Callable[..., Any], narrow: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._bias_dropout_add = bias_dropout_add
+        self._narrow = narrow
+
+    def __call__(self, training: bool, fused: bool) -> Callable[[Any, Tensor, float], Tensor]:
+        """Return Megatron's function of (attention output and bias, residual, dropout probability)."""
+        add = self._bias_dropout_add(training, fused)
+
+        def narrowed_add(output_and_bias: Any, residual: Tensor, dropout: float) -> Tensor:
+            added: Tensor = add(output_and_bias, self._narrow(residual), dropout)
+            return added
+
+        return narrowed_add
+
+
+class OutputWeight(torch.nn.Module):
+    """Weight of the output layer; a call returns it.
+
+    The weight is read through a call, so that the forward hooks of the distributed optimizer first wait until all of it
+    has been gathered.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter | None) -> None:
+        """Take over the weight of Megatron's output layer; None where it is tied to the embedding of this stage."""
+        super().__init__()
+        self.register_parameter("weight", weight)
 
     def forward(self) -> Tensor:
-        """[padded vocabulary / tp, hidden]."""
+        """Return the weight, [padded vocabulary / tp, hidden]."""
         weight: Tensor = self.weight
         return weight
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,15 +27,11 @@ from mcore_mas.megatron.model.decoder import multiply_gated, product
 from rollout.models.architecture import Experts
 from rollout.models.exact import row_product
 
-Groups = (
-    Tensor | list[int]
-)  # of sorted rows: where each expert's end [E] int32, on a GPU; how many each has
-_ALIGNED = 8  # elements that torch's grouped product asks rows to be a multiple of
-_BLOCK, _TERMS, _WARPS = (
-    128,
-    64,
-    8,
-)  # rows and columns of a gradient, and tokens, that a program multiplies at a time
+# Groups of rows that are sorted by expert: on a GPU the end index of each group, [E] int32; on a CPU their sizes.
+Groups = Tensor | list[int]
+_ALIGNED = 8  # torch's grouped product needs rows that are a multiple of this number of elements
+# Tile of the gradient kernel: rows and columns of a gradient, tokens per iteration, and warps.
+_BLOCK, _TERMS, _WARPS = 128, 64, 8
 
 
 @torch.library.custom_op("mcore_mas::add_grouped", mutates_args={"total"})
@@ -74,16 +72,19 @@ class _Moved(torch.autograd.Function):
 
 
 class SortedDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's, whose host waits for nothing on one rank, and once for what several send each other."""
+    """Megatron's all-to-all dispatcher without host syncs on one rank, and with one host sync on several."""
 
-    @classmethod
-    def take_over(cls, dispatcher: Any) -> None:
-        """Change the class of Megatron's, of which a layer's spec has no choice."""
-        dispatcher.__class__ = cls
-        if dispatcher.tp_size * dispatcher.ep_size == 1:
-            dispatcher.num_local_experts = (
-                1  # all rows are this rank's, and sorted: Megatron is not to sort them again
-            )
+    def __init__(self, layer: MoELayer) -> None:
+        """Make a dispatcher for a layer, in place of the one that the layer has made itself."""
+        super().__init__(
+            layer.num_local_experts,
+            layer.local_expert_indices,
+            config=layer.config,
+            pg_collection=get_default_pg_collection(),
+        )
+        if self.tp_size * self.ep_size == 1:
+            # All rows belong to this rank and are sorted already, so Megatron need not sort them again.
+            self.num_local_experts = 1
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
