@@ -176,8 +176,7 @@ class OutputWeight(torch.nn.Module):
 
     def forward(self) -> Tensor:
         """Return the weight, [padded vocabulary / tp, hidden]."""
-        weight: Tensor = self.weight
-        return weight
+        return self.weight  # type: ignore[return-value]  # registered as a parameter
 
 
 class ValueHead(torch.nn.Module):
