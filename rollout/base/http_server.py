@@ -21,7 +21,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.base.http import is_loopback
-from rollout.base.processes import Restarts, say
 from rollout.base.text import ShownFormatter
 
 READ_TIMEOUT_S = 10.0
@@ -201,8 +200,8 @@ def server_config(
     )
 
 
-class _Inner(uvicorn.Server):
-    """A server that leaves signals to the process it is a part of."""
+class _EmbeddedServer(uvicorn.Server):
+    """A server in the event loop of a process that handles signals itself."""
 
     def __init__(self, app: Starlette) -> None:
         super().__init__(server_config(app, drain_s=1, lifespan=False))
@@ -211,44 +210,38 @@ class _Inner(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    def clear(self) -> None:
-        """End what is left of it when it is lost: its listeners and connections, whose callers ask again."""
-        for own in getattr(self, "servers", ()):
-            own.close()
+    def abort(self) -> None:
+        """Close listeners and connections after a failure, so that clients do not wait for answers."""
+        for server in getattr(self, "servers", ()):  # set once it listens
+            server.close()
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
 @asynccontextmanager
 async def answering(
-    app: Starlette, listener: socket.socket, restarts: Restarts, lost: Callable[[str], None]
+    app: Starlette, listener: socket.socket, on_failure: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Have `app` answer at `listener`, on the running event loop, until the block ends.
+    """Serve an application at a listening socket, on the running event loop, until the block ends.
 
-    A server that ends before is started again, with a line, as often as `restarts` has it; then `lost` is told of it.
+    Args:
+        on_failure: called with the reason if the server ends before the block does.
     """
-    server, closing = _Inner(app), False
+    server = _EmbeddedServer(app)
+    url = url_of(listener)
+    closing = False
 
-    async def serve() -> None:
-        """Serve until the block ends; a server closes the socket that it has, so each has its own."""
-        nonlocal server
-        while not closing:
-            task = asyncio.create_task(server.serve(sockets=[listener.dup()]), name=SERVER)
-            await asyncio.wait([task])
-            if closing:
-                return
-            why = (
-                "cancelled" if task.cancelled() else repr(task.exception() or "it ended by itself")
-            )
-            server.clear()
-            what = f"the HTTP server at {url_of(listener)} is lost ({why})"
-            if not restarts.take():
-                lost(f"{what}, and may not start again this hour")
-                return
-            say(f"{what}; started again, {restarts.left} restarts left")
-            server = _Inner(app)
+    def report_failure(task: asyncio.Task[None]) -> None:
+        if closing:
+            return
+        reason = "cancelled"
+        if not task.cancelled():
+            reason = repr(task.exception() or "it ended by itself")
+        server.abort()
+        on_failure(f"the HTTP server at {url} has ended ({reason})")
 
-    serving = asyncio.create_task(serve())
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name=SERVER)
+    serving.add_done_callback(report_failure)
     try:
         yield
     finally:

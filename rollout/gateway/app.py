@@ -26,7 +26,6 @@ from rollout.base.http_server import (
     read_body,
     url_of,
 )
-from rollout.base.processes import Restarts
 from rollout.base.task_group import of_loop
 from rollout.gateway.completions import COMPLETIONS
 from rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth
@@ -39,7 +38,6 @@ _COUNT = MESSAGES.path + "/count_tokens"
 MAX_CALL_BYTES = 16 << 20
 _RETRIES = "x-stainless-retry-count"  # with it the clients of OpenAI and Anthropic say how often they have asked before
 _OFF_LOOP_BYTES = 64 << 10  # of a body, from which on another thread reads it
-_RESTARTS = 3  # of a gateway's server that is lost, in an hour
 _AGENT = "/a/{agent}"  # in an address, before the dialect's path: who answers, whatever the call names as its model
 
 
@@ -256,10 +254,7 @@ class Gateway:
         self._app = gateway_app(Entrance(self._find, most_calls), "/s/{session}")
         self._users, self._lock = 0, asyncio.Lock()
         self._listening = AsyncExitStack()
-        self._restarts, self._gone = (
-            Restarts("gateway", _RESTARTS),
-            "",
-        )  # why nobody answers any more
+        self._failure = ""  # why the server has ended
 
     def _find(self, request: Request) -> GatewaySession:
         key, session = self._open.get(request.path_params["session"], ("", None))
@@ -267,19 +262,19 @@ class Gateway:
             raise GatewayError(401, "no such session, or not its key")
         return session
 
-    def _lost(self, why: str) -> None:
-        """Fail whoever is here, and comes, until all have gone."""
-        self._gone = f"gateway: {why}"
+    def _fail(self, reason: str) -> None:
+        """Fail the trajectories of all open sessions, and of those that open until the gateway is not used any more."""
+        self._failure = f"gateway: {reason}"
         for _, session in self._open.values():
-            session.fail(EngineError(self._gone))
+            session.fail(EngineError(self._failure))
 
     @asynccontextmanager
     async def opened(self, session: GatewaySession) -> AsyncIterator[tuple[str, str]]:
         """Have the gateway answer for a session until the block ends; its address and key."""
         name, key = secrets.token_urlsafe(12), f"sk-{secrets.token_urlsafe(24)}"
         self._open[name] = key, session
-        if self._gone:
-            session.fail(EngineError(self._gone))
+        if self._failure:
+            session.fail(EngineError(self._failure))
         try:
             yield f"{self.url}/s/{name}", key
         finally:
@@ -294,7 +289,7 @@ class Gateway:
                 listener = bind("127.0.0.1", 0)
                 self.url = url_of(listener)
                 await self._listening.enter_async_context(
-                    answering(self._app, listener, self._restarts, self._lost)
+                    answering(self._app, listener, self._fail)
                 )
             self._users += 1
         try:
@@ -303,7 +298,7 @@ class Gateway:
             self._users -= 1
             async with self._lock:
                 if not self._users:
-                    self.url = self._gone = ""
+                    self.url = self._failure = ""
                     await self._listening.aclose()
 
 

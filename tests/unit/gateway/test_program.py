@@ -8,7 +8,6 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from mcore_mas.config.compose import resolve
 from rollout.base import task_group
 from rollout.base.errors import EngineError
 from rollout.base.http_server import SERVER
-from rollout.base.processes import restart_metrics
 from rollout.config.sections import AgentConfig, OrchestraConfig
 from rollout.engines.remote import RemoteConfig
 from rollout.engines.remote.caller import RemoteClient
@@ -95,50 +93,22 @@ def test_a_command_plays_without_a_shell_and_hundreds_share_the_machine(tmp_path
     assert [t.outcome for t in group.trajectories] == [1.0] * 100
 
 
-def kill_server(times: int) -> Callable[[str, int], str]:
-    """Replies of 7; before one of them what serves the gateway dies, with its listeners and connections."""
-    left = [times]
-
-    def reply(prompt: str, n: int) -> str:
-        alive = [
-            task
-            for task in asyncio.all_tasks()
-            if task.get_name() == SERVER and not task.cancelling()
-        ]
-        for task in alive[: left[0]]:
-            left[0] -= 1
-            server = task.get_coro().cr_frame.f_locals["self"]  # type: ignore[union-attr]
-            for own in server.servers:
-                own.close()
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()
+def reply_and_kill_the_server(prompt: str, call: int) -> str:
+    """Cancel the task that serves the gateway, and reply 7."""
+    for task in asyncio.all_tasks():
+        if task.get_name() == SERVER:
             task.cancel()
-        return "7"
-
-    return reply
+    return "7"
 
 
-def test_a_gateway_whose_server_dies_in_a_collection_answers_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = restart_metrics().get("restarts/gateway", 0.0)
-    group = play(tmp_path, group_size=3, reply=kill_server(1), call=f"{PROGRAMS}:patient")
-    assert [(t.error, t.outcome) for t in group.trajectories] == [("", 7.0)] * 3
-    assert all(len(t.turns) == 5 for t in group.trajectories)  # what was under way is sampled once
-    assert restart_metrics()["restarts/gateway"] == before + 1
-    said = r"the HTTP server at http://127\.0\.0\.1:\d+ is lost \(cancelled\); started again, 2 restarts left\n"
-    assert re.fullmatch(said, capsys.readouterr().err)
-
-
-def test_a_gateway_that_dies_too_often_fails_who_plays_and_who_comes(tmp_path: Path) -> None:
-    group = play(tmp_path, group_size=3, reply=kill_server(4), call=f"{PROGRAMS}:patient")
-    assert all(
-        re.search(
-            r"gateway: the HTTP server at \S+ is lost \(cancelled\), and may not start again",
-            t.error,
-        )
-        for t in group.trajectories
-    ), [t.error for t in group.trajectories]
+def test_trajectories_at_a_gateway_whose_server_has_ended_fail(tmp_path: Path) -> None:
+    group = play(
+        tmp_path, group_size=3, reply=reply_and_kill_the_server, call=f"{PROGRAMS}:patient"
+    )
+    assert [trajectory.status for trajectory in group.trajectories] == ["failed"] * 3
+    expected = r"gateway: the HTTP server at http://127\.0\.0\.1:\d+ has ended \(cancelled\)"
+    for trajectory in group.trajectories:
+        assert re.search(expected, trajectory.error), trajectory.error
 
 
 @pytest.mark.parametrize(
