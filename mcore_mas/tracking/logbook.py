@@ -45,7 +45,7 @@ class Logbook:
         traces: TraceSender,
         traces_per_step: int,
     ) -> None:
-        """Report to these outputs; `traces_per_step` trajectories of each traced step become traces."""
+        """Report to these outputs, and trace `traces_per_step` trajectories of each traced step."""
         self._progress = progress
         self._metrics_log = metrics_log
         self._traces = traces
@@ -56,13 +56,13 @@ class Logbook:
         self._progress.note(text)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report that `step`, counted from 0, is finished. Trackers read its metrics from metrics.jsonl."""
+        """Report a finished step, counted from 0. Trackers read its metrics from metrics.jsonl."""
         self._metrics_log.append(step, {**metrics, STEP_TIME: time.time()})
         shown = {label: metrics[name] for label, name in _SHOWN.items() if name in metrics}
         self._progress.step(step + 1, shown)
 
     def trace(self, groups: Sequence[Group], samples: Sequence[Sample]) -> None:
-        """Have some trajectories of a step traced in MLflow, each turn with the advantage of its sample."""
+        """Trace some trajectories of a step in MLflow, each turn with its sample's advantage."""
         advantages = mean_advantages(samples)
         self._traces.send(
             [
@@ -76,8 +76,8 @@ class Logbook:
 def open_logbook(config: RunConfig, config_path: Path, first_step: int) -> Iterator[Logbook]:
     """Open the outputs of a training that continues at `first_step`.
 
-    At the end the trackers have 30 seconds to take the remaining metrics. Metrics that MLflow does not take in time
-    stay in metrics.jsonl, from where `mcore-mas track` sends them.
+    At the end the trackers have 30 seconds to take the remaining metrics. Metrics that MLflow does
+    not take in time stay in metrics.jsonl, from where `mcore-mas track` sends them.
     """
     path = config.folder / "train" / "metrics.jsonl"
     with ProgressReporter(f"{config.run} train", config.trainer.steps, first_step) as progress:

@@ -24,7 +24,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, first_step: int, warn: Callable[[str], None] = print) -> None:
-        """Open the log to continue at `first_step`, and drop the rows of steps that will be taken again."""
+        """Open the log to continue at `first_step`; drop the rows from that step on."""
         self._path = path
         self._warn = warn
         self._unwritten = ""  # rows that could not be written yet
@@ -37,8 +37,9 @@ class MetricsLog:
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the row of a step, unless the log has it already.
 
-        A run that was stopped between the first validation and the first checkpoint validates again; the row of its
-        first validation stays. A row that cannot be written, because the disk is full, is written with the next step.
+        A run that was stopped between the first validation and the first checkpoint validates
+        again; the row of its first validation stays. A row that cannot be written, because the disk
+        is full, is written with the next step.
         """
         if step <= self._last_step:
             return
@@ -62,8 +63,8 @@ class MetricsLog:
             self._unwritten = ""
         except OSError as error:
             self._warn(
-                f"{self._path}: the metrics of step {self._last_step} cannot be written yet ({error.strerror}); "
-                "they are written with the next step"
+                f"{self._path}: the metrics of step {self._last_step} cannot be written yet "
+                f"({error.strerror}); they are written with the next step"
             )
             if not self._unwritten.startswith("\n"):
                 # Part of the rows may be in the file; a line break ends that part.

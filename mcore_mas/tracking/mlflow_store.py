@@ -1,4 +1,4 @@
-"""One experiment of an MLflow store. A run there has a key, by which any number of processes find the same run."""
+"""The experiment of an MLflow store, where every process finds a run by the same key."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ class MetricPoint:
 class MlflowStore:
     """Client of the experiment of an MLflow store.
 
-    Databases of MLflow recognise a metric by its name, value, time and step, so that sending one again changes nothing.
-    Errors of MLflow and of its HTTP client pass through all methods.
+    Databases of MLflow recognise a metric by its name, value, time and step, so that sending one
+    again changes nothing. Errors of MLflow and of its HTTP client pass through all methods.
     """
 
     def __init__(self, uri: str, experiment: str, results: Path) -> None:
-        """Connect to the store, which imports MLflow (several seconds); create the experiment if there is none.
+        """Connect to the store; create the experiment if there is none.
+
+        The first call imports MLflow, which takes several seconds.
 
         Args:
             uri: tracking URI, such as sqlite:///results/mlflow.db or http://host:5000.
@@ -84,7 +86,7 @@ class MlflowStore:
         parent: str | None = None,
         start_time: float | None = None,
     ) -> Run:
-        """Return the run whose tag `key` has this value, with these tags set; create it if there is none.
+        """Return the run whose tag `key` has this value, and set tags; create it if needed.
 
         Args:
             key: see `run_key`.
@@ -109,7 +111,7 @@ class MlflowStore:
         return runs[0]
 
     def find_or_create_parent(self, config: RunConfig) -> str:
-        """Return the id of the run that groups the trainings, evaluations and other stages of all seeds."""
+        """Return the id of the run that groups the stages of all seeds of an experiment."""
         tags = config.tracking.tags
         name = tags.get("experiment", config.run)
         run = self.find_or_create_run(
@@ -163,14 +165,14 @@ class MlflowStore:
             return created
         if experiment.lifecycle_stage == "deleted":
             raise LookupError(
-                f"experiment '{self.experiment}' was deleted; restore it (mlflow experiments restore "
-                f"-x {experiment.experiment_id}), or choose another tracking.experiment"
+                f"experiment '{self.experiment}' was deleted; restore it (mlflow experiments "
+                f"restore -x {experiment.experiment_id}), or choose another tracking.experiment"
             )
         found: str = experiment.experiment_id
         return found
 
     def _exclusive(self) -> AbstractContextManager[None]:
-        """Exclude other threads and processes that use the same local database or the same results folder."""
+        """Exclude other users of the same local database, or else of the same results folder."""
         return waited_for(self._lock_path)
 
 
@@ -182,8 +184,8 @@ def open_store(config: RunConfig) -> MlflowStore:
 def set_mlflow_variables() -> None:
     """Set environment variables of MLflow, which has no other way to set these.
 
-    Telemetry is off, a server on this machine is reached without a proxy, and a server that does not answer is given
-    up after 10 seconds unless the user has set another time.
+    Telemetry is off, a server on this machine is reached without a proxy, and a server that does
+    not answer is given up after 10 seconds unless the user has set another time.
     """
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"
@@ -200,7 +202,7 @@ def run_key(*parts: Path | str) -> str:
 
 
 def metric_name(name: str) -> str:
-    """Return `name` with the characters that MLflow allows; `avg@4/gsm8k` becomes `avg_at_4/gsm8k`."""
+    """Return a name in MLflow's characters: `avg@4/gsm8k` becomes `avg_at_4/gsm8k`."""
     allowed = re.sub(r"[^\w.\-/ :]", "_", name.replace("@", "_at_"))
     return posixpath.normpath(allowed).lstrip("/")[:_METRIC_NAME_LENGTH]
 
@@ -214,7 +216,8 @@ def _sqlite_file(uri: str) -> Path | None:
 def _create_database(path: Path) -> None:
     """Create the tables of a new sqlite store.
 
-    MLflow cannot open a file in which it was killed while it created tables, so they are created in another file.
+    MLflow cannot open a file in which it was killed while it created tables, so they are created in
+    another file.
     """
     from mlflow import MlflowClient
 

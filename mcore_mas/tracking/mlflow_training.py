@@ -40,8 +40,9 @@ class TrainingRecord:
 def start_training_record(config: RunConfig, config_path: Path, first_step: int) -> TrainingRecord:
     """Write the record of a training that starts or resumes in this process, and return it.
 
-    A training that resumes keeps its key and continues its MLflow run. So does one that starts over with the same
-    config, because it was stopped before its first checkpoint; with another config it gets a new MLflow run.
+    A training that resumes keeps its key and continues its MLflow run. So does one that starts over
+    with the same config, because it was stopped before its first checkpoint; with another config it
+    gets a new MLflow run.
     """
     path = _record_path(config)
     tags = {**config_tags(config, config_path, _SPLITS), **process_tags(), "stage": "train"}
@@ -85,7 +86,7 @@ def load_training_record(
 def find_or_create_training_run(
     store: MlflowStore, config: RunConfig, record: TrainingRecord
 ) -> Run:
-    """Return the MLflow run of a training, with its tags, its parent and the resolved config as parameters."""
+    """Return the MLflow run of a training. Its parameters are the resolved config."""
     run = store.find_or_create_run(
         record.key,
         name=f"{config.run} train",
@@ -101,9 +102,9 @@ def find_or_create_training_run(
 class MlflowWriter:
     """Writes the rows of a training's metrics.jsonl to its MLflow run.
 
-    A tag of the run has the last step that was sent. Rows up to that step are skipped, so that a training that resumes,
-    or a file that is sent twice, adds no second value for a step. A step that was taken again after a crash keeps its
-    first values in MLflow.
+    A tag of the run has the last step that was sent. Rows up to that step are skipped, so that a
+    training that resumes, or a file that is sent twice, adds no second value for a step. A step
+    that was taken again after a crash keeps its first values in MLflow.
     """
 
     def __init__(self, store: MlflowStore, config: RunConfig, record: TrainingRecord) -> None:

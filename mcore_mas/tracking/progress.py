@@ -19,8 +19,9 @@ _SECONDS_BETWEEN_LINES = 15.0  # on a terminal that several jobs share
 class ProgressReporter:
     """Reports finished steps and notes of a job.
 
-    A process whose stderr is a terminal draws a bar there. A job whose stderr is its log writes one line per step to
-    the log, and every 15 seconds one line to the terminal that started it, where other jobs may be writing too.
+    A process whose stderr is a terminal draws a bar there. A job whose stderr is its log writes one
+    line per step to the log, and every 15 seconds one line to the terminal that started it, where
+    other jobs may be writing too.
     """
 
     def __init__(self, title: str, total: int, done: int = 0) -> None:
@@ -82,7 +83,10 @@ class ProgressReporter:
             say(line, self._shared_terminal)
 
     def _time_left(self, done: int, now: float) -> str:
-        """Estimate the remaining time from the steps since the first report, which excludes the start of engines."""
+        """Estimate the remaining time from the steps since the first report.
+
+        The time before that report includes the start of engines.
+        """
         if self._first_report is None:
             self._first_report = (done, now)
         first_done, first_time = self._first_report

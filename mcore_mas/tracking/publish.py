@@ -1,4 +1,4 @@
-"""Send MLflow the results of runs from their folders: steps, scores, costs, tables. Sending again changes nothing."""
+"""Send MLflow the steps, scores, costs and tables of runs; sending them again changes nothing."""
 
 from __future__ import annotations
 
@@ -70,19 +70,22 @@ def publish(
     *,
     means: bool = True,
 ) -> str | None:
-    """Send MLflow what it lacks of runs, finished or not, and the tables with their charts as artifacts.
+    """Send MLflow everything that it lacks of runs, and tables with their charts.
 
-    Stop at the first error of MLflow, with a warning; the next call sends the rest. Several processes may call it at
-    once.
+    Runs may have finished or not. The first error of MLflow ends the call with a warning, and the
+    next call sends the rest. Several
+    processes may call it at once.
 
     Args:
         results: folder of the runs.
         runs: their names.
         tables: names of files in `results`/tables, without suffix.
-        means: also send the mean scores of each experiment over those of its seeds that are among `runs`.
+        means: also send the mean scores of each experiment over those of its seeds that are among
+            `runs`.
 
     Returns:
-        Address of the page that compares the trainings; None after an error, or if there is no training.
+        Address of the page that compares the trainings; None after an error, or if there is no
+        training.
     """
     publisher = _Publisher(warn)
     try:
@@ -115,7 +118,7 @@ class _Publisher:
         self._newest_scores = 0.0  # when the last evaluation was written
 
     def send_run(self, config_path: Path) -> None:
-        """Send a run's stages, training and evaluations; warn if its config is of another version."""
+        """Send a run's stages, training and evaluations; warn if its config is refused."""
         try:
             config = RunConfig.load(config_path)
         except ConfigError as error:
@@ -142,7 +145,7 @@ class _Publisher:
             store.log_metrics(parent, points)
 
     def send_table(self, results: Path, table: str) -> None:
-        """Send a table and its page of charts as artifacts of an MLflow run, unless they are there."""
+        """Send a table and its page of charts as artifacts, unless MLflow has them."""
         paths = sorted(
             [*results.glob(f"tables/{table}.[cmh]*"), *results.glob(f"figures/{table}/*.html")]
         )
@@ -176,7 +179,7 @@ class _Publisher:
         return self._stores[key]
 
     def _send_training(self, store: MlflowStore, config: RunConfig, config_path: Path) -> None:
-        """Send the steps of a training. If it has finished, also its costs and the folders of its models."""
+        """Send the steps of a training; if it has finished, also its costs and model folders."""
         folder = config.folder / "train"
         metrics_path = folder / "metrics.jsonl"
         rows = json_lines(metrics_path)[0] if metrics_path.is_file() else []
@@ -215,7 +218,7 @@ def comparison_url(store: MlflowStore, run_ids: Iterable[str]) -> str:
 def _send_stage(
     store: MlflowStore, config: RunConfig, config_path: Path, record_path: Path, parent: str
 ) -> None:
-    """Send a stage before the training that has ended, with its measurements, unless MLflow has it."""
+    """Send a stage that has ended, with its measurements, unless MLflow has it."""
     # encode_shard_0001-of-0002 is a shard of the stage encode_shard.
     stage = re.sub(r"_\d.*", "", record_path.stem)
     record = read_json(record_path)
@@ -256,7 +259,11 @@ def _send_stage(
 def _send_evaluation(
     store: MlflowStore, config: RunConfig, config_path: Path, scores_path: Path, parent: str
 ) -> dict[str, float]:
-    """Send an evaluation's scores and costs, unless MLflow has them; return the scores by metric and data source."""
+    """Send an evaluation's scores and costs, unless MLflow has them.
+
+    Returns:
+        Scores by metric/data source.
+    """
     state = scores_path.stem
     evaluation = read_record(scores_path, "rows")
     scores = {f"{row['metric']}/{row['dataset']}": row["value"] for row in evaluation["rows"]}
@@ -296,7 +303,7 @@ def _reply_counts(evaluation: dict[str, Any]) -> dict[str, float]:
 
 
 def _answer_costs(folder: Path) -> dict[str, float]:
-    """Return the tokens and seconds of an answer, as answer/NAME, and those of each agent, as agent/AGENT/NAME."""
+    """Return the costs of an answer, as answer/NAME, and those of agents, as agent/AGENT/NAME."""
     return {
         name if name.startswith("agent/") else f"answer/{name}": value
         for name, value in answer_costs(folder).items()

@@ -13,7 +13,7 @@ _LISTS = ("slurm_job", "machines")  # tags that name several, with blanks betwee
 
 
 def config_tags(config: RunConfig, config_path: Path, splits: Iterable[str]) -> dict[str, str]:
-    """Return the tags of a run's config: names, seed, models, and digests of the config and of its data splits."""
+    """Return a config's tags: names, seed, models, and digests of the config and its data."""
     tags = {
         **config.tracking.tags,
         "run": config.run,
@@ -40,7 +40,7 @@ def process_tags() -> dict[str, str]:
 
 
 def merge_tags(earlier: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
-    """Return the current tags; those that list jobs and machines also list the earlier ones, first."""
+    """Return the current tags, with earlier jobs and machines before the current ones."""
     merged = dict(current)
     for name in _LISTS:
         values = [*earlier.get(name, "").split(), *current.get(name, "").split()]

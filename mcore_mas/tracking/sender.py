@@ -1,4 +1,4 @@
-"""Threads that send the rows of metrics.jsonl to trackers, so that a training never waits for a tracker."""
+"""Threads that send metrics.jsonl to trackers, so that a training never waits for a tracker."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ class MetricsSender:
         self._thread.start()
 
     def close(self, status: str) -> None:
-        """Ask the thread to send the remaining rows, end the tracker's run with this status and stop."""
+        """Ask the thread to send the remaining rows and to end the tracker's run."""
         self._status = status
         self._closing.set()
 
@@ -116,7 +116,8 @@ def write_rows(writer: MetricsWriter, rows: Sequence[MetricsRow]) -> None:
 def short_error(error: BaseException) -> str:
     """Return an error's type and message on one line of at most 325 characters.
 
-    The middle of a longer message is left out: libraries put the request at the start, and the reason at the end.
+    The middle of a longer message is left out: libraries put the request at the start, and the
+        reason at the end.
     """
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if len(text) <= 320:

@@ -11,9 +11,10 @@ from rollout.base.files import read_json, write_json
 
 @contextmanager
 def stage_record(log: Path | str) -> Iterator[None]:
-    """Record when the stage in this block begins and ends, and where it runs, in a JSON file beside its log.
+    """Record times, machines and Slurm jobs of the stage in this block, in a JSON file by its log.
 
-    The record of a stage that was interrupted continues: it begins at the first attempt, and names all Slurm jobs.
+    The record of a stage that was interrupted continues: it begins at the first attempt, and names
+        all Slurm jobs.
     """
     path = Path(log).with_suffix(".json")
     earlier = read_json(path) if path.is_file() else {}

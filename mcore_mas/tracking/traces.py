@@ -1,4 +1,4 @@
-"""Traces of trajectories in MLflow: one span per turn and tool call, at the times when they happened."""
+"""Traces of trajectories in MLflow: one span per turn and tool call, with its time."""
 
 import queue
 import threading
@@ -41,8 +41,10 @@ class TracedTrajectory:
 class TraceSender:
     """A thread that writes traces to the MLflow run of a training.
 
-    Trajectories of games are also drawn; the pictures are artifacts of the run. A trace that MLflow does not take is
-    dropped: the trajectory stays in the run's folder, where `mcore-mas show` and the studio read it.
+    Trajectories of games are also drawn; the pictures are artifacts of the run. A trace that MLflow
+    does not take is
+    dropped: the trajectory stays in the run's folder, where `mcore-mas show` and the studio read
+        it.
     """
 
     def __init__(
@@ -80,8 +82,8 @@ class TraceSender:
             except Exception as error:  # MLflow and its stores raise errors of any type
                 if not self._failing:
                     self._warn(
-                        f"MLflow does not take the trace of {item.trajectory.id} ({short_error(error)}); "
-                        "traces are dropped until it works again"
+                        f"MLflow does not take the trace of {item.trajectory.id} "
+                        f"({short_error(error)}); traces are dropped until it works again"
                     )
                 self._failing = True
             else:
@@ -106,7 +108,7 @@ class TraceSender:
 
 
 def choose_trajectories(groups: Sequence[Group], count: int) -> list[tuple[Trajectory, Task]]:
-    """Return up to `count` trajectories with their tasks: the first of every group, then the second of every group."""
+    """Return up to `count` trajectories with their tasks, the first of every group first."""
     rows = [[(trajectory, group.task) for trajectory in group.trajectories] for group in groups]
     columns = zip_longest(*rows)
     entries = (entry for column in columns for entry in column)
@@ -186,7 +188,7 @@ def _tool_span(event: ToolEvent) -> dict[str, Any]:
 
 
 def _turn_span(turn: Turn, advantage: float | None) -> dict[str, Any]:
-    """Return the arguments of the span of a turn. Attributes that were not measured are left out."""
+    """Return the arguments of the span of a turn, without attributes that are None."""
     from mlflow.tracing.constant import SpanAttributeKey
 
     prompt_tokens = len(turn.prompt_ids)

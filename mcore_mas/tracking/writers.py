@@ -12,7 +12,7 @@ from rollout.base.files import write_text
 
 
 class TensorBoardWriter:
-    """Writes event files to the run's folder; `tensorboard --logdir results` shows those of all runs."""
+    """Writes event files to the run's folder; `tensorboard --logdir results` shows all runs."""
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
         """Open new event files, which hide points of earlier ones from `first_step` on."""
@@ -55,7 +55,7 @@ class WandbWriter:
         )
 
     def write(self, rows: Sequence[MetricsRow]) -> None:
-        """Log the rows' metrics. wandb steps count from 0, so the validation before training is step 0 there."""
+        """Log the rows' metrics; the validation before training is step 0 of wandb."""
         for row in rows:
             metrics = {"training_step": row["step"], **step_metrics(row)}
             self._run.log(metrics, step=row["step"] + 1)
@@ -75,11 +75,14 @@ def missing_libraries(config: RunConfig) -> Iterator[str]:
     """Yield one line for each tracker in `tracking.also` whose library is not installed."""
     for name in config.tracking.also:
         if find_spec(name) is None:
-            yield f"tracking.also: {name} is not installed; pip install {name}, or remove it from the list"
+            yield (
+                f"tracking.also: {name} is not installed; pip install {name}, or remove it from "
+                "the list"
+            )
 
 
 def _wandb_run_id(folder: Path, run: str) -> str:
-    """Return the id of the run, made at its first start: other results folders may have runs of the same name."""
+    """Return the run's id. It is random, because other folders may have runs of the same name."""
     path = folder / "wandb.id"
     if not path.is_file():
         write_text(path, f"{run}-{uuid.uuid4().hex[:8]}")

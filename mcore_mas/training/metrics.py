@@ -22,7 +22,7 @@ _CHAT_SCORES = {
 
 
 def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
-    """Return rewards, failures and lengths of a step's trajectories, and the behaviour of each agent.
+    """Return rewards, failures and lengths of a step's trajectories, in all and by agent.
 
     Everything but failures is measured on completed trajectories.
     """
@@ -73,7 +73,7 @@ def _agent_metrics(turns: Sequence[Turn]) -> StepMetrics:
 
 
 def _late_calls(trajectories: Sequence[Trajectory]) -> StepMetrics:
-    """Return how many calls or trajectories missed a deadline: AGENT/late, TOOL/late, rollout/late_NAME."""
+    """Return how many calls and trajectories were late, as NAME/late and rollout/late_NAME."""
     counts: Counter[str] = Counter()
     for trajectory in trajectories:
         for name, count in trajectory.metrics.items():
@@ -86,7 +86,7 @@ def _late_calls(trajectories: Sequence[Trajectory]) -> StepMetrics:
 
 
 def _failure_counts(trajectories: Sequence[Trajectory]) -> StepMetrics:
-    """Return the numbers of aborted, undecided, refused and quarantined trajectories that are not zero."""
+    """Return how many trajectories were aborted, undecided, refused or quarantined, if any."""
     counts = {"aborted": sum(trajectory.status is Status.ABORTED for trajectory in trajectories)}
     for name in ("undecided", "refused", "quarantined"):
         counts[name] = sum(int(trajectory.metrics.get(name, 0)) for trajectory in trajectories)
@@ -104,7 +104,7 @@ def _chat_metrics(turns: Sequence[Turn]) -> StepMetrics:
 
 
 def staleness_metrics(samples: Sequence[Sample]) -> StepMetrics:
-    """Return how many versions the weights that sampled the turns were behind those that were trained.
+    """Return the ages of turns: weight updates between their sampling and their training.
 
     The mean, the maximum and the number of turns of each age; over all samples and by policy.
     """
@@ -125,8 +125,8 @@ def staleness_metrics(samples: Sequence[Sample]) -> StepMetrics:
 def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
     """Return statistics of each agent's advantages A over its turns that are trained.
 
-    They are the mean of A², the largest |A|, and the share of turns with an A other than 0. Lemma 4.2 of Dr. MAS
-    relates the mean of A² to the norm of the agent's gradient.
+    They are the mean of A², the largest |A|, and the share of turns with an A other than 0. Lemma
+    4.2 of Dr. MAS relates the mean of A² to the norm of the agent's gradient.
     """
     advantages: dict[str, list[Sequence[float]]] = defaultdict(list)  # of each turn, by agent
     for sample in samples:
@@ -145,7 +145,7 @@ def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
 
 
 def speed_metrics(updates: Mapping[str, StepMetrics]) -> StepMetrics:
-    """Return the TFLOP/s of a device in updates, and their share of the device's peak if it is known.
+    """Return the TFLOP/s of a device in updates, and their share of its peak if it is known.
 
     Args:
         updates: metrics of an update by policy. A critic's count as its policy's.
@@ -162,7 +162,7 @@ def speed_metrics(updates: Mapping[str, StepMetrics]) -> StepMetrics:
 
 
 def _device_rows(update: StepMetrics) -> list[tuple[float, float, float]]:
-    """Return FLOPs, device seconds and peak FLOPs of a policy and of its critic; an unknown peak is NaN."""
+    """Return FLOPs, device seconds and peak FLOPs (or NaN) of a policy and of its critic."""
     rows = []
     for prefix in ("", "critic/"):
         if f"{prefix}device_s" in update:
@@ -198,7 +198,7 @@ def valid_turn_share(groups: Sequence[Group]) -> float:
 
 
 def describe_lost_trajectories(groups: Sequence[Group]) -> str:
-    """Return a line on the trajectories that did not complete, with the error of the first; "" without any.
+    """Return a line on the trajectories that did not complete; "" if all did.
 
     Trajectories that were aborted because their group was full are not counted.
     """

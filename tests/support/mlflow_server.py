@@ -1,9 +1,7 @@
-"""MLflow's real tracking server in this process, made to fail on demand, and a check of what it was sent."""
+"""MLflow's real tracking server in this process, which fails on demand."""
 
 from __future__ import annotations
 
-import functools
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,11 +9,11 @@ from typing import Any
 
 import pytest
 from mlflow.server import ARTIFACT_ROOT_ENV_VAR, BACKEND_STORE_URI_ENV_VAR, app, handlers
-from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
 from rollout.base.processes import free_port
+from tests.support.mlflow_database import write_database
 
 STEPS = range(-1, 6)
 
@@ -23,7 +21,8 @@ STEPS = range(-1, 6)
 class Server:
     """MLflow's tracking server, which can be made to fail requests that write.
 
-    `fail` is "500" to refuse them, "late" to do them and then answer 500, "hang" to do them and not answer.
+    `fail` is "500" to refuse them, "late" to do them and then answer 500, "hang" to do them and not
+    answer.
     """
 
     def __init__(self, port: int) -> None:
@@ -65,14 +64,6 @@ class _Quiet(WSGIRequestHandler):
         pass
 
 
-@functools.cache
-def _tables() -> bytes:
-    """The file of an empty store: MLflow needs a second for its tables."""
-    with tempfile.TemporaryDirectory() as folder:
-        SqlAlchemyStore(f"sqlite:///{folder}/server.db", folder).engine.dispose()
-        return Path(folder, "server.db").read_bytes()
-
-
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server on a new store, which has not started."""
     monkeypatch.setenv(BACKEND_STORE_URI_ENV_VAR, f"sqlite:///{tmp_path / 'server.db'}")
@@ -81,7 +72,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setattr(handlers, "_tracking_store", None)
     monkeypatch.setattr(handlers, "_job_store", None, raising=False)
-    (tmp_path / "server.db").write_bytes(_tables())
+    write_database(tmp_path / "server.db")
     handlers._get_tracking_store()
     server = Server(free_port("127.0.0.1"))
     yield server

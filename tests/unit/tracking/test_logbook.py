@@ -17,6 +17,7 @@ from mcore_mas.tracking import logbook, writers
 from mcore_mas.tracking.logbook import open_logbook
 from rollout.records.files import tasks_digest, write_tasks
 from rollout.records.trajectory import Group
+from tests.support.mlflow_database import write_database
 from tests.support.played import TASK, trajectory, turn
 from tests.support.tracked_run import config_path_of, metrics_path_of, write_run
 
@@ -24,7 +25,7 @@ from tests.support.tracked_run import config_path_of, metrics_path_of, write_run
 def test_steps_traces_and_status_come_to_mlflow_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = write_database(tmp_path / "mlflow.db")
     config = write_run(tmp_path, uri, "trainer.steps=3", "tracking.also=[tensorboard]")
     path = config_path_of(config)
     write_tasks(config.folder / "tasks" / "train.parquet", [TASK])

@@ -18,6 +18,7 @@ from mcore_mas.tracking.mlflow_store import (
     run_key,
     set_mlflow_variables,
 )
+from tests.support.mlflow_database import write_database
 
 KILLED_IN_THE_FIRST_MIGRATION = """
 import os, sys
@@ -41,7 +42,7 @@ def test_a_process_that_is_killed_while_it_makes_the_database_leaves_none(tmp_pa
 
 
 def test_runs_of_one_key_are_one_run(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = write_database(tmp_path / "mlflow.db")
     first = MlflowStore(uri, "e", tmp_path)
     second = MlflowStore(uri, "e", tmp_path)
     created = first.find_or_create_run("k", name="n", tags={"a": "1"}, start_time=1e9)
@@ -64,7 +65,7 @@ def test_runs_of_one_key_are_one_run(tmp_path: Path) -> None:
 
 
 def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = write_database(tmp_path / "mlflow.db")
     experiment = MlflowStore(uri, "e", tmp_path).experiment_id
     MlflowClient(tracking_uri=uri).delete_experiment(experiment)
     with pytest.raises(LookupError, match=f"mlflow experiments restore -x {experiment}"):

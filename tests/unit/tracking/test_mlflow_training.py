@@ -10,6 +10,7 @@ from mlflow.tracking import MlflowClient
 
 from mcore_mas.tracking.mlflow_training import load_training_record, start_training_record
 from rollout.base.files import sha256
+from tests.support.mlflow_database import write_database
 from tests.support.mlflow_server import STEPS, Server, assert_sent_once
 from tests.support.tracked_run import config_path_of, open_writer, step_row, write_run
 
@@ -22,7 +23,7 @@ def history(uri: str, run_id: str) -> list[tuple[int, float]]:
 def test_a_training_that_resumes_continues_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = write_database(tmp_path / "mlflow.db")
     config = write_run(tmp_path, uri, "+tracking.tags.suite=s")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     first = open_writer(config)
@@ -53,7 +54,7 @@ def test_a_training_that_resumes_continues_its_run(
 
 
 def test_key_metrics_come_first(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = write_database(tmp_path / "mlflow.db")
     writer = open_writer(write_run(tmp_path, uri))
     writer.write([step_row(0) | {"reward/mean": 0.5, "never": 0.0}])
     metrics = MlflowClient(tracking_uri=uri).get_run(writer.run_id).data.metrics
@@ -92,10 +93,10 @@ def test_a_training_without_a_record_starts_at_its_first_step(
 
 
 def test_a_store_that_was_removed_is_filled_again(tmp_path: Path) -> None:
-    config = write_run(tmp_path, f"sqlite:///{tmp_path}/one.db")
+    config = write_run(tmp_path, write_database(tmp_path / "one.db"))
     rows = [step_row(step) for step in range(3)]
     open_writer(config).write(rows)
-    other_uri = f"sqlite:///{tmp_path}/other.db"
+    other_uri = write_database(tmp_path / "other.db")
     write_run(tmp_path, other_uri)
     moved = config.model_copy(
         update={"tracking": config.tracking.model_copy(update={"uri": other_uri})}

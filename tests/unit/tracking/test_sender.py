@@ -104,7 +104,8 @@ def test_a_tracker_that_fails_gets_every_row_when_it_works_again(path: Path) -> 
     thread.close("FINISHED")
     thread.join(60)
     assert warnings == [
-        f"T does not take metrics (OSError: disk full); they are sent from {path} when it works again",
+        f"T does not take metrics (OSError: disk full); "
+        f"they are sent from {path} when it works again",
         "T works again and has all metrics so far",
     ]
 
@@ -119,7 +120,8 @@ def test_a_tracker_that_fails_until_the_end_costs_one_line(path: Path) -> None:
     thread.close("FINISHED")
     thread.join(60)
     assert warnings == [
-        f"T does not take metrics (ConnectionError: refused); {path} has all metrics, and `x` sends them"
+        f"T does not take metrics (ConnectionError: refused); {path} has all metrics, "
+        "and `x` sends them"
     ]
 
 

@@ -28,6 +28,7 @@ from rollout.records.trajectory import (
     Trajectory,
     VersionSpan,
 )
+from tests.support.mlflow_database import write_database
 from tests.support.played import TASK, group, trajectory, turn
 from tests.support.tracked_run import config_path_of, write_run
 
@@ -68,7 +69,7 @@ PATH_TASK = Task(
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunConfig, TrainingRecord]]:
     folder = tmp_path_factory.mktemp("store")
-    config = write_run(folder, f"sqlite:///{folder}/mlflow.db")
+    config = write_run(folder, write_database(folder / "mlflow.db"))
     yield config, start_training_record(config, config_path_of(config), 0)
     mlflow.set_tracking_uri(None)
 
@@ -165,7 +166,8 @@ def test_a_trajectory_of_a_game_has_its_picture_among_the_artifacts(
     assert artifact.path == "pictures/step_000007/7_path_1_0.svg"
     picture = Path(store.client.download_artifacts(run_id, artifact.path)).read_text()
     walker = [shape.get("x") for shape in ElementTree.fromstring(picture) if shape.text == "S"]
-    # Three boards of three squares of 24 pixels, 16 apart: in each the walker is one square further.
+    # Three boards of three squares of 24 pixels, 16 apart: in each the walker is one square
+    # further.
     assert walker == [str(16 + 12), str(16 + 72 + 16 + 24 + 12), str(16 + 2 * (72 + 16) + 48 + 12)]
 
 
