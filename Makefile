@@ -67,7 +67,7 @@ test-slurm: $(STAMP) ## run jobs, failures, preemption and a paper's table on a 
 
 test-mlflow: $(STAMP) $(VENV)/chromium .venv-mlflow2/.stamp ## compare two runs in MLflow's real pages, make docs/mlflow.md's pictures; send runs to MLflow 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --mlflow docs/pictures \
-	  tests/workflow/test_mlflow_pages.py tests/workflow/test_mlflow_before_3.py
+	  tests/workflow/test_mlflow_pages.py tests/workflow/test_mlflow_2_server.py
 
 .venv-mlflow2/.stamp: # a server before MLflow 3, whose requirements are not ours
 	$(PYTHON) -m venv .venv-mlflow2

@@ -1,4 +1,4 @@
-"""MLflow's real pages in real Chromium, on the runs of two seeds: they open on trainings and compare agents."""
+"""MLflow's pages in Chromium, on the runs of two seeds."""
 
 from __future__ import annotations
 
@@ -21,73 +21,74 @@ from tests.support.browser import browse, needs_chromium
 from tests.support.finished import finished
 
 pytestmark = [pytest.mark.slow, needs_chromium]
-RUNS = {"duo": 1, "duo_s2": 2}  # with their seeds
-WIDTH, SEEN, HEIGHT = 1700, 1255, 900  # pixels: on the right MLflow offers an assistant
+SEEDS = {"duo": 1, "duo_s2": 2}
+# Size of the window in pixels. On its right MLflow offers an assistant, which pictures leave out.
+WIDTH, HEIGHT = 1700, 900
+PICTURE_WIDTH = 1255
 
 
 @pytest.fixture(scope="module")
 def pages(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, str]]:
-    """What `mcore-mas ui` says to open, and the address of the comparison."""
+    """The address that `mcore-mas ui` prints, and the address of the comparison of two runs."""
     if not request.config.getoption("--mlflow"):
         pytest.skip("takes a minute and a half; `make test-mlflow` runs it")
     results = tmp_path_factory.mktemp("mlflow") / "results"
-    for run, seed in RUNS.items():
+    for run, seed in SEEDS.items():
         finished(results, run, seed)
-    said: list[str] = []
-    link = publish(results, RUNS, [], said.append)
-    assert said == []
-    assert link
+    comparison = publish(results, SEEDS, [], pytest.fail)
+    assert comparison
+
     port = free_port("127.0.0.1")
     command = [
         sys.executable,
         "-m",
         "mcore_mas",
         "ui",
-        "--store",
-        f"sqlite:///{results}/mlflow.db",
-        "--port",
-        str(port),
+        f"--store=sqlite:///{results}/mlflow.db",
+        f"--port={port}",
     ]
-    server = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert server.stdout
-        opens = server.stdout.readline().split()[1]
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                assert server.poll() is None and time.monotonic() < deadline
-                time.sleep(0.5)
-        yield opens, link.replace(LOCAL_PAGES, f"http://127.0.0.1:{port}")
+        first_page = server.stdout.readline().split()[1]
+        wait_for_server(server, f"http://127.0.0.1:{port}/health")
+        yield first_page, comparison.replace(LOCAL_PAGES, f"http://127.0.0.1:{port}")
     finally:
         server.terminate()
         server.wait(60)
 
 
-def seen(url: str, folder: Path, name: str, request: pytest.FixtureRequest) -> str:
-    """The text of a page, whose picture goes to the folder that `--mlflow` names."""
-    picture = folder / f"{name}.png"
-    options = ["--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={picture}"]
+def wait_for_server(server: subprocess.Popen[str], url: str) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            assert server.poll() is None and time.monotonic() < deadline
+            time.sleep(0.5)
+
+
+def page_text(url: str, folder: Path, name: str, request: pytest.FixtureRequest) -> str:
+    """Return the text of a page, and put its picture into the folder that `--mlflow` names."""
+    screenshot = folder / f"{name}.png"
+    options = ["--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={screenshot}"]
     document = browse(url, folder / "profile", *options, seconds=45)
-    image = (
-        Image.open(picture)
-        .crop((0, 0, SEEN, HEIGHT))
-        .convert("P", palette=Image.Palette.ADAPTIVE, colors=64)
-    )
-    image.save(Path(request.config.getoption("--mlflow")) / f"mlflow_{name}.png", optimize=True)
-    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", document)))
+    picture = Image.open(screenshot).crop((0, 0, PICTURE_WIDTH, HEIGHT))
+    picture = picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=64)
+    pictures = Path(request.config.getoption("--mlflow"))
+    picture.save(pictures / f"mlflow_{name}.png", optimize=True)
+    text = html.unescape(re.sub(r"<[^>]+>", " ", document))
+    return re.sub(r"\s+", " ", text)
 
 
-def test_it_opens_on_the_charts_of_trainings_key_metrics_first(
+def test_the_first_page_has_the_charts_of_trainings_with_key_metrics_first(
     pages: tuple[str, str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    text = seen(pages[0], tmp_path, "charts", request)
+    text = page_text(pages[0], tmp_path, "charts", request)
     assert "duo train" in text and "duo_s2 train" in text and "2 matching runs" in text
     assert "duo evaluate" not in text
     assert text.index("0_key (2)") < text.index("agent/solver (1)")
@@ -96,19 +97,24 @@ def test_it_opens_on_the_charts_of_trainings_key_metrics_first(
 def test_a_table_lists_trainings(
     pages: tuple[str, str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    text = seen(pages[0].partition("&compareRunsMode")[0], tmp_path, "runs", request)
+    url = pages[0].partition("&compareRunsMode")[0]
+    text = page_text(url, tmp_path, "runs", request)
     assert "duo train" in text and "duo_s2 train" in text and "Sort: validation/accuracy" in text
 
 
 def test_two_runs_are_compared_agent_by_agent(
     pages: tuple[str, str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    text = seen(pages[1], tmp_path, "compare", request)
+    text = page_text(pages[1], tmp_path, "compare", request)
     assert "Comparing 2 Runs from 1 Experiment" in text
     assert "duo train" in text and "duo_s2 train" in text
-    # of the last step, by hand: 0.2 + 0.02 * 19 + 0.1 and, with the other seed, 0.2; 20 minutes on two devices
-    names = "0_key/reward 0_key/validation_accuracy agent/solver/reward_mean agent/verifier/reward_mean cost/gpu_hours"
+    assert "seed 1 2" in text
+    # Values of the last step, worked out by hand: the rewards are 0.2 + 0.02 * 19 + 0.1 * seed;
+    # 20 minutes on two devices are 0.667 hours.
+    names = (
+        "0_key/reward 0_key/validation_accuracy agent/solver/reward_mean "
+        "agent/verifier/reward_mean cost/gpu_hours"
+    )
     values = "0.68 0.78 0.825 0.875 0.67 0.77 0.48 0.58 0.667 0.667"
     metrics = text[text.index("Metrics Show diff only") :]
     assert metrics.index(names) < metrics.index(values)
-    assert "seed 1 2" in metrics
