@@ -23,7 +23,7 @@ from rollout.base.lookup import LOCAL_OBJECTS, lookup
 from rollout.base.options import validate_options
 from rollout.base.signatures import check_call
 from rollout.config.data import TaskFile, placed_tasks
-from rollout.records.trajectory import Group, Status, Task, Trajectory, changed
+from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.tasks.files import PLAIN, distinct, located_dataset, not_downloaded, read_task_file
 from rollout.tasks.splits import SPLITS
 from rollout.teams.roles import Parser
@@ -134,8 +134,8 @@ def allocator_of(reward: Callable[..., Any]) -> Callable[[Group], Group]:
         if trajectory.status is not Status.COMPLETED:
             return trajectory
         said = reward(trajectory)
-        turns = tuple(changed(turn, reward=number(said, turn.agent)) for turn in trajectory.turns)
-        return changed(trajectory, turns=turns)
+        turns = tuple(replace(turn, reward=number(said, turn.agent)) for turn in trajectory.turns)
+        return replace(trajectory, turns=turns)
 
     def number(said: Any, agent: str) -> float:
         try:

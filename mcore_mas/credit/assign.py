@@ -17,7 +17,6 @@ from mcore_mas.credit.samples import CreditError, Sample, TurnId
 from mcore_mas.equations.advantages import BY_TOKEN, OWN_TURNS_ONLY, REQUIRED_COLUMN
 from mcore_mas.equations.divergence import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
-from rollout.records.trajectory import changed
 
 _ID_COLUMNS = ("policy", "task", "agent", "trajectory", "state")
 
@@ -89,7 +88,7 @@ def estimate(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) ->
             returns = _token_rows(turns, estimated.returns, by_token=True)
         for row, index in enumerate(indices):
             if rules[samples[index].agent] == rule:
-                result[index] = changed(
+                result[index] = replace(
                     samples[index], advantages=advantages[row], returns=returns[row]
                 )
     return result

@@ -8,7 +8,9 @@ from itertools import count, takewhile
 import torch
 
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName, token_weights
-from rollout.records.trajectory import Group, Status, Turn, changed, derive_seed, grouped
+from rollout.records.grouping import group_pairs
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Group, Status, Turn
 
 TurnId = tuple[str, str, int]  # trajectory, node and turn number identify a turn within a step
 
@@ -179,7 +181,7 @@ def align(
         seed_path: seeds the random order.
     """
     result: list[Sample] = []
-    by_task_and_agent = grouped(((sample.task, sample.agent), sample) for sample in samples)
+    by_task_and_agent = group_pairs(((sample.task, sample.agent), sample) for sample in samples)
     for (_, agent), turns in by_task_and_agent.items():
         size = sizes.get(agent)
         if size is None:
@@ -201,7 +203,7 @@ def split(samples: Sequence[Sample], parts: int, *seed_path: int | str) -> list[
 
     All turns of a task stay together, so that their common prompts are computed once.
     """
-    by_task = grouped((sample.task, sample) for sample in samples)
+    by_task = group_pairs((sample.task, sample) for sample in samples)
     tasks = sorted(by_task, key=lambda task: derive_seed(*seed_path, "split", task))
     result = []
     for part in range(parts):
@@ -249,6 +251,6 @@ def weigh(
         last_copy = copies.cumsum(0) - 1
         weights[indices] = copy_weights[last_copy] * copies / len(agents)
     return [
-        changed(sample, weight=loss_weights[sample.agent] * weight)
+        replace(sample, weight=loss_weights[sample.agent] * weight)
         for sample, weight in zip(trained, weights.tolist(), strict=True)
     ]

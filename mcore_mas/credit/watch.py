@@ -8,7 +8,7 @@ from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.config.policy import TrainerConfig
 from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.equations.advantages import estimator_grouping
-from rollout.records.trajectory import grouped
+from rollout.records.grouping import group_pairs
 
 _LARGE_SCALE_RATIO = 10.0  # of two agents' reward ranges, from which a warning is given
 
@@ -63,7 +63,7 @@ class CreditWatch:
         groupings = [estimator_grouping(rule.name, rule.options) for rule in rules.values()]
         if all(grouping is None or "agent" in grouping.peers for grouping in groupings):
             return ""
-        rewards = grouped((sample.agent, sample.reward) for sample in samples)
+        rewards = group_pairs((sample.agent, sample.reward) for sample in samples)
         scales = {
             agent: max(values) - min(values)
             for agent, values in rewards.items()

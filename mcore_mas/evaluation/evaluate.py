@@ -39,8 +39,8 @@ from mcore_mas.tracking.progress import ProgressReporter
 from mcore_mas.tracking.stage_record import stage_record
 from rollout.base.files import check_tree, read_record, sealed, writable, write_json
 from rollout.base.ownership import FolderError, check_owner, epoch_of, owned
-from rollout.base.task_group import Watchdog
 from rollout.base.text import nearest
+from rollout.base.watchdog import Watchdog
 from rollout.config.data import prepared_tasks
 from rollout.config.sections import build_team
 from rollout.records.trajectory import Task, Trajectory

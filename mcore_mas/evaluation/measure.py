@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from mcore_mas.equations.statistics import majority_score, mean_interval, pass_at
 from mcore_mas.runtime.full_disk import until_room
+from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.files import read_json, write_json
-from rollout.base.task_group import together
 from rollout.records.files import read_scores, write_trajectories
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import Collector
@@ -198,7 +198,7 @@ async def measure(
     for _ in range(retries + 1):
         missing = board.missing()
         jobs = iter(missing)  # shared: whoever is done takes the next
-        await together(work(jobs) for _ in range(min(in_flight, len(missing))))
+        await gather_or_cancel(work(jobs) for _ in range(min(in_flight, len(missing))))
 
 
 _SIZE = 128  # trajectories of a file

@@ -26,7 +26,7 @@ from rollout.config.data import DataConfig, make_tasks
 from rollout.models.architecture import read_config
 from rollout.models.tensors import tensor_shapes
 from rollout.records.files import RecordError
-from rollout.records.trajectory import grouped
+from rollout.records.grouping import group_pairs
 from rollout.tasks.fields import BadRow
 from rollout.tasks.files import FORMATS, problem_task, read_rows
 from rollout.tasks.splits import SPLITS, find_leaks, tokenise
@@ -294,7 +294,7 @@ def report_inputs(
 
 def _leaks(runs: Drawn) -> list[str]:
     read = {run: drawn for run, drawn in runs.items() if not drawn[0].get("generator")}
-    names = grouped(
+    names = group_pairs(
         (json.dumps(drawn, sort_keys=True, default=str), run) for run, drawn in read.items()
     )
     lines = []

@@ -25,7 +25,8 @@ from rollout.base.lookup import lookup
 from rollout.config.sections import build_team
 from rollout.models.chat_template import CHAT_TEMPLATES
 from rollout.records.files import read_tasks
-from rollout.records.trajectory import Demonstration, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Demonstration
 from rollout.tasks import GENERATORS
 from rollout.tasks.arithmetic import arithmetic_tasks
 from rollout.teams.roles import ROLES

@@ -14,7 +14,7 @@ from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
 from rollout.base.files import read_yaml, write_json
-from rollout.records.trajectory import grouped
+from rollout.records.grouping import group_pairs
 
 ALL_TABLES = "tables"  # the target of every table
 ACQUIRE = "acquire"  # that of all inputs; acquire_NAME those of a table
@@ -70,7 +70,7 @@ def paper_suite(tables: Sequence[str], config: Mapping[str, Any]) -> dict[str, A
         raise SuiteError(str(error)) from error
     scale, seeds = str(config.get("scale", "paper")), seeds_of(config)
     # experiment -> tables that it is in
-    names = grouped(
+    names = group_pairs(
         (run, table) for table, own in zip(tables, loaded, strict=True) for run in own.experiments
     )
     cells = {run: own for table in loaded for run, own in table.evaluate.items()}

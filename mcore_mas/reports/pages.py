@@ -19,7 +19,8 @@ from rollout.environments.games import GAMES
 from rollout.environments.games.game import BadPuzzle
 from rollout.orchestras.replies import parse_decided, parse_listed
 from rollout.records.files import RecordError, read_tasks, read_trajectories
-from rollout.records.trajectory import Task, Trajectory, grouped
+from rollout.records.grouping import group_pairs
+from rollout.records.trajectory import Task, Trajectory
 
 if TYPE_CHECKING:  # it brings torch, and lists of runs and pages need none
     from mcore_mas.credit.samples import Sample
@@ -87,9 +88,9 @@ def trajectory_page(
     Turns that have `pieces` show their tokens, shaded by how unlikely each was or, if asked, by the turn's advantage;
     those with `groups`, which turns they were compared with.
     """
-    agents = grouped((turn.agent, turn) for turn in trajectory.turns)
-    nodes = grouped((turn.node, turn) for turn in trajectory.turns)
-    tools = grouped(((event.node, event.after_turn), event) for event in trajectory.tools)
+    agents = group_pairs((turn.agent, turn) for turn in trajectory.turns)
+    nodes = group_pairs((turn.node, turn) for turn in trajectory.turns)
+    tools = group_pairs(((event.node, event.after_turn), event) for event in trajectory.tools)
     path = {
         node: [
             other

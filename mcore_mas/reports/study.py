@@ -16,7 +16,8 @@ from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.tables import markdown_table
 from rollout.base.files import json_lines, read_record, write_text
 from rollout.records.files import read_trajectories
-from rollout.records.trajectory import Status, Trajectory, grouped, groups_of
+from rollout.records.grouping import group_pairs, group_trajectories
+from rollout.records.trajectory import Status, Trajectory
 
 Metrics = Sequence[
     Mapping[str, float]
@@ -71,7 +72,7 @@ def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Pat
         MetricsError: a team was trained with one estimator only, its estimators have other seeds, or a run has not
             finished.
     """
-    teams = grouped(
+    teams = group_pairs(
         (config["orchestra"]["name"], _arm(name, config)) for name, config in runs.items()
     )
     findings = pd.DataFrame(
@@ -123,8 +124,10 @@ def lemma_factors(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
 def skills(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Of each agent: the share of its turns scored `right`, where turns are, and the mean -log p of a sampled token."""
     turns = [turn for t in trajectories if t.status is Status.COMPLETED for turn in t.turns]
-    right = grouped((turn.agent, turn.scores["right"]) for turn in turns if "right" in turn.scores)
-    surprise = grouped((turn.agent, -logprob) for turn in turns for logprob in turn.logprobs)
+    right = group_pairs(
+        (turn.agent, turn.scores["right"]) for turn in turns if "right" in turn.scores
+    )
+    surprise = group_pairs((turn.agent, -logprob) for turn in turns for logprob in turn.logprobs)
     found = {f"skill {agent}": fmean(own) for agent, own in right.items()}
     return found | {f"entropy {agent}": fmean(own) for agent, own in surprise.items()}
 
@@ -138,9 +141,10 @@ def _arm(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
     )
     steps = sorted((folder / "train" / "trajectories").glob("step_*.parquet"))
     played = (
-        [group.trajectories for group in groups_of(read_trajectories(path))] for path in steps
+        [group.trajectories for group in group_trajectories(read_trajectories(path))]
+        for path in steps
     )
-    factors = grouped(factor for groups in played for factor in lemma_factors(groups).items())
+    factors = group_pairs(factor for groups in played for factor in lemma_factors(groups).items())
     found = {"advantage": config["advantage"]["name"], "seed": config["seed"]}
     found |= {"accuracy before": base, "accuracy": trained} | norms(metrics)
     found |= {f"A² under one (μ, σ) {agent}": fmean(own) for agent, own in factors.items()}

@@ -21,7 +21,8 @@ from mcore_mas.reports.pages import PeerGroup, TurnAdvantages, TurnGroups
 from rollout.base.error_lines import error_line
 from rollout.base.text import shown_text
 from rollout.records.files import read_trajectories
-from rollout.records.trajectory import Status, Trajectory, Turn, grouped, groups_of
+from rollout.records.grouping import group_pairs, group_trajectories
+from rollout.records.trajectory import Status, Trajectory, Turn
 
 
 def plain(text: str, style: str = "") -> Text:
@@ -37,7 +38,7 @@ def credit_of(file: Path, trajectories: Sequence[Trajectory]) -> tuple[TurnAdvan
     """
     try:
         config = RunConfig.load(file.resolve().parents[2] / "config.yaml")
-        samples = to_samples(groups_of(trajectories))
+        samples = to_samples(group_trajectories(trajectories))
         if config.filter is not None:
             samples = keep(samples, config.filter)
         kl = config.loss.kl
@@ -208,7 +209,7 @@ def print_credit(
         values = {"name": name, "options": options}
         line = error_line(error, AdvantageConfig, values)
         raise CreditError(line.removeprefix("name: ")) from error
-    samples = to_samples(groups_of(read_trajectories(file)))
+    samples = to_samples(group_trajectories(read_trajectories(file)))
     samples = estimate(samples, {sample.agent: rule for sample in samples})
     tasks = list(dict.fromkeys(sample.task for sample in samples))
     if task is not None and task not in tasks:
@@ -242,7 +243,7 @@ def _groups_table(
     """One line per peer group: its votes, each once, with their mean and deviation."""
     numbers = [Column(heading, justify="right") for heading in ("n", "μ", "σ")]
     table = Table("group", "votes", *numbers, show_edge=False)
-    groups = grouped((int(statistics.vote_group[statistics.vote[i]]), i) for i in rows)
+    groups = group_pairs((int(statistics.vote_group[statistics.vote[i]]), i) for i in rows)
     for own in groups.values():
         first = own[0]
         votes = {int(statistics.vote[i]): f"{float(statistics.score[i]):g}" for i in own}

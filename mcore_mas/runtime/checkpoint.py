@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import until_room
 from mcore_mas.runtime.recipe import Identity, differences
+from rollout.base.async_tasks import cancel_tasks
 from rollout.base.failpoints import failpoint
 from rollout.base.files import Digest, read_json, sealed, sha256, sync_folder, unsealed, write_json
 from rollout.base.ownership import epoch_of, remove_path
 from rollout.base.processes import ProcessLost
-from rollout.base.task_group import cancel_tasks
 
 CHECKPOINT_FORMAT = 2  # of what a checkpoint's folder holds
 _MANIFEST = "manifest.json"

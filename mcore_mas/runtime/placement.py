@@ -32,7 +32,7 @@ from rollout.base.nested import merged
 from rollout.engines import EngineConfig
 from rollout.engines.sglang.settings import nccl_mismatch
 from rollout.models.architecture import read_architecture
-from rollout.records.trajectory import grouped
+from rollout.records.grouping import group_pairs
 
 Options = dict[str, Any]  # of a Ray actor
 
@@ -238,7 +238,7 @@ def shared_out(config: RunConfig, gpus: Mapping[str, Sequence[Sequence[str]]]) -
         PlacementError: they do not fit.
         ModelError: the shape of a model is not known.
     """
-    on = grouped(
+    on = group_pairs(
         (gpu, policy) for policy, servers in gpus.items() for own in servers for gpu in own
     )
     crowds = [policies for policies in on.values() if len(policies) > 1]
@@ -360,7 +360,7 @@ class DevicePlacement:
             [workers.node_label for workers, _ in pieces],
             labels,
         )
-        made = grouped(
+        made = group_pairs(
             ((t.policy, t.part), _group([t.tp] * (size // t.tp), how, room.kind, t.node_label))
             for (t, size), how in zip(pieces, hows, strict=True)
         )

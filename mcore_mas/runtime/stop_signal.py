@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from mcore_mas.runtime.user_terminal import user_terminal
+from rollout.base.async_tasks import cancel_tasks
 from rollout.base.processes import say
-from rollout.base.task_group import cancel_tasks
 
 _T = TypeVar("_T")
 

@@ -30,9 +30,9 @@ from mcore_mas.megatron.rank_watch import RankMonitor, RankWatchdog
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.planning.gpus import peak_flops
 from mcore_mas.runtime.errors import ClusterError
+from rollout.base.async_tasks import cancel_tasks
 from rollout.base.files import Digest
 from rollout.base.processes import ProcessLost, interface_of
-from rollout.base.task_group import cancel_tasks
 from rollout.sync.transport import SyncRoute, WeightSender, WeightUpdate, make_sender
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from mcore_mas.config.run import RunConfig, for_policy, places_in_schedule
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.engines.sglang.arguments import cumem
-from rollout.records.trajectory import derive_seed
+from rollout.records.seeds import derive_seed
 
 
 def policy_spec(name: str, config: RunConfig) -> TrainerSpec:

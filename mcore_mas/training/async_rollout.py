@@ -21,12 +21,14 @@ from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import until_room
 from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.metrics import StepMetrics
-from rollout.base.task_group import Wait, Watchdog, together
+from rollout.base.async_tasks import gather_or_cancel
+from rollout.base.watchdog import Wait, Watchdog
 from rollout.config.sections import build_allocator
 from rollout.engines.remote.caller import RemoteClient
 from rollout.environments.protocol import Env
 from rollout.records.collection_log import CollectionLog
-from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
 from rollout.rewards.allocation import judge_undecided
 from rollout.rewards.coach import Coach
 from rollout.teams.collect import CollectOptions, Collector
@@ -180,7 +182,7 @@ class AsyncRollouts:
         ):
             baseline = self._collector(step, began=began, log=log, sampling={"temperature": 0.0})
             collections.append(baseline.collect(tasks, 1))
-        groups, *greedy = await together(collections)
+        groups, *greedy = await gather_or_cancel(collections)
         if greedy:  # of the same group, so that it is rewarded as the others are
             groups = [
                 replace(g, trajectories=g.trajectories + b.trajectories)

@@ -19,9 +19,9 @@ from mcore_mas.runtime.placement import DevicePlacement, Room, room_for
 from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.runtime.trainer_specs import critic_spec, policy_spec
 from mcore_mas.training.policy_trainer import PolicyTrainer
+from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import EngineError
 from rollout.base.processes import ProcessLost
-from rollout.base.task_group import cancel_tasks
 
 _T = TypeVar("_T")
 

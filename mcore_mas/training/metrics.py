@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
 from mcore_mas.credit.samples import Sample
-from rollout.records.trajectory import Group, Status, Trajectory, Turn, grouped
+from rollout.records.grouping import group_pairs
+from rollout.records.trajectory import Group, Status, Trajectory, Turn
 
 StepMetrics = dict[str, float]
 
@@ -42,7 +43,7 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
     metrics["rollout/turns"] = fmean(len(trajectory.path) for trajectory in completed)
     metrics["rollout/tokens"] = float(sum(len(turn.completion_ids) for turn in turns))
     metrics |= _chat_metrics([turn for turn in turns if turn.chat])
-    for agent, agent_turns in grouped((turn.agent, turn) for turn in turns).items():
+    for agent, agent_turns in group_pairs((turn.agent, turn) for turn in turns).items():
         for name, value in _agent_metrics(agent_turns).items():
             metrics[f"agent/{agent}/{name}"] = value
     return metrics

@@ -21,7 +21,7 @@ from mcore_mas.packing.pack import PackedSamples, tokens_saved
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.training.metrics import StepMetrics
-from rollout.records.trajectory import changed, grouped
+from rollout.records.grouping import group_pairs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class PolicyTrainer:
     def pack(self, samples: Sequence[Sample], step: int) -> list[UpdateBatch]:
         """The policy's samples, in as many parts as the step has updates; each is packed when it is first needed."""
         trainer, entropy = self._config.trainer, self._config.loss.entropy
-        own = [changed(sample, entropy_coef=entropy) for sample in samples if self._learns(sample)]
+        own = [replace(sample, entropy_coef=entropy) for sample in samples if self._learns(sample)]
         seed = self._config.seed
         if trainer.minibatch is not None:
             return [self._batch(part) for part in deal(own, trainer.minibatch, seed, step)]
@@ -275,7 +275,7 @@ def critic_metrics(metrics: Mapping[str, float]) -> StepMetrics:
 
 def merge_updates(rows: Sequence[Mapping[str, float]]) -> StepMetrics:
     """The metrics of a step's updates as one: extremes and counts by their names, everything else by its mean."""
-    columns = grouped(item for row in rows for item in row.items())
+    columns = group_pairs(item for row in rows for item in row.items())
     return {name: _reduction(name.rpartition("/")[2])(values) for name, values in columns.items()}
 
 

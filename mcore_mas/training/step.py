@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import estimate
@@ -26,9 +26,8 @@ from mcore_mas.training.metrics import (
 )
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.weight_sync import Memory, WeightSync
+from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.processes import restart_metrics
-from rollout.base.task_group import together
-from rollout.records.trajectory import changed
 
 AfterStep = Callable[
     [int, StepMetrics], Awaitable[bool]
@@ -91,7 +90,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     batches = {
         policy: trainers[policy].pack(samples, number) for policy in trained
     }  # once per policy
-    await together(
+    await gather_or_cancel(
         trainers[policy].score(batches[policy]) for policy in trained
     )  # columns: reference, values
     known = {
@@ -115,7 +114,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
                 number + 1, changed="grad_norm" in metrics
             )
 
-    updates = dict(zip(trained, await together(map(learn, trained)), strict=True))
+    updates = dict(zip(trained, await gather_or_cancel(map(learn, trained)), strict=True))
     metrics = _metrics(session, rollouts, credited, updates)
     now = time.perf_counter()
     metrics |= {
@@ -148,7 +147,7 @@ def _with_ages(session: TrainingSession, samples: Sequence[Sample]) -> list[Samp
                 f"{sample.version} of policy {sample.policy}, which is {age} hand-overs behind; "
                 f"its staleness allows {allowed}, and no collection may begin earlier than that"
             )
-        aged.append(changed(sample, age=age))
+        aged.append(replace(sample, age=age))
     return aged
 
 

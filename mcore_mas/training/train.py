@@ -36,7 +36,7 @@ from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 from rollout.base.files import atomic_folder, tree_sha256, writable, write_json
 from rollout.base.ownership import check_owner, epoch_of, owned
 from rollout.base.processes import ProcessLost, Restarts, forget_restarts
-from rollout.base.task_group import Watchdog
+from rollout.base.watchdog import Watchdog
 from rollout.config.data import prepared_tasks
 from rollout.config.sections import build_team
 from rollout.engines.remote.caller import RemoteClient

@@ -13,8 +13,8 @@ from contextlib import (
 )
 
 from mcore_mas.runtime.trainer_group import TrainerGroup
+from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import EngineError
-from rollout.base.task_group import cancel_tasks
 from rollout.engines import Tag, TrainedEngine
 from rollout.sync.transport import WeightUpdate
 

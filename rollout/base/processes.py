@@ -19,7 +19,7 @@ from typing import IO, Any, TextIO
 
 import psutil
 
-from rollout.base.task_group import cancel_tasks
+from rollout.base.async_tasks import cancel_tasks
 from rollout.base.text import shown_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

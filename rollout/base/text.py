@@ -14,6 +14,15 @@ _HIDDEN = re.compile(
 )
 
 
+def valid_text(text: str) -> str:
+    """Return the text with U+FFFD for every lone surrogate, which no tokenizer, file or message can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def shown_text(text: str) -> str:
     """The text with control, bidirectional and invisible characters written out as `\\x1b` or `\\u202e`."""
     return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

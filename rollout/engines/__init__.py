@@ -19,12 +19,12 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
+from rollout.base.deadlines import LateCall, with_deadline
 from rollout.base.errors import EngineError, PromptTooLong
 from rollout.base.http import Url, check_private
 from rollout.base.lookup import lookup, lookup_import
 from rollout.base.section import Section
 from rollout.base.signatures import check_call, check_methods
-from rollout.base.task_group import LateCall, within
 from rollout.engines.protocol import Engine as Engine
 from rollout.engines.protocol import Tag as Tag
 from rollout.engines.protocol import TokenCallback as TokenCallback
@@ -32,7 +32,7 @@ from rollout.engines.protocol import TrainedEngine as TrainedEngine
 from rollout.engines.sglang.arguments import argument_problem, graph_problem
 from rollout.models.chat_template import CUTS, Renderer, WordStream
 from rollout.models.tool_calls import ToolFormat, ToolSchema
-from rollout.records.trajectory import Completion, Message, Sampling, Turn, changed
+from rollout.records.trajectory import Completion, Message, Sampling, Turn
 from rollout.sync.transport import REMOVED_TRANSPORTS
 
 # Import paths, so that naming an engine imports neither torch nor Ray.
@@ -310,7 +310,7 @@ class EngineClient:
             prompt_ids, root = await self._chat_prompt(messages, chat, room)
         else:
             shown, prompt_ids = render_within(self.renderer, messages, room, self.overlong_prompts)
-        sampling = changed(sampling, stop=self.renderer.stop)
+        sampling = replace(sampling, stop=self.renderer.stop)
         completion = await self._completion(prompt_ids, sampling, chat)
         return PolicyReply(
             text=self.renderer.decode(completion.token_ids),
@@ -351,7 +351,7 @@ class EngineClient:
                 reply = engine.stream(prompt_ids, sampling, TokenCallback(hear, every))
             else:
                 reply = engine.generate(prompt_ids, sampling)
-            completion: Completion = await within(self.deadline_s, reply, LateCall)
+            completion: Completion = await with_deadline(self.deadline_s, reply, LateCall)
         if words and stops:
             known = (
                 len(heard) if completion.token_ids[: len(heard)] == tuple(heard) else 0

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from rollout.base.async_tasks import cancel_tasks, set_outcome
 from rollout.base.errors import EnvError
 from rollout.base.files import read_yaml
-from rollout.base.task_group import cancel_tasks, settle
 from rollout.environments.protocol import AgentMistake, Step, ToolCall, last_tag
 from rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
 from rollout.environments.tools import Tool, ToolFailed, chosen_tool
@@ -98,7 +98,7 @@ async def _live(
     except (
         Exception
     ) as grouped:  # of a server or the library; whoever waits for a call hears of it there
-        settle(ready, _failure("MCP servers", grouped))
+        set_outcome(ready, _failure("MCP servers", grouped))
 
 
 async def _started(

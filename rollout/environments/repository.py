@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
+from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.errors import EnvError
 from rollout.base.files import read_yaml
-from rollout.base.task_group import together
 from rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from rollout.environments.protocol import Step, ToolCall
 from rollout.environments.running import SandboxedEnv
@@ -204,7 +204,7 @@ class RepositoryEnv(SandboxedEnv):
                 return dict.fromkeys(
                     re.findall(rf"^{mark} (\S+)", result.stdout, re.MULTILINE), True
                 )
-            judged = await together(
+            judged = await gather_or_cancel(
                 judge(self.runner, *_as_call(check), limits=limits, files=folder)
                 for check in instance.checks
             )

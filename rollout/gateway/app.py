@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
+from rollout.base.event_loop import per_loop
 from rollout.base.http_server import (
     BodyTooLarge,
     answering,
@@ -26,7 +27,6 @@ from rollout.base.http_server import (
     read_body,
     url_of,
 )
-from rollout.base.task_group import of_loop
 from rollout.gateway.completions import COMPLETIONS
 from rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth
 from rollout.gateway.messages import MESSAGES, parse_count
@@ -304,4 +304,4 @@ class Gateway:
 
 def shared_gateway() -> AbstractAsyncContextManager[Gateway]:
     """The gateway of the running event loop, which listens as long as somebody uses it."""
-    return of_loop("gateway", Gateway).in_use()
+    return per_loop("gateway", Gateway).in_use()

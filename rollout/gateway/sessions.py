@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import jinja2
 
+from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import Defect, EngineError, PromptTooLong
-from rollout.base.task_group import cancel_tasks
 from rollout.environments.protocol import after_thought
 from rollout.environments.tools import Tool
 from rollout.gateway.dialects import ChatReply, ChatRequest, Finish, GatewayError

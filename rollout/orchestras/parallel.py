@@ -14,7 +14,8 @@ from pydantic import AfterValidator, NonNegativeInt, PositiveInt, ValidationInfo
 from rollout.base.section import Names
 from rollout.environments.protocol import PlayedEnv, after_thought
 from rollout.orchestras.replies import boxed, calculated, graded, numbered, vote
-from rollout.records.trajectory import Task, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Task
 from rollout.teams.roles import AgentReply
 from rollout.teams.team import TeamSession
 

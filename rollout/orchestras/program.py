@@ -14,13 +14,16 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from rollout.base.async_tasks import cancel_tasks
+from rollout.base.deadlines import LateTool, with_deadline
+from rollout.base.event_loop import per_loop
 from rollout.base.http import without_proxy
 from rollout.base.lookup import lookup
 from rollout.base.processes import run_command
 from rollout.base.signatures import check_call
-from rollout.base.task_group import LateTool, cancel_tasks, of_loop, within
+from rollout.base.text import valid_text
 from rollout.environments.protocol import Env
-from rollout.records.trajectory import Task, valid_text
+from rollout.records.trajectory import Task
 from rollout.sandbox.guest.filters import can_confine, confine_program
 from rollout.sandbox.pool import readable_paths
 from rollout.teams.roles import misused
@@ -172,7 +175,7 @@ async def program(
                 work: Awaitable[str] = _run(tuple(command), job, sandbox, rules)
             else:
                 playing = _played(lookup("agent program", str(call), _NO_PROGRAMS)(job))
-                work = within(rules.deadline_s, playing, _late)
+                work = with_deadline(rules.deadline_s, playing, _late)
             try:
                 answer = await _unless_failed(work, session.failure)
             except ProgramFailed as failed:
@@ -221,14 +224,14 @@ async def _run(
     environment = {**os.environ, **job.environment}
     run = partial(run_command, command, job.problem.encode(), most_bytes=_MOST_BYTES)
     try:
-        async with of_loop(
+        async with per_loop(
             ("agent programs", rules.at_once), partial(asyncio.Semaphore, rules.at_once)
         ):
             with TemporaryDirectory() as own:
                 if sandbox is not None:
                     environment |= {"HOME": own, "TMPDIR": own}
                     run = partial(run, confine=_confinement(sandbox, own, job.openai_url))
-                ended = await within(rules.deadline_s, run(env=environment), _late)
+                ended = await with_deadline(rules.deadline_s, run(env=environment), _late)
     except (OSError, ValueError, SubprocessError) as error:
         raise ProgramFailed(f"'{command[0]}': {error}") from error
     if ended.returncode:

@@ -8,17 +8,15 @@ function over a row (see `mcore_mas.credit.samples`).
 from __future__ import annotations
 
 import enum
-import hashlib
 from base64 import urlsafe_b64decode
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-_K = TypeVar("_K")
-_T = TypeVar("_T")
-_Record = TypeVar("_Record")
+from rollout.base.text import valid_text
+
 # Which experts of a mixture the engine sent each token to: [tokens, sparse layers, k] as `Experts` writes numbers; b""
 # where nobody knows. The last token of all is not among them: nothing was computed of it. In JSON it is base64
 Routing = Annotated[
@@ -32,15 +30,6 @@ _COUNTED = (
 )  # why a trajectory failed, as its metrics name it
 
 
-def valid_text(text: str) -> str:
-    """The text with U+FFFD for every lone surrogate, which no tokenizer, file or message can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def clean_fields(record: Any, *names: str) -> None:
     """Make text fields of a frozen record valid, also tuples of texts, in its `__post_init__`."""
     for name in names:
@@ -49,14 +38,6 @@ def clean_fields(record: Any, *names: str) -> None:
             object.__setattr__(record, name, valid_text(value))
         elif isinstance(value, tuple):
             object.__setattr__(record, name, tuple(map(valid_text, value)))
-
-
-def changed(record: _Record, **fields: Any) -> _Record:
-    """`dataclasses.replace` of a frozen record with slots in a third of the time; no field is cleaned or checked."""
-    new, put = object.__new__(type(record)), object.__setattr__
-    for name in record.__slots__:  # type: ignore[attr-defined]
-        put(new, name, fields[name] if name in fields else getattr(record, name))
-    return new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,16 +103,6 @@ class Demonstration:
 
     agent: str
     messages: tuple[Message, ...]  # the loss is on the assistant's messages
-
-
-def derive_seed(*place: int | str) -> int:
-    """A 64-bit seed for one place in a run, for example (run seed, step, task, sample, agent, turn).
-
-    Every random choice is a hash of where it happens. There is no generator state to save or restore: the same place
-    gives the same seed after any restart.
-    """
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in place)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,24 +314,3 @@ class Group:
 
     task: Task
     trajectories: tuple[Trajectory, ...]
-
-
-def grouped(pairs: Iterable[tuple[_K, _T]]) -> dict[_K, list[_T]]:
-    """The values of equal keys together, both in the order in which they come."""
-    found: dict[_K, list[_T]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
-
-
-def groups_of(trajectories: Iterable[Trajectory]) -> list[Group]:
-    """Recorded trajectories by task; of the task itself only its id is known."""
-    return [
-        Group(
-            task=Task(id=task, prompt="", answers=(), env="", source=own[0].source, split=""),
-            trajectories=tuple(own),
-        )
-        for task, own in grouped(
-            (trajectory.task_id, trajectory) for trajectory in trajectories
-        ).items()
-    ]

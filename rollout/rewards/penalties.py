@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat as Cost
 from pydantic import PositiveInt
 
-from rollout.records.trajectory import Group, Status, Trajectory, Turn, changed
+from rollout.records.trajectory import Group, Status, Trajectory, Turn
 from rollout.rewards.allocation import RewardError, locate
 
 # (turn, **options) -> amount that is added to its reward; None: the turn does not train
@@ -119,13 +119,13 @@ def apply_penalties(
                 f"{locate(trajectory, turn)}: reward is {turn.reward + total}; expected a finite number"
             )
         scores = {**turn.scores, "penalty": total} if total else turn.scores
-        return changed(turn, reward=turn.reward + total, scores=scores, masked=None in amounts)
+        return replace(turn, reward=turn.reward + total, scores=scores, masked=None in amounts)
 
     group = allocate(group)
     trajectories = []
     for trajectory in group.trajectories:
         if trajectory.status is Status.COMPLETED:
             turns = tuple(penalised(trajectory, turn) for turn in trajectory.turns)
-            trajectory = changed(trajectory, turns=turns)
+            trajectory = replace(trajectory, turns=turns)
         trajectories.append(trajectory)
     return replace(group, trajectories=tuple(trajectories))

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from rollout.base.event_loop import per_loop
 from rollout.base.http import HttpClient, Refused, Unanswered, retried
 from rollout.base.processes import Restarts
-from rollout.base.task_group import of_loop
 from rollout.sandbox import pool as tiers
 from rollout.sandbox.jail import Jail, check_name
 from rollout.sandbox.pool import JailPool
@@ -89,7 +89,7 @@ class Runner(ABC):
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
         await self.start()
-        async with of_loop((self, "slots"), partial(asyncio.Semaphore, self.slots)):
+        async with per_loop((self, "slots"), partial(asyncio.Semaphore, self.slots)):
             yield
 
     @abstractmethod
@@ -154,7 +154,7 @@ class Sandbox(Runner):
             yield Session(jail, limits, self._slot)
 
     async def start(self) -> None:
-        async with of_loop(
+        async with per_loop(
             (self, "starting"), asyncio.Lock
         ):  # of many that find the zygote gone, one starts another
             if self._pool is not None and not self._pool.alive:

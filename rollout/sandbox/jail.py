@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
 
-from rollout.base.task_group import settle
+from rollout.base.async_tasks import set_outcome
 from rollout.sandbox.cgroup import Cgroup
 from rollout.sandbox.guest import wire
 from rollout.sandbox.records import RunLimits, SandboxError
@@ -183,7 +183,7 @@ async def until_readable(channel: socket.socket) -> None:
     """Wait until something can be received."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(channel, settle, ready, None)
+    loop.add_reader(channel, set_outcome, ready, None)
     try:
         await ready
     finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout.base.task_group import together
+from rollout.base.async_tasks import gather_or_cancel
 from rollout.sandbox.box import Runner
 from rollout.sandbox.records import RunLimits, RunResult, Verdict
 
@@ -73,7 +73,7 @@ async def judge_all(
     limits: RunLimits | None = None,
 ) -> list[RunResult]:
     """Run a program on every test, in order; SandboxError if there is no verdict on one of them."""
-    return await together(
+    return await gather_or_cancel(
         judge(runner, source, test, compare=compare, limits=limits) for test in tests
     )
 

@@ -9,7 +9,8 @@ from typing import Any
 from rollout.base.files import read_yaml
 from rollout.base.section import Share
 from rollout.orchestras.sequential import slots
-from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Demonstration, Message, Task
 from rollout.tasks.splits import draw_different, split_of
 from rollout.teams.roles import ROLES, Role
 

@@ -18,7 +18,8 @@ from rollout.environments.protocol import Env
 from rollout.models.tool_calls import in_words
 from rollout.orchestras.coding import tool_coder
 from rollout.orchestras.replies import fenced
-from rollout.records.trajectory import SILENCE, Demonstration, Message, Sampling, Task, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import SILENCE, Demonstration, Message, Sampling, Task
 from rollout.sandbox.judge import StdinTest
 from rollout.tasks.splits import draw_different, split_of
 from rollout.teams.episode import Episode, Orchestra

@@ -21,7 +21,8 @@ from rollout.base.files import read_yaml
 from rollout.base.section import Share
 from rollout.environments.search import PassageStyle, SearchEnv
 from rollout.orchestras.search import memory_search, search_team
-from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Demonstration, Message, Task
 from rollout.tasks.chats import Teacher, TeachingSession, asked_for, taught
 from rollout.tasks.splits import draw_listed
 from rollout.teams.roles import Agent, AgentReply, Role

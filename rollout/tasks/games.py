@@ -17,7 +17,8 @@ from rollout.environments.games.game import Owns, PuzzleSource
 from rollout.orchestras.acting import game_team, single
 from rollout.orchestras.replies import DECIDED, LISTED
 from rollout.records.files import RecordError
-from rollout.records.trajectory import Demonstration, Task, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Demonstration, Task
 from rollout.tasks.chats import TeachingSession
 from rollout.tasks.splits import digest, draw_different, draw_listed, split_of
 from rollout.teams.roles import Role

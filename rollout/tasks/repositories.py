@@ -10,7 +10,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rollout.environments.repository import CheckCall, pack_check, pack_source
-from rollout.records.trajectory import Task, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Task
 from rollout.tasks.repository_functions import BUGGY_FUNCTIONS, BuggyFunction
 from rollout.tasks.splits import digest, draw_different, split_of
 

@@ -27,7 +27,8 @@ from rollout.base.files import read_yaml
 from rollout.environments.data_science import SUBMISSION, pack_file, pack_target
 from rollout.environments.predictions import TABLE_METRICS, Target
 from rollout.records.files import RecordError
-from rollout.records.trajectory import Task, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Task
 from rollout.tasks.files import read_rows
 from rollout.tasks.splits import digest, split_of
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.errors import PromptTooLong
-from rollout.base.task_group import together
 from rollout.engines import ChatState
 from rollout.environments.protocol import ToolCall
 from rollout.environments.tools import Tool, call_tool
@@ -213,7 +213,7 @@ class Chat:
             for number in numbers:
                 results[number] = await self._call(calls[number], reply)
 
-        await together(
+        await gather_or_cancel(
             map(make, ([number for number in free if number not in alone], *([n] for n in alone)))
         )
         return results

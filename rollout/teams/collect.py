@@ -10,15 +10,11 @@ from pathlib import Path
 
 from pydantic import Field
 
+from rollout.base.async_tasks import cancel_tasks, gather_or_cancel
+from rollout.base.deadlines import LEFT_BEHIND, Late
 from rollout.base.errors import Defect, PromptTooLong, Undecided
 from rollout.base.section import Section
-from rollout.base.task_group import (
-    LEFT,
-    Late,
-    Watchdog,
-    cancel_tasks,
-    together,
-)
+from rollout.base.watchdog import Watchdog
 from rollout.environments.protocol import Env
 from rollout.records.call_record import CallRecord
 from rollout.records.collection_log import CollectionLog
@@ -84,7 +80,7 @@ class Collector:
         """
         quotas = [_Quota(group_size) if self.options.surplus else None for _ in tasks]
         size = group_size + self.options.surplus
-        played = await together(
+        played = await gather_or_cancel(
             self.play(task, sample, quota)
             for task, quota in zip(tasks, quotas, strict=True)
             for sample in range(size)
@@ -219,7 +215,7 @@ async def _play(
             ending = _Ending(status, why, (f"late/{late}",))
     finally:
         ended = await cancel_tasks([task])
-    return ending if ended else replace(ending, error=ending.error + LEFT)
+    return ending if ended else replace(ending, error=ending.error + LEFT_BEHIND)
 
 
 _COUNTED = {"undecided": Undecided, "overlong": PromptTooLong, "quarantined": Defect}

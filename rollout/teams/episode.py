@@ -10,8 +10,9 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar, cast
 
+from rollout.base.deadlines import Late, LateTool, with_deadline
 from rollout.base.errors import Defect, EngineError, EnvError
-from rollout.base.task_group import Late, LateTool, Wait, within
+from rollout.base.watchdog import Wait
 from rollout.environments.protocol import Case, Env, Living, PlayedEnv, Step, ToolCall
 from rollout.environments.tools import Tool
 from rollout.records.trajectory import Task, ToolEvent, Turn
@@ -189,7 +190,7 @@ class Episode:
                 return await call(*arguments)
 
         try:
-            return await within(self._tool_s, called())
+            return await with_deadline(self._tool_s, called())
         except Late as late:
             raise LateTool(f"{tool}: {late}", f"tool/{tool}") from None
 

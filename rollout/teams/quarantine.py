@@ -14,9 +14,10 @@ from pydantic_core import to_json
 
 from rollout.base.errors import EngineError
 from rollout.base.files import write_json
+from rollout.base.text import valid_text
 from rollout.engines import ChatState, PolicyReply
 from rollout.records.files import RecordError
-from rollout.records.trajectory import Message, Sampling, Task, Trajectory, valid_text
+from rollout.records.trajectory import Message, Sampling, Task, Trajectory
 from rollout.teams.team import RecordedReply, Team
 
 _REPLY = TypeAdapter(PolicyReply)

@@ -11,13 +11,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollout.base.async_tasks import cancel_tasks
+from rollout.base.deadlines import Late, LateCall
 from rollout.base.errors import Defect, EngineError, EnvError, PromptTooLong, Unusable
-from rollout.base.task_group import Late, LateCall, cancel_tasks
 from rollout.engines import ChatState, PolicyClient, PolicyReply, prompt_tokens
 from rollout.environments.tools import Tool
 from rollout.models.tool_calls import parse_reply
 from rollout.records.call_record import CallRecord
-from rollout.records.trajectory import Message, Turn, changed, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Message, Turn
 from rollout.teams.chat import Chat, ToolRunner
 from rollout.teams.roles import Agent, AgentReply
 
@@ -129,7 +131,7 @@ class TeamSession:
     def turns(self) -> tuple[Turn, ...]:
         """The turns so far with their scores, in the order in which they were asked for."""
         return tuple(
-            changed(turn, round=self._rounds[index], scores=self.scores[index])
+            replace(turn, round=self._rounds[index], scores=self.scores[index])
             for index, turn in sorted(self._turns.items())
         )
 
@@ -297,7 +299,7 @@ class TeamSession:
         branch = (node,) if node.strip("0.") else ()
         seed = derive_seed(*self._place, agent.name, call.index, *branch)
         started = time.time()
-        sampling = changed(agent.sampling, seed=seed, session=self._session)
+        sampling = replace(agent.sampling, seed=seed, session=self._session)
         try:
             with Blamed(f"policy {agent.policy}"):
                 said = await self._team.players[agent.policy].say(

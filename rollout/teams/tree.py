@@ -16,12 +16,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from rollout.base.async_tasks import cancel_tasks, gather_or_cancel, set_outcome
+from rollout.base.deadlines import Late
 from rollout.base.errors import EngineError, EnvError, Undecided
 from rollout.base.section import Section
-from rollout.base.task_group import Late, Wait, cancel_tasks, settle, together
+from rollout.base.watchdog import Wait
 from rollout.environments.protocol import Env
 from rollout.records.call_record import CallRecord
-from rollout.records.trajectory import Task, ToolEvent, Turn, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Task, ToolEvent, Turn
 from rollout.teams.episode import Episode, Orchestra
 from rollout.teams.team import Call, RecordedReply, Team, TeamSession, TurnReply
 
@@ -89,15 +92,15 @@ class Tree:
             what = f"environment or orchestra of task {self.task.id} is not deterministic: cannot branch"
             self.error = f"BranchError: {what} ({failure})"
         finally:
-            await together(branch.close() for branch in self._branches)
+            await gather_or_cancel(branch.close() for branch in self._branches)
 
     async def _round(self) -> None:
         lead = self._branches[0]
         parent, rounds, standing = lead.node, list(lead.rounds), lead.standing
         followers = [self._sprout() for _ in range(self.branching.width - 1)]
         self._branches = [lead, *followers]
-        await together(branch.follow(rounds, standing) for branch in followers)
-        await together(
+        await gather_or_cancel(branch.follow(rounds, standing) for branch in followers)
+        await gather_or_cancel(
             branch.grow(f"{parent}.{number}".lstrip("."))
             for number, branch in enumerate(self._branches)
             if not branch.episode.error
@@ -108,7 +111,7 @@ class Tree:
         chosen = self._choose(grown, len(rounds)) if grown else lead
         others = [branch for branch in self._branches if branch is not chosen]
         self._branches = [chosen, *others]
-        await together(branch.close() for branch in others)
+        await gather_or_cancel(branch.close() for branch in others)
         self._branches = [chosen]
         for branch in others:
             if branch in grown:
@@ -288,7 +291,7 @@ class Branch:
         """Play the round that stands open, as branch `node`."""
         self.node, self.resting = node, False
         calls = [call for call, _ in self._seat.open.values()]
-        answers = await together(self._seat.ask(call, node) for call in calls)
+        answers = await gather_or_cancel(self._seat.ask(call, node) for call in calls)
         await self._hand_over(list(zip(calls, answers, strict=True)))
 
     def score(self, alpha: float) -> float:
@@ -310,7 +313,7 @@ class Branch:
         for call, answer in asked:
             _, future = self._seat.open.get(call.index, (None, None))
             if future is not None:  # else the orchestra has given the call up
-                settle(future, answer)
+                set_outcome(future, answer)
         await self.rest()
 
 

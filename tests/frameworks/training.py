@@ -45,6 +45,7 @@ from rollout.engines import ChatState, EngineClient, PolicyClient, PolicyReply
 from rollout.engines.embedded.batching import LocalEngine
 from rollout.models.chat_template import Renderer
 from rollout.models.tool_calls import in_words
+from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import (
     Completion,
     Group,
@@ -53,7 +54,6 @@ from rollout.records.trajectory import (
     Task,
     Trajectory,
     VersionSpan,
-    derive_seed,
 )
 from rollout.teams.collect import Collector
 from rollout.teams.team import Team

@@ -9,7 +9,8 @@ from rollout.base.errors import EnvError
 from rollout.engines import EngineClient
 from rollout.environments.protocol import Step, ToolCall
 from rollout.models.tool_calls import ToolFormat, ToolSchema
-from rollout.records.trajectory import Group, Message, Sampling, Task, Turn, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Group, Message, Sampling, Task, Turn
 from rollout.teams.collect import CollectOptions, Collector
 from rollout.teams.roles import Agent, Role
 from rollout.teams.team import Team

@@ -24,7 +24,8 @@ from mcore_mas.training.weight_sync import Memory, WeightSync
 from rollout.base.files import Digest
 from rollout.config.sections import build_env, build_player, build_team
 from rollout.engines import TokenCallback
-from rollout.records.trajectory import Completion, Group, Sampling, Task, VersionSpan, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Completion, Group, Sampling, Task, VersionSpan
 from rollout.sync.transport import SyncRoute, WeightUpdate
 
 TOKEN_S = 0.1  # of decoding one token

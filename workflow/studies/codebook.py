@@ -15,7 +15,8 @@ from pydantic import PositiveInt
 
 from rollout.base.section import Share
 from rollout.environments.protocol import Step
-from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Demonstration, Message, Task
 from rollout.tasks import Generator
 from rollout.tasks.splits import split_of
 from rollout.teams.roles import Role, register_agent

@@ -20,7 +20,7 @@ from mcore_mas.megatron.state.weight_import import LINEARS, LazyTensor, SafeTens
 from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture
 from rollout.models.fused_weights import ADAPTER_FILES
-from rollout.records.trajectory import derive_seed
+from rollout.records.seeds import derive_seed
 
 _PEFT = re.compile(r"\.(\w+)_proj\.lora_([AB])\.weight$")
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.base.async_tasks import set_outcome
 from rollout.base.errors import EngineError
-from rollout.base.task_group import settle
 from rollout.engines import StreamingEngine, Tag, TokenCallback, problem_of
 from rollout.engines.embedded.cache import Cache
 from rollout.engines.embedded.decoder import CachedDecoder
@@ -361,14 +361,14 @@ class Dispatcher(StreamingEngine):
             )
             self._new.clear()
             for _, future, _ in self._waiting.values():
-                settle(future, failure)
+                set_outcome(future, failure)
             if not known:
                 raise
 
     def _take(self, request_id: int, found: Outcome | News) -> None:
         _, future, hear = self._waiting[request_id]
         if not isinstance(found, tuple):
-            settle(future, found)
+            set_outcome(future, found)
         elif hear is not None and not future.done() and not hear(*found):
             self._aborts.append(request_id)
 

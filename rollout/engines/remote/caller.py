@@ -11,14 +11,17 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from rollout.base.async_tasks import cancel_tasks
+from rollout.base.deadlines import LateCall
 from rollout.base.errors import EngineError
+from rollout.base.event_loop import drop_per_loop, per_loop
 from rollout.base.http import Refused, Unanswered, retried
-from rollout.base.task_group import LateCall, cancel_tasks, forget, of_loop
+from rollout.base.text import valid_text
 from rollout.engines import ChatState, PolicyReply, remote
 from rollout.engines.remote import Answer, Provider, RemoteConfig, RemoteError, ReplySettings
 from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
 from rollout.models.tool_calls import in_words
-from rollout.records.trajectory import SILENCE, Message, Sampling, valid_text
+from rollout.records.trajectory import SILENCE, Message, Sampling
 
 CALL_BACKOFF_S = 0.5  # mean of the first pause; doubles with each retry
 _REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # fields of requests
@@ -143,12 +146,12 @@ class Caller:
         """End what is in flight and close the connections and the ledger."""
         await cancel_tasks(self._live.tasks)
         await self._live.provider.aclose()
-        forget(self)
+        drop_per_loop(self)
         self._ledger.close()
 
     @property
     def _live(self) -> _Live:
-        return of_loop(
+        return per_loop(
             self,
             lambda: _Live(
                 self._spare.pop() if self._spare else self._make(),

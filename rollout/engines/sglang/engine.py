@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from rollout.engines.sglang.fleet import Fleet, Left, LostWeights
 from rollout.engines.sglang.server import Replica
 from rollout.engines.sglang.settings import PUSHED, SGLangSettings
 from rollout.engines.sglang.weight_check import WeightCheck
-from rollout.records.trajectory import Completion, Sampling, changed
+from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.memory import memory_path
 from rollout.sync.transport import ServerOptions, SyncRoute, WeightUpdate
 
@@ -118,7 +119,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 said.finish_reason == "abort" and "routed_experts" not in reply["meta_info"]
             ):
                 return said  # one that was aborted before it ran, or between two runs, has none
-            return changed(said, routing=routing_of(reply, len(prompt_ids), experts))
+            return replace(said, routing=routing_of(reply, len(prompt_ids), experts))
 
     async def begin_update(self) -> SyncRoute:
         """The folder to write to; or the servers themselves, which then pause until `commit_update`."""

@@ -6,10 +6,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.base.async_tasks import set_outcome
 from rollout.base.errors import EngineError
+from rollout.base.event_loop import per_loop
 from rollout.base.http import Unanswered
 from rollout.base.processes import Restarts
-from rollout.base.task_group import of_loop, settle
 from rollout.engines import Tag
 from rollout.engines.sglang.client import StreamedReply
 from rollout.engines.sglang.server import NoRoom, Replica, owned_replica
@@ -222,7 +223,7 @@ async def _move(replica: Replica, tags: Sequence[str], *, asleep: bool) -> None:
 
 def _gate(replica: Replica) -> asyncio.Lock:
     """Who starts or revives a server has it."""
-    return of_loop(("gate", replica), asyncio.Lock)
+    return per_loop(("gate", replica), asyncio.Lock)
 
 
 class LostWeights:
@@ -259,4 +260,4 @@ class LostWeights:
         """End the wait of all calls."""
         waiting, self._waiting = self._waiting, []
         for back in waiting:
-            settle(back, error)
+            set_outcome(back, error)

@@ -14,9 +14,9 @@ from typing import Any
 import ray
 
 from rollout.base.errors import EngineError
+from rollout.base.event_loop import per_loop
 from rollout.base.http import without_proxy
 from rollout.base.processes import free_port, interface_of, start_group, stop_group
-from rollout.base.task_group import of_loop
 from rollout.engines.sglang.client import SGLangClient
 from rollout.engines.sglang.settings import SGLangSettings
 
@@ -279,7 +279,7 @@ class Replica:
         """
         async with AsyncExitStack() as turns:
             for seat in sorted(self.seats):
-                await turns.enter_async_context(of_loop(("GPU", seat), asyncio.Lock))
+                await turns.enter_async_context(per_loop(("GPU", seat), asyncio.Lock))
             if self._client is None:
                 await self.start()
             await self._answering(start_s)

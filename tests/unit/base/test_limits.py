@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 
 from mcore_mas.training.metrics import rollout_metrics
+from rollout.base.deadlines import Late, with_deadline
 from rollout.base.errors import EngineError
-from rollout.base.task_group import Late, Watchdog, within
+from rollout.base.watchdog import Watchdog
 from rollout.records.files import read_trajectories, write_trajectories
 from rollout.records.trajectory import Status
 from rollout.teams.collect import Deadlines
@@ -102,9 +103,9 @@ def test_a_timeout_of_the_work_itself_is_not_ours():
         raise TimeoutError("a socket's")
 
     with pytest.raises(TimeoutError, match="a socket's"):
-        asyncio.run(within(5, breaks()))
+        asyncio.run(with_deadline(5, breaks()))
     with pytest.raises(Late, match=r"nothing came within 0\.01 s"):
-        asyncio.run(within(0.01, asyncio.sleep(5)))
+        asyncio.run(with_deadline(0.01, asyncio.sleep(5)))
 
 
 def test_calls_in_flight_are_bounded_first_come_first_served():

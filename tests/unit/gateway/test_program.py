@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from mcore_mas.config.compose import resolve
-from rollout.base import task_group
+from rollout.base import async_tasks
 from rollout.base.errors import EngineError
 from rollout.base.http_server import SERVER
 from rollout.config.sections import AgentConfig, OrchestraConfig
@@ -155,7 +155,7 @@ def test_a_broken_program_fails_its_trajectory_alone(
 def test_the_deadline_holds_for_a_function_that_goes_on_when_it_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_group, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(async_tasks, "CLEANUP_S", 0.2)
     trajectory = one(tmp_path, call=f"{PROGRAMS}:stubborn", rules=HASTY)
     assert trajectory.status is Status.LATE
     assert trajectory.error.endswith(

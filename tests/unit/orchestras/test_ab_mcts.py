@@ -14,7 +14,8 @@ from mcore_mas.credit.samples import to_samples
 from mcore_mas.equations.advantages import mars2, mcts
 from rollout.environments.code import CodeEnv, pack_test
 from rollout.orchestras.ab_mcts import Grading, TreeSearch, draw_gaussian
-from rollout.records.trajectory import Group, Status, Task, Trajectory, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.turn_scores import local_team, tree_shaping
 from rollout.sandbox.judge import StdinTest
 from tests.support.canned import Canned

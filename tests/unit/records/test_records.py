@@ -30,7 +30,6 @@ from rollout.records.trajectory import (
     Trajectory,
     Turn,
     VersionSpan,
-    changed,
 )
 from tests.support.played import trajectory, turn
 
@@ -299,13 +298,6 @@ def test_a_task_that_cannot_be_one_is_refused_in_one_line(tmp_path, change, faul
         refused.value
     )
     assert "\n" not in str(refused.value)
-
-
-def test_a_changed_record_is_a_replaced_one_and_the_old_one_stays() -> None:
-    assert changed(TURN, round=2, scores={"team": 1.0}) == replace(
-        TURN, round=2, scores={"team": 1.0}
-    )
-    assert (TURN.round, TURN.scores) == (0, {})
 
 
 def test_a_trajectory_that_lacks_what_it_needs_is_refused_in_one_line(tmp_path):

@@ -14,8 +14,10 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.training.metrics import describe_lost_trajectories, rollout_metrics
+from rollout.base.async_tasks import CLEANUP_S, cancel_tasks
+from rollout.base.deadlines import LEFT_BEHIND
 from rollout.base.errors import EngineError, EnvError
-from rollout.base.task_group import LEFT, PATIENCE_S, Watchdog, cancel_tasks
+from rollout.base.watchdog import Watchdog
 from rollout.records.trajectory import Status
 from rollout.teams.collect import Deadlines
 from rollout.teams.tree import Branching
@@ -64,20 +66,20 @@ def test_a_deadline_holds_against_a_tool_that_ignores_its_cancellation(key):
         )
         at = asyncio.get_running_loop().time()
         left = len(asyncio.all_tasks()) - 1
-        await asyncio.sleep(2 * PATIENCE_S)
+        await asyncio.sleep(2 * CLEANUP_S)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         gc.collect()
         return groups, at, left
 
     groups, at, left = run_virtually(run())
     [trajectory] = groups[0].trajectories
-    assert at == 5 + PATIENCE_S
+    assert at == 5 + CLEANUP_S
     assert left
     assert complaints == []
-    assert trajectory.error.endswith(LEFT)
+    assert trajectory.error.endswith(LEFT_BEHIND)
     assert trajectory.outcome is None
     assert trajectory.status is (Status.ABORTED if key == "batch_s" else Status.LATE)
-    assert Deaf.cancelled == [5, 5 + PATIENCE_S]  # told again until it heard
+    assert Deaf.cancelled == [5, 5 + CLEANUP_S]  # told again until it heard
 
 
 def test_what_ends_in_time_when_cancelled_is_waited_for_and_not_left():
@@ -86,7 +88,7 @@ def test_what_ends_in_time_when_cancelled_is_waited_for_and_not_left():
             try:
                 await asyncio.sleep(1000)
             except asyncio.CancelledError:
-                await asyncio.sleep(PATIENCE_S / 2)  # cleans up
+                await asyncio.sleep(CLEANUP_S / 2)  # cleans up
                 raise
 
         task = asyncio.create_task(tidy())
@@ -95,7 +97,7 @@ def test_what_ends_in_time_when_cancelled_is_waited_for_and_not_left():
         assert task.cancelled()
         return asyncio.get_running_loop().time()
 
-    assert run_virtually(run()) == PATIENCE_S / 2
+    assert run_virtually(run()) == CLEANUP_S / 2
 
 
 def test_who_is_cancelled_twice_tells_its_own_twice():

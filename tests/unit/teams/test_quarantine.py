@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from retrieval.corpus import Passage, RetrievalError
 from rollout.base.errors import EnvError
-from rollout.base.text import shown_text
+from rollout.base.text import shown_text, valid_text
 from rollout.config.sections import OrchestraConfig
 from rollout.engines import PolicyReply
 from rollout.environments import ENVS, TOOLS
@@ -30,15 +30,7 @@ from rollout.environments.tools import call_tool
 from rollout.models.tool_calls import TOOL_FORMATS, parse_reply
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.files import read_trajectories, write_trajectories
-from rollout.records.trajectory import (
-    Completion,
-    Message,
-    Status,
-    Task,
-    ToolUse,
-    VersionSpan,
-    valid_text,
-)
+from rollout.records.trajectory import Completion, Message, Status, Task, ToolUse, VersionSpan
 from rollout.rewards.penalties import VALIDITY_RULES
 from rollout.tasks import GENERATORS
 from rollout.teams.quarantine import Quarantined, write_quarantined

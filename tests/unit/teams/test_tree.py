@@ -7,7 +7,8 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.records.trajectory import Group, Status, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Group, Status
 from rollout.rewards.turn_scores import local_team
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded

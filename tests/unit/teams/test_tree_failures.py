@@ -7,7 +7,8 @@ import re
 
 from rollout.base.errors import EngineError, EnvError
 from rollout.environments.protocol import Step
-from rollout.records.trajectory import Status, derive_seed
+from rollout.records.seeds import derive_seed
+from rollout.records.trajectory import Status
 from rollout.teams.collect import Deadlines
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, Adder, seeded

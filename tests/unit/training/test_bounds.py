@@ -13,7 +13,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.runtime.stop_signal import Stopped
 from mcore_mas.training.loop import train_steps
-from rollout.base.task_group import PATIENCE_S
+from rollout.base.async_tasks import CLEANUP_S
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Status
 from tests.support.simulated import (
@@ -246,9 +246,9 @@ def test_a_signal_is_not_held_up_by_what_ignores_its_cancellation(tmp_path):
         with pytest.raises(Stopped, match="after step 1"):
             await train_steps(run, 0)
         at = asyncio.get_running_loop().time()
-        await asyncio.sleep(PATIENCE_S)
+        await asyncio.sleep(CLEANUP_S)
         return at
 
-    assert run_virtually(main()) < 5 + PATIENCE_S
+    assert run_virtually(main()) < 5 + CLEANUP_S
     found = run.checkpoints.newest(print)
     assert found is not None and found.step == 1

@@ -1,0 +1,56 @@
+"""Deadlines of coroutines, and the errors of those that took longer."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from rollout.base.async_tasks import cancel_tasks
+from rollout.base.errors import EngineError, EnvError
+
+_T = TypeVar("_T")
+
+LEFT_BEHIND = "; it goes on though cancelled, and was left behind"
+
+
+class Late(Exception):
+    """Something took longer than its deadline."""
+
+    def __init__(self, text: str, what: str = "") -> None:
+        super().__init__(text)
+        self.what = what  # `agent/<name>` or `tool/<env>.<method>`, under which it is counted
+
+
+class LateCall(Late, EngineError):
+    """An engine had not replied when the deadline passed."""
+
+
+class LateTool(Late, EnvError):
+    """An environment or a tool had not returned when the deadline passed."""
+
+
+async def with_deadline(
+    seconds: float | None, work: Awaitable[_T], error: Callable[[str], Late] = Late
+) -> _T:
+    """Await `work` and return its result; cancel it if it takes longer than `seconds`.
+
+    `asyncio.timeout` would wait without end for work that ignores its cancellation. Here it is left
+    behind after some seconds, and cancelled again until it ends (see `cancel_tasks`).
+
+    Args:
+        seconds: None is any time.
+        error: makes the error of work that is late.
+
+    Raises:
+        Late: the work is late; of the class that `error` makes.
+    """
+    if seconds is None:
+        return await work
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if task.done():
+            return task.result()
+    finally:
+        ended = await cancel_tasks([task])
+    message = f"nothing came within {seconds:g} s"
+    raise error(message if ended else message + LEFT_BEHIND)

@@ -1,0 +1,126 @@
+"""Watchdog that reports what a run waits for when nothing has finished for a while."""
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_FRAMES = 4  # innermost frames that are reported of code that blocks the event loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Something that is waited for."""
+
+    what: str
+    since: float  # seconds on the event loop's clock
+
+
+Waits = Callable[[], list[Wait]]  # returns what is waited for now
+
+
+class Watchdog:
+    """Watchdog over all collections of a run: a collection that queues behind another is no stall.
+
+    A call, a tool or a trajectory that ends is progress. After `quiet_s` without any, the watchdog
+    reports one line for each of the `shown` waits that have lasted longest. It reports again after
+    twice that time, four times, and so on, until something ends. A thread reports an event loop
+    that is blocked for as long.
+    """
+
+    def __init__(self, quiet_s: float, report: Callable[[str], None], *, shown: int = 5) -> None:
+        self._quiet_s = quiet_s
+        self._report = report
+        self._shown = shown
+        self._watched: dict[object, tuple[str, Waits]] = {}  # (name, waits) of each collection
+        self._progress = 0.0  # time of the latest progress that was seen
+        self._patience = quiet_s  # until the next report
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop_ran = 0.0  # when the event loop ran last, on the monotonic clock
+        self._ended = threading.Event()  # set when nothing is watched any more
+
+    @contextmanager
+    def over(self, name: str, waits: Waits) -> Iterator[None]:
+        """Watch somebody for this block; `waits` returns what it waits for."""
+        loop = asyncio.get_running_loop()
+        key = object()  # two may have one name
+        self._watched[key] = name, waits
+        self._note_progress(loop.time())
+        if self._timer is None:
+            self._start(loop)
+        try:
+            yield
+        finally:
+            del self._watched[key]
+            self._note_progress(loop.time())
+            if not self._watched and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+                self._ended.set()
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(self._quiet_s / 4, self._check)
+        self._loop_ran = time.monotonic()
+        self._ended = threading.Event()
+        threading.Thread(
+            target=self._watch_loop,
+            args=(threading.get_ident(), self._ended),
+            name="watchdog",
+            daemon=True,
+        ).start()
+
+    def _check(self) -> None:
+        """Report if nothing has finished for long enough, and check again later."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._loop_ran = time.monotonic()
+        waiting = [(name, waits()) for name, waits in self._watched.values()]
+        # whoever waits for something new has got what it waited for before
+        newest = max((wait.since for _, waits in waiting for wait in waits), default=0.0)
+        self._note_progress(newest)
+        quiet = now - self._progress
+        if quiet >= self._patience:
+            self._report_waits(waiting, quiet, now)
+            self._patience = 2 * quiet
+        self._timer = loop.call_later(self._quiet_s / 4, self._check)
+
+    def _note_progress(self, at: float) -> None:
+        if at > self._progress:
+            self._progress = at
+            self._patience = self._quiet_s
+
+    def _report_waits(
+        self, waiting: list[tuple[str, list[Wait]]], quiet: float, now: float
+    ) -> None:
+        def waits_since(entry: tuple[str, list[Wait]]) -> float:
+            return min((wait.since for wait in entry[1]), default=now)
+
+        self._report(
+            f"nothing has finished for {quiet:.0f} s; {len(waiting)} wait, those that have waited longest:"
+        )
+        for name, waits in sorted(waiting, key=waits_since)[: self._shown]:
+            parts = [f"{wait.what} for {now - wait.since:.0f} s" for wait in waits]
+            self._report(f"  {name}: {', '.join(parts) or 'the orchestra itself'}")
+        if len(waiting) > self._shown:
+            self._report(f"  and {len(waiting) - self._shown} more")
+
+    def _watch_loop(self, thread: int, ended: threading.Event) -> None:
+        """Report, from a thread of its own, an event loop that is blocked in thread `thread`."""
+        patience = self._quiet_s
+        while not ended.wait(self._quiet_s / 4):
+            quiet = time.monotonic() - self._loop_ran
+            if quiet < self._quiet_s:
+                patience = self._quiet_s
+            elif quiet >= patience:
+                patience = 2 * quiet
+                frames = traceback.extract_stack(sys._current_frames().get(thread))[-_FRAMES:]
+                places = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames]
+                self._report(
+                    f"the event loop has been blocked for {quiet:.0f} s, so that no deadline holds and nobody goes on, "
+                    f"in {' > '.join(places)}"
+                )
