@@ -38,7 +38,7 @@ from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.progress import ProgressReporter
 from mcore_mas.tracking.stage_record import stage_record
 from rollout.base.files import check_tree, read_record, sealed, writable, write_json
-from rollout.base.ownership import FolderError, check_owner, epoch_of, owned
+from rollout.base.ownership import FolderError, owned
 from rollout.base.text import nearest
 from rollout.base.watchdog import Watchdog
 from rollout.config.data import prepared_tasks
@@ -88,8 +88,6 @@ def evaluate(
             board,
             stop or StopSignal(signals=threading.current_thread() is threading.main_thread()),
         )
-        epoch = epoch_of(folder)
-        check_owner(folder / "scores")  # that nobody else evaluates here by now
     if len(board.lost) > config.evaluation.max_failed * board.replies:
         raise EvaluationError(
             f"{board.losses()}; evaluation.max_failed is {config.evaluation.max_failed:g}: see to the cause and "
@@ -106,7 +104,6 @@ def evaluate(
         **head,
         **board.counts(),
         "commit": commit,
-        "epoch": epoch,
         "rows": score_rows(tasks),
         "tasks": tasks,
     }

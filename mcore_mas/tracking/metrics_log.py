@@ -2,19 +2,17 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rollout.base.failpoints import failpoint
 from rollout.base.files import json_lines, write_text
-from rollout.base.ownership import check_owner, epoch_of
 
 MetricsRow = Mapping[str, Any]  # one line of metrics.jsonl
 
 STEP_TIME = "time/unix_s"  # when the step ended, in seconds since the epoch
-OWNER_EPOCH = "epoch"  # of the process that owned the run's folder and wrote the row
-_NOT_METRICS = frozenset({"step", STEP_TIME, OWNER_EPOCH})
+_NOT_METRICS = frozenset({"step", STEP_TIME})
 
 
 class MetricsLog:
@@ -30,7 +28,7 @@ class MetricsLog:
         self._unwritten = ""  # rows that could not be written yet
 
         rows = json_lines(path)[0] if path.is_file() else []
-        retained = [row for row in _rows_of_owner(rows) if _is_step_before(row, first_step)]
+        retained = [row for row in rows if _is_step_before(row, first_step)]
         self._last_step: int = retained[-1]["step"] if retained else -2
         write_text(path, "".join(f"{json.dumps(row)}\n" for row in retained))
 
@@ -44,15 +42,13 @@ class MetricsLog:
         if step <= self._last_step:
             return
         self._last_step = step
-        row = {"step": step, **metrics, OWNER_EPOCH: epoch_of(self._path)}
-        self._unwritten += json.dumps(row) + "\n"
+        self._unwritten += json.dumps({"step": step, **metrics}) + "\n"
         self.flush()
 
     def flush(self) -> None:
         """Write the rows that are not on disk yet; warn if that fails."""
         if not self._unwritten:
             return
-        check_owner(self._path)
         try:
             failpoint("metrics.begun")
             with self._path.open("a", encoding="utf-8") as file:
@@ -72,7 +68,7 @@ class MetricsLog:
 
 
 def step_metrics(row: MetricsRow) -> dict[str, float]:
-    """Return the metrics of a row, without its step, time and epoch."""
+    """Return the metrics of a row, without its step and time."""
     return {
         name: float(value)
         for name, value in row.items()
@@ -83,13 +79,3 @@ def step_metrics(row: MetricsRow) -> dict[str, float]:
 def _is_step_before(row: MetricsRow, first_step: int) -> bool:
     step = row.get("step")
     return type(step) is int and step < first_step
-
-
-def _rows_of_owner(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the rows without those that a process wrote after another had taken over the folder."""
-    latest_epoch = 0
-    for row in rows:
-        epoch = row.get(OWNER_EPOCH, 0)
-        if type(epoch) is int and epoch >= latest_epoch:
-            latest_epoch = epoch
-            yield row

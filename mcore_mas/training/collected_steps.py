@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout.base.ownership import check_owner
 from rollout.records.collection_log import CollectionLog
 from rollout.records.files import (
     RecordError,
@@ -97,7 +96,6 @@ class CollectedSteps:
         """Remove the files of steps before this one."""
         for file in self.folder.glob("step_*.parquet"):
             if _step_of(file) < before:
-                check_owner(file)
                 file.unlink(missing_ok=True)
 
     def _newest_version_from(self, first_step: int) -> int:

@@ -34,7 +34,7 @@ from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import AfterStep, TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 from rollout.base.files import atomic_folder, tree_sha256, writable, write_json
-from rollout.base.ownership import check_owner, epoch_of, owned
+from rollout.base.ownership import epoch_of, owned
 from rollout.base.processes import ProcessLost, Restarts, forget_restarts
 from rollout.base.watchdog import Watchdog
 from rollout.config.data import prepared_tasks
@@ -283,7 +283,6 @@ async def _train(session: TrainingSession, found: Saved | None, *, again: bool) 
         await _restore(session, best)
     for policy, trainer in session.trainers.items():
         model, group = _model(session.config, policy), trainer.groups[policy]
-        check_owner(model)  # who has taken the folder over may have written it
         await until_room(partial(group.write_model, model), model)
     return best
 

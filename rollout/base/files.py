@@ -16,7 +16,7 @@ import psutil
 import yaml
 
 from rollout.base.failpoints import failpoint
-from rollout.base.ownership import FolderError, check_owner
+from rollout.base.ownership import FolderError
 
 Digest = dict[str, int | str]  # a file's "bytes" and "sha256"
 
@@ -37,7 +37,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         failpoint(f"file.written:{path.name}")
-        check_owner(path)
         temporary.replace(path)
         failpoint(f"file.there:{path.name}")
     except OSError as error:

@@ -13,7 +13,6 @@ from typing import IO, Any
 
 from pydantic_core import to_json
 
-from rollout.base.ownership import FolderError, check_owner
 from rollout.base.processes import say
 from rollout.records.files import trajectory_of_row
 from rollout.records.trajectory import Trajectory
@@ -81,7 +80,6 @@ class CollectionLog:
             self._file.close()
             self._file = None
         if self._path.is_file():
-            check_owner(self._path)
             self._path.unlink()
 
     def _append(self, row: Mapping[str, Any], bytes_mode: Any) -> None:
@@ -90,14 +88,13 @@ class CollectionLog:
         if not self._writable:
             return
         try:
-            check_owner(self._path)
             if self._file is None:
                 self._file = self._open()
             self._file.write(line)
-        except (OSError, FolderError) as error:
+        except OSError as error:
             self._writable = False
             say(
-                f"{self._path}: cannot be written ({getattr(error, 'strerror', error)}); "
+                f"{self._path}: cannot be written ({error.strerror}); "
                 "if the run is killed now, it samples this step again"
             )
 

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
 from rollout.base.files import atomic_path, read_yaml
-from rollout.base.ownership import epoch_of
 from rollout.base.parquet import bounded_table
 from rollout.records.trajectory import Task, Trajectory
 
@@ -83,7 +82,6 @@ def tasks_digest(tasks: Sequence[Task]) -> str:
 
 
 _DIGEST = b"mcore_mas.sha256"
-_EPOCH = b"mcore_mas.epoch"  # of who wrote it, see `owned`
 _METADATA = b"mcore_mas.metadata"
 _PATH_LIKE = re.compile(r"^[/~]|(^|/)\.\.?(/|$)|[\x00-\x1f\x7f\\]")
 
@@ -210,7 +208,6 @@ def _known(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, table: pa.Table) -> None:
-    metadata = {**(table.schema.metadata or {}), _EPOCH: str(epoch_of(path))}
     # zstd finds what repeats by itself; tokens and choices of experts would be encoded twice
     how = {
         "compression": "zstd",
@@ -219,7 +216,7 @@ def _write(path: Path, table: pa.Table) -> None:
         "write_page_checksum": True,
     }
     with atomic_path(path) as temporary:
-        pq.write_table(table.replace_schema_metadata(metadata), temporary, **how)
+        pq.write_table(table, temporary, **how)
 
 
 def _read(

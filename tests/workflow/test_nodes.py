@@ -53,7 +53,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     path = run / "train" / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     kept = [json.loads(line) for line in lines]
-    clocks = ("time/", "engine_pause_s", "hand_over_s", "device_s", "tflops", "queue", "epoch")
+    clocks = ("time/", "engine_pause_s", "hand_over_s", "device_s", "tflops", "queue")
     return [
         {key: row[key] for key in row if not any(word in key for word in clocks)} for row in kept
     ]

@@ -94,8 +94,6 @@ def test_a_killed_evaluation_goes_on_to_the_same_scores(tmp_path: Path) -> None:
     scores, again = (
         json.loads((run / "evaluation" / name).read_text()) for name in ("base.json", "again.json")
     )
-    assert 0 < scores.pop("epoch") < again.pop("epoch")
-    assert scores.pop("sha256") != again.pop("sha256")
     assert scores == again
     assert (scores["replies"], scores["failed"], len(scores["tasks"])) == (480, {}, 60)
     assert 0 < scores["rows"][-3]["value"] < 1

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from rollout.base.ownership import owned
 from rollout.records.collection_log import CollectionLog
 from tests.unit.records.test_records import TRAJECTORIES
 
@@ -59,23 +55,3 @@ def test_a_removed_log_is_empty_and_can_be_written_again(tmp_path: Path) -> None
     log.remove()
     assert not path.exists()
     assert CollectionLog(path).call_result("a") is None
-
-
-def test_an_owner_that_has_lost_its_folder_appends_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "log.jsonl"
-    with owned(tmp_path):
-        log = CollectionLog(path)
-        log.add_call("a", 1)
-        epoch = json.loads((tmp_path / "lock.json").read_text())["epoch"]
-        later = {"host": "far", "pid": 7, "since": "now", "epoch": epoch + 1}
-        (tmp_path / "lock.json").write_text(json.dumps(later))
-        log.add_call("b", 2)
-        log.add_call("c", 3)
-    again = CollectionLog(path)
-    assert [again.call_result(call) for call in "abc"] == [1, None, None]
-    [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith(
-        f"{path}: cannot be written ({tmp_path}: taken over by process 7 on 'far'"
-    )

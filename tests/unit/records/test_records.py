@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.base.ownership import epoch_of, owned
 from rollout.records.files import (
     TASK_SCHEMA,
     RecordError,
@@ -125,21 +124,6 @@ def test_trajectories_round_trip_with_every_id_and_token(tmp_path):
     # times are no part of what makes two trajectories equal
     assert [(turn.started_s, turn.took_s) for turn in read[0].turns] == [(1.5, 0.5)] * 3
     assert [(event.started_s, event.took_s) for event in read[0].tools] == [(5.5, 0.25)]
-
-
-def test_a_file_says_in_which_epoch_it_was_written(tmp_path):
-    with owned(tmp_path):
-        write_trajectories(tmp_path / "t.parquet", TRAJECTORIES)
-        write_tasks(tmp_path / "tasks.parquet", TASKS)
-        epoch = str(epoch_of(tmp_path)).encode()
-    assert [
-        pq.read_schema(tmp_path / name).metadata[b"mcore_mas.epoch"]
-        for name in ("t.parquet", "tasks.parquet")
-    ] == [
-        epoch,
-        epoch,
-    ]
-    assert read_tasks(tmp_path / "tasks.parquet") == TASKS
 
 
 def test_news_of_a_chat_is_what_came_after_its_latest_reply():

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mcore_mas.reports.study import MetricsError, read_metrics
-from mcore_mas.tracking import metrics_log
 from mcore_mas.tracking.metrics_log import STEP_TIME, MetricsLog, step_metrics
 
 BAD_LINES = [
@@ -42,21 +41,6 @@ def test_every_step_has_one_row_over_restarts(tmp_path: Path) -> None:
     assert [(row["step"], row["x"]) for row in rows_of(path)] == [(-1, -1), (0, 0), (1, 1), (2, 5)]
 
 
-def test_a_row_of_a_process_that_had_lost_the_folder_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for step, epoch in enumerate((5, 5, 9, 5, 9)):
-        monkeypatch.setattr(metrics_log, "epoch_of", lambda _, epoch=epoch: epoch)
-        MetricsLog(path, step).append(step, {"x": 1.0})
-    assert [(row["step"], row["epoch"]) for row in rows_of(path)] == [
-        (0, 5),
-        (1, 5),
-        (2, 9),
-        (4, 9),
-    ]
-
-
 @pytest.mark.parametrize("bad", BAD_LINES)
 def test_a_damaged_line_is_skipped(tmp_path: Path, bad: str) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -67,7 +51,7 @@ def test_a_damaged_line_is_skipped(tmp_path: Path, bad: str) -> None:
     assert rows_of(path) == [
         {"step": 0, "x": 1.0},
         {"step": 1, "x": 2.0},
-        {"step": 2, "x": 3.0, "epoch": 0},
+        {"step": 2, "x": 3.0},
     ]
     path.write_text(bad, errors="surrogateescape")
     with pytest.raises(MetricsError, match="expected one JSON object with a 'step' per line"):
@@ -95,6 +79,6 @@ def test_metrics_that_a_full_disk_refuses_are_written_with_the_next_step(
     assert {row["step"]: row["x"] for row in read_metrics(path)} == {0: 1.0, 1: 2.0}
 
 
-def test_step_time_epoch_and_texts_are_no_metrics() -> None:
-    row = {"step": 3, STEP_TIME: 1.7e9, "epoch": 7, "x": 1, "note": "text"}
+def test_step_time_and_texts_are_no_metrics() -> None:
+    row = {"step": 3, STEP_TIME: 1.7e9, "x": 1, "note": "text"}
     assert step_metrics(row) == {"x": 1.0}

@@ -1,24 +1,20 @@
 """What a run does before its processes start."""
 
 import asyncio
-import json
 import os
 import resource
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.runtime.engine_factory import sidecar_of, world
-from mcore_mas.training import train as training
 from mcore_mas.training.train import train
 from retrieval.corpus import RetrievalError
-from rollout.base.ownership import FolderError, owned
 from rollout.engines import remote as keys
 from tests.support.run_folder import make_run
 
@@ -132,44 +128,3 @@ def test_thousands_of_trajectories_have_a_connection_each() -> None:
             assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(most, 8192)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_who_has_lost_the_folder_while_it_trained_does_not_write_its_models_over_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[Path] = []
-    config = RunConfig.check(resolve(["experiment=demo_math", f"results={tmp_path}"]), "a test")
-
-    async def write_model(folder: Path) -> None:
-        written.append(folder)
-
-    async def nothing(*_: object, **__: object) -> None:
-        pass
-
-    group = SimpleNamespace(write_model=write_model)
-    session = SimpleNamespace(
-        config=config,
-        trainers={"solver": SimpleNamespace(groups={"solver": group})},
-        weight_sync={},
-    )
-    session.stop = SimpleNamespace(run_until_stopped=lambda work, _: work)
-    monkeypatch.setattr(training, "_load", nothing)
-    lock = config.folder / "train" / "lock.json"
-
-    async def train_steps(*_: object) -> None:
-        if written:  # the second time somebody else comes while it trains
-            lock.write_text(
-                json.dumps({"host": "far", "pid": 7, "since": "2026", "epoch": 1 << 60})
-            )
-
-    monkeypatch.setattr(training, "train_steps", train_steps)
-    lock.parent.mkdir(parents=True)
-    with owned(lock.parent):
-        asyncio.run(training._train(session, None, again=False))
-        assert written == [lock.parent / "models" / "solver"]
-        with pytest.raises(
-            FolderError,
-            match=r"taken over by process 7 on 'far' since 2026; this process, of epoch",
-        ):
-            asyncio.run(training._train(session, None, again=False))
-    assert len(written) == 1

@@ -1,0 +1,156 @@
+"""A folder has one owner as long as that process lives, and each owner has a later epoch."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.base.ownership import FolderError, epoch_of, owned
+
+OWNER = """
+import sys
+from pathlib import Path
+from rollout.base.ownership import owned
+with owned(Path(sys.argv[1])):
+    print("owned", flush=True)
+    sys.stdin.readline()
+"""
+# numbers of processes begin at 1 in there, and the name of the host stays
+CONTAINER = ["unshare", "--pid", "--fork", "--kill-child"]
+
+
+def start_owner(folder: Path, *wrapper: str) -> subprocess.Popen[str]:
+    """Start a process that owns the folder until its standard input ends."""
+    command = [*wrapper, sys.executable, "-c", OWNER, str(folder)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_living_owner_keeps_its_folder(tmp_path: Path) -> None:
+    expected = f"in use by process {os.getpid()} on '{socket.gethostname()}' since 20"
+    with owned(tmp_path), pytest.raises(FolderError, match=expected), owned(tmp_path):
+        pass
+    with owned(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["", "null", "[1]", '{"pid": 1}', '{"host": "els', "[" * 9000, "\udcff", '{"epoch": "y"}'],
+)
+def test_nothing_depends_on_the_record_in_the_lock(tmp_path: Path, record: str) -> None:
+    lock = tmp_path / "lock.json"
+    lock.write_text(record, errors="surrogateescape")
+    with owned(tmp_path):
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+        lock.write_text(record, errors="surrogateescape")
+        expected = r"in use by another process; stop it first$"
+        with pytest.raises(FolderError, match=expected), owned(tmp_path):
+            pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a namespace")
+def test_a_container_of_the_same_host_name_owns_a_folder_as_long_as_it_lives(
+    tmp_path: Path,
+) -> None:
+    """Its owner is process 1, which exists here too, also when the owner is dead."""
+    with start_owner(tmp_path, *CONTAINER) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == "owned\n"
+        assert json.loads((tmp_path / "lock.json").read_text())["pid"] == 1
+        for wrapper in ([], CONTAINER):
+            _, errors = start_owner(tmp_path, *wrapper).communicate(timeout=60)
+            message = errors.splitlines()[-1]
+            assert f"in use by process 1 on '{socket.gethostname()}'" in message
+        owner.kill()
+        owner.stdout.read()  # until no process in the container has the lock
+    for wrapper in ([], CONTAINER):
+        output, errors = start_owner(tmp_path, *wrapper).communicate(timeout=60)
+        assert output == "owned\n", errors
+
+
+def test_a_killed_owners_folder_is_free_at_once(tmp_path: Path) -> None:
+    with start_owner(tmp_path) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == "owned\n"
+        expected = rf"in use by process {owner.pid} on "
+        with pytest.raises(FolderError, match=expected), owned(tmp_path):
+            pass
+        owner.kill()
+    with owned(tmp_path):
+        pass
+
+
+def test_each_owner_has_a_later_epoch(tmp_path: Path) -> None:
+    lock = tmp_path / "lock.json"
+    with owned(tmp_path):
+        first = epoch_of(tmp_path / "any" / "file")
+        assert json.loads(lock.read_text())["epoch"] == first
+    assert epoch_of(tmp_path) == 0
+    with owned(tmp_path):
+        second = epoch_of(tmp_path)
+    lock.write_text(json.dumps({"epoch": second + 10**9}))  # by a host whose clock is ahead
+    with owned(tmp_path):
+        third = epoch_of(tmp_path)
+    lock.unlink()
+    with owned(tmp_path):
+        fourth = epoch_of(tmp_path)
+    assert first < second < third == second + 10**9 + 1
+    assert second < fourth
+
+
+RACES = 1000
+CONTENDERS = 3
+
+
+def contend(folder: Path, start: Any, end: Any, winners: Any) -> None:
+    """Try to own a folder in each race, and count the races that were won."""
+    for race in range(RACES):
+        start.wait(60)
+        with contextlib.suppress(FolderError), owned(folder / f"{race % 10}"):
+            with winners.get_lock():
+                winners[race] += 1
+            end.wait(60)
+            continue
+        end.wait(60)
+
+
+def test_of_three_contenders_for_a_dead_owners_folder_one_wins_every_time(tmp_path: Path) -> None:
+    for name in range(10):
+        folder = tmp_path / f"{name}"
+        folder.mkdir()
+        (folder / "lock.json").write_text('{"host": "gone", "pid": 1, "since": ""}')
+    # a fork of the tests could inherit a lock that one of their threads held
+    context = multiprocessing.get_context("forkserver")
+    start, end = context.Barrier(CONTENDERS), context.Barrier(CONTENDERS)
+    winners = context.Array("i", RACES)
+    arguments = (tmp_path, start, end, winners)
+    contenders = [context.Process(target=contend, args=arguments) for _ in range(CONTENDERS)]
+    for contender in contenders:
+        contender.start()
+    for contender in contenders:
+        contender.join()
+    assert set(winners) == {1}
+
+
+def test_an_owner_removes_partial_files_but_not_those_of_a_folder_with_its_own_owner(
+    tmp_path: Path,
+) -> None:
+    inner = tmp_path / "train"
+    abandoned = tmp_path / "tasks" / ".a.partial"
+    in_use = inner / "x" / ".b.partial"
+    for path in (abandoned, in_use):
+        path.parent.mkdir(parents=True)
+    with owned(inner):
+        abandoned.touch()
+        in_use.touch()
+        with owned(tmp_path):
+            assert not abandoned.exists()
+            assert in_use.exists()
+    with owned(inner):
+        assert not in_use.exists()
