@@ -35,7 +35,7 @@ sys.path.insert(
 )  # runs from a checkout, installed or not
 
 import mcore_mas as mm
-from mcore_mas.config.policy import BaseModelConfig
+from mcore_mas.config.cold_start import BaseModelConfig
 from mcore_mas.pipeline.base_model import init_model, train_tokenizer
 from rollout.environments.protocol import Env
 from rollout.models.chat_template import Renderer

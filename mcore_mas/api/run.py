@@ -29,8 +29,9 @@ from mcore_mas.api.objects import (
 )
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import GROUPS
-from mcore_mas.config.policy import PolicyConfig, TrainerConfig
+from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
+from mcore_mas.config.trainer import TrainerConfig
 from mcore_mas.pipeline.check import machine_problems, model_problems, too_few
 from mcore_mas.pipeline.prepare import prepare_tasks
 from rollout.base.files import json_lines, write_text

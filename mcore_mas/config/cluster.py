@@ -1,13 +1,15 @@
-"""Section of a config about the cluster: the nodes and devices that a run takes."""
+"""Section of a config about the cluster: nodes, devices and processes of a run."""
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rollout.base.section import Section
 from rollout.engines import EngineConfig
+
+_Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")]
 
 
 def address_problem(address: str) -> str:
@@ -23,109 +25,104 @@ def address_problem(address: str) -> str:
 
 
 class NodesConfig(Section):
-    """The nodes of a cluster that a policy's processes go to, by the value of their label `pool`; None: any."""
+    """The nodes of a policy's processes, by the value of their Ray label `pool`; None: any node."""
 
-    train: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
-    )  # of trainer and critic
-    rollout: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
-    )  # of the engine
+    # Nodes of the trainer and the critic.
+    train: _Label | None = None
+    # Nodes of the engine.
+    rollout: _Label | None = None
 
 
 class ClusterConfig(Section):
-    """What of a machine, or of the nodes of a Ray that runs already, a run takes."""
+    """The part of a machine, or of a running Ray cluster, that a run takes."""
 
-    # "local": a Ray of the run's own; else a running one: host:port of its head, or auto (that of this machine)
+    # "local": Ray is started for the run; otherwise a running Ray: host:port of its head, or "auto" (on this machine).
     address: str = "local"
-    # that trainers and engines compute on; auto: GPUs where there are any. An engine's own `device` is within this
+    # Device of trainers and engines; "auto": GPUs if there are any. It limits an engine's own `device`.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    restarts: int = Field(
-        3, ge=0
-    )  # of all trainers from the newest checkpoint when one is lost or hangs, in an hour
-    hang_s: float | None = Field(
-        1800.0, gt=0
-    )  # without a sign of life of a trainer at work; None: any time
-    threads_per_process: int | None = Field(
-        None, ge=1
-    )  # None: the cores over the processes that work at a time
-    object_store_mb: int | None = Field(None, ge=80)  # None: what a step's samples need
-    pool: Literal["split", "shared"] = (
-        "split"  # a device for each process, or the same devices for all policies
-    )
-    nodes: dict[str, NodesConfig] = Field(default_factory=dict)  # by policy; of an `address`
-    one_by_one: bool = False  # of trainers with offload, only the one that works has its memory
-    cpus: int | None = Field(
-        None, ge=1
-    )  # devices of a machine without GPUs; None: as many as are needed
-    gpus: str | None = (
-        None  # such as 8xH100: a suite then places the run on them (mcore_mas/planning/place.py)
-    )
+    # Restarts in an hour of all trainers from the newest checkpoint, when one is lost or hangs.
+    restarts: int = Field(3, ge=0)
+    # Seconds without a sign of life from a trainer at work; None: any time.
+    hang_s: float | None = Field(1800.0, gt=0)
+    # None: the cores divided by the processes that work at the same time.
+    threads_per_process: int | None = Field(None, ge=1)
+    # None: enough for the samples of a step.
+    object_store_mb: int | None = Field(None, ge=80)
+    # "split": a device for each process; "shared": the same devices for all policies.
+    pool: Literal["split", "shared"] = "split"
+    # Nodes by policy, for a running Ray.
+    nodes: dict[str, NodesConfig] = Field(default_factory=dict)
+    # Of trainers with offload, only the one at work has its memory.
+    one_by_one: bool = False
+    # Devices of a machine without GPUs; None: as many as needed.
+    cpus: int | None = Field(None, ge=1)
+    # GPUs such as 8xH100, on which a suite places the run (mcore_mas/planning/place.py).
+    gpus: str | None = None
 
     @model_validator(mode="after")
-    def _reachable(self) -> Self:
+    def _check_address(self) -> Self:
         problem = address_problem(self.address)
         if problem:
             raise ValueError(f"address: {problem}")
         if self.address != "local" and self.cpus is not None:
             raise ValueError(
-                "cpus is for a Ray of the run's own; the nodes at an address count theirs: leave it out"
+                "cpus is for a Ray that is started for the run; nodes of a running Ray count theirs: leave it out"
             )
         if self.nodes and (self.address == "local" or self.pool == "shared"):
-            raise ValueError(
-                "nodes tells apart those of a Ray that runs already: set address, and pool: split"
-            )
+            raise ValueError("nodes are those of a running Ray: set address, and pool: split")
         return self
 
     def check_engine(self, policy: str, engine: EngineConfig) -> None:
-        """Refuse what the placement rules out for a policy's engine.
+        """Refuse an engine that the placement of a run rules out.
 
-        Memory is handed over on one GPU, and NCCL takes none twice; several actors have a device each.
+        The transport `tensor` shares memory on one GPU, NCCL accepts no GPU twice, and several actors of an engine need
+        a device each.
 
         Raises:
-            ValueError: what goes with which pool or device.
+            ValueError: the engine does not go with the run's devices or pool.
         """
         if engine.device == "cuda" and self.device == "cpu":
             raise ValueError(
                 f"policies.{policy}: engine.device: cuda, and cluster.device: cpu shows it no GPU; set "
                 "cluster.device: auto, or engine.device: cpu"
             )
-        served = engine.name == "sglang" and not engine.urls
-        if served and engine.transport == "tensor" and self.pool == "split":
+        has_own_servers = engine.name == "sglang" and not engine.urls
+        if has_own_servers and engine.transport == "tensor" and self.pool == "split":
             raise ValueError(
                 "engine.transport: tensor hands over memory of the engine's own GPUs, and with cluster.pool: split "
                 "its trainer is on others; use cluster.pool: shared, or transport distributed"
             )
-        if served and engine.transport == "distributed" and self.pool == "shared":
+        if has_own_servers and engine.transport == "distributed" and self.pool == "shared":
             raise ValueError(
                 "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
                 "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
             )
-        several = engine.name == "embedded" and engine.replicas + engine.joining > 1
-        if several and (self.pool == "shared" or engine.transport not in (None, "disk")):
+        has_several_actors = engine.name == "embedded" and engine.replicas + engine.joining > 1
+        reads_folder = engine.transport in (None, "disk")
+        if has_several_actors and (self.pool == "shared" or not reads_folder):
             raise ValueError(
                 f"policies.{policy}: several actors of its engine have a device each and read weights from a folder; "
                 "use cluster.pool: split and no engine.transport, or engine.replicas: 1 and engine.joining: 0"
             )
 
-    def check_policies(self, policies: Mapping[str, Sequence[str]], keeping: Sequence[str]) -> None:
-        """Refuse memory in turn, or nodes, that do not go with the policies.
+    def check_policies(
+        self, policies: Mapping[str, Sequence[str]], resident: Sequence[str]
+    ) -> None:
+        """Refuse settings of the cluster that do not go with the policies.
 
         Args:
-            policies: by policy those on the same ranks.
-            keeping: trained ones that have their memory while the team acts.
+            policies: by policy the policies on the same ranks, the holder of their base model first.
+            resident: trained policies without offload, which keep their memory while the team acts.
 
         Raises:
-            ValueError: what is in the way, which policies there are, or which share their ranks.
+            ValueError: trainers cannot take turns, or nodes are named for unknown or shared policies.
         """
-        if self.one_by_one and (keeping or self.pool == "split"):
-            what = (
-                f"policy '{keeping[0]}' keeps its memory"
-                if keeping
-                else "cluster.pool: split gives each its own GPUs"
-            )
+        if self.one_by_one and (resident or self.pool == "split"):
+            reason = "cluster.pool: split gives each its own GPUs"
+            if resident:
+                reason = f"policy '{resident[0]}' keeps its memory"
             raise ValueError(
-                f"cluster.one_by_one: trainers that share GPUs have memory in turn, and {what}; use cluster.pool: "
+                f"cluster.one_by_one: trainers that share GPUs have memory in turn, and {reason}; use cluster.pool: "
                 "shared and offload: true of every policy that trains, or one_by_one: false"
             )
         for name in self.nodes:
@@ -133,34 +130,32 @@ class ClusterConfig(Section):
                 raise ValueError(
                     f"cluster.nodes: no policy is called '{name}'; policies: {', '.join(policies)}"
                 )
-        for name, (first, *_) in policies.items():
-            if self.nodes.get(name) != self.nodes.get(first):
+        for name, group in policies.items():
+            if self.nodes.get(name) != self.nodes.get(group[0]):
                 raise ValueError(
-                    f"cluster.nodes.{name}: share_base puts it on the nodes of '{first}'; give both the same ones"
+                    f"cluster.nodes.{name}: share_base puts it on the nodes of '{group[0]}'; give both the same ones"
                 )
 
     def check_shared_engine(
-        self, policy: str, engine: EngineConfig, first: str, own: EngineConfig
+        self, policy: str, engine: EngineConfig, holder: str, holder_engine: EngineConfig
     ) -> None:
-        """Refuse an engine that policy `first` and another one share, and that cannot hold both.
+        """Refuse an engine that `policy` shares with the holder of its base model, if it cannot hold both.
 
         Raises:
-            ValueError: whose settings differ, or which of them it cannot do.
+            ValueError: the settings of the two differ, or the engine cannot hold several adapters.
         """
-        if "embedded" not in (engine.name, own.name) and "slots" not in (
-            engine.adapters,
-            own.adapters,
-        ):
+        is_embedded = "embedded" in (engine.name, holder_engine.name)
+        if not is_embedded and "slots" not in (engine.adapters, holder_engine.adapters):
             return
-        if engine != own:
+        if engine != holder_engine:
             raise ValueError(
-                f"policies.{policy}.own.engine: share_base puts it in the engine of '{first}', whose settings are "
+                f"policies.{policy}.own.engine: share_base puts it in the engine of '{holder}', whose settings are "
                 "others; give both the same ones, or leave share_base out"
             )
         if engine.name == "sglang":
             return
-        there = engine.transport in (None, "shared") and self.address == "local"
-        if not there or engine.replicas + engine.joining > 1:
+        in_memory = engine.transport in (None, "shared") and self.address == "local"
+        if not in_memory or engine.replicas + engine.joining > 1:
             raise ValueError(
                 f"policies.{policy}: share_base keeps adapters in one actor of the embedded engine, and hands them "
                 "over in this machine's memory; use engine.replicas: 1, engine.joining: 0, no engine.transport and "

@@ -30,7 +30,7 @@ from mcore_mas.config.experiments import (
 )
 from mcore_mas.config.hub import use_downloads
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.config.scale import scaled
+from mcore_mas.config.scale import at_scale
 from rollout.base.nested import merged
 from rollout.base.text import nearest
 
@@ -78,7 +78,7 @@ def resolve(
         values = _merge_sections(values, own or {})
         values = assign_policies(values)
         values = use_downloads(values)
-        values = scaled(values, scale)
+        values = at_scale(values, scale)
     except HydraException as error:
         raise ConfigError(f"{origin}: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:

@@ -1,4 +1,4 @@
-"""Credit sections of a config: advantage estimators, filters and losses."""
+"""Sections of a config about credit: advantage estimators, filters and losses."""
 
 from collections.abc import Mapping
 from typing import Literal, Self
@@ -16,47 +16,46 @@ from rollout.config.sections import AgentConfig, Choice
 
 
 class AdvantageConfig(Choice):
-    """How rewards become advantages."""
+    """The estimator that turns rewards into advantages."""
 
     registry = Registry(kind="advantage", known=ESTIMATORS, takes=("turns",))
 
-    align: int | None = Field(
-        None, ge=1
-    )  # turns per task and agent that train, the rest dropped or repeated (M-GRPO)
+    # Turns per task and agent that train; further ones are dropped, missing ones repeated (M-GRPO).
+    align: int | None = Field(None, ge=1)
 
 
 class CreditedAgentConfig(AgentConfig):
-    """An agent with the credit it gets."""
+    """An agent and the credit that it gets."""
 
-    advantage: AdvantageConfig | None = None  # None: the run's
-    loss_weight: float = Field(
-        1.0, ge=0
-    )  # 0 freezes the agent: its turns count as peers, and do not train
+    # None: the estimator of the run.
+    advantage: AdvantageConfig | None = None
+    # 0 freezes the agent: its turns are peers of others, but do not train.
+    loss_weight: float = Field(1.0, ge=0)
 
 
 class FilterConfig(Choice):
-    """Which turns train."""
+    """The rule that selects the turns that train."""
 
     registry = Registry(kind="filter", known=FILTERS, takes=("turns",))
 
-    resample: int = Field(
-        0, ge=0
-    )  # further batches of tasks that a step may collect to fill up what was left out
+    # Further batches of tasks that a step may collect to replace filtered turns.
+    resample: int = Field(0, ge=0)
 
 
 class KLConfig(Section):
-    """Staying near the policy's first model, by a term in the loss or a penalty in the reward."""
+    """Regularization towards the policy's first model, in the loss or in the reward."""
 
-    coef: float = Field(0.0, ge=0)  # 0: no reference is kept
+    # 0: no reference model is kept.
+    coef: float = Field(0.0, ge=0)
     estimate: KLName = "k3"
     where: Literal["loss", "reward"] = "loss"
-    target: float | None = Field(
-        None, gt=0
-    )  # nats per token that an adaptive coefficient steers to; None: fixed
-    horizon: float = Field(10_000.0, gt=0)  # samples, of the adaptive coefficient
+    # Nats per token that an adaptive coefficient aims at; None: the coefficient is fixed.
+    target: float | None = Field(None, gt=0)
+    # Samples over which the adaptive coefficient changes.
+    horizon: float = Field(10_000.0, gt=0)
 
     @model_validator(mode="after")
-    def _starts(self) -> Self:
+    def _check_target(self) -> Self:
         if self.target is not None and not self.coef:
             raise ValueError(
                 "an adaptive coefficient starts above 0; set coef, or leave target out"
@@ -65,7 +64,7 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Choice):
-    """What the mismatch between sampler and trainer does to a token's weight."""
+    """Weights of tokens against the mismatch between the sampling and the training policy."""
 
     registry = Registry(
         kind="correction", known=CORRECTIONS, takes=("log_ratio", "sequences"), own=False
@@ -75,64 +74,66 @@ class CorrectionConfig(Choice):
 
 
 class LossConfig(Choice):
-    """What an update minimises."""
+    """The objective of an update."""
 
     registry = Registry(kind="loss", known=LOSSES, takes=("tokens", "old"), own=False)
 
     aggregation: AggregationName = "token_mean"
-    norm: float | None = Field(
-        None, gt=0
-    )  # tokens, for aggregations that divide by a constant length
-    entropy: float = Field(0.0, ge=0)  # factor of the entropy bonus
+    # Length in tokens, for aggregations that divide by a constant length.
+    norm: float | None = Field(None, gt=0)
+    # Coefficient of the entropy bonus.
+    entropy: float = Field(0.0, ge=0)
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="after")
-    def _normed(self) -> Self:
-        normed = AGGREGATIONS[self.aggregation].normed
-        if normed != (self.norm is not None):
-            what = (
-                "needs norm, a length in tokens"
-                if normed
-                else "divides by no constant; leave norm out"
+    def _check_norm(self) -> Self:
+        needs_norm = AGGREGATIONS[self.aggregation].normed
+        if needs_norm and self.norm is None:
+            raise ValueError(f"aggregation '{self.aggregation}' needs norm, a length in tokens")
+        if self.norm is not None and not needs_norm:
+            raise ValueError(
+                f"aggregation '{self.aggregation}' divides by no constant; leave norm out"
             )
-            raise ValueError(f"aggregation '{self.aggregation}' {what}")
         return self
 
 
-def cut_off(agents: Mapping[str, CreditedAgentConfig]) -> list[str]:
-    """A line on the agents that train on replies from a cut distribution; nothing for none."""
-    cut = [
+def truncated_sampling_warning(agents: Mapping[str, CreditedAgentConfig]) -> str:
+    """Return a warning about trained agents that sample with top_p or top_k, or "" if there are none."""
+    truncated = [
         name
         for name, agent in agents.items()
         if agent.loss_weight and (agent.top_p < 1 or agent.top_k)
     ]
-    return [
-        f"agents {', '.join(cut)} train on replies drawn with top_p or top_k: the gradient is that of the whole "
-        "distribution, and nothing corrects for what was cut off; for an unbiased one set top_p=1 and top_k=0"
-    ][: len(cut)]
+    if not truncated:
+        return ""
+    return (
+        f"agents {', '.join(truncated)} train on replies drawn with top_p or top_k: the gradient is that of the "
+        "whole distribution, and nothing corrects for the part that was cut off; for an unbiased gradient set "
+        "top_p=1 and top_k=0"
+    )
 
 
-def check_contrast(what: str, groups: Grouping | None, there: frozenset[str]) -> None:
-    """Refuse groups in which a run makes one vote each, so that nothing differs and nothing is learned.
+def check_contrast(name: str, grouping: Grouping | None, sources: frozenset[str]) -> None:
+    """Refuse an estimator or filter whose groups have one vote each in a run, so that nothing can be learned.
 
     Args:
-        what: compares them, as the error names it.
-        groups: None where nobody is compared.
-        there: what makes turns of a task differ in the run, as `Grouping.contrast` names it.
+        name: the estimator or filter, as the error names it.
+        grouping: its peers and votes; None if it compares no turns.
+        sources: sources of several votes in the run, as `Grouping.contrast` names them.
 
     Raises:
         ValueError: every group has one vote.
     """
-    if groups is None or groups.contrast & there:
+    if grouping is None or grouping.contrast & sources:
         return
-    ways = {
+    remedies = {
         "groups": "set trainer.group_size to 2 or more",
         "states": "take an environment that names its state, and a trainer.group_size of 2 or more",
         "trees": "set trainer.branching, of width 2 or more",
     }
+    ways_out = [*(remedies[source] for source in sorted(grouping.contrast)), "choose another"]
     raise ValueError(
-        f"{what} compares turns alike in {', '.join(groups.peers)}, and a vote is {', '.join(groups.vote)}: this run "
-        f"makes one vote of each, from which nothing can be learned; "
-        f"{', or '.join([*(ways[way] for way in sorted(groups.contrast)), 'choose another'])}"
+        f"{name} compares turns alike in {', '.join(grouping.peers)}, and a vote is {', '.join(grouping.vote)}: "
+        f"this run makes one vote of each, from which nothing can be learned; {', or '.join(ways_out)}"
     )

@@ -14,15 +14,15 @@ from rollout.records.trajectory import Turn
 from rollout.tasks.splits import SPLITS
 
 _CORPUS = "data/search/passages.jsonl"
-_FILE_LIMIT = 4  # tasks of each file
+_TASKS_PER_FILE = 4
 
 
-def scaled(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
-    """The sections of a composed config at a scale.
+def at_scale(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
+    """Return the sections of a composed config at a scale, "paper" or "tiny".
 
-    At `tiny`, files of `data/` and folders of `models/` are looked for below the results folder, where the pipeline
-    makes them; a retriever elsewhere or over a published index becomes one of its own; nobody outside is asked, so a
-    coach's reward is the outcome's. Every turn's reward gets a `drawn_reward`, so that there is something to train on.
+    At `tiny`, files of `data/` and folders of `models/` are read below the results folder, where the pipeline makes
+    them. A retriever on other servers or over a published index becomes one of the run's own. There is no coach, and
+    its reward becomes the outcome. `drawn_reward` is added to every turn's reward, so that there is something to learn.
 
     Raises:
         ConfigError: a policy is a remote model.
@@ -30,23 +30,37 @@ def scaled(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
     if scale == "paper":
         return dict(values)
     rule = _rule(scale)
-    made: dict[str, Any] = merged(values, rule["merged"]) | rule["replaced"]
+    sections: dict[str, Any] = merged(values, rule["merged"]) | rule["replaced"]
     for section, limits in rule["most"].items():
-        made[section] = _capped(made[section], limits)
-    made["policies"] = {
-        name: _policy(own, rule["policies"], values) for name, own in values["policies"].items()
+        sections[section] = _limited(sections[section], limits)
+
+    results = Path(values["results"])
+    sections["policies"] = {
+        name: _scaled_policy({**policy, **rule["policies"]}, results)
+        for name, policy in values["policies"].items()
     }
-    made["agents"] = {name: {**own, **rule["agents"]} for name, own in values["agents"].items()}
-    made["data"] = _data(made["data"], Path(values["results"]))
+    sections["agents"] = {
+        name: {**agent, **rule["agents"]} for name, agent in values["agents"].items()
+    }
+    sections["data"] = _scaled_data(sections["data"], results)
     retriever = values.get("retriever") or {}
     if retriever.get("urls") or retriever.get("folder"):
-        made["retriever"] = {"passages": str(Path(values["results"]) / _CORPUS)}
-    reward = dict(made["reward"])
+        sections["retriever"] = {"passages": str(results / _CORPUS)}
+    sections["reward"] = _scaled_reward(sections["reward"], has_coach=bool(values.get("coach")))
     if values.get("coach"):
-        made["coach"] = None
-        reward |= {"name": "shared_outcome", "options": {}}
-    made["reward"] = {**reward, "penalties": {**reward.get("penalties", {}), _DRAWN: {}}}
-    return made
+        sections["coach"] = None
+    return sections
+
+
+def drawn_reward(turn: Turn) -> float:
+    """Return a number in [0, 1) that depends on the reply alone.
+
+    Random models solve nothing, and nothing is trained where all rewards are equal.
+    """
+    return crc32(repr(tuple(turn.completion_ids)).encode()) / 2**32
+
+
+_DRAWN_REWARD = f"{__name__}:{drawn_reward.__name__}"
 
 
 @cache
@@ -54,64 +68,56 @@ def _rule(scale: str) -> dict[str, Any]:
     return read_yaml(SHIPPED / "workflow" / "scales" / f"{scale}.yaml")  # type: ignore[no-any-return]
 
 
-def drawn_reward(turn: Turn) -> float:
-    """A number in [0, 1) that depends on the reply alone; the scale `tiny` adds it to every turn's reward.
-
-    Random models solve nothing, and where no reward differs nothing is trained.
-    """
-    return crc32(repr(tuple(turn.completion_ids)).encode()) / 2**32
-
-
-_DRAWN = f"{__name__}:{drawn_reward.__name__}"
-
-
-def _capped(value: Any, limits: Mapping[str, int]) -> Any:
-    """With no number above its limit, wherever its key stands."""
+def _limited(value: Any, limits: Mapping[str, int]) -> Any:
+    """Lower each number to the limit of its key, at every level."""
     if isinstance(value, list | tuple):
-        return [_capped(item, limits) for item in value]
+        return [_limited(item, limits) for item in value]
     if not isinstance(value, Mapping):
         return value
-    return {
-        key: min(item, limits[key])
-        if key in limits and type(item) is int
-        else _capped(item, limits)
-        for key, item in value.items()
-    }
+    limited = {}
+    for key, item in value.items():
+        if key in limits and type(item) is int:
+            limited[key] = min(item, limits[key])
+        else:
+            limited[key] = _limited(item, limits)
+    return limited
 
 
-def _policy(
-    policy: Mapping[str, Any], settings: Mapping[str, Any], values: Mapping[str, Any]
-) -> dict[str, Any]:
-    made = {**policy, **settings}
-    if made.get("critic"):
-        made["critic"] = {**made["critic"], "warmup_steps": 0, "schedule": "constant"}
-    if made.get("remote"):
+def _scaled_policy(policy: Mapping[str, Any], results: Path) -> dict[str, Any]:
+    if policy.get("remote"):
         raise ConfigError("a remote model has no tiny scale; give the agent a model folder")
-    return {**made, "model": str(Path(values["results"]) / made["model"])}
+    scaled = {**policy, "model": str(results / policy["model"])}
+    if policy.get("critic"):
+        scaled["critic"] = {**policy["critic"], "warmup_steps": 0, "schedule": "constant"}
+    return scaled
 
 
-def _data(data: Mapping[str, Any], results: Path) -> dict[str, Any]:
-    if (
-        data.get("generator") == "dsbench"
-    ):  # its files may not be given on; generated tables are played the same way
+def _scaled_reward(reward: Mapping[str, Any], *, has_coach: bool) -> dict[str, Any]:
+    penalties = {**reward.get("penalties", {}), _DRAWN_REWARD: {}}
+    scaled = {**reward, "penalties": penalties}
+    return scaled | {"name": "shared_outcome", "options": {}} if has_coach else scaled
+
+
+def _scaled_data(data: Mapping[str, Any], results: Path) -> dict[str, Any]:
+    if data.get("generator") == "dsbench":
+        # its files may not be redistributed; generated tables are played in the same way
         return {**data, "generator": "tabular", "options": {}}
     if data.get("generator"):
         return dict(data)
+    scaled = dict(data)
+    for split in SPLITS:
+        scaled[split] = _scaled_files(data[split], data.get("format"), results)
+    return scaled
 
-    def moved(entry: Any) -> Any:
-        if isinstance(entry, list | tuple):
-            return [moved(one) for one in entry]
-        keys = entry if isinstance(entry, Mapping) else {"path": entry}
-        if (
-            keys.get("format", data.get("format")) == "search"
-        ):  # a file of many sources, each a row of some table
-            return {
-                **keys,
-                "limit": None,
-                "limit_per_source": 1,
-                "path": str(results / keys["path"]),
-            }
-        limit = min(keys.get("limit") or _FILE_LIMIT, _FILE_LIMIT)
-        return {**keys, "limit": limit, "path": str(results / keys["path"])}
 
-    return {**data, **{split: moved(data[split]) for split in SPLITS}}
+def _scaled_files(files: Any, default_format: str | None, results: Path) -> Any:
+    """Return data files in the results folder, of which few tasks are taken."""
+    if isinstance(files, list | tuple):
+        return [_scaled_files(file, default_format, results) for file in files]
+    file = files if isinstance(files, Mapping) else {"path": files}
+    path = str(results / file["path"])
+    if file.get("format", default_format) == "search":
+        # the file has several sources, each of which is a row of a table
+        return {**file, "limit": None, "limit_per_source": 1, "path": path}
+    limit = min(file.get("limit") or _TASKS_PER_FILE, _TASKS_PER_FILE)
+    return {**file, "limit": limit, "path": path}

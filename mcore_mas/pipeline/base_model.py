@@ -16,8 +16,7 @@ from typing import Any
 import yaml
 
 from mcore_mas import SHIPPED
-from mcore_mas.config.models import made_sizes
-from mcore_mas.config.policy import BaseModelConfig, ColdStartConfig
+from mcore_mas.config.cold_start import BaseModelConfig, ColdStartConfig
 from mcore_mas.config.run import RunConfig
 from retrieval.corpus import Corpus
 from rollout.base.files import write_text
@@ -166,7 +165,7 @@ def init_model(tokenizer: Any, base: BaseModelConfig, seed: int, family: str = "
     )  # it is not hidden / heads by itself
     return getattr(transformers, f"{family}ForCausalLM")(
         getattr(transformers, f"{family}Config")(
-            **{**made_sizes(base), **own, "vocab_size": len(tokenizer)},
+            **{**base.transformers_settings, **own, "vocab_size": len(tokenizer)},
             initializer_range=_INIT_STD,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             eos_token_id=tokenizer.eos_token_id,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.config.models import check_layout, cold_started
+from mcore_mas.config.models import check_layout, cold_start_architecture
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.pipeline.sources import known_sources
 from mcore_mas.pipeline.suite import Suite
@@ -60,7 +60,9 @@ def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
             if made == Path(model):
                 if cold_start := suite.checked(start or "").cold_start:
                     check_layout(
-                        config, name, cold_started(cold_start.base, f"cold_start of {start}")
+                        config,
+                        name,
+                        cold_start_architecture(cold_start.base, f"cold_start of {start}"),
                     )
             elif Path(model, "config.json").is_file() or (
                 files and suite.scale == "paper" and not start

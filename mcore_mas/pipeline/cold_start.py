@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.config.policy import ColdStartConfig
+from mcore_mas.config.cold_start import ColdStartConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.samples import Sample, weigh
 from mcore_mas.equations.losses import Objective

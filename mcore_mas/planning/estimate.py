@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mcore_mas.config.models import cold_started, layout_of
+from mcore_mas.config.models import cold_start_architecture, layout_of
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
 from mcore_mas.planning.gpus import GPU
 from mcore_mas.planning.memory import (
@@ -58,7 +58,9 @@ def load_architectures(config: RunConfig) -> dict[str, Architecture]:
     """
     if config.cold_start is None:
         return {policy: planned_architecture(folder) for policy, folder in config.models.items()}
-    return dict.fromkeys(config.models, cold_started(config.cold_start.base, "cold_start.base"))
+    return dict.fromkeys(
+        config.models, cold_start_architecture(config.cold_start.base, "cold_start.base")
+    )
 
 
 def trainer_settings(config: RunConfig, name: str) -> dict[Part, TrainerSettings]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from mcore_mas.config.credit import cut_off
+from mcore_mas.config.credit import truncated_sampling_warning
 from mcore_mas.config.models import layout_of
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.estimate import (
@@ -49,8 +49,9 @@ def plan_lines(config: RunConfig, cluster: Cluster) -> Iterator[str]:
     )
     if config.retriever and config.retriever.gpus:
         yield "  retriever: one GPU more, the last of the first machine"
-    for line in cut_off(config.agents):
-        yield f"  {line}"
+    warning = truncated_sampling_warning(config.agents)
+    if warning:
+        yield f"  {warning}"
 
 
 def describe_placement(config: RunConfig) -> str:

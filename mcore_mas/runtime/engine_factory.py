@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.config.policy import sharing
+from mcore_mas.config.policy import policies_on_base
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.planning.machine import visible_gpu_ids
 from retrieval.client import RetrievalClient
@@ -96,7 +96,7 @@ def make_engines(
             )
         slots = trained and engine.adapters == "slots" and policy in config.trained
         if slots or (name == "embedded" and config.policies[policy].share_base):
-            together = sharing(config.policies, policy)
+            together = policies_on_base(config.policies, policy)
             loras = [lora for other in together if (lora := config.policies[other].lora)]
             shapes = [AdapterShape(rank=x.rank, scale=x.scale, targets=x.targets) for x in loras]
             engines |= zip(together, adapter_engines(name, model, shapes, **settings), strict=True)

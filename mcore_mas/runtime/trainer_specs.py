@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from mcore_mas.config.policy import PolicyConfig, RateConfig
-from mcore_mas.config.run import RunConfig, for_policy, places_in_schedule
+from mcore_mas.config.run import RunConfig, for_policy, updates_in_schedule
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.engines.sglang.arguments import cumem
@@ -52,5 +52,5 @@ def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> Trainer
     if engine.transport == "distributed":  # all of an NCCL group say the same
         settings["cumem"] = cumem(engine.options, engine.environment)
     settings["lora_seed"] = derive_seed(config.seed, "lora", name)
-    settings["decay_steps"] = rate.decay_steps or places_in_schedule(config, name)
+    settings["decay_steps"] = rate.decay_steps or updates_in_schedule(config, name)
     return TrainerSpec(**{**settings, **own})

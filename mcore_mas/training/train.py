@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_mas import code_commit
 from mcore_mas.config.cluster import address_problem
-from mcore_mas.config.credit import cut_off
+from mcore_mas.config.credit import truncated_sampling_warning
 from mcore_mas.config.models import check_layout
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
@@ -175,8 +175,9 @@ class _Run:
 
     def _session(self, log: Logbook, found: Saved | None) -> TrainingSession:
         config, engines, trainers = self.config, self.crew.engines, self.crew.trainers
-        for line in cut_off(config.agents):
-            log.note(line)
+        warning = truncated_sampling_warning(config.agents)
+        if warning:
+            log.note(warning)
         sleeps, state, first = (
             config.engine.sleep,
             found.state if found else {},

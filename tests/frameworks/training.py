@@ -22,8 +22,8 @@ from pathlib import Path
 from random import Random
 from statistics import fmean
 
+from mcore_mas.config.cold_start import BaseModelConfig
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.config.policy import BaseModelConfig
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import Sample, to_samples, weigh
 from mcore_mas.equations.losses import Objective

@@ -11,7 +11,7 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import CONFIGS, GROUPS, config_names, experiments
-from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
+from mcore_mas.config.run import ConfigError, RunConfig, updates_in_schedule
 from mcore_mas.equations.advantages import ESTIMATORS
 from rollout.base.section import Section
 from tests.support.shipped import TEAMS, sharings
@@ -390,7 +390,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ),
         (
             "trainer.updates_per_step=17",
-            "updates_per_step 17 is more than tasks_per_step 16, and no task is cut; lower",
+            "updates_per_step 17 is more than tasks_per_step 16, and no task is split; lower",
         ),
         (
             "reward.penalties={overlong: {buffer: 41}}",
@@ -559,13 +559,13 @@ def test_policies_in_turn_share_the_updates_of_a_run() -> None:
         *[("verifier",)] * 2,
         ("solver",),
     ]
-    assert (places_in_schedule(config, "verifier"), places_in_schedule(config, "solver")) == (
+    assert (updates_in_schedule(config, "verifier"), updates_in_schedule(config, "solver")) == (
         4 * 3,
         3 * 3,
     )
     together = RunConfig.check(resolve(["experiment=demo_math", "trainer.steps=7"]), "test")
     assert together.in_turn(3) == ("solver", "verifier")
-    assert places_in_schedule(together, "solver") == 7
+    assert updates_in_schedule(together, "solver") == 7
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import ConfigError, RunConfig, for_policy, places_in_schedule
+from mcore_mas.config.run import ConfigError, RunConfig, for_policy, updates_in_schedule
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel
 from mcore_mas.planning.worker_groups import list_worker_groups
@@ -46,7 +46,7 @@ def test_what_a_policy_sets_itself_is_its_own() -> None:
         "embedded",
     )
     assert (verifier.trainer.microbatch_tokens, verifier.trainer.steps) == (1024, run.trainer.steps)
-    assert [places_in_schedule(run, name) for name in ("solver", "verifier")] == [100, 400]
+    assert [updates_in_schedule(run, name) for name in ("solver", "verifier")] == [100, 400]
     specs = {name: policy_spec(name, run) for name in ("solver", "verifier")}
     assert {name: spec.objective.options["clip_high"] for name, spec in specs.items()} == {  # type: ignore[union-attr]
         "solver": 0.2,

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.credit import cut_off
+from mcore_mas.config.credit import truncated_sampling_warning
 from mcore_mas.config.experiments import experiments
 from mcore_mas.config.run import ConfigError, RunConfig
 
@@ -181,12 +181,12 @@ def test_bounds_on_agreement_are_named() -> None:
 
 
 def test_d10_replies_from_a_cut_distribution_are_told_of() -> None:
-    def lines(*overrides: str) -> list[str]:
+    def warning(*overrides: str) -> str:
         run = RunConfig.check(resolve(["experiment=demo_math", *overrides]), "test")
-        return cut_off(run.agents)
+        return truncated_sampling_warning(run.agents)
 
-    assert lines() == lines("agents.solver.top_p=0.9", "+agents.solver.loss_weight=0") == []
-    [line] = lines("agents.solver.top_p=0.9", "agents.verifier.top_k=20")
-    assert line.startswith(
+    assert warning() == ""
+    assert warning("agents.solver.top_p=0.9", "+agents.solver.loss_weight=0") == ""
+    assert warning("agents.solver.top_p=0.9", "agents.verifier.top_k=20").startswith(
         "agents solver, verifier train on replies drawn with top_p or top_k: the gradient is that of"
     )

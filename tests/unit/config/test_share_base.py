@@ -84,7 +84,7 @@ def test_the_plan_counts_the_frozen_model_once() -> None:
     [
         (
             SHARED,
-            "policies.solver: share_base is of trained adapters on a frozen model, and all of its wei",
+            "policies.solver: share_base is for trained adapters on a frozen model, and all of its wei",
         ),
         (
             [*LORA, SHARED[1]],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.config.policy import TrainerConfig
+from mcore_mas.config.trainer import TrainerConfig
 from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.credit.watch import CreditWatch
 from mcore_mas.training.loop import train_steps

@@ -267,7 +267,7 @@ def test_a_policys_nodes_are_those_with_its_label() -> None:
         ),
         (
             ["+cluster.nodes.solver.train=a"],
-            "nodes tells apart those of a Ray that runs already: set address",
+            "nodes are those of a running Ray: set address",
         ),
         (
             ["+cluster.nodes.solver.train='a b'", "+cluster.address=auto"],

@@ -292,5 +292,5 @@ def test_oversampling_gives_up_the_slowest_of_each_group(tmp_path):
 
 def test_what_shares_memory_with_its_trainer_is_not_collected_ahead():
     settings = ["experiment=demo_math", "+trainer.staleness=1", "+policies.solver.offload=true"]
-    with pytest.raises(ConfigError, match=r"policy 'solver': offload gives .* choose one of them"):
+    with pytest.raises(ConfigError, match=r"policy 'solver': offload frees .* choose one of them"):
         resolve(settings)

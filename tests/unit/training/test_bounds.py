@@ -133,7 +133,7 @@ def test_bounds_of_single_policies_hold_and_are_met(tmp_path):
                 "+policies.verifier.remote={model: m}",
                 "+policies.verifier.max_in_flight=2",
             ],
-            r"policies\.verifier: max_in_flight bounds an engine of ours; of a remote model set remote\.concurrency",
+            r"policies\.verifier: max_in_flight bounds the requests to an engine; for a remote model set remote\.conc",
         ),
     ],
 )

@@ -36,7 +36,7 @@ def check_layouts(config: RunConfig) -> None:
     [
         (
             ["+policies.solver.own.engine.router_replay=true"],
-            "engine.router_replay is of mixtures of experts, and {model} is dense; set policies.solver.own.engine."
+            "engine.router_replay is for mixtures of experts, and {model} is dense; set policies.solver.own.engine."
             "router_replay: false",
         ),
         (

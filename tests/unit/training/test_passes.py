@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
+from mcore_mas.config.run import ConfigError, RunConfig, updates_in_schedule
 from mcore_mas.credit.samples import Sample
 from mcore_mas.packing import pack as packing
 from mcore_mas.packing.pack import pack
@@ -180,7 +180,7 @@ def test_a_critic_may_have_a_head_start(tmp_path: Path) -> None:
 
 def test_samples_are_cut_in_one_way(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="minibatch and updates_per_step both cut a step's samples"
+        ConfigError, match="minibatch and updates_per_step both split a step's samples"
     ):
         resolve(["experiment=demo_math", "+trainer.minibatch=3", "+trainer.updates_per_step=2"])
 
@@ -192,7 +192,7 @@ def test_with_mini_batches_a_rate_is_of_its_step(tmp_path: Path) -> None:
     falls = ["+policies.solver.schedule=linear", "policies.solver.warmup_steps=2"]
     run = RunConfig.check(resolve(["experiment=demo_math", *settings, *falls]), "test")
     assert (
-        policy_spec("solver", run).decay_steps == places_in_schedule(run, "solver") == 3
+        policy_spec("solver", run).decay_steps == updates_in_schedule(run, "solver") == 3
     )  # steps 2, 3 and 6
     assert [(step_places(run, "solver") or [])[step] for step in (2, 3, 6)] == [0, 1, 2]
     for overrides, places in ((("+trainer.minibatch=3",), [4] * 3), ((), [None])):

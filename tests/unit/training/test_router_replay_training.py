@@ -122,7 +122,7 @@ def test_a_remote_model_has_no_router_to_replay(tmp_path: Path) -> None:
         "+policies.verifier.own.engine.router_replay=true",
     )
     with pytest.raises(
-        ConfigError, match=r"own.engine.router_replay: a remote model says nothing of its experts"
+        ConfigError, match=r"own.engine.router_replay: a remote model does not tell its experts"
     ):
         run_config(tmp_path, tmp_path, *overrides)
     remotes = [
@@ -134,7 +134,7 @@ def test_a_remote_model_has_no_router_to_replay(tmp_path: Path) -> None:
         *(f"agents.{name}.loss_weight=0" for name in ("solver", "verifier")),
     )
     with pytest.raises(
-        ConfigError, match=r"engine.router_replay: remote models say nothing of their experts"
+        ConfigError, match=r"engine.router_replay: remote models do not tell their experts"
     ):
         run_config(
             tmp_path, tmp_path, "~policies", *(f"+{remote}" for remote in remotes), *overrides

@@ -1,0 +1,67 @@
+"""Section of a config about the cold start: a small model, and its fine-tuning on demonstrations."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rollout.base.section import Section
+
+
+class BaseModelConfig(Section):
+    """A small, randomly initialized Qwen2 and its tokenizer."""
+
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=8)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    ffn: int = Field(ge=8)
+    # 256 bytes and the special tokens are always in the vocabulary.
+    vocab: int = Field(ge=300)
+    positions: int = Field(1024, ge=16)
+    # The longest text that may become one token; digits never join.
+    tokens: Literal["words", "phrases"] = "words"
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"hidden {self.hidden}, heads {self.heads}, kv_heads {self.kv_heads}: "
+                "heads must divide hidden, and kv_heads must divide heads"
+            )
+        return self
+
+    @property
+    def transformers_settings(self) -> dict[str, Any]:
+        """The settings of the model's config.json."""
+        return {
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.ffn,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.positions,
+            "tie_word_embeddings": True,
+        }
+
+
+class ColdStartConfig(Section):
+    """Supervised fine-tuning on generated demonstrations, until the team is legal but far from its ceiling."""
+
+    base: BaseModelConfig
+    # Options of the generator's demonstrations.
+    options: dict[str, Any] = Field(default_factory=dict)
+    lr: float = Field(gt=0)
+    warmup_steps: int = Field(50, ge=0)
+    # Demonstrations per step.
+    batch: int = Field(64, ge=1)
+    max_steps: int = Field(ge=1)
+    # Steps between two measurements of the team.
+    check_every: int = Field(50, ge=1)
+    # Step of the first measurement.
+    first_check: int = Field(0, ge=0)
+    # Validation tasks of a measurement.
+    check_tasks: int = Field(64, ge=1)
+    # Shares of well-formed turns and of successful trajectories at which the cold start ends.
+    stop_legal: float = Field(0.9, ge=0, le=1)
+    stop_accuracy: float = Field(0.3, ge=0, le=1)

@@ -1,0 +1,27 @@
+"""Section of a config about evaluation."""
+
+from pydantic import Field
+
+from rollout.base.section import Section
+
+
+class EvaluationConfig(Section):
+    """The measurement of a team on the test tasks; except for `samples`, validations follow it too."""
+
+    # k of avg@k, pass@k and maj@k.
+    samples: int = Field(4, ge=1)
+    # Sampling parameters of all agents; None: each agent's own.
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    # Further attempts at a failed trajectory, with the same seeds.
+    retries: int = Field(2, ge=0)
+    # Share of an evaluation's trajectories that may fail in the end.
+    max_failed: float = Field(0.05, ge=0, le=1)
+    # Concurrent trajectories; None: two for each sequence that the engines decode at a time.
+    in_flight: int | None = Field(None, ge=1)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Sampling parameters in place of every agent's own."""
+        return self.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)

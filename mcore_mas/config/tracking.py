@@ -1,0 +1,59 @@
+"""Section of a config about experiment trackers."""
+
+import re
+from importlib.metadata import entry_points
+from typing import Annotated, Literal
+from urllib.parse import unquote, urlsplit
+
+from pydantic import Field, field_validator
+
+from rollout.base.section import Section
+
+# schemes of the stores that MLflow and its installed plugins open
+_STORE_SCHEMES = {
+    "",
+    "file",
+    "http",
+    "https",
+    "sqlite",
+    "postgresql",
+    "mysql",
+    "mssql",
+    "databricks",
+    "uc",
+    "databricks-uc",
+    *(entry.name for entry in entry_points(group="mlflow.tracking_store")),
+}
+_PASSWORD_IN_QUERY = re.compile("(?i)(password|passwd|pwd|token|secret|api_?key)=")
+_TagName = Annotated[str, Field(pattern=r"^[\w.\-:/ ]+$", max_length=250)]
+
+
+class TrackingConfig(Section):
+    """Trackers that get the metrics, besides the run folder."""
+
+    # MLflow's tracking store.
+    uri: str
+    experiment: str
+    # Trajectories of each step with a validation that are sent as traces.
+    traces: int = Field(2, ge=0)
+    # Tags of MLflow's runs; a suite adds its name, and a paper's tables.
+    tags: dict[_TagName, str] = Field(default_factory=dict)
+    # Further trackers of the training metrics.
+    also: tuple[Literal["tensorboard", "wandb"], ...] = ()
+
+    @field_validator("uri")
+    @classmethod
+    def _check_uri(cls, uri: str) -> str:
+        parts = urlsplit(uri)
+        is_server = parts.scheme.startswith("http")
+        in_query = _PASSWORD_IN_QUERY.search(unquote(parts.query))
+        if in_query or parts.password or (parts.username and is_server):
+            raise ValueError(
+                "may hold no password, which config.yaml and MLflow would show; see docs/mlflow.md"
+            )
+        known_scheme = parts.scheme.partition("+")[0] in _STORE_SCHEMES
+        if not uri or not known_scheme or (is_server and not parts.hostname):
+            raise ValueError(
+                f"'{uri}' is no store of MLflow; expected http(s)://HOST:PORT or sqlite:///FILE"
+            )
+        return uri

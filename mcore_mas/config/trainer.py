@@ -1,0 +1,81 @@
+"""Section of a config about the training run: steps, tasks, mini-batches, checkpoints and validation."""
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from mcore_mas.equations.divergence import Figure
+from rollout.base.section import Section
+from rollout.teams.tree import Branching
+
+
+class AlternateConfig(Section):
+    """Training of policies in turn; the others play with the weights that they have."""
+
+    # Policies, each of which is trained in its turn.
+    order: tuple[str, ...] = Field(min_length=2)
+    # Training steps of a policy before the next one's turn.
+    steps: int = Field(1, ge=1)
+
+
+class TrainerConfig(Section):
+    """The shape of a training run."""
+
+    steps: int = Field(ge=1)
+    tasks_per_step: int = Field(ge=1)
+    # Trajectories per task, or trees with branching.
+    group_size: int = Field(ge=1)
+    branching: Branching | None = None
+    # Multiple of group_size that is started; the slowest trajectories are cancelled.
+    oversample: float = Field(1.0, ge=1)
+    # Steps by which collection may be ahead of training; 0 trains on what the same weights sampled.
+    staleness: int = Field(0, ge=0)
+    # Optimizer steps per training step, each on its share of the samples.
+    updates_per_step: int = Field(1, ge=1)
+    # Turns per optimizer step, drawn at random, in place of updates_per_step.
+    minibatch: int | None = Field(None, ge=1)
+    # Passes over a step's samples (PPO's epochs).
+    passes: int = Field(1, ge=1)
+    # None: every policy is trained in every step.
+    alternate: AlternateConfig | None = None
+    microbatch_tokens: int = Field(4096, ge=1)
+
+    # Training steps between two checkpoints.
+    checkpoint_every: int = Field(10, ge=1)
+    # Newest checkpoints that are kept.
+    keep_checkpoints: int = Field(2, ge=1)
+    # Newest steps whose trajectories are kept, besides those since the newest checkpoint; None: all.
+    keep_trajectories: int | None = Field(None, ge=1)
+    # Checkpoints with the highest validation accuracy that are kept too; each is saved when it is found.
+    keep_best: int = Field(0, ge=0)
+    # Weights that are written as the finished policies.
+    final: Literal["last", "best"] = "last"
+    # "changed" forks a run of another recipe.
+    resume: Literal["same", "changed"] = "same"
+
+    # Training steps between two validations.
+    validate_every: int = Field(10, ge=1)
+    # Trajectories per validation task.
+    validation_samples: int = Field(1, ge=1)
+
+    # Absolute advantage above which the run stops; None: never.
+    max_advantage: float | None = Field(1e3, gt=0)
+    # First steps within which a turn must have an advantage, and steps in a row without a finite gradient.
+    signal_within: int | None = Field(10, ge=1)
+    # Bounds of the agreement of engine and trainer, in place of those of the precision.
+    agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        if self.minibatch is not None and self.updates_per_step > 1:
+            raise ValueError(
+                "minibatch and updates_per_step both split a step's samples; leave one of them out"
+            )
+        if self.final == "best" and not self.keep_best:
+            raise ValueError("final 'best' needs a kept best: set trainer.keep_best to 1 or more")
+        if self.updates_per_step > self.tasks_per_step:
+            raise ValueError(
+                f"updates_per_step {self.updates_per_step} is more than tasks_per_step {self.tasks_per_step}, and no "
+                "task is split; lower it, or set minibatch in its place"
+            )
+        return self
