@@ -16,8 +16,9 @@ from rollout.base.errors import ModelError
 from rollout.base.files import read_record
 from rollout.base.processes import Restarts, allow_open_files
 from rollout.config.sections import RetrieverConfig, build_env, build_player
-from rollout.engines import TRANSPORTS, EngineConfig, PolicyClient, engine_class
+from rollout.engines import EngineConfig, PolicyClient
 from rollout.engines.adapters import adapter_engines
+from rollout.engines.registry import TRANSPORTS, engine_class
 from rollout.engines.remote import hide
 from rollout.engines.remote.caller import RemoteClient
 from rollout.environments.protocol import Env
@@ -67,7 +68,7 @@ def make_engines(
         if not trained and engine.name in TRANSPORTS:  # an engine of one's own need not take it
             settings["version"] = _step_of(model)
         if engine.name == "sglang":
-            settings |= {"log": log / f"{policy}.log", "start_s": engine.ready_s(model)}
+            settings |= {"log": log / f"{policy}.log", "start_s": engine.start_deadline_s(model)}
         if engine.weights_folder and "threads" in settings:
             settings["weights_folder"] = engine.weights_folder / config.run / policy
         if far is not None and "threads" in settings:
@@ -125,7 +126,7 @@ def _engine_settings(
         plain = ("urls", "members", "replicas", "tp", "environment", "verify")
         settings |= {name: getattr(engine, name) for name in plain}
         settings |= {
-            "timeout_s": engine.request_s,
+            "timeout_s": engine.request_deadline_s,
             "python": str(engine.python) if engine.python else None,
             "key": engine.key_file.read_text().strip() if engine.key_file else None,
             "options": {"enable-deterministic-inference": engine.deterministic} | engine.options,

@@ -15,7 +15,7 @@ from contextlib import (
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import EngineError
-from rollout.engines import Tag, TrainedEngine
+from rollout.engines.protocol import Tag, TrainedEngine
 from rollout.sync.transport import WeightUpdate
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.base.lookup import lookup_import
-from rollout.engines import ENGINES, StreamingEngine, Tag, TokenCallback, TrainedEngine
+from rollout.engines.protocol import StreamingEngine, Tag, TokenCallback, TrainedEngine
+from rollout.engines.registry import ENGINES
 from rollout.models.fused_weights import AdapterShape
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import SyncRoute, WeightUpdate
@@ -24,9 +25,11 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
         return int(self.host.starts)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, on_tokens: TokenCallback | None
     ) -> Completion:
-        completion: Completion = await self.host.stream(prompt_ids, sampling, hear, self._number)
+        completion: Completion = await self.host.stream(
+            prompt_ids, sampling, on_tokens, self._number
+        )
         return completion
 
     async def begin_update(self) -> SyncRoute:

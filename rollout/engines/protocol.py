@@ -1,4 +1,4 @@
-"""What an engine has to do: sample replies, also as they grow, and take the weights that a trainer sends."""
+"""Protocols of engines: sampling, streaming, and taking a trainer's weights."""
 
 from __future__ import annotations
 
@@ -51,6 +51,21 @@ class TokenCallback:
 
     def __call__(self, position: int, token_ids: Sequence[int]) -> bool:
         return self.call(position, token_ids)
+
+
+class StreamingEngine(Protocol):
+    """An engine that passes tokens on while a reply is sampled."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion; see `Engine`."""
+        return await self.stream(prompt_ids, sampling, None)
+
+    @abstractmethod
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, on_tokens: TokenCallback | None
+    ) -> Completion:
+        """Sample one completion, and call `on_tokens` while it is sampled."""
+        raise NotImplementedError
 
 
 class TrainedEngine(Engine, Protocol):

@@ -14,7 +14,8 @@ from typing import Any
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.deadlines import Late, LateCall
 from rollout.base.errors import Defect, EngineError, EnvError, PromptTooLong, Unusable
-from rollout.engines import ChatState, PolicyClient, PolicyReply, prompt_tokens
+from rollout.engines import ChatState, PolicyClient, PolicyReply
+from rollout.engines.client import prompt_tokens
 from rollout.environments.tools import Tool
 from rollout.models.tool_calls import parse_reply
 from rollout.records.call_record import CallRecord

@@ -14,7 +14,8 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from rollout.base.errors import EngineError
-from rollout.engines import TokenCallback, engine_class
+from rollout.engines import TokenCallback
+from rollout.engines.registry import engine_class
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.tiny import MAX_LENGTH, VOCAB, make_model
 

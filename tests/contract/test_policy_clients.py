@@ -12,7 +12,8 @@ import pytest
 
 from rollout.base.errors import EngineError
 from rollout.config.sections import build_player
-from rollout.engines import PolicyClient, PolicyReply, engine_class
+from rollout.engines import PolicyClient, PolicyReply
+from rollout.engines.registry import engine_class
 from rollout.engines.remote import RemoteConfig
 from rollout.engines.remote.caller import RemoteClient
 from rollout.records.trajectory import Message, Sampling

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout.base.errors import EngineError
-from rollout.engines import Tag
+from rollout.engines.protocol import Tag
 from rollout.engines.sglang import SGLANG_VERSION
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.records.trajectory import Completion, Sampling

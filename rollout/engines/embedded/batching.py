@@ -17,11 +17,12 @@ from torch import Tensor
 
 from rollout.base.async_tasks import set_outcome
 from rollout.base.errors import EngineError
-from rollout.engines import StreamingEngine, Tag, TokenCallback, problem_of
 from rollout.engines.embedded.cache import Cache
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.embedded.exact_decoder import exact_decoder
 from rollout.engines.embedded.rows import CacheRows, GenerationRequest, plan
+from rollout.engines.prompt_length import request_error
+from rollout.engines.protocol import StreamingEngine, Tag, TokenCallback
 from rollout.models.architecture import read_architecture
 from rollout.models.tensors import WeightStream, read_tensors
 from rollout.records.trajectory import Completion, Sampling
@@ -124,10 +125,14 @@ class EmbeddedEngine:
         adapter: int = 0,
     ) -> None:
         """Queue one generation, with an adapter by number or none (0). `step` says what is wrong with it."""
-        asleep = "the engine sleeps; wake it first" if self._asleep else ""
-        if problem := asleep or problem_of(
-            prompt_ids, sampling, self.decoder.shape.vocab, self.max_length
-        ):
+        problem = "the engine sleeps; wake it first" if self._asleep else ""
+        problem = problem or request_error(
+            prompt_ids,
+            sampling,
+            vocab_size=self.decoder.shape.vocab,
+            max_length=self.max_length,
+        )
+        if problem:
             self._done.append((request_id, EngineError(problem)))
         else:
             prompt = np.asarray(prompt_ids, dtype=np.int64)
@@ -294,15 +299,15 @@ class Dispatcher(StreamingEngine):
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
-        hear: TokenCallback | None,
+        on_tokens: TokenCallback | None,
         adapter: int = 0,
     ) -> Completion:
-        """Sample one completion, with an adapter by number; `hear` as `StreamingEngine` has it."""
+        """Sample one completion, with an adapter by number; `on_tokens` as `StreamingEngine` has it."""
         request_id = next(self._ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        every = 0 if hear is None else hear.every
+        every = 0 if on_tokens is None else on_tokens.every
         ask = (request_id, list(prompt_ids), sampling, every, adapter)
-        self._waiting[request_id] = (ask, future, hear)
+        self._waiting[request_id] = (ask, future, on_tokens)
         self._new.append(ask)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())
@@ -366,10 +371,10 @@ class Dispatcher(StreamingEngine):
                 raise
 
     def _take(self, request_id: int, found: Outcome | News) -> None:
-        _, future, hear = self._waiting[request_id]
+        _, future, on_tokens = self._waiting[request_id]
         if not isinstance(found, tuple):
             set_outcome(future, found)
-        elif hear is not None and not future.done() and not hear(*found):
+        elif on_tokens is not None and not future.done() and not on_tokens(*found):
             self._aborts.append(request_id)
 
 
@@ -417,9 +422,9 @@ class LocalReplicas(StreamingEngine):
             self.engines.append(LocalEngine(folder, max_length=max_length, core=core))
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, on_tokens: TokenCallback | None
     ) -> Completion:
         """Sample one completion (see `StreamingEngine`)."""
         return await min(self.engines, key=lambda own: own.burden(prompt_ids)).stream(
-            prompt_ids, sampling, hear
+            prompt_ids, sampling, on_tokens
         )

@@ -15,9 +15,9 @@ import torch
 
 from rollout.base.errors import EngineError
 from rollout.base.processes import Restarts, say
-from rollout.engines import Tag, TrainedEngine
 from rollout.engines.embedded.batching import BUSY, Ask, Dispatcher, EmbeddedEngine, Report
 from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.engines.protocol import Tag, TrainedEngine
 from rollout.models.architecture import read_architecture
 from rollout.models.fused_weights import AdapterShape
 from rollout.models.tensors import checksum, compare, read_tensors

@@ -11,8 +11,8 @@ from typing import Any
 
 from rollout.base.errors import EngineError
 from rollout.base.processes import Restarts, say
-from rollout.engines import StreamingEngine, Tag, TokenCallback, TrainedEngine
 from rollout.engines.embedded.engine import ActorDied, HostedEngine
+from rollout.engines.protocol import StreamingEngine, Tag, TokenCallback, TrainedEngine
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import SyncRoute, WeightUpdate
 
@@ -77,7 +77,7 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
             self._add(place)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, on_tokens: TokenCallback | None
     ) -> Completion:
         """Sample one completion (see `StreamingEngine`), by whichever actor is left."""
         if self._watch is None or self._watch.done():
@@ -85,7 +85,7 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         while True:
             actor = min(self._actors, key=lambda actor: actor.burden(prompt_ids))
             try:
-                return await actor.stream(prompt_ids, sampling, hear)
+                return await actor.stream(prompt_ids, sampling, on_tokens)
             except ActorDied as error:
                 self._leave(actor, error)
 

@@ -17,7 +17,8 @@ from rollout.base.errors import EngineError
 from rollout.base.event_loop import drop_per_loop, per_loop
 from rollout.base.http import Refused, Unanswered, retried
 from rollout.base.text import valid_text
-from rollout.engines import ChatState, PolicyReply, remote
+from rollout.engines import remote
+from rollout.engines.policy_client import ChatState, PolicyReply
 from rollout.engines.remote import Answer, Provider, RemoteConfig, RemoteError, ReplySettings
 from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
 from rollout.models.tool_calls import in_words

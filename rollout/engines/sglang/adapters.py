@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.base.errors import EngineError
-from rollout.engines import TokenCallback
+from rollout.engines.protocol import TokenCallback
 from rollout.engines.sglang.engine import SGLangEngine, tell_server
 from rollout.engines.sglang.fleet import Left
 from rollout.engines.sglang.server import Replica
@@ -49,7 +49,7 @@ class AdapterServers(SGLangEngine):
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
-        hear: TokenCallback | None,
+        on_tokens: TokenCallback | None,
         adapter: int,
     ) -> Completion:
         """Sample one completion, with an adapter by number (see `SGLangEngine.stream`)."""
@@ -58,7 +58,7 @@ class AdapterServers(SGLangEngine):
             name, version, starts = slot.name, slot.version, self.starts
             slot.asked[name] += 1
             try:
-                said = await super().stream(prompt_ids, sampling, hear, name)
+                said = await super().stream(prompt_ids, sampling, on_tokens, name)
             except EngineError:
                 if name == slot.name or starts == self.starts:
                     raise

@@ -13,7 +13,7 @@ import numpy as np
 
 from rollout.base.errors import EngineError
 from rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retried
-from rollout.engines import TokenCallback
+from rollout.engines.protocol import TokenCallback
 from rollout.models.architecture import Experts
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
 
@@ -94,9 +94,9 @@ def _parse(path: str, reply: HttpReply) -> Any:
 class StreamedReply:
     """A completion that a server sends in events, each with all tokens so far or, if it is `incremental`, with news."""
 
-    def __init__(self, hear: TokenCallback, end: Callable[[], None]) -> None:
-        """`end` is called once where `hear` does not want more; the last event then comes soon."""
-        self._hear, self._end = hear, end
+    def __init__(self, on_tokens: TokenCallback, end: Callable[[], None]) -> None:
+        """`end` is called once where `on_tokens` does not want more; the last event then comes soon."""
+        self._on_tokens, self._end = on_tokens, end
         self._wanted = True
 
     def begin(self) -> Callable[[bytes], None]:
@@ -131,7 +131,11 @@ class StreamedReply:
         known, place = len(self._ids), max(0, meta["completion_tokens"] - len(ids))
         self._ids[place:] = ids
         self._logprobs[place:] = meta["output_token_logprobs"][-len(ids) :] if ids else []
-        if self._wanted and not meta["finish_reason"] and not self._hear(known, self._ids[known:]):
+        if (
+            self._wanted
+            and not meta["finish_reason"]
+            and not self._on_tokens(known, self._ids[known:])
+        ):
             self._wanted = False
             self._end()
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from rollout.base.errors import EngineError
 from rollout.base.http import Unanswered
 from rollout.base.processes import say
-from rollout.engines import StreamingEngine, Tag, TokenCallback, TrainedEngine, problem_of
+from rollout.engines.prompt_length import request_error
+from rollout.engines.protocol import StreamingEngine, Tag, TokenCallback, TrainedEngine
 from rollout.engines.sglang.client import StreamedReply, body_of, completion_of, routing_of
 from rollout.engines.sglang.fleet import Fleet, Left, LostWeights
 from rollout.engines.sglang.server import Replica
@@ -83,25 +84,30 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
-        hear: TokenCallback | None,
+        on_tokens: TokenCallback | None,
         adapter: str | None = None,
     ) -> Completion:
-        """Sample one completion, of an `adapter` that the servers hold; `hear` as `StreamingEngine` has it."""
-        problem = problem_of(prompt_ids, sampling, self._settings.vocab, self._settings.max_length)
+        """Sample one completion, of an `adapter` that the servers hold; `on_tokens` as `StreamingEngine` has it."""
+        problem = request_error(
+            prompt_ids,
+            sampling,
+            vocab_size=self._settings.vocab,
+            max_length=self._settings.max_length,
+        )
         if problem:
             raise EngineError(problem)
         body = body_of(prompt_ids, sampling, self._settings.seeded, adapter) | (
-            {"stream": True} if hear else {}
+            {"stream": True} if on_tokens else {}
         )
-        if hear is not None and hear.every > 1:
-            body["sampling_params"]["stream_interval"] = hear.every
+        if on_tokens is not None and on_tokens.every > 1:
+            body["sampling_params"]["stream_interval"] = on_tokens.every
         experts = self._settings.experts
         if experts is not None:
             body["return_routed_experts"] = True
         while True:
             replica = _route(prompt_ids, sampling.session, self._replicas, self._settings.rows)
             end = partial(tell_server, replica, "/abort_request", {"rid": body["rid"]}, self._tasks)
-            stream = StreamedReply(hear, end) if hear else None
+            stream = StreamedReply(on_tokens, end) if on_tokens else None
             replica.busy += 1
             try:
                 reply = await self._fleet.call(

@@ -11,7 +11,7 @@ from rollout.base.errors import EngineError
 from rollout.base.event_loop import per_loop
 from rollout.base.http import Unanswered
 from rollout.base.processes import Restarts
-from rollout.engines import Tag
+from rollout.engines.protocol import Tag
 from rollout.engines.sglang.client import StreamedReply
 from rollout.engines.sglang.server import NoRoom, Replica, owned_replica
 from rollout.engines.sglang.settings import SGLangSettings

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from rollout.base.errors import EngineError
 from rollout.base.http import is_loopback
-from rollout.engines import TRANSPORTS, unknown_transport
+from rollout.engines.registry import transport_error
 from rollout.engines.sglang.arguments import argument_problem, named
 from rollout.models.architecture import Experts, read_architecture, read_config
 
@@ -75,8 +75,8 @@ class SGLangSettings:
     log: Path | str = "sglang.log"  # of the servers; a number is put before its suffix
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS["sglang"]:
-            raise EngineError(unknown_transport("sglang", self.transport))
+        if problem := transport_error("sglang", self.transport):
+            raise EngineError(problem)
         if problem := argument_problem(self.options):
             raise EngineError(f"engine.options: {problem}")
         _check_model(self.folder, self._model)

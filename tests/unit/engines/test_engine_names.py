@@ -9,7 +9,7 @@ import torch
 
 from rollout.base.errors import EngineError
 from rollout.base.lookup import UnknownName
-from rollout.engines import ENGINES, engine_class
+from rollout.engines.registry import ENGINES, engine_class
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.scripted_engine import ScriptedEngine
 

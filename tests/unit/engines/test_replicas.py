@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from rollout.base.errors import EngineError
-from rollout.engines import engine_class
 from rollout.engines.embedded import replicas
 from rollout.engines.embedded.batching import LocalEngine
 from rollout.engines.embedded.replicas import ReplicatedEngine
+from rollout.engines.registry import engine_class
 from rollout.records.trajectory import Sampling
 from tests.support.tiny import MAX_LENGTH, make_model
 

@@ -20,8 +20,8 @@ def test_a_reply_of_32768_tokens_ends_before_its_request_does() -> None:
 
 
 def test_what_is_set_holds_and_short_replies_have_ten_minutes() -> None:
-    assert EngineConfig(timeout_s=5.0).request_s == 5.0
-    assert EngineConfig(slots=8, max_length=512).request_s == 600.0
+    assert EngineConfig(timeout_s=5.0).request_deadline_s == 5.0
+    assert EngineConfig(slots=8, max_length=512).request_deadline_s == 600.0
 
 
 def test_a_server_has_time_to_read_a_large_model(

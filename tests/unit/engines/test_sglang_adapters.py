@@ -333,9 +333,9 @@ def test_policies_that_share_their_base_share_servers_too() -> None:
         ),
         (
             ["+engine.sleep=true"],
-            "adapters: slots is of name: sglang with transport: disk, without sleep and members",
+            "adapters: slots needs name: sglang and transport: disk, without sleep and members",
         ),
-        (["+engine.transport=tensor"], "adapters: slots is of name: sglang with transport: disk"),
+        (["+engine.transport=tensor"], "adapters: slots needs name: sglang and transport: disk"),
         (["engine.adapters=slot"], r"engine.adapters.*merged"),
         (
             ["+policies.verifier.own.engine.adapters=merged"],

@@ -14,7 +14,8 @@ import pytest
 from mcore_mas.equations.statistics import majority_score, pass_at
 from mcore_mas.evaluation.measure import Scoreboard, measure, score_rows
 from rollout.base.errors import EngineError
-from rollout.engines import EngineClient, render_within
+from rollout.engines import EngineClient
+from rollout.engines.prompt_length import fit_prompt
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import Message, Status, Trajectory
 from rollout.teams.collect import CollectOptions, Collector, Deadlines
@@ -114,10 +115,10 @@ def test_a_prompt_that_is_too_long_is_wrong_and_its_task_stays():
 )
 def test_a_prompt_is_cut_by_the_stated_side(rule, seen):
     messages = (Message(role="system", content="s"), Message(role="user", content="0123456789abc"))
-    shown, ids = render_within(Encoding(), messages, 7, rule)
+    shown, ids = fit_prompt(Encoding(), messages, 7, rule)
     assert [message.content for message in shown] == ["s", seen]
     assert bytes(ids) == f"s\n{seen}".encode()
-    assert render_within(Encoding(), messages, 15, rule) == (messages, tuple(b"s\n0123456789abc"))
+    assert fit_prompt(Encoding(), messages, 15, rule) == (messages, tuple(b"s\n0123456789abc"))
 
 
 def test_what_is_cut_is_played_and_counted():

@@ -283,7 +283,7 @@ def test_a_policys_nodes_are_those_with_its_label() -> None:
         ),
         (
             ["engine=sglang", "+engine.urls=['http://127.0.0.1:1']", "+engine.joining=1"],
-            "servers that join are named in",
+            "name servers that join in members",
         ),
     ],
 )

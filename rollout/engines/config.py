@@ -1,0 +1,165 @@
+"""The section `engine` of a run's config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
+
+from rollout.base.http import Url, check_private
+from rollout.base.lookup import lookup
+from rollout.base.section import Section
+from rollout.base.signatures import check_call, check_methods
+from rollout.engines.registry import ENGINES, TRANSPORTS, transport_error
+from rollout.engines.sglang.arguments import argument_problem, graph_problem
+
+# Methods that an engine class of the user's own must have, with their parameters.
+_REQUIRED_METHODS = {
+    "async generate": ("prompt_ids", "sampling"),
+    "async begin_update": (),
+    "async commit_update": ("update",),
+    "abort_update": ("error",),
+    "async weights_lost": (),
+}
+
+_MIN_START_S = 900.0  # deadline of a server's start, without reading the model
+_READ_BYTES_PER_S = 1e8  # from a busy network file system
+_MIN_REQUEST_S = 600.0  # deadline of a request
+# Tokens per second of a server with all slots full, at least. A 32B model on eight H100s decodes
+# about 6000 in 256 slots.
+_MIN_TOKENS_PER_S = 2000.0
+
+
+class EngineConfig(Section):
+    """Where each policy's tokens are sampled."""
+
+    name: str = "embedded"  # key of ENGINES, or the import path of a class
+    slots: int = Field(128, ge=1)  # requests decoded at once
+    max_length: int = Field(512, ge=2)  # tokens of prompt and reply
+    # side of the last message that is cut if the prompt leaves no room for a reply; wrong: the
+    # trajectory fails
+    overlong_prompts: Literal["wrong", "left", "middle", "right"] = "wrong"
+    device: Literal["cpu", "cuda"] = "cpu"  # of the embedded engine
+    # make a reply the same, bit by bit, whatever is decoded beside it
+    deterministic: bool = False
+    # trainers route the tokens of a mixture to the experts that the engine chose
+    router_replay: bool = False
+    transport: str | None = None  # of new weights; None: the first in TRANSPORTS
+    # folder for weights that trainer and engine see; None: one in shared memory
+    weights_folder: Path | None = None
+    sleep: bool = False  # give memory away while policies are trained
+    restarts: int = Field(2, ge=0)  # per hour, of an engine that dies or hangs
+    replicas: int = Field(1, ge=1)  # servers per policy, or actors of the embedded engine
+    # further actors of the embedded engine, which join and leave with their nodes
+    joining: int = Field(0, ge=0)
+
+    # settings of SGLang
+    python: Path | None = None  # interpreter of SGLang's own environment ...
+    urls: tuple[Url, ...] = ()  # ... or servers that run already
+    # file with the URLs of further servers, which may change while a run trains
+    members: Path | None = None
+    key_file: Path | None = None  # of servers on other machines
+    tp: int = Field(1, ge=1)  # GPUs of each server
+    # merged: send the merged weights of a policy with LoRA; slots: send its adapter, which the
+    # servers hold beside the frozen model
+    adapters: Literal["merged", "slots"] = "merged"
+    options: dict[str, JsonValue] = Field(default_factory=dict)  # of sglang.launch_server
+    environment: dict[str, str] = Field(default_factory=dict)  # variables of the servers
+    verify: bool = True  # compare the servers' checksums with each other after every update
+    # deadline of a request; None: computed from slots and max_length
+    timeout_s: float | None = Field(None, gt=0)
+    # deadline of a server's first answer; None: computed from the model's size
+    start_s: float | None = Field(None, gt=0)
+
+    def start_deadline_s(self, model: str | Path) -> float:
+        """Return the seconds that a server of the model in this folder may take to start."""
+        if self.start_s is not None:
+            return self.start_s
+        size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+        return _MIN_START_S + size / _READ_BYTES_PER_S
+
+    @property
+    def request_deadline_s(self) -> float:
+        """Seconds that a request may take: enough to fill every slot once, but ten minutes at least."""
+        if self.timeout_s is not None:
+            return self.timeout_s
+        return max(_MIN_REQUEST_S, self.slots * self.max_length / _MIN_TOKENS_PER_S)
+
+    @property
+    def servers(self) -> int:
+        """Number of servers, or of the embedded engine's actors, for each policy."""
+        return len(self.urls) or self.replicas
+
+    @field_validator("options")
+    @classmethod
+    def _check_options(
+        cls, options: dict[str, JsonValue], info: ValidationInfo
+    ) -> dict[str, JsonValue]:
+        if info.data.get("name") == "sglang":
+            problem = argument_problem(options)
+            if problem:
+                raise ValueError(problem)
+        return options
+
+    @model_validator(mode="after")
+    def _check(self) -> EngineConfig:
+        if self.name not in ENGINES:
+            self._check_own_class()
+        if self.name == "sglang":
+            self._check_sglang()
+        else:
+            self._check_not_sglang()
+        if self.key_file:
+            for url in self.urls:
+                check_private("urls", url)
+        if self.name in TRANSPORTS and self.transport is not None:
+            problem = transport_error(self.name, self.transport)
+            if problem:
+                raise ValueError(problem)
+        if self.router_replay and self.name not in TRANSPORTS:
+            raise ValueError(
+                f"router_replay: '{self.name}' does not say which experts it chose; "
+                f"use {' or '.join(TRANSPORTS)}"
+            )
+        return self
+
+    def _check_own_class(self) -> None:
+        engine_class: Any = lookup("engine", self.name, ENGINES)
+        description = f"engine '{self.name}'"
+        check_call(description, engine_class, ("model",), keywords=("rows", "max_length", "place"))
+        if isinstance(engine_class, type):
+            check_methods(description, engine_class, _REQUIRED_METHODS)
+
+    def _check_sglang(self) -> None:
+        if not self.python and not self.urls:
+            raise ValueError(
+                "sglang needs python, the interpreter of its own environment "
+                "(requirements/sglang.txt), or urls"
+            )
+        if self.sleep and not self.urls:
+            problem = graph_problem(self.options, self.environment)
+            if problem:
+                raise ValueError(f"environment: {problem}")
+        takes_slots = self.transport in (None, "disk") and not self.members and not self.sleep
+        if self.adapters == "slots" and not takes_slots:
+            raise ValueError(_SLOTS_ERROR)
+        if self.joining:
+            raise ValueError(
+                "joining is a setting of the embedded engine; name servers that join in members"
+            )
+        if self.device != "cpu":
+            raise ValueError(
+                "device is a setting of the embedded engine; sglang takes the GPUs there are"
+            )
+
+    def _check_not_sglang(self) -> None:
+        if self.python or self.urls or self.members or self.options:
+            raise ValueError(
+                "python, urls, members and options are settings of sglang; set name: sglang"
+            )
+        if self.adapters == "slots":
+            raise ValueError(_SLOTS_ERROR)
+
+
+_SLOTS_ERROR = "adapters: slots needs name: sglang and transport: disk, without sleep and members"

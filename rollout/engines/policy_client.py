@@ -1,0 +1,70 @@
+"""Interface between a team and its policies: a chat goes in, a reply comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout.models.tool_calls import ToolFormat, ToolSchema
+from rollout.records.trajectory import Completion, Message, Sampling, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatState:
+    """State of a chat with several turns, besides its messages.
+
+    Attributes:
+        id: the chat's name in its trajectory.
+        tools: tools that the policy may call, the same in every turn.
+        before: the chat's latest turn.
+        hear: callback that gets the text of the reply so far, with tool calls and thoughts, and the
+            format of the tool calls; returns False to end the reply.
+        stops: texts that end the reply, outside of thoughts and tool calls.
+    """
+
+    id: str
+    tools: tuple[ToolSchema, ...] = ()
+    before: Turn | None = None
+    hear: Callable[[str, ToolFormat], bool] | None = None
+    stops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyReply:
+    """Reply of a policy in a chat.
+
+    Attributes:
+        prompt_ids: token ids of the prompt [P].
+        trainable: False if the reply is text without tokens.
+        shown: the messages that the prompt has, if the chat was cut to fit.
+        raw: text with special tokens, without the end of the reply; only in a chat with several turns.
+        tool_format: format in which the policy calls tools.
+        root: True if the prompt's tokens do not continue those of the chat's latest turn.
+    """
+
+    text: str
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    trainable: bool = True
+    shown: tuple[Message, ...] | None = None
+    raw: str | None = None
+    tool_format: ToolFormat = "fenced"
+    root: bool = False
+
+
+class PolicyClient(Protocol):
+    """A policy that replies in chats."""
+
+    async def say(
+        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
+    ) -> PolicyReply:
+        """Return the policy's next reply.
+
+        Args:
+            chat: state of the chat; None if this is its only reply.
+
+        Raises:
+            EngineError: there is no reply.
+            PromptTooLong: the prompt leaves no room for one.
+        """
