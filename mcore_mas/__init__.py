@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
-# The folder of configs/ and workflow/: the checkout, or in an installed package where setup.py puts them.
+# The folder of configs/ and workflow/: the checkout, or in an installed package the folder
+# where setup.py puts them.
 SHIPPED = (
     _CHECKOUT if (_CHECKOUT / "configs").is_dir() else Path(__file__).resolve().parent / "shipped"
 )
@@ -40,24 +41,36 @@ def _check_packages() -> None:
 
 _check_packages()
 
-# Modules and records are many objects that stay, and by default the collector looks after every 700 new ones: that is a
-# seventh of the time that a trainer takes to start, and a third of what trees of trajectories take.
+# Modules and records are many long-lived objects. With the default threshold of 700 new objects,
+# garbage collection takes a seventh of a trainer's start-up, and a third of the time of large
+# trajectory trees.
 if 0 < gc.get_threshold()[0] < 10_000:
     gc.set_threshold(10_000)
 
 
-def with_pages(text: str) -> str:
-    """The text with the full path of each file that it names, such as docs/tables.md, and that is not here."""
+def resolve_page_paths(text: str) -> str:
+    """Replace names of this distribution's pages, such as docs/tables.md, by their full paths.
+
+    Names of files in the current folder stay.
+    """
     import re
 
-    named = r"(?<![\w./-])(docs/\w+\.md|workflow/schemas/[\w.]+\.json)"
+    def full_path(match: re.Match[str]) -> str:
+        name = match[0]
+        return name if Path(name).is_file() else str(SHIPPED / name)
+
     return re.sub(
-        named, lambda found: found[0] if Path(found[0]).is_file() else str(SHIPPED / found[0]), text
+        r"(?<![\w./-])(docs/\w+\.md|workflow/schemas/[\w.]+\.json)",
+        full_path,
+        text,
     )
 
 
 def code_commit() -> str:
-    """The commit of this checkout, with a star where it has changes; "unknown" in an installed package."""
+    """Return the commit of this checkout, with a star if it has uncommitted changes.
+
+    It is "unknown" in an installed package.
+    """
     import subprocess
 
     command = [
@@ -77,15 +90,12 @@ def code_commit() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """The public names are those of `mcore_mas.api`, which is imported when the first of them is used."""
+    """Return a public name of `mcore_mas.api`, which is imported when the first one is used."""
     if name == "__version__":
         return version("mcore-mas")
     if name.startswith("_"):
         raise AttributeError(f"module 'mcore_mas' has no attribute '{name}'")
-    api = import_module("mcore_mas.api")
-    return (
-        getattr(api, name) if name in api.__all__ else api.__getattr__(name)
-    )  # which says what is there
+    return getattr(import_module("mcore_mas.api"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Entry point of `mcore-mas` and `python -m mcore_mas`: hears a stop before the slow imports, then runs the command."""
+"""Entry point of `mcore-mas` and `python -m mcore_mas`."""
 
 import sys
 
@@ -7,7 +7,7 @@ from rollout.base.processes import say
 
 
 def main() -> None:
-    """Run a command; what stops a training is heard before what takes long to import."""
+    """Run a command. The stop signals of a training are handled before the slow imports."""
     try:
         if "train" in sys.argv:
             stop_at_start()

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from mcore_mas import SHIPPED, with_pages
+from mcore_mas import SHIPPED, resolve_page_paths
 from rollout.base.files import read_yaml
 from rollout.base.text import nearest, without_secrets
 
@@ -23,7 +23,7 @@ class SuiteError(ValueError):
     """A suite cannot be used: says which key of which run, what was expected and what to do; no password or token."""
 
     def __init__(self, line: str) -> None:
-        super().__init__(with_pages(without_secrets(line)))
+        super().__init__(resolve_page_paths(without_secrets(line)))
 
 
 def check_command(arguments: Sequence[str]) -> None:

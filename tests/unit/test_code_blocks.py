@@ -23,7 +23,7 @@ import yaml
 from snakemake.cli import get_argument_parser
 from typer.exceptions import TyperException
 
-from mcore_mas.cli.machine import UsageError
+from mcore_mas.cli.arguments import UsageError
 from mcore_mas.cli.main import app
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import CONFIGS

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from mcore_mas.cli.main import snakemake_command
+from mcore_mas.cli.suite_command import snakemake_command
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.suite import Suite, load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
@@ -145,7 +145,7 @@ def test_the_package_brings_its_types_pages_and_ranges(installed: Path) -> None:
         "workflow/suites/demo.yaml",
     ):
         assert (shipped / file).is_file(), file
-    code = "import mcore_mas; print(mcore_mas.with_pages('no (docs/experiments.md, /a/docs/experiments.md)'))"
+    code = "import mcore_mas; print(mcore_mas.resolve_page_paths('no (docs/experiments.md, /a/docs/experiments.md)'))"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=told, env=environment, capture_output=True, text=True

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mcore_mas.cli.machine import run_folder
+from mcore_mas.cli.arguments import run_folder
 from mcore_mas.cli.main import app
 from mcore_mas.reports.runs import config_differences, run_states, score_differences
 from rollout.base.ownership import FolderError

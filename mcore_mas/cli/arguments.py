@@ -1,0 +1,75 @@
+"""Arguments and options that several commands of `mcore-mas` share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollout.base.ownership import FolderError
+from rollout.base.text import nearest
+
+
+class UsageError(ValueError):
+    """A command cannot do what it was called with; the message says what was expected."""
+
+
+def run_names() -> list[str]:
+    """Return the names of the runs in results/ of the current folder."""
+    return [file.parent.name for file in sorted(Path("results").glob("*/config.yaml"))]
+
+
+def run_folder(run: Path) -> Path:
+    """Return the folder of a run that is named by its folder, or by its name in results/.
+
+    Raises:
+        FolderError: there is no such run.
+    """
+    if (run / "config.yaml").is_file():
+        return run
+    if str(run) in run_names():
+        return Path("results") / run
+    raise FolderError(
+        f"{run}: no run here; expected a run's folder, its name in results/, or its config.yaml"
+        f"{nearest(run.name, run_names())}"
+    )
+
+
+def run_config(run: Path) -> Path:
+    """Return the resolved config of a run that is named by this file, or as in `run_folder`.
+
+    Raises:
+        FolderError: there is no such run.
+    """
+    return run if run.is_file() else run_folder(run) / "config.yaml"
+
+
+RunFolder = Annotated[
+    Path,
+    typer.Argument(
+        help="A run: its folder, or its name in results/.",
+        callback=run_folder,
+        autocompletion=run_names,
+    ),
+]
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(
+        help="A run: its folder, its name in results/, or its config.yaml.",
+        callback=run_config,
+        autocompletion=run_names,
+    ),
+]
+ResultsFolder = Annotated[Path, typer.Argument(help="The folder of the runs, or of one run.")]
+
+SuiteName = Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")]
+ConfigDir = Annotated[
+    Path | None, typer.Option(help="Folder of your own configs, if it is not configs/.")
+]
+State = Annotated[str, typer.Option(help="base or trained.")]
+
+ListenHost = Annotated[str, typer.Option(help="Address to listen on.")]
+ListenPort = Annotated[int, typer.Option(help="0: any free port.", min=0, max=65535)]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(help="File of a bearer token; required if the host is not loopback."),
+]

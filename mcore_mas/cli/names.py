@@ -1,0 +1,96 @@
+"""Command `list`: the names that a config may use."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from mcore_mas.cli.arguments import UsageError
+from mcore_mas.cli.data import DATA_PANEL
+from rollout.base.lookup import entry_points_of
+from rollout.base.text import nearest
+
+name_commands = typer.Typer()
+
+
+@dataclass(frozen=True, slots=True)
+class NameSource:
+    """Where the names of one kind are registered."""
+
+    module: str
+    attribute: str  # a dictionary or sequence of names, or a function of the config group
+    kind: str = ""  # of the entry points by which installed packages add names; "" if they cannot
+
+    def shipped(self, config_group: str) -> Iterable[str]:
+        """Return the names of this package and, of a config group, those in configs/."""
+        names = getattr(import_module(self.module), self.attribute)
+        result: Iterable[str] = names(config_group) if callable(names) else names
+        return result
+
+    def installed(self) -> list[str]:
+        """Return the names that other installed packages offer, each with its package."""
+        if not self.kind:
+            return []
+        return [
+            f"{entry.name}  (of {entry.dist.name if entry.dist else '?'})"
+            for entry in entry_points_of(self.kind)
+        ]
+
+
+REGISTRIES = {
+    "orchestras": NameSource("rollout.orchestras", "ORCHESTRAS", "orchestra"),
+    "envs": NameSource("rollout.environments", "ENVS", "env"),
+    "roles": NameSource("rollout.config.sections", "ROLES", "agent role"),
+    "tasks": NameSource("rollout.tasks", "GENERATORS", "task generator"),
+    "formats": NameSource("rollout.tasks.files", "READABLE", "data format"),
+    "allocators": NameSource("rollout.rewards", "ALLOCATORS", "reward"),
+    "penalties": NameSource("rollout.rewards.penalties", "PENALTIES", "penalty"),
+    "estimators": NameSource("mcore_mas.equations.advantages", "ESTIMATORS", "advantage"),
+    "filters": NameSource("mcore_mas.equations.filters", "FILTERS", "filter"),
+    "losses": NameSource("mcore_mas.equations.losses", "LOSSES"),
+    "corrections": NameSource("mcore_mas.equations.divergence", "CORRECTIONS"),
+    "aggregations": NameSource("mcore_mas.equations.losses", "AGGREGATIONS"),
+    "engines": NameSource("rollout.engines", "ENGINES", "engine"),
+    "tools": NameSource("rollout.environments", "TOOLS"),
+    "providers": NameSource("rollout.engines.remote", "PROVIDERS"),
+    "experiments": NameSource("mcore_mas.config.experiments", "names_in"),
+    "teams": NameSource("mcore_mas.config.experiments", "names_in"),
+    "recipes": NameSource("mcore_mas.config.experiments", "names_in"),
+}
+
+
+@name_commands.command("list", rich_help_panel=DATA_PANEL)
+def list_names(
+    registry: Annotated[
+        str, typer.Argument(help=", ".join(REGISTRIES), autocompletion=lambda: list(REGISTRIES))
+    ],
+) -> None:
+    """Print the names that a config may use, one a line.
+
+    The key of a config works too: advantage, reward.name, data.generator. Names that an installed
+    package offers are followed by the package.
+    """
+    name = _registry_name(registry)
+    source = REGISTRIES[name]
+    config_group = name.removesuffix("s")
+    for line in sorted([*source.shipped(config_group), *source.installed()]):
+        print(line)
+
+
+def _registry_name(key: str) -> str:
+    """Return the registry of a name or a config key, in singular or plural.
+
+    Raises:
+        UsageError: there is no such registry.
+    """
+    word = key.removesuffix(".name").rpartition(".")[2]
+    for name, source in REGISTRIES.items():
+        singulars = {name.removesuffix("s"), name.removesuffix("es"), *source.kind.split()[-1:]}
+        plurals = {f"{singular}s" for singular in singulars}
+        if word == name or word in singulars | plurals:
+            return name
+    raise UsageError(
+        f"no registry '{key}'; there are: {', '.join(REGISTRIES)}{nearest(word, REGISTRIES)}"
+    )

@@ -1,0 +1,194 @@
+"""Commands that run, check and plan a suite, and the stages of one run."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mcore_mas import resolve_page_paths
+from mcore_mas.cli.arguments import ConfigDir, ConfigFile, SuiteName
+from mcore_mas.runtime.stop_signal import stop_at_start
+
+pipeline_commands = typer.Typer()
+PIPELINE_PANEL = "Train and evaluate"
+
+
+@pipeline_commands.command(
+    "run",
+    rich_help_panel=PIPELINE_PANEL,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def run_suite(context: typer.Context, suite: SuiteName, config_dir: ConfigDir = None) -> None:
+    """Run the pipeline on a suite.
+
+    Your own experiments and teams are in configs/ beside the suite file, or, for the name of an
+    experiment, in configs/ of the current folder. Further arguments are Hydra overrides of every
+    run, such as trainer.steps=3, and arguments of Snakemake, such as -n for a dry run.
+    """
+    from mcore_mas.cli.suite_command import snakemake_command
+
+    command = snakemake_command(suite, context.args, config_dir)
+    os.execv(command[0], command)  # noqa: S606
+
+
+@pipeline_commands.command("new", rich_help_panel=PIPELINE_PANEL)
+def new_team(
+    name: Annotated[str, typer.Argument(help="Name of the project and of its Python package.")],
+) -> None:
+    """Create a project of your own: team, environment, reward, tasks and test.
+
+    It trains in minutes on a laptop.
+    """
+    from mcore_mas.pipeline.base_model import new_project
+
+    folder = new_project(name, Path())
+    print(f"{folder}/  next: cd {folder}; mcore-mas check {name}.yaml; mcore-mas run {name}.yaml")
+
+
+@pipeline_commands.command("check", rich_help_panel=PIPELINE_PANEL)
+def check_runs(
+    suite: SuiteName,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3."),
+    ] = None,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Check the models, layouts, lengths, prompts and files of a suite before it runs."""
+    from mcore_mas.pipeline.check import problems
+    from mcore_mas.pipeline.suite import load_suite
+
+    loaded = load_suite(suite, overrides or [], config_dir)
+    lines = problems(loaded)
+    for line in lines:
+        print(f"no: {resolve_page_paths(line)}")
+    if lines:
+        raise typer.Exit(1)
+    print(f"ok: {', '.join(loaded.runs)}")
+
+
+@pipeline_commands.command("plan", rich_help_panel=PIPELINE_PANEL)
+def plan_suite(
+    suite: SuiteName,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="Number and kind of GPUs; by default cluster.gpus of each run, or 8xH100."
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="YAML file in place of --gpus: gpus, node (GPUs of one), memory (GB)."),
+    ] = None,
+    as_configured: Annotated[
+        bool,
+        typer.Option("--as-configured", help="Check the placement in the config; choose none."),
+    ] = False,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Print the placement and the memory of every run on these GPUs.
+
+    The exit status is 1 if a run does not fit.
+    """
+    from mcore_mas.pipeline.suite import load_suite
+    from mcore_mas.planning.gpus import Cluster, PlanError
+    from mcore_mas.planning.page import plan_lines
+    from mcore_mas.planning.place import check_placement, place_run
+
+    named_cluster: Cluster | None = None
+    if cluster is not None:
+        named_cluster = Cluster.read(cluster)
+    elif gpus is not None:
+        named_cluster = Cluster.parse(gpus)
+
+    fits = True
+    loaded = load_suite(suite, config_dir=config_dir)
+    for run in loaded.runs:
+        config = loaded.checked(run)
+        run_cluster = named_cluster or Cluster.parse(config.cluster.gpus or "8xH100")
+        try:
+            if as_configured:
+                check_placement(config, run_cluster)
+            else:
+                config = place_run(config, run_cluster)
+        except PlanError as error:
+            fits = False
+            print(f"no: {error}")
+            continue
+        for line in plan_lines(config, run_cluster):
+            print(line)
+    raise typer.Exit(0 if fits else 1)
+
+
+@pipeline_commands.command("plan-index", rich_help_panel=PIPELINE_PANEL)
+def plan_index(
+    passages: Annotated[
+        int, typer.Argument(min=1, help="Number of passages; wiki-18 has 21015324.")
+    ],
+    dim: Annotated[
+        int,
+        typer.Option(
+            min=8, help="Dimensions of the encoder: 768 for E5-base and BGE-base, 384 for MiniLM."
+        ),
+    ] = 768,
+    rate: Annotated[
+        float, typer.Option(min=0.1, help="Passages that all jobs together encode in a second.")
+    ] = 50.0,
+) -> None:
+    """Print the memory, disk and hours that each kind of search index would take, by formula."""
+    from mcore_mas.planning.indexes import index_table
+
+    for line in index_table(passages, dim, rate):
+        print(line)
+
+
+@pipeline_commands.command("train", rich_help_panel=PIPELINE_PANEL)
+def train_run(
+    run: ConfigFile,
+    address: Annotated[
+        str | None, typer.Option(help="Address of a running Ray, in place of cluster.address.")
+    ] = None,
+    adopt: Annotated[
+        bool,
+        typer.Option("--adopt", help="Fork a run whose settings or code have changed."),
+    ] = False,
+) -> None:
+    """Train one run, from its newest checkpoint if it has one."""
+    stop_at_start()
+    from mcore_mas.training.train import train
+
+    train(run, address, adopt=adopt)
+
+
+@pipeline_commands.command("evaluate", rich_help_panel=PIPELINE_PANEL)
+def evaluate_run(
+    run: ConfigFile,
+    state: Annotated[
+        str, typer.Option(help="base or trained; with --seat, a name for the evaluation.")
+    ] = "trained",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="JSON file; by default evaluation/{state}.json in the run's folder."),
+    ] = None,
+    seat: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=(
+                "AGENT=WHO, where WHO is base, trained, RUN, RUN/AGENT, {model: FOLDER} or "
+                "{remote: ...}."
+            )
+        ),
+    ] = None,
+) -> None:
+    """Evaluate a team on its test tasks: avg@k, pass@k and maj@k by data source."""
+    from mcore_mas.config.run import RunConfig
+    from mcore_mas.evaluation.evaluate import evaluate, read_seats
+    from mcore_mas.tracking.publish import publish_evaluation
+
+    seats = read_seats(state, seat or [])
+    file = out or RunConfig.load(run).folder / "evaluation" / f"{state}.json"
+    evaluate(run, state, file, seats)
+    print(file)
+    publish_evaluation(run, lambda line: print(line, file=sys.stderr))

@@ -1,0 +1,202 @@
+"""Commands that use existing runs: serve, studio, export, ls, compare, track, chat."""
+
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from mcore_mas.cli.arguments import (
+    ListenHost,
+    ListenPort,
+    ResultsFolder,
+    RunFolder,
+    State,
+    TokenFile,
+)
+from mcore_mas.cli.pipeline import PIPELINE_PANEL
+from rollout.base.text import shown_line
+
+run_commands = typer.Typer()
+_RUNS_PANEL = "Look at runs"
+
+
+@run_commands.command("serve", rich_help_panel=PIPELINE_PANEL)
+def serve_run(
+    run: RunFolder,
+    state: State = "trained",
+    host: ListenHost = "127.0.0.1",
+    port: ListenPort = 8000,
+    token_file: TokenFile = None,
+    most_calls: Annotated[
+        int, typer.Option(help="Calls answered at a time; further ones get status 429.", min=1)
+    ] = 256,
+    most_connections: Annotated[
+        int,
+        typer.Option(help="Open connections; calls on further ones get status 503.", min=1),
+    ] = 1024,
+) -> None:
+    """Serve a team through the APIs of OpenAI and Anthropic.
+
+    The whole team is the model with the name of the run, and each agent is a model too.
+    """
+    from mcore_mas.evaluation.serve import serve
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        serve(
+            run,
+            state=state,
+            host=host,
+            port=port,
+            token_file=token_file,
+            most_calls=most_calls,
+            most_connections=most_connections,
+        )
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+@run_commands.command("studio", rich_help_panel=PIPELINE_PANEL)
+def studio(
+    results: ResultsFolder = Path("results"),
+    host: ListenHost = "127.0.0.1",
+    port: ListenPort = 8001,
+    token_file: TokenFile = None,
+) -> None:
+    """Show runs live in a browser: curves by agent and policy, conversations, credit."""
+    from mcore_mas.reports.studio import open_studio
+
+    open_studio(results, host=host, port=port, token_file=token_file)
+
+
+@run_commands.command("export", rich_help_panel=PIPELINE_PANEL)
+def export_policy(
+    run: RunFolder,
+    policy: Annotated[str, typer.Argument(help="One of its trained policies.")],
+    to: Annotated[Path, typer.Option("--to", help="Folder to write; it must be empty or new.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the adapter of a LoRA policy, for PEFT.")
+    ] = False,
+) -> None:
+    """Export a policy as a Hugging Face folder.
+
+    It is taken from the finished model, or from the newest checkpoint.
+    """
+    from mcore_mas.evaluation.export import export
+
+    export(run, policy, to, lambda line: print(line, file=sys.stderr), adapter=adapter)
+    print(to)
+
+
+@run_commands.command("ls", rich_help_panel=_RUNS_PANEL)
+def list_runs(results: ResultsFolder = Path("results")) -> None:
+    """List runs with their steps, last reward and validation, and scores."""
+    from mcore_mas.reports.runs import run_states
+
+    runs = run_states(results)
+    if not runs:
+        print(f"no runs in {shown_line(str(results))}")
+        return
+
+    evaluations = ["base", "trained"]
+    for run in runs:
+        evaluations += [name for name in run.scores if name not in evaluations]
+    table = Table("run", "steps", "reward", "validation", *evaluations, show_edge=False)
+    for run in runs:
+        numbers = [run.reward, run.accuracy, *(run.scores.get(name) for name in evaluations)]
+        table.add_row(
+            Text(shown_line(run.run)),
+            f"{run.steps}/{run.of}{' done' if run.done else ''}",
+            *("" if number is None else f"{number:.3f}" for number in numbers),
+        )
+    Console(highlight=False).print(table)
+
+
+@run_commands.command("compare", rich_help_panel=_RUNS_PANEL)
+def compare_runs(first: RunFolder, second: RunFolder) -> None:
+    """Compare the settings of two runs, and their scores on common tasks, paired by task."""
+    from mcore_mas.reports.runs import config_differences, score_differences
+
+    console = Console(highlight=False)
+    settings = Table(
+        Column("setting", overflow="fold"),
+        Column(shown_line(first.name), overflow="fold"),
+        Column(shown_line(second.name), overflow="fold"),
+        show_edge=False,
+    )
+    for key, values in config_differences(first, second).items():
+        shown = ["not set" if value is None else shown_line(str(value)) for value in values]
+        settings.add_row(Text(shown_line(key)), *map(Text, shown))
+    console.print(settings if settings.rows else "no setting differs")
+
+    scores = Table(
+        "evaluation",
+        "metric",
+        "first",
+        "second",
+        "difference",
+        "95 % interval",
+        "tasks",
+        show_edge=False,
+    )
+    for row in score_differences(first, second):
+        scores.add_row(
+            row.state,
+            row.metric,
+            f"{100 * row.first:.1f}",
+            f"{100 * row.second:.1f}",
+            f"{100 * (row.second - row.first):+.1f}",
+            Text(f"[{100 * row.low:+.1f}, {100 * row.high:+.1f}]"),
+            str(row.tasks),
+        )
+    console.print(scores if scores.rows else "no evaluation that both have")
+
+
+@run_commands.command("track", rich_help_panel=_RUNS_PANEL)
+def track_results(results: ResultsFolder = Path("results")) -> None:
+    """Send MLflow the missing steps, scores, costs and tables of runs, also of unfinished ones."""
+    from mcore_mas.reports.runs import runs_in
+    from mcore_mas.tracking.publish import publish
+
+    if (results / "config.yaml").is_file():
+        folder = results.absolute()
+        results = folder.parent
+        runs = [folder.name]
+        tables = []
+    else:
+        runs = [folder.name for folder in runs_in(results)]
+        tables = [file.stem for file in sorted(results.glob("tables/*.csv"))]
+
+    warnings: list[str] = []
+    page = publish(results, runs, tables, warnings.append)
+    for line in warnings:
+        print(line)
+    if page:
+        print(page)
+    if warnings:
+        raise typer.Exit(1)
+
+
+@run_commands.command("chat", rich_help_panel=_RUNS_PANEL)
+def chat_with_team(run: RunFolder, state: State = "trained") -> None:
+    """Chat with the team of a run.
+
+    The team plays each line that you type as a task. An empty line, or Ctrl-D at a terminal, ends
+    the chat.
+    """
+    from mcore_mas.config.run import RunConfig
+    from mcore_mas.evaluation.evaluate import converse
+    from mcore_mas.reports.terminal import print_trajectory
+
+    console = Console(highlight=False)
+    prompt = "you: " if sys.stdin.isatty() else ""
+    lines = iter(lambda: input(prompt).strip(), "")
+    with suppress(EOFError):
+        for trajectory in converse(RunConfig.load(run / "config.yaml"), state, lines):
+            print_trajectory(trajectory, console, {}, head=False)

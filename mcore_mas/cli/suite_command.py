@@ -1,0 +1,101 @@
+"""Snakemake's command line for a suite, with Hydra overrides of every run."""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_mas.cli.arguments import UsageError
+from mcore_mas.pipeline.suite import SNAKEFILE, suite_values
+
+# Options of Snakemake whose values look like Hydra overrides: NAME=VALUE
+_OPTIONS_WITH_PAIRS = {
+    "--batch",
+    "--config",
+    "-C",
+    "--consider-ancient",
+    "--default-resources",
+    "--default-res",
+    "--group-components",
+    "--groups",
+    "--res",
+    "--resources",
+    "--set-resource-scopes",
+    "--set-resources",
+    "--set-scatter",
+    "--set-threads",
+}
+_OVERRIDE = re.compile(r"~|\+{0,2}\w[^/=]*=")
+
+
+def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | None) -> list[str]:
+    """Return the command that runs a suite with Snakemake.
+
+    Args:
+        suite: a suite file, or the name of an experiment.
+        arguments: Hydra overrides of every run, and arguments of Snakemake, in any order.
+        config_dir: folder of the user's configs, or None for that of the suite.
+
+    Raises:
+        SuiteError: there is no such suite, experiment or `config_dir`.
+        UsageError: Snakemake has no such option.
+    """
+    overrides, snakemake_arguments = split_overrides(arguments)
+    _check_arguments(snakemake_arguments)
+    values = suite_values(suite, config_dir)
+    is_file = Path(suite).is_file()
+
+    settings: dict[str, Any] = {} if is_file else dict(values)
+    if overrides:
+        # This replaces the overrides of the suite file, so they are repeated.
+        settings["overrides"] = [*values.get("overrides", []), *overrides]
+    if is_file and config_dir is not None:
+        settings["config_dir"] = str(config_dir.resolve())
+
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE)]
+    if is_file:
+        command.append(f"--configfile={suite}")
+    return [*command, *_add_settings(snakemake_arguments, settings)]
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into Hydra overrides and arguments of Snakemake."""
+    overrides: list[str] = []
+    snakemake_arguments: list[str] = []
+    option = ""
+    for argument in arguments:
+        if argument.startswith("-"):
+            option = argument
+        if _OVERRIDE.match(argument) and option not in _OPTIONS_WITH_PAIRS:
+            overrides.append(argument)
+        else:
+            snakemake_arguments.append(argument)
+    return overrides, snakemake_arguments
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse unknown options here, as Snakemake's own error is preceded by all its options."""
+    from snakemake.cli import get_argument_parser
+
+    _, unknown = get_argument_parser().parse_known_args(list(arguments))
+    options = [argument for argument in unknown if argument.startswith("-")]
+    if options:
+        raise UsageError(
+            f"unrecognized arguments: {' '.join(options)}; `mcore-mas run --help` and "
+            "`snakemake --help` list the options"
+        )
+    if "=" in arguments:
+        raise UsageError("no target '='; write an override as KEY=VALUE, without spaces")
+
+
+def _add_settings(arguments: Sequence[str], settings: dict[str, Any]) -> list[str]:
+    """Add settings to the `--config` of Snakemake, which heeds only one such option."""
+    if not settings:
+        return list(arguments)
+    pairs = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    for position, argument in enumerate(arguments):
+        if argument in ("--config", "-C"):
+            return [*arguments[:position], "--config", *pairs, *arguments[position + 1 :]]
+    return [*arguments, "--config", *pairs]

@@ -1,0 +1,168 @@
+"""Commands that show recorded trajectories and their credit: show, explain, replay."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from mcore_mas.cli.arguments import UsageError, run_names
+from rollout.base.text import nearest, shown_text
+
+trajectory_commands = typer.Typer()
+_TRAJECTORIES_PANEL = "Look at trajectories"
+
+
+def trajectory_file(name: Path) -> Path:
+    """Return a file of trajectories: as it was named, or that of the newest step of a named run.
+
+    Raises:
+        UsageError: there is no such file or run, or the run has no trajectories.
+    """
+    run_folders = [name, "results" / name]
+    steps = [
+        file
+        for folder in run_folders
+        for file in sorted(folder.glob("train/trajectories/*.parquet"))
+    ]
+    if steps:
+        return steps[-1]
+
+    has_trajectories = any(name.glob("*.parquet"))  # a folder of an evaluation
+    if any(folder.is_dir() for folder in run_folders) and not has_trajectories:
+        raise UsageError(
+            f"{name}: no trajectories here; a run that was not trained has none "
+            "(mcore-mas run SUITE)"
+        )
+    if not name.exists():
+        raise UsageError(
+            f"{name}: no such file or run; expected a parquet file of trajectories, or a run"
+            f"{nearest(str(name), run_names())}"
+        )
+    return name
+
+
+_TrajectoryFile = Annotated[
+    Path,
+    typer.Argument(
+        help=(
+            "A file of trajectories, in train/trajectories or evaluation of a run; or a run, for "
+            "its newest step."
+        ),
+        callback=trajectory_file,
+        autocompletion=run_names,
+    ),
+]
+
+
+@trajectory_commands.command("show", rich_help_panel=_TRAJECTORIES_PANEL)
+def show_trajectory(
+    file: _TrajectoryFile,
+    index: Annotated[
+        int | None, typer.Option(help="Show the trajectory with this index, from 0.")
+    ] = None,
+    trajectory: Annotated[
+        str | None, typer.Option("--id", help="Show the trajectory with this id.")
+    ] = None,
+    branches: Annotated[
+        bool,
+        typer.Option("--branches", help="Show also the branches of a tree that were dropped."),
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a self-contained page to this file instead.")
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            help=(
+                "Draw the game of the trajectory into this .svg file instead, or those of all "
+                "trajectories into a folder."
+            )
+        ),
+    ] = None,
+) -> None:
+    """List the trajectories of a file, or print one: messages, tools, rewards and advantages."""
+    from mcore_mas.reports.pages import draw_games, find_trajectory, trajectory_page
+    from mcore_mas.reports.terminal import credit_of, print_trajectories, print_trajectory
+    from rollout.base.files import write_text
+    from rollout.records.files import read_trajectories
+
+    if picture is not None:
+        for drawing in draw_games(file, picture, index=index or 0, trajectory_id=trajectory):
+            print(drawing)
+        return
+
+    trajectories = read_trajectories(file)
+    advantages, _ = credit_of(file, trajectories)
+    console = Console(highlight=False)
+    one_is_chosen = index is not None or trajectory is not None or html is not None
+    if len(trajectories) > 1 and not one_is_chosen:
+        with _paged(console):
+            print_trajectories(trajectories, console, advantages, file)
+        return
+
+    chosen = find_trajectory(file, trajectories, index or 0, trajectory)
+    if html is not None:
+        write_text(html, trajectory_page(chosen, advantages))
+        print(html)
+        return
+    with _paged(console):
+        print_trajectory(chosen, console, advantages, branches=branches)
+
+
+def _paged(console: Console) -> AbstractContextManager[object]:
+    """Return a pager if the output is a terminal, else a context that does nothing."""
+    return console.pager() if console.is_terminal else nullcontext()
+
+
+@trajectory_commands.command("explain", rich_help_panel=_TRAJECTORIES_PANEL)
+def explain_credit(
+    file: _TrajectoryFile,
+    advantage: Annotated[
+        str, typer.Option(help="Advantage estimator (`mcore-mas list estimators`).")
+    ] = "drmas",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="Option of the estimator as KEY=VALUE; may be repeated."),
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many tasks.")] = 3,
+) -> None:
+    """Print the advantage of every turn, and the turns with which it was compared."""
+    from omegaconf import OmegaConf
+
+    from mcore_mas.reports.terminal import print_credit
+
+    for item in option or []:
+        key, equals, _ = item.partition("=")
+        if not key or not equals:
+            raise UsageError(f"--option {item}: expected key=value, for example --option lone=raw")
+    options = OmegaConf.to_container(OmegaConf.from_dotlist(option or []))
+    console = Console(highlight=False)
+    with _paged(console):
+        print_credit(file, advantage, options, task, limit, console)  # type: ignore[arg-type]
+
+
+@trajectory_commands.command("replay", rich_help_panel=_TRAJECTORIES_PANEL)
+def replay_trajectory(
+    file: Annotated[
+        Path, typer.Argument(help="A quarantined trajectory, in train/quarantine of a run.")
+    ],
+    config: Annotated[
+        Path | None, typer.Option(help="Resolved config; by default that of the run.")
+    ] = None,
+) -> None:
+    """Replay a quarantined trajectory from its recorded replies.
+
+    The exit status is 1 if it fails again.
+    """
+    from mcore_mas.evaluation.evaluate import replay
+    from mcore_mas.reports.terminal import print_trajectory
+
+    trajectory, trace = replay(file, config or file.resolve().parents[2] / "config.yaml")
+    console = Console(highlight=False)
+    print_trajectory(trajectory, console, {})
+    console.print(Text(shown_text("\n".join(trace))), soft_wrap=True)
+    raise typer.Exit(1 if trajectory.error else 0)

@@ -1,0 +1,201 @@
+"""A wrong call of a command is one line and an exit status that is not 0."""
+
+from pathlib import Path
+
+import pytest
+
+from rollout.base.http_server import bind
+from rollout.records.files import write_trajectories
+from tests.support.finished import finished
+from tests.support.played import trajectory, turn
+from tests.unit.cli.conftest import CallCommand
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a suite and two runs."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "my_suite.yaml").touch()
+    for number, run in enumerate(("demo_math", "demo_math2")):
+        finished(folder / "results", run, number)
+        file = folder / f"results/{run}/train/trajectories/step_000000.parquet"
+        write_trajectories(file, [trajectory(turn(0))])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "train {missing}.yaml",
+            "missing.yaml: no run here; expected a run's folder, its name in results/, or its "
+            "config.yaml",
+        ),
+        ("train {text}", "text: str, where a config is a mapping; name another file"),
+        ("train {folder}", ": no run here; expected a run's folder"),
+        (
+            "evaluate demo_math --state trainde",
+            "--state trainde with 0 seats; expected base or trained without",
+        ),
+        (
+            "evaluate demo_math --state x --seat verifier",
+            "--seat verifier: expected AGENT=WHO, for example",
+        ),
+        ("evaluate {missing}.yaml", "missing.yaml: no run here; expected a run's folder"),
+        (
+            "export {missing} solver --to x",
+            "missing: no run here; expected a run's folder, its name in results/",
+        ),
+        (
+            "export demo_math solvr --to x",
+            "no policy 'solvr'; policies: solver, verifier; nearest: solver",
+        ),
+        (
+            "chat demo_mth",
+            "demo_mth: no run here; expected a run's folder, its name in results/, or its "
+            "config.yaml; nearest: demo_math",
+        ),
+        ("serve demo_mth", "; nearest: demo_math, demo_math2"),
+        ("compare demo_math demo_mat", "; nearest: demo_math, demo_math2"),
+        (
+            "show demo_mth",
+            "demo_mth: no such file or run; expected a parquet file of trajectories, or a run; "
+            "nearest: demo_math",
+        ),
+        (
+            "show {missing}",
+            "missing: no such file or run; expected a parquet file of trajectories, or a run",
+        ),
+        ("show {folder}", ": no trajectories here; a run that was not trained has none"),
+        ("show {text}", "text: not a readable parquet file"),
+        ("explain {missing}", "missing: no such file or run; expected a parquet file"),
+        (
+            "explain {text} --option lone",
+            "--option lone: expected key=value, for example --option lone=raw",
+        ),
+        ("leaks", "name data files to compare, or --config with a resolved config"),
+        ("leaks {missing}", "missing: no such file"),
+        ("check my_suit.yaml", "my_suit.yaml: no such file, and no experiment of this name ("),
+        ("check demo_mat", "/docs/experiments.md); nearest: demo_math"),
+        ("check demo_math trainer.stepz=3", "trainer.stepz: unknown key; nearest: steps"),
+        ("list envz", "teams, recipes; nearest: envs"),
+        ("list os:environ", "no registry 'os:environ'; there are: orchestras"),
+        (
+            "run demo_math trainer.steps = 3",
+            "no target '='; write an override as KEY=VALUE, without spaces",
+        ),
+        ("run demo_math --configdir x", "unrecognized arguments: --configdir; "),
+        ("ui --store sqlite:///{missing}", "missing: no such file; no run has been tracked yet"),
+        (
+            "studio --port {port}",
+            ": Address already in use; choose another --port, 0 for a free one",
+        ),
+        (
+            "studio --host 192.0.2.1",
+            "host 192.0.2.1 is not loopback; bind 127.0.0.1, or give --token-file",
+        ),
+    ],
+)
+def test_an_error_is_one_line(
+    arguments: str,
+    message: str,
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call_command: CallCommand,
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("hello")
+    monkeypatch.chdir(project)
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        names = {"folder": tmp_path, "missing": tmp_path / "missing", "text": text, "port": port}
+        result = call_command(*arguments.format(**names).split())
+    assert result.status == 1
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert "Error: " not in result.stderr  # no name of a Python type
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "trian",
+            "No such command 'trian'. Did you mean 'train', 'track'; `mcore-mas --help` says",
+        ),
+        ("list", "Missing argument 'registry'; `mcore-mas list --help` says"),
+        ("train --adpt", "No such option: --adpt"),
+        (
+            "studio --port 99999",
+            "Invalid value for '--port': Input should be less than or equal to 65535; `",
+        ),
+        ("help nothing", "No such command 'nothing'; `mcore-mas --help` says"),
+    ],
+)
+def test_wrong_arguments_name_the_help(
+    arguments: str, message: str, call_command: CallCommand
+) -> None:
+    result = call_command(*arguments.split())
+    assert result.status == 2
+    assert result.stderr.startswith(f"error: {message}")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", ["check --help", "check -h", "help check"])
+def test_help(arguments: str, call_command: CallCommand) -> None:
+    result = call_command(*arguments.split())
+    assert result.status == 0
+    assert "Usage: mcore-mas check" in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_call_without_arguments_prints_the_help(call_command: CallCommand) -> None:
+    result = call_command()
+    assert result.status == 2
+    assert "Usage: mcore-mas" in result.stdout + result.stderr
+    assert "error:" not in result.stderr
+
+
+def test_debug_raises_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_mas.cli.main import main
+    from rollout.base.ownership import FolderError
+
+    monkeypatch.setattr("sys.argv", ["mcore-mas", "chat", "nothing", "--debug"])
+    with pytest.raises(FolderError):
+        main()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"rows": []}', "it has no tasks"),
+        ("null", "'NoneType' object has no attribute 'get'"),
+        ("[" * 200_000, "too many brackets in each other"),
+        ("", "Expecting value"),
+        ('{"tasks": [], "sha256": "0"}', "it is not what was written"),
+    ],
+)
+def test_a_damaged_evaluation_is_named(
+    content: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call_command: CallCommand,
+) -> None:
+    for run in ("a", "b"):
+        file = tmp_path / run / "evaluation" / "trained.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(content)
+        (tmp_path / run / "config.yaml").write_text(f"run: {run}")
+    monkeypatch.chdir(tmp_path)
+
+    commands = [["compare", "a", "b"]]
+    if "rows" not in content:  # `ls` reads no rows
+        commands.append(["ls", "."])
+    for command in commands:
+        result = call_command(*command)
+        assert result.status == 1
+        assert f"error: a/evaluation/trained.json: damaged ({reason}" in result.stderr
+        assert "; remove it and have it made" in result.stderr

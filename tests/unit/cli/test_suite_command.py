@@ -1,0 +1,74 @@
+"""A suite runs with Snakemake, with Hydra overrides and one `--config`."""
+
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.cli.suite_command import snakemake_command, split_overrides
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> str:
+    """A suite file with an override of its own."""
+    file = tmp_path / "s.yaml"
+    file.write_text("{suite: s, experiments: {a: [experiment=demo_math]}, overrides: [seed=3]}")
+    return str(file)
+
+
+def snakemake_arguments(
+    suite: str, arguments: list[str], config_dir: Path | None = None
+) -> list[str]:
+    """Return the arguments after `python -m snakemake --snakefile FILE`."""
+    command = snakemake_command(suite, arguments, config_dir)
+    assert command[1:4] == ["-m", "snakemake", "--snakefile"]
+    return command[5:]
+
+
+def test_arguments_of_snakemake_are_passed_on(suite: str) -> None:
+    assert snakemake_arguments(suite, ["-n"]) == [f"--configfile={suite}", "-n"]
+
+
+def test_overrides_follow_those_of_the_suite_file(suite: str) -> None:
+    arguments = ["a.b=1", "~c", "x/y.json", "--config", "scale=tiny", "-n"]
+    assert snakemake_arguments(suite, arguments) == [
+        f"--configfile={suite}",
+        "x/y.json",
+        "--config",
+        'overrides=["seed=3", "a.b=1", "~c"]',
+        "scale=tiny",
+        "-n",
+    ]
+
+
+def test_config_dir_is_passed_on(suite: str, tmp_path: Path) -> None:
+    assert snakemake_arguments(suite, ["-n"], tmp_path) == [
+        f"--configfile={suite}",
+        "-n",
+        "--config",
+        f'config_dir="{tmp_path.resolve()}"',
+    ]
+
+
+def test_an_experiment_is_a_suite_of_its_own() -> None:
+    assert snakemake_arguments("demo_math", ["-n"]) == [
+        "-n",
+        "--config",
+        'suite="demo_math"',
+        'experiments={"demo_math": ["experiment=demo_math"]}',
+    ]
+
+
+def test_overrides_are_told_from_values_of_snakemakes_options() -> None:
+    line = "-n a.b=1 --cores 2 ~c --config scale=tiny x/y=1.json --quiet rules +d=2"
+    overrides, others = split_overrides(line.split(" "))
+    assert overrides == ["a.b=1", "~c", "+d=2"]
+    assert others == [
+        "-n",
+        "--cores",
+        "2",
+        "--config",
+        "scale=tiny",
+        "x/y=1.json",
+        "--quiet",
+        "rules",
+    ]
