@@ -1,4 +1,7 @@
-"""Data-science environment: programs work in one folder of tables, and predictions are scored on hidden truths."""
+"""Data science environment: agents' programs work in a folder of tables and predict a column.
+
+The submission is scored outside the sandbox, against truths that no program can read.
+"""
 
 import json
 from collections.abc import Mapping
@@ -18,46 +21,52 @@ from rollout.records.trajectory import Task
 from rollout.sandbox import Sandbox, Session
 from rollout.sandbox.records import RunLimits, Verdict, render_result
 
-SUBMIT = "<submit>"  # the action that has the submission scored
+SUBMIT = "<submit>"  # in an action: score the submission
 SUBMISSION = "submission.csv"
 
 
 def pack_file(name: str, content: str | Path) -> str:
-    """A file that the team may read, as one of a task's `answers`; of a path it is read when a trajectory starts."""
-    return json.dumps(
-        {"file": name, "content" if isinstance(content, str) else "path": str(content)}
-    )
+    """Encode a file that the team may read, as one of a task's `answers`.
+
+    Args:
+        content: text of the file, or the path of a file that is read when a trajectory starts.
+    """
+    key = "content" if isinstance(content, str) else "path"
+    return json.dumps({"file": name, key: str(content)})
 
 
 def pack_target(target: Target) -> str:
-    """What is to be predicted, with its truths, as one of a task's `answers`; no model or program ever sees it."""
+    """Encode a target with its truths, as one of a task's `answers`, which no model ever reads."""
     return json.dumps({"target": asdict(target)})
 
 
 @dataclass(eq=False, kw_only=True)
 class DataScienceEnv:
-    """A table to predict, in a session of the sandbox.
+    """Prediction of a table by programs in a session of the sandbox.
 
-    A fenced program in an action is run as a cell: variables stay until `forget`, files until the end. `<submit>` in an
-    action, or the `max_turns`th step, ends the trajectory: `submission.csv` is read from the folder and scored on this
-    side of the wall. A missing or malformed one has the reward `malformed`. Any other action changes nothing. Metrics:
-    the task's own by its name, where there was something to score; `normalised` (0 otherwise); `submitted`;
-    `malformed_submission`; `solved`, 1 for a submission that beats the baseline, or for any where there is none.
+    A fenced program in an action runs as a cell: its variables last until `forget`, its files until
+    the end. `<submit>` in an action, or the step number `max_turns`, ends the trajectory:
+    `submission.csv` is read from the folder and scored outside the sandbox. A missing or malformed
+    submission gets the reward `malformed`. Any other action changes nothing.
+
+    Metrics: the score under the name of the task's metric, if a submission was scored; `normalised`
+    (0 without a score); `submitted`; `malformed_submission`; `solved`, 1 if the submission beats
+    the baseline, or if there is no baseline.
 
     Args:
         tier: how programs are isolated on this machine.
-        reward: `normalised`, the score in [0, 1] by its metric; or `gap`, DSBench's share of the gap from baseline to
-            ceiling.
+        reward: `normalised`, the score in [0, 1] by its metric; or `gap`, the share of the way from
+            the baseline to the ceiling, as in DSBench.
         malformed: reward without a submission that can be scored.
-        max_turns: steps at most; null: any number.
-        cell_s: seconds of a cell on the clock.
+        max_turns: maximum number of steps; null: no limit.
+        cell_s: wall-clock seconds of a cell.
         memory_mb: memory of a cell.
-        cores: that a cell computes on, with all that it starts.
+        cores: cores of a cell and of the processes that it starts.
         disk_mb: size of the folder, and of a file in it.
     """
 
     task: Task = field(kw_only=False)
-    sandbox: Sandbox | None = None  # in place of this process's own
+    sandbox: Sandbox | None = None  # None: this process's own
     tier: Tier = "auto"
     reward: Literal["normalised", "gap"] = "normalised"
     malformed: float = 0.0
@@ -66,22 +75,31 @@ class DataScienceEnv:
     memory_mb: PositiveInt = 2048
     cores: PositiveInt = 1
     disk_mb: PositiveInt = 256
-    _open: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)
+    _resources: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)
     _session: Session | None = field(default=None, init=False)
     _target: Target | None = field(default=None, init=False)
     _steps: int = field(default=0, init=False)
 
     async def open(self, task: Task) -> None:
-        """Open a folder with the task's files."""
+        """Open a session of the sandbox whose folder holds the task's files.
+
+        Raises:
+            EnvError: the task's files cannot be read or written, or the sandbox has no sessions.
+        """
         files, self._target = unpack_files(task)
         sandbox = self.sandbox or own_sandbox(self.tier)
         if not hasattr(sandbox, "session"):
             raise EnvError(
                 f"{type(sandbox).__name__} has no sessions; data science needs the local sandbox"
             )
-        sizes = {"memory_mb": self.memory_mb, "disk_mb": self.disk_mb, "file_mb": self.disk_mb}
-        limits = RunLimits(wall_s=self.cell_s, cores=self.cores, **sizes)
-        self._session = await self._open.enter_async_context(sandbox.session(limits))
+        limits = RunLimits(
+            wall_s=self.cell_s,
+            cores=self.cores,
+            memory_mb=self.memory_mb,
+            disk_mb=self.disk_mb,
+            file_mb=self.disk_mb,
+        )
+        self._session = await self._resources.enter_async_context(sandbox.session(limits))
         try:
             for name, content in files.items():
                 await self._session.put(name, content)
@@ -92,18 +110,22 @@ class DataScienceEnv:
 
     async def close(self) -> None:
         self._session = None
-        await self._open.aclose()
+        await self._resources.aclose()
 
     def reset(self, task: Task) -> str:
         self._steps = 0
         return task.prompt
 
     async def step(self, action: str) -> Step:
-        """Run the action's program, or have the submission scored."""
+        """Run the action's program, or score the submission."""
         self._steps += 1
+        submit = SUBMIT in action
         program = last_program(action)
-        call = None if program is None or SUBMIT in action else await self.run(program)
-        if SUBMIT in action or self._steps == self.max_turns:
+        call = None
+        if program is not None and not submit:
+            call = await self.run(program)
+
+        if submit or self._steps == self.max_turns:
             return await self._score((call,) if call else ())
         if call is None:
             return Step(observation=f"There was neither a program nor {SUBMIT}.")
@@ -111,9 +133,11 @@ class DataScienceEnv:
 
     async def run(self, program: str) -> ToolCall:
         result = await self._opened().run(program)
-        failed = result.verdict is not Verdict.OK
         return ToolCall(
-            tool="python", query=program, result=render_result(result, PRINTED_CHARS), failed=failed
+            tool="python",
+            query=program,
+            result=render_result(result, PRINTED_CHARS),
+            failed=result.verdict is not Verdict.OK,
         )
 
     async def files(self) -> Mapping[str, int]:
@@ -123,6 +147,7 @@ class DataScienceEnv:
         self._opened().end()
 
     async def _score(self, tools: tuple[ToolCall, ...]) -> Step:
+        """Score the submission and end the trajectory."""
         target = self._target
         assert target is not None
         content = await self._opened().get(SUBMISSION)
@@ -131,21 +156,23 @@ class DataScienceEnv:
             "malformed_submission": 0.0,
             "normalised": 0.0,
         }
-        answer = observation = ""
+        observation = ""
+        answer = ""
         try:
             if content is None:
                 raise AgentMistake(f"there is no {SUBMISSION}")
             score = target.score(content.decode("utf-8", errors="replace"))
-            reward, answer = target.normalise(score, self.reward), f"{score:.6g}"
-            normalised, solved = (
-                target.normalise(score, "normalised"),
-                float(target.beats_baseline(score)),
-            )
-            metrics |= {target.metric: score, "normalised": normalised, "solved": solved}
+            reward = target.normalise(score, self.reward)
+            answer = f"{score:.6g}"
+            metrics[target.metric] = score
+            metrics["normalised"] = target.normalise(score, "normalised")
+            metrics["solved"] = float(target.beats_baseline(score))
         except AgentMistake as error:
-            metrics |= {"malformed_submission": metrics["submitted"], "solved": 0.0}
-            observation, reward = f"The submission cannot be scored: {error}.", self.malformed
-        except ValueError as error:  # the task's own fault
+            reward = self.malformed
+            observation = f"The submission cannot be scored: {error}."
+            metrics["malformed_submission"] = metrics["submitted"]
+            metrics["solved"] = 0.0
+        except ValueError as error:  # the task is at fault, such as a gap without a baseline
             raise EnvError(str(error)) from error
         return Step(
             observation=observation,
@@ -163,10 +190,10 @@ class DataScienceEnv:
 
 
 def unpack_files(task: Task) -> tuple[dict[str, bytes], Target]:
-    """The files that the team may read, by name, and what it is to predict.
+    """Decode a task's `answers`: files that the team may read by name, and the target.
 
     Raises:
-        EnvError: the answers cannot be read, or one file of them is missing.
+        EnvError: the answers cannot be read, a file is missing, or the metric is unknown.
     """
     files: dict[str, bytes] = {}
     target = None

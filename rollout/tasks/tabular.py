@@ -1,14 +1,15 @@
-"""Data science tasks (tables to predict): generated ones, whose baseline and ceiling are known, and DSBench's.
+"""Data science tasks: generated tables, whose baseline and ceiling are known, and those of DSBench.
 
-The generated ones can be solved by the standard library. DSBench's data-modeling tasks (arXiv 2409.07703) are read from
-its folder, as its repository and archive lay it out:
+The generated ones can be solved with the standard library. DSBench's data modeling tasks (arXiv
+2409.07703) are read from its folder, laid out as in its repository and archive:
 
 data.json                               one object a line, with `name`
-data/task/NAME.txt                      the task as it is described
+data/task/NAME.txt                      the description of the task
 data/data_resplit/NAME/                 train.csv, test.csv, sample_submission.csv
 data/answers/NAME/test_answer.csv       the truths
-evaluation/NAME_eval.py                 read, never run: which metric, which column
-save_performance/{baseline,GT}/NAME/result.txt    the ends of the performance gap, where they are there
+evaluation/NAME_eval.py                 read, never run: it names the metric and the column
+save_performance/baseline/NAME/result.txt    the score of the baseline, optional
+save_performance/GT/NAME/result.txt          the best score, optional
 """
 
 import csv
@@ -39,44 +40,53 @@ _METRICS: dict[TableKind, tuple[str, ...]] = {
 }
 _COLUMNS = ("length", "width", "age", "dose", "speed", "load")
 _LEVELS = ("low", "middle", "high")
-_MISSING = 0.05  # of numeric cells, in the tables that agents see
-_WORDS: Mapping[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml"))
+_MISSING_SHARE = 0.05  # of the numeric cells that agents see
+_TEXTS: Mapping[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableModel:
-    """How a target comes from the features: y = b + Σ w x + effect of the level + N(0, 1), or whether that is above 0.
+    """The relation of a target to its features: y = b + Σ w x + effect of the level + N(0, 1).
 
-    Tables of different worlds have nothing in common that could be learned by heart.
+    The label of a classification is 1 where y > 0. Weights and effects differ between tables, so
+    that they cannot be memorised.
+
+    Attributes:
+        weights: one for each numeric feature; a feature of weight 0 has no meaning.
+        effects: of the levels low, middle and high.
     """
 
     kind: TableKind
     metric: str
-    weights: tuple[int, ...]  # one per numeric feature; 0 is a feature without meaning
+    weights: tuple[int, ...]
     intercept: int
-    effects: tuple[int, int, int]  # of the levels low, middle, high
+    effects: tuple[int, int, int]
 
     @property
     def key(self) -> str:
-        """What decides which split owns the world."""
+        """Text by which a model is assigned to a split."""
         return f"{self.kind} {self.weights} {self.intercept} {self.effects}"
 
+    @property
+    def target_column(self) -> str:
+        """Name of the column to predict."""
+        return "y" if self.kind == "regression" else "label"
+
     def signal(self, features: Sequence[float], level: int) -> float:
-        """The target without noise."""
-        return (
-            self.intercept
-            + self.effects[level]
-            + sum(w * x for w, x in zip(self.weights, features, strict=True))
-        )
+        """Return y without its noise."""
+        weighted = sum(w * x for w, x in zip(self.weights, features, strict=True))
+        return self.intercept + self.effects[level] + weighted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    ids: list[int]
-    features: list[list[float]]
-    levels: list[int]
-    signals: list[float]
-    targets: list[float]
+class _Row:
+    """One row of a table, with the signal that its target comes from."""
+
+    id: int
+    features: list[float]
+    level: int
+    signal: float
+    target: float
 
 
 def tabular_tasks(
@@ -88,14 +98,14 @@ def tabular_tasks(
     train_rows: Annotated[int, Field(ge=10)] = 120,
     test_rows: Annotated[int, Field(ge=10)] = 60,
 ) -> list[Task]:
-    """sizes[split] tables for each split; a world belongs to one split whatever the seed.
+    """Generate sizes[split] tables for each split; a table's model is of one split for any seed.
 
-    The baseline is the metric of the training rows' mean (median for mae), or of their most frequent label; the ceiling
-    is that of the target without noise, which nobody can know better.
+    The baseline is the score of predicting the training rows' mean (for mae the median) or their
+    most frequent label. The ceiling is the score of the target without noise.
 
     Args:
         kinds: kinds of tables, in turn.
-        features: columns that the target may depend on.
+        features: number of numeric columns.
         train_rows, test_rows: rows of a table.
     """
     tasks = []
@@ -103,14 +113,14 @@ def tabular_tasks(
         random = Random(derive_seed(seed, "tabular", split))
         for number in range(size):
             kind = kinds[number % len(kinds)]
-            world = _draw(random, kind, features)
-            while split_of(world.key) != split:
-                world = _draw(random, kind, features)
-            tasks.append(_task(random, world, split, train_rows, test_rows))
+            model = _draw_model(random, kind, features)
+            while split_of(model.key) != split:
+                model = _draw_model(random, kind, features)
+            tasks.append(_make_task(random, model, split, train_rows, test_rows))
     return tasks
 
 
-def _draw(random: Random, kind: TableKind, features: int) -> TableModel:
+def _draw_model(random: Random, kind: TableKind, features: int) -> TableModel:
     weights = [random.choice((-5, -3, -2, 2, 3, 5)) for _ in range(features)]
     if features > 1:
         weights[random.randrange(features)] = 0
@@ -124,195 +134,228 @@ def _draw(random: Random, kind: TableKind, features: int) -> TableModel:
     )
 
 
-def _sample(random: Random, world: TableModel, count: int, first: int) -> _Rows:
-    features = [[round(random.gauss(0.0, 1.5), 2) for _ in world.weights] for _ in range(count)]
-    levels = [random.randrange(3) for _ in range(count)]
-    signals = [world.signal(row, level) for row, level in zip(features, levels, strict=True)]
-    noisy = [signal + random.gauss(0.0, 1.0) for signal in signals]
-    targets = [round(y, 2) if world.kind == "regression" else float(y > 0) for y in noisy]
-    ids = list(range(first, first + count))
-    return _Rows(ids=ids, features=features, levels=levels, signals=signals, targets=targets)
-
-
-def _task(random: Random, world: TableModel, split: str, train_rows: int, test_rows: int) -> Task:
-    train = _sample(random, world, train_rows, 1)
-    test = _sample(random, world, test_rows, train_rows + 1)
-    while len(set(test.targets)) < 2 or len(set(train.targets)) < 2:
-        train, test = (
-            _sample(random, world, train_rows, 1),
-            _sample(random, world, test_rows, train_rows + 1),
+def _draw_rows(random: Random, model: TableModel, count: int, first_id: int) -> list[_Row]:
+    features = [[round(random.gauss(0.0, 1.5), 2) for _ in model.weights] for _ in range(count)]
+    levels = [random.randrange(len(_LEVELS)) for _ in range(count)]
+    rows = []
+    for number in range(count):
+        signal = model.signal(features[number], levels[number])
+        y = signal + random.gauss(0.0, 1.0)
+        rows.append(
+            _Row(
+                id=first_id + number,
+                features=features[number],
+                level=levels[number],
+                signal=signal,
+                target=round(y, 2) if model.kind == "regression" else float(y > 0),
+            )
         )
-    column = "y" if world.kind == "regression" else "label"
-    truth = [_text(y, world.kind) for y in test.targets]
-    score = TABLE_METRICS[world.metric].score
+    return rows
+
+
+def _make_task(
+    random: Random, model: TableModel, split: str, train_rows: int, test_rows: int
+) -> Task:
+    train = _draw_rows(random, model, train_rows, 1)
+    test = _draw_rows(random, model, test_rows, train_rows + 1)
+    while _is_constant(train) or _is_constant(test):
+        train = _draw_rows(random, model, train_rows, 1)
+        test = _draw_rows(random, model, test_rows, train_rows + 1)
+
+    column = model.target_column
+    truth = [_target_cell(row.target, model.kind) for row in test]
+    constant = _constant_prediction(model, [row.target for row in train])
+    score = TABLE_METRICS[model.metric].score
     target = Target(
-        metric=world.metric,
+        metric=model.metric,
         id_column="id",
         column=column,
-        truth=dict(zip(map(str, test.ids), truth, strict=True)),
-        baseline=score(truth, [_constant(world, train.targets)] * test_rows),
-        ceiling=score(truth, [_best(world, signal) for signal in test.signals]),
+        truth={str(row.id): cell for row, cell in zip(test, truth, strict=True)},
+        baseline=score(truth, [constant] * test_rows),
+        ceiling=score(truth, [_noiseless_prediction(model, row.signal) for row in test]),
     )
-    names = [*_COLUMNS[: len(world.weights)], "level"]
-    header, constant = ["id", *names], _constant(world, train.targets)
-    tables = {
-        "train.csv": [[*header, column], *_cells(random, world, train, target=True)],
-        "test.csv": [header, *_cells(random, world, test, target=False)],
-        "sample_submission.csv": [["id", column], *([str(key), constant] for key in test.ids)],
-    }
-    files = [pack_file(name, _csv(rows)) for name, rows in tables.items()]
-    prompt = _WORDS["prompt"].format(
+
+    feature_names = [*_COLUMNS[: len(model.weights)], "level"]
+    train_table = [["id", *feature_names, column]]
+    for row in train:
+        cells = _feature_cells(random, row)
+        train_table.append([str(row.id), *cells, _target_cell(row.target, model.kind)])
+    test_table = [["id", *feature_names]]
+    for row in test:
+        test_table.append([str(row.id), *_feature_cells(random, row)])
+    sample_submission = [["id", column], *([str(row.id), constant] for row in test)]
+    files = [
+        pack_file("train.csv", _csv_text(train_table)),
+        pack_file("test.csv", _csv_text(test_table)),
+        pack_file("sample_submission.csv", _csv_text(sample_submission)),
+    ]
+
+    prompt = _TEXTS["prompt"].format(
         column=column,
-        kind=world.kind,
-        metric=world.metric,
-        features=", ".join(f"`{name}`" for name in names),
+        kind=model.kind,
+        metric=model.metric,
+        features=", ".join(f"`{name}`" for name in feature_names),
         train_rows=train_rows,
         test_rows=test_rows,
         submission=SUBMISSION,
-        asked=": the probability that it is 1" if world.metric == "auc" else "",
+        asked=": the probability that it is 1" if model.metric == "auc" else "",
     )
-    source = f"tabular_{world.kind}"
-    answers = (*files, pack_target(target))
+    source = f"tabular_{model.kind}"
     return Task(
         id=f"{source}/{digest(*files)}",
         prompt=prompt,
-        answers=answers,
+        answers=(*files, pack_target(target)),
         env="data_science",
         source=source,
         split=split,
     )
 
 
-def _constant(world: TableModel, targets: Sequence[float]) -> str:
-    """The best prediction that looks at no feature."""
-    if world.kind == "classification":
-        return _text(float(fmean(targets) > 0.5), world.kind)
-    return f"{median(targets) if world.metric == 'mae' else fmean(targets):.4f}"
+def _is_constant(rows: Sequence[_Row]) -> bool:
+    return len({row.target for row in rows}) < 2
 
 
-def _best(world: TableModel, signal: float) -> str:
-    if world.kind == "classification" and world.metric != "auc":
-        return _text(float(signal > 0), world.kind)
+def _constant_prediction(model: TableModel, targets: Sequence[float]) -> str:
+    """Return the best prediction that uses no feature."""
+    if model.kind == "classification":
+        return _target_cell(float(fmean(targets) > 0.5), model.kind)
+    best = median(targets) if model.metric == "mae" else fmean(targets)
+    return f"{best:.4f}"
+
+
+def _noiseless_prediction(model: TableModel, signal: float) -> str:
+    if model.kind == "classification" and model.metric != "auc":
+        return _target_cell(float(signal > 0), model.kind)
     return f"{signal:.4f}"
 
 
-def _cells(random: Random, world: TableModel, rows: _Rows, *, target: bool) -> list[list[str]]:
-    cells = []
-    for key, row, level, y in zip(rows.ids, rows.features, rows.levels, rows.targets, strict=True):
-        shown = ["" if random.random() < _MISSING else f"{x:.2f}" for x in row]
-        cells.append(
-            [str(key), *shown, _LEVELS[level], *([_text(y, world.kind)] if target else [])]
-        )
-    return cells
+def _feature_cells(random: Random, row: _Row) -> list[str]:
+    """Return a row's features as cells, of which some numbers are missing."""
+    cells = ["" if random.random() < _MISSING_SHARE else f"{x:.2f}" for x in row.features]
+    return [*cells, _LEVELS[row.level]]
 
 
-def _text(value: float, kind: TableKind) -> str:
+def _target_cell(value: float, kind: TableKind) -> str:
     return f"{value:.2f}" if kind == "regression" else f"{value:.0f}"
 
 
-def _csv(rows: Sequence[Sequence[str]]) -> str:
+def _csv_text(rows: Sequence[Sequence[str]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
-_SCRIPT_RESULT = re.compile(r"^\s*performance\s*=(.*)$", re.MULTILINE)  # imports name others too
+# Parts of DSBench's evaluation scripts. The import lines of a script name other metrics too.
+_SCRIPT_RESULT = re.compile(r"^\s*performance\s*=(.*)$", re.MULTILINE)
 _SCRIPT_COLUMN = re.compile(r"""["']--value["'].*?default\s*=\s*["']([^"']+)["']""", re.DOTALL)
-_DSBENCH_NOTE = f"\n\nThe files are in the working folder. Write `{SUBMISSION}` in the form of sample_submission.csv."
+_DSBENCH_NOTE = (
+    f"\n\nThe files are in the working folder. Write `{SUBMISSION}` in the form of "
+    "sample_submission.csv."
+)
 
 
 def dsbench_tasks(
     seed: int, sizes: Mapping[str, int], *, folder: str, metrics: Mapping[str, str] | None = None
 ) -> list[Task]:
-    """sizes[split] tasks for each split, drawn without replacement from those that can be scored, by `seed`.
+    """Draw sizes[split] different tasks for each split by `seed`, from those with a known metric.
 
     Args:
         folder: DSBench's `data_modeling`, with data.zip unpacked in it.
-        metrics: names in TABLE_METRICS by task, for those whose script does not say; others that do not are left out.
+        metrics: metrics (accuracy, f1, auc, rmse, mae, mse, rmsle, log_loss) by task, for tasks
+            whose script names none of these; the others of them are left out.
 
     Raises:
         RecordError: a file is missing or of another form.
+        ValueError: there are too few tasks.
     """
-    index = Path(folder) / "data.json"
+    root = Path(folder)
+    index = root / "data.json"
     if not index.is_file():
         raise RecordError(f"{index}: no such file; expected DSBench's data_modeling folder")
-    rows = list(read_rows(index, ".jsonl"))
-    if not all("name" in row for row in rows):
-        raise RecordError(f"{index}: a row has no name")
-    found = (
-        _dsbench_task(Path(folder), str(row["name"]), (metrics or {}).get(str(row["name"])))
-        for row in rows
-    )
-    tasks = [task for task in found if task is not None]
-    wanted = sum(sizes.values())
-    if wanted > len(tasks):
+    tasks = []
+    for row in read_rows(index, ".jsonl"):
+        if "name" not in row:
+            raise RecordError(f"{index}: a row has no name")
+        name = str(row["name"])
+        task = _read_dsbench_task(root, name, (metrics or {}).get(name))
+        if task is not None:
+            tasks.append(task)
+
+    count = sum(sizes.values())
+    if count > len(tasks):
         raise ValueError(
-            f"dsbench: {wanted} tasks asked for, but {folder} has {len(tasks)} that can be scored"
+            f"dsbench: {count} tasks asked for, but {folder} has {len(tasks)} that can be scored"
         )
-    drawn = iter(Random(derive_seed(seed, "dsbench")).sample(tasks, wanted))
+    drawn = Random(derive_seed(seed, "dsbench")).sample(tasks, count)
     splits = [split for split, size in sizes.items() for _ in range(size)]
     return [replace(task, split=split) for task, split in zip(drawn, splits, strict=True)]
 
 
 def metric_of(script: str) -> str | None:
-    """The metric that an evaluation script computes last; None when it is none of ours."""
+    """Return the metric that an evaluation script computes last; None if we do not have it."""
     results = _SCRIPT_RESULT.findall(script)
-    signs = _WORDS["metric_signs"].items()
-    return next(
-        (metric for metric, sign in signs if results and re.search(sign, results[-1])), None
-    )
+    if not results:
+        return None
+    for metric, pattern in _TEXTS["metric_signs"].items():
+        if re.search(pattern, results[-1]):
+            return str(metric)
+    return None
 
 
-def _dsbench_task(folder: Path, name: str, metric: str | None) -> Task | None:
-    data = folder / "data"
-    script = _file_text(folder / "evaluation" / f"{name}_eval.py")
+def _read_dsbench_task(root: Path, name: str, metric: str | None) -> Task | None:
+    """Read a task; None if it predicts several columns or has a metric that we do not have."""
+    data = root / "data"
+    tables = data / "data_resplit" / name
+    script = _read_text(root / "evaluation" / f"{name}_eval.py")
     metric = metric or metric_of(script)
     if metric is not None and metric not in TABLE_METRICS:
         raise RecordError(
-            f"{folder}: metric '{metric}' of {name} is not known; metrics: {', '.join(TABLE_METRICS)}"
+            f"{root}: metric '{metric}' of {name} is not known; metrics: {', '.join(TABLE_METRICS)}"
         )
-    tables = data / "data_resplit" / name
-    paths = (tables / "sample_submission.csv", data / "answers" / name / "test_answer.csv")
-    sample, answer = (list(read_rows(path)) for path in paths)
-    if not sample or not answer:
-        raise RecordError(
-            f"{data}: {name} has no rows in {' or '.join(path.name for path in paths)}"
-        )
+    sample = list(read_rows(tables / "sample_submission.csv"))
+    answers = list(read_rows(data / "answers" / name / "test_answer.csv"))
+    if not sample or not answers:
+        raise RecordError(f"{data}: {name} has no rows in sample_submission.csv or test_answer.csv")
+
     columns = list(sample[0])
-    named = _SCRIPT_COLUMN.search(script)
-    column = named.group(1) if named else columns[-1]
-    if metric is None or len(columns) != 2 or column not in columns or column not in answer[0]:
-        return None  # several columns, or a metric of its own
-    id_column = next(other for other in columns if other != column)
-    keys = answer if id_column in answer[0] else sample
-    if len(keys) != len(answer):
+    match = _SCRIPT_COLUMN.search(script)
+    column = match.group(1) if match else columns[-1]
+    if metric is None or len(columns) != 2 or column not in columns or column not in answers[0]:
+        return None
+    id_column = columns[1] if column == columns[0] else columns[0]
+    id_rows = answers if id_column in answers[0] else sample
+    if len(id_rows) != len(answers):
         raise RecordError(
-            f"{data}: {name} has {len(answer)} answers and {len(sample)} rows in sample_submission.csv"
+            f"{data}: {name} has {len(answers)} answers and {len(sample)} rows in "
+            "sample_submission.csv"
         )
+
     target = Target(
         metric=metric,
         id_column=id_column,
         column=column,
-        truth={row[id_column]: value[column] for row, value in zip(keys, answer, strict=True)},
-        baseline=_number(folder / "save_performance" / "baseline" / name / "result.txt"),
-        ceiling=_number(folder / "save_performance" / "GT" / name / "result.txt"),
+        truth={
+            id_row[id_column]: answer[column]
+            for id_row, answer in zip(id_rows, answers, strict=True)
+        },
+        baseline=_read_score(root / "save_performance" / "baseline" / name / "result.txt"),
+        ceiling=_read_score(root / "save_performance" / "GT" / name / "result.txt"),
     )
-    files = (
+    files = [
         pack_file(path.name, path.resolve()) for path in sorted(tables.iterdir()) if path.is_file()
-    )
-    prompt = _file_text(data / "task" / f"{name}.txt").strip() + _DSBENCH_NOTE
-    answers, source = (*files, pack_target(target)), "dsbench"
+    ]
+    description = _read_text(data / "task" / f"{name}.txt").strip()
     return Task(
-        id=f"{source}/{name}",
-        prompt=prompt,
-        answers=answers,
+        id=f"dsbench/{name}",
+        prompt=description + _DSBENCH_NOTE,
+        answers=(*files, pack_target(target)),
         env="data_science",
-        source=source,
+        source="dsbench",
         split="test",
     )
 
 
-def _file_text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -321,7 +364,8 @@ def _file_text(path: Path) -> str:
         ) from error
 
 
-def _number(path: Path) -> float | None:
+def _read_score(path: Path) -> float | None:
+    """Return the number in a file; None if there is none."""
     try:
         return float(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
