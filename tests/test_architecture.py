@@ -103,7 +103,7 @@ LIGHT_MODULES = (
     "rollout.environments",
     "rollout.rewards",
     "rollout.sandbox",
-    "mcore_mas.pipeline.base_model",  # of `mcore-mas new`
+    "mcore_mas.pipeline.project",  # of `mcore-mas new`
     "mcore_mas.pipeline.check",
     "mcore_mas.pipeline.prepare",
     "mcore_mas.reports.runs",  # of `mcore-mas ls` and `compare`

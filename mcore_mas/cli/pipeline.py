@@ -41,7 +41,7 @@ def new_team(
 
     It trains in minutes on a laptop.
     """
-    from mcore_mas.pipeline.base_model import new_project
+    from mcore_mas.pipeline.project import new_project
 
     folder = new_project(name, Path())
     print(f"{folder}/  next: cd {folder}; mcore-mas check {name}.yaml; mcore-mas run {name}.yaml")

@@ -123,7 +123,7 @@ def _from(path: str) -> str:
     if path in known_sources():
         source = known_sources()[path]
         fetched = "" if source.by_hand else ", and the target `acquire` fetches it"
-        return f"it is {source.described}{fetched} (docs/tables.md)"
+        return f"it is {source.description}{fetched} (docs/tables.md)"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return (
             f"nor is it in the hub's cache on this machine: `hf download {path}`, or name a folder"

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_mas import code_commit
 from mcore_mas.pipeline.check import problems
-from mcore_mas.pipeline.sources import acquirable, known_sources, listed
+from mcore_mas.pipeline.sources import acquirable, describe_paths, known_sources
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
@@ -139,7 +139,7 @@ def check_there(suite: Suite) -> None:
     size = f"{sum(known_sources()[path].gb or 0 for path in fetched):.1f} GB where known"
     lines = [
         f"{len(missing)} of {len(needed)} inputs are not on this machine:",
-        *listed(missing, behind),
+        *describe_paths(missing, behind),
         *(f"  {line}" for line in problems(suite, files=False)),
         f"`snakemake {target}` fetches them{besides} ({size}; docs/tables.md), or try --config scale=tiny, which makes "
         "its own",

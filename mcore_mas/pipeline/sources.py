@@ -1,4 +1,4 @@
-"""Sources of published data and models: which repository of a hub, or which place, each is from."""
+"""Sources of published data and models, as workflow/sources.yaml lists them."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -15,7 +15,7 @@ SOURCES_FILE = SHIPPED / "workflow" / "sources.yaml"
 
 
 class Source(Section):
-    """Where one data file or model folder is from: an entry of workflow/sources.yaml, which says what its keys are."""
+    """Where one data file or model folder comes from; workflow/sources.yaml explains the keys."""
 
     host: Literal["hub", "github"] = "hub"
     repository: str | None = None
@@ -34,42 +34,69 @@ class Source(Section):
     encoder: str | None = None
 
     @property
-    def described(self) -> str:
-        """Repository or place, size and licence, as a person asks for them."""
-        host = "GitHub" if self.host == "github" else "the hub"
-        what = self.by_hand or (
-            f"{self.repository} of {host}" if self.repository else f"made of {self.needs[0]}"
-        )
+    def description(self) -> str:
+        """Repository or place, size and licence in one line."""
+        if self.by_hand:
+            parts = [self.by_hand]
+        elif self.repository:
+            host = "GitHub" if self.host == "github" else "the hub"
+            parts = [f"{self.repository} of {host}"]
+        else:
+            parts = [f"made of {self.needs[0]}"]
+
         gb = self.gb or sum(known_sources()[path].gb or 0 for path in self.needs)
-        size = f", {gb:g} GB" if gb else f", {self.rows} rows" if self.rows else ""
-        return f"{what}{size}{f', licence {self.licence}' if self.licence else ''}{', gated' if self.gated else ''}"
+        if gb:
+            parts.append(f"{gb:g} GB")
+        elif self.rows:
+            parts.append(f"{self.rows} rows")
+        if self.licence:
+            parts.append(f"licence {self.licence}")
+        if self.gated:
+            parts.append("gated")
+        return ", ".join(parts)
 
 
 @cache
 def known_sources() -> Mapping[str, Source]:
-    """Every entry of workflow/sources.yaml by its path."""
+    """Return every entry of workflow/sources.yaml by its path below the working folder."""
     return TypeAdapter(dict[str, Source]).validate_python(read_yaml(SOURCES_FILE))
 
 
 def acquirable(paths: Iterable[str]) -> tuple[list[str], list[str]]:
-    """`paths` with what they need before them: those that can be fetched or checked, and those to put there by hand."""
-    known = known_sources()
-    fetched, by_hand = dict[str, None](), dict[str, None]()
+    """Sort paths, each after those that it needs, by how they are acquired.
+
+    A file of the user's own that exists is in neither list.
+
+    Returns:
+        Paths that can be fetched or checked, and paths that have to be put there by hand.
+    """
+    sources = known_sources()
+    fetched: list[str] = []
+    by_hand: list[str] = []
     for path in paths:
-        source = known.get(path)
+        source = sources.get(path)
         if Path(path).exists() and (source is None or source.by_hand):
-            continue  # of a user's own
-        for needed in (*(source.needs if source else ()), path):
-            own = known.get(needed)
-            (fetched if own and not own.by_hand else by_hand)[needed] = None
-    return list(fetched), list(by_hand)
+            continue
+        needs = source.needs if source else ()
+        for needed in (*needs, path):
+            needed_source = sources.get(needed)
+            if needed_source is None or needed_source.by_hand:
+                by_hand.append(needed)
+            else:
+                fetched.append(needed)
+    return list(dict.fromkeys(fetched)), list(dict.fromkeys(by_hand))
 
 
-def listed(paths: Iterable[str], behind: Mapping[str, str] | None = None) -> list[str]:
-    """A line for each of `paths`, with where it is from and its size, and what is to be said `behind` that."""
-    known = known_sources()
-    return [
-        f"  {path}: {known[path].described if path in known else 'not in workflow/sources.yaml'}"
-        f"{(behind or {}).get(path, '')}"
-        for path in paths
-    ]
+def describe_paths(paths: Iterable[str], notes: Mapping[str, str] | None = None) -> list[str]:
+    """Return a line for each path with its source and size.
+
+    Args:
+        notes: text to append to the line of a path.
+    """
+    sources = known_sources()
+    lines = []
+    for path in paths:
+        source = sources.get(path)
+        description = source.description if source else "not in workflow/sources.yaml"
+        lines.append(f"  {path}: {description}{(notes or {}).get(path, '')}")
+    return lines

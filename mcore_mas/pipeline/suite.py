@@ -16,7 +16,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import CONFIGS, experiments
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.pipeline import sharing, suite_file
-from mcore_mas.pipeline.sharing import ConfigCache
+from mcore_mas.pipeline.config_cache import ConfigCache
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.planning.gpus import Cluster, PlanError
 from mcore_mas.planning.place import place_run
@@ -100,16 +100,16 @@ class Suite:
         }
         starts = {run: run for run in started}
         if suite.get("share_cold_starts"):
-            starts = sharing.sharers(started, "start")
+            starts = sharing.stage_owners(started, "start")
             runs = {
-                run: sharing.started_from(config, starts.get(run, run))
+                run: sharing.with_start_of(config, starts.get(run, run))
                 for run, config in runs.items()
             }
         recipes = {
             run: [i for i in items if i.partition("=")[0] != "seed"]
             for run, items in overrides.items()
         }
-        named, tagged = sharing.first_alike(recipes.items()), {}
+        named, tagged = sharing.first_equal(recipes.items()), {}
         for run, config in runs.items():  # for MLflow's runs, beside their own
             tags = {
                 "suite": suite["suite"],
@@ -126,8 +126,8 @@ class Suite:
             cells=_cells(suite.get("evaluate", {}), runs),
             folder=folder,
             configs=configs,
-            bases=sharing.sharers(runs, "score"),
-            tasks=sharing.sharers(runs, "index"),
+            bases=sharing.stage_owners(runs, "score"),
+            tasks=sharing.stage_owners(runs, "index"),
             scale=suite.get("scale", "paper"),
         )
 

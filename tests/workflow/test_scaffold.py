@@ -16,7 +16,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from mcore_mas.pipeline.base_model import ScaffoldError, make_tiny_model, new_project
+from mcore_mas.pipeline.base_model import make_tiny_model
+from mcore_mas.pipeline.project import ProjectError, new_project
 from tests.support.played import failed, group, rewards, trajectory, turn
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -193,24 +194,24 @@ def test_an_editor_checks_its_files_by_the_schemas_that_are_installed(project: P
 def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None:
     before = sorted(project.parent.iterdir())
     for name in ("my-team", "class", "../x", "", "équipe", "_x", "null", "on", "nan"):
-        with pytest.raises(ScaffoldError, match="cannot be a Python package"):
+        with pytest.raises(ProjectError, match="cannot be a Python package"):
             new_project(name, project.parent)
     for name in ("random", "torch", "yaml", "json", "test", "mcore_mas"):
         with pytest.raises(
-            ScaffoldError,
+            ProjectError,
             match=f"'{name}' is a Python module that is installed here; .* my_{name}$",
         ):
             new_project(name, project.parent)
     for name in ("models", "configs", "tests", "results"):
         with pytest.raises(
-            ScaffoldError, match=f"'{name}' is one of a project's own folders; .* my_{name}$"
+            ProjectError, match=f"'{name}' is one of a project's own folders; .* my_{name}$"
         ):
             new_project(name, project.parent)
     assert sorted(project.parent.iterdir()) == before
-    with pytest.raises(ScaffoldError, match="something is there already"):
+    with pytest.raises(ProjectError, match="something is there already"):
         new_project("poets", project.parent)
     with pytest.raises(
-        ScaffoldError, match=r"/proc/painters: cannot be written \(No such file.*\); go to a folder"
+        ProjectError, match=r"/proc/painters: cannot be written \(No such file.*\); go to a folder"
     ):
         new_project("painters", Path("/proc"))
 
@@ -220,7 +221,7 @@ def test_a_project_whose_writing_is_cut_off_leaves_nothing(tmp_path: Path) -> No
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # the model's files are larger
     try:
-        with pytest.raises(ScaffoldError, match=r"painters: cannot be written \("):
+        with pytest.raises(ProjectError, match=r"painters: cannot be written \("):
             new_project("painters", tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

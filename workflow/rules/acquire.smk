@@ -1,5 +1,5 @@
 # Published inputs: fetched, converted and checked where `snakemake acquire_drmas_1` and the like ask for them.
-from mcore_mas.pipeline.sources import acquirable, known_sources, listed
+from mcore_mas.pipeline.sources import acquirable, describe_paths, known_sources
 
 
 rule acquire_input:
@@ -45,7 +45,7 @@ rule report_inputs:
         mem_mb=4000,
         runtime=60,
     params:
-        by_hand=lambda _: listed(acquirable(paper_suite.inputs(SUITE))[1]),
+        by_hand=lambda _: describe_paths(acquirable(paper_suite.inputs(SUITE))[1]),
         runs=lambda _: {run: (config["data"], config["seed"]) for run, config in SUITE.runs.items()},
     message:
         "{output.page}: what was acquired, and what leaks"

@@ -5,7 +5,7 @@ from pathlib import Path
 from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.pipeline.acquire import report_inputs
+    from mcore_mas.pipeline.inputs_page import report_inputs
 
     report_inputs(
         [Path(path) for path in snakemake.input.receipts],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.cli.names import REGISTRIES
-from mcore_mas.pipeline.base_model import new_project
+from mcore_mas.pipeline.project import new_project
 from rollout.base.lookup import entry_points_of
 from tests.unit.cli.conftest import CallCommand
 

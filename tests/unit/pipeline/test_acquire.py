@@ -17,9 +17,11 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import experiments
 from mcore_mas.pipeline import acquire as acquiring
-from mcore_mas.pipeline.acquire import acquire, assemble, report_inputs
+from mcore_mas.pipeline.acquire import acquire
 from mcore_mas.pipeline.base_model import make_tiny_model
+from mcore_mas.pipeline.convert import assemble
 from mcore_mas.pipeline.hub import AcquireError, Hub
+from mcore_mas.pipeline.inputs_page import report_inputs
 from mcore_mas.pipeline.sources import Source, known_sources
 from rollout.config.data import DataConfig
 from rollout.tasks.splits import SPLITS
@@ -221,7 +223,7 @@ def test_a_file_of_github_is_fetched_by_its_commit_and_digest(
         "rows": 6,
     }
     source = named(monkeypatch, **keys, sha256={where: digest})
-    assert source.described == "some/math of GitHub, 6 rows, licence mit"
+    assert source.description == "some/math of GitHub, 6 rows, licence mit"
     there = Hub(endpoint="http://127.0.0.1:9", github=hub.url)
     with pytest.raises(
         AcquireError,
