@@ -145,15 +145,9 @@ class Folder:
                 command, cwd=self.path, env=self.env, stdout=output, stderr=output, process_group=0
             )
         try:
-            members = self.path / "results" / "servers"  # where a retriever says it
-
-            def said():
-                return log.read_text() + "".join(
-                    file.read_text() for file in members.glob("*.json")
-                )
-
-            until(lambda: process.poll() is not None or re.search(r"http://[\w.:]+\d", said()), 200)
-            found = re.search(r"http://[\w.:]+\d", said())
+            url = re.compile(r"http://[\w.:]+\d")
+            until(lambda: process.poll() is not None or url.search(log.read_text()), 200)
+            found = url.search(log.read_text())
             assert found and process.poll() is None, f"{line}\n{log.read_text()}"
             yield found[0]
         finally:
