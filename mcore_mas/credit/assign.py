@@ -74,8 +74,10 @@ def columns(samples: Sequence[Sample]) -> Turns:
 def estimate(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> list[Sample]:
     """Add advantages to the samples, and returns where the estimator of an agent has a critic.
 
-    Args: samples: all turns of a step. rules: the estimator of each agent. Every estimator sees all
-        turns, and sets those of its agents.
+    Args:
+        samples: all turns of a step.
+        rules: the estimator of each agent. Every estimator sees all turns, and sets those of its
+            agents.
 
     Raises:
         CreditError: an agent has no estimator, or a turn lacks a value that the estimator requires.

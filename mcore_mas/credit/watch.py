@@ -27,9 +27,9 @@ class CreditWatch:
     def check(self, trainer: TrainerConfig, step: int, samples: Sequence[Sample]) -> None:
         """Check the advantages of a step's samples; call it once per step, in order.
 
-        Raises: CreditError: an advantage exceeds `trainer.max_advantage` or is NaN, or no turn of
-            the run's first
-                `trainer.signal_within` steps had an advantage other than 0.
+        Raises:
+            CreditError: an advantage exceeds `trainer.max_advantage` or is NaN, or no turn of the
+                run's first `trainer.signal_within` steps had an advantage other than 0.
         """
         largest = np.array([np.abs(sample.advantages or (0.0,)).max() for sample in samples])
         bound = trainer.max_advantage

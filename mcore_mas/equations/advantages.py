@@ -5,11 +5,16 @@
 group-relative estimator is defined by its peers (the turns that are compared), its vote (the unit
 that counts once), its baseline and its divisor (std).
 
-Args: gamma: discount γ, by token. lam: λ of GAE; in trees, the weight of the siblings in the
-    baseline, of which the parent has the rest. eps: added to σ, in reward units. ddof: σ divides by
-    (votes - ddof). lone: advantage of a vote without peers: "zero", or "raw", its score, as in Dr.
-    MAS's released code. whitened: tokens that are whitened together: the whole "batch", those of a
-    "policy", or of an "agent" (MARTI).
+Args:
+    gamma: discount γ, by token.
+    lam: λ of GAE; in trees, the weight of the siblings in the baseline, of which the parent has the
+        rest.
+    eps: added to σ, in reward units.
+    ddof: σ divides by (votes - ddof).
+    lone: advantage of a vote without peers: "zero", or "raw", its score, as in Dr. MAS's released
+        code.
+    whitened: tokens that are whitened together: the whole "batch", those of a "policy", or of an
+        "agent" (MARTI).
 """
 
 import inspect
@@ -78,9 +83,9 @@ def relative(
 
     r is the score of the turn's vote; σ is 1 where the votes of a group do not differ.
 
-    Args: peers: turns that are compared: those of a "task"; of an "agent" on it; of an agent in a
-        "state", in the same
-            turn.
+    Args:
+        peers: turns that are compared: those of a "task"; of an "agent" on it; of an agent in a
+            "state", in the same turn.
         vote: unit that counts once, with the mean of its turns among these peers: a "trajectory" or
             each "turn".
         baseline: "mean" μ; the mean of the "others"; or "second": the best vote gets its lead, all
@@ -142,10 +147,14 @@ def gigpo(
     A = A_E(τ) + ω A_S(s, a)   GiGPO, arXiv 2505.10978. A_S compares discounted returns from the
     turn's round on, R_t = Σ_{k≥t} γ^{k-t} r_k, each turn a vote.
 
-    Args: peers: turns that are compared: those of a "task", or of an "agent" on it. vote: of A_E,
-        as of `grpo`. std: "peers": both parts are divided by their σ (mean_std_norm); "none": they
-        are only centred (mean_norm). step: settings of A_S. lone: advantage of an episode without
-        peers: "zero", or "raw", its score; a step without peers gets 0.
+    Args:
+        peers: turns that are compared: those of a "task", or of an "agent" on it.
+        vote: of A_E, as of `grpo`.
+        std: "peers": both parts are divided by their σ (mean_std_norm); "none": they are only
+            centred (mean_norm).
+        step: settings of A_S.
+        lone: advantage of an episode without peers: "zero", or "raw", its score; a step without
+            peers gets 0.
     """
     episode = relative(turns, peers=peers, vote=vote, std=std, eps=eps, ddof=ddof, lone=lone)
     by_turn = grouping(peers, "turn")
@@ -304,9 +313,10 @@ def reinforce_pp_baseline(
 
     REINFORCE++-baseline, arXiv 2501.03262.
 
-    Args: peers: turns that share a mean, as in `grpo`. vote: unit that counts once in the mean. Dr.
-        MAS's and MARTI's code uses trajectories, so that long ones do
-            not dominate it.
+    Args:
+        peers: turns that share a mean, as in `grpo`.
+        vote: unit that counts once in the mean. Dr. MAS's and MARTI's code uses trajectories, so
+            that long ones do not dominate it.
     """
     statistics = grouping(peers, vote).statistics(turns)
     advantages = turns.by_token(turns.scores - statistics.mean)
@@ -326,9 +336,9 @@ def gae(
     GAE, arXiv 1506.02438; for teams as UnityMAS-O uses it. In a tree several branches follow a
     node, so turns are joined to an episode within a node only.
 
-    Args: across: an episode is each "turn" (UnityMAS-O), or the turns of one "agent" in a
-        trajectory, in their order;
-            in a tree, those in one node.
+    Args:
+        across: an episode is each "turn" (UnityMAS-O), or the turns of one "agent" in a trajectory,
+            in their order; in a tree, those in one node.
     """
     advantages, returns = advantages_and_returns(turns, gamma=gamma, lam=lam, across=across)
     return Advantages(_whitened(turns, advantages, whitened), returns=returns)

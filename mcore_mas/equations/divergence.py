@@ -37,10 +37,11 @@ tokens differ by tenths of nats, and the least likely tokens by more. There the 
 mean, the k3 divergence and the 99th percentile. docs/exactness.md has these figures for equal and
 for stale weights.
 
-Args: level: ratio of the token, of the whole reply, or the geometric mean over the reply
-    (`at_level`). veto: a reply with a token of π_old/μ below this has weight 0; 0 is off, verl uses
-    1e-4. low, high: range of the weight; `tis` truncates weights outside it, the others set them to
-    0.
+Args:
+    level: ratio of the token, of the whole reply, or the geometric mean over the reply
+        (`at_level`).
+    veto: a reply with a token of π_old/μ below this has weight 0; 0 is off, verl uses 1e-4.
+    low, high: range of the weight; `tis` truncates weights outside it, the others set them to 0.
 """
 
 from __future__ import annotations
@@ -328,10 +329,10 @@ def is_gap_metric(name: str) -> bool:
 def describe_disagreement(metrics: Mapping[str, float], bounds: Mapping[Figure, float]) -> str:
     """Describe the first agent whose log-probability gap exceeds the bounds; return "" if there is none.
 
-    Args: metrics: of an update, with names `agent/<name>/logprob_gap_<figure>`. bounds: nats by
-        figure. For agents with fewer than `FEW_TOKENS` tokens, all bounds but `max` are multiplied
-        by
-            `FEW_TOKENS_SLACK`.
+    Args:
+        metrics: of an update, with names `agent/<name>/logprob_gap_<figure>`.
+        bounds: nats by figure. For agents with fewer than `FEW_TOKENS` tokens, all bounds but `max`
+            are multiplied by `FEW_TOKENS_SLACK`.
     """
     for name, count in metrics.items():
         agent, _, metric = name.rpartition("/")

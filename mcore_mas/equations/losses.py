@@ -39,13 +39,17 @@ Statistics = dict[str, Tensor]
 class Tokens:
     """Inputs of a loss for N trained tokens. Log-probabilities are in nats, after temperature.
 
-    Attributes: logprobs: [N] of the policy being trained; carries the gradient. behaviour: [N] of
-        the policy that sampled; NaN for tokens that were not sampled. advantages: [N]. sequences:
-        [N] int64 id of the token's reply; a reply is never split over micro-batches. entropy: [N]
-        nats; carries the gradient where `entropy_coef` is not zero. kl_coef: [N] factor of the KL
-        term; None without a KL term. entropy_coef: [N] factor of the entropy bonus. proximal: [N]
-        log-probabilities at the start of the step; None or NaN for the current weights. reference:
-        [N] log-probabilities of the frozen reference; NaN where `kl_coef` is zero.
+    Attributes:
+        logprobs: [N] of the policy being trained; carries the gradient.
+        behaviour: [N] of the policy that sampled; NaN for tokens that were not sampled.
+        advantages: [N].
+        sequences: [N] int64 id of the token's reply; a reply is never split over micro-batches.
+        entropy: [N] nats; carries the gradient where `entropy_coef` is not zero.
+        kl_coef: [N] factor of the KL term; None without a KL term.
+        entropy_coef: [N] factor of the entropy bonus.
+        proximal: [N] log-probabilities at the start of the step; None or NaN for the current
+            weights.
+        reference: [N] log-probabilities of the frozen reference; NaN where `kl_coef` is zero.
     """
 
     logprobs: Tensor
@@ -283,10 +287,12 @@ AggregationName = Literal[
 class Aggregation:
     """Aggregation of token losses to one loss.
 
-    Attributes: weights: maps (lengths [n] float64, norm) to the weight of a token of each sample,
-        [n]. source: paper, or name in other libraries. normed: the weights divide by a configured
-        length. by_agent: the samples of each agent are aggregated separately, and the mean over
-        agents is taken.
+    Attributes:
+        weights: maps (lengths [n] float64, norm) to the weight of a token of each sample, [n].
+        source: paper, or name in other libraries.
+        normed: the weights divide by a configured length.
+        by_agent: the samples of each agent are aggregated separately, and the mean over agents is
+            taken.
     """
 
     weights: Callable[[Tensor, float], Tensor]
@@ -332,9 +338,9 @@ def token_weights(
 ) -> Tensor:
     """Return the weight of a single token of each sample, [n] float64, including the denominator of the update.
 
-    Args: lengths: [n] number of trained tokens of every sample of the update. A sample without
-        trained tokens gets
-            weight 0 and does not count in n.
+    Args:
+        lengths: [n] number of trained tokens of every sample of the update. A sample without
+            trained tokens gets weight 0 and does not count in n.
         mode: name in `AGGREGATIONS`.
         norm: the constant length L in tokens, for modes that divide by one; None for the others.
     """

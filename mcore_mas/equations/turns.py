@@ -23,13 +23,17 @@ class Turns:
     the agent saw), round (environment step), node (of the tree, within its trajectory) and parent
     (ids as in `node`; -1 at the root).
 
-    Attributes: scores: [n] float64, reward of each turn, token penalties included. keys: [n] int64
-        by column name. lengths: [n] int64, number of tokens that carry loss. steps: [n, K] float64,
-        rewards of the environment's steps from the turn's round on, padded with 0. greedy: [n]
-        float64, outcome of the task's greedy trajectory. penalties: [T] float64, subtracted from
-        the reward token by token. values: [T] float64, the critic's value before each token.
+    Attributes:
+        scores: [n] float64, reward of each turn, token penalties included.
+        keys: [n] int64 by column name.
+        lengths: [n] int64, number of tokens that carry loss.
+        steps: [n, K] float64, rewards of the environment's steps from the turn's round on, padded
+            with 0.
+        greedy: [n] float64, outcome of the task's greedy trajectory.
+        penalties: [T] float64, subtracted from the reward token by token.
+        values: [T] float64, the critic's value before each token.
         cluster_states: maps a similarity in (0, 1] to [n] ids of states that are at least that
-        similar.
+            similar.
     """
 
     scores: Tensor
@@ -198,9 +202,9 @@ _PEER_COLUMNS: dict[Peers, tuple[str, ...]] = {
 def grouping(peers: Peers, vote: Vote) -> Grouping:
     """Return the grouping of turns by task, by agent and task, or by state.
 
-    Args: peers: turns of the same "task"; of the same "agent" on it; or of an agent in the same
-        "state", in the same
-            turn.
+    Args:
+        peers: turns of the same "task"; of the same "agent" on it; or of an agent in the same
+            "state", in the same turn.
         vote: "trajectory": a trajectory votes once, with the mean of its turns among these peers;
             "turn": every turn votes.
     """
@@ -255,9 +259,11 @@ class GroupStatistics:
 class Advantages:
     """Result of an advantage estimator.
 
-    Attributes: values: advantages in float64, [n] by turn or [T] by token. groups: statistics of
-        the groups that were compared, by name; empty if turns were not compared. returns: [T]
-        targets of a critic; None without a critic.
+    Attributes:
+        values: advantages in float64, [n] by turn or [T] by token.
+        groups: statistics of the groups that were compared, by name; empty if turns were not
+            compared.
+        returns: [T] targets of a critic; None without a critic.
     """
 
     values: Tensor

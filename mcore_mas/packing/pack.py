@@ -106,9 +106,9 @@ class PackedSamples:
     def train(self, samples: Sequence[Sample]) -> list[Microbatch]:
         """Return micro-batches of a subset of the samples, with their columns updated.
 
-        Args: samples: a subset of the packed samples, with advantages and other columns set. If the
-            samples were packed
-                before, every sample keeps its position.
+        Args:
+            samples: a subset of the packed samples, with advantages and other columns set. If the
+                samples were packed before, every sample keeps its position.
         """
         if self._microbatches is None:
             return self._pack(samples)
@@ -139,9 +139,12 @@ def pack(
     that predict no trained token are left out, so samples without trained tokens are in no
     micro-batch.
 
-    Args: samples: of one policy. max_tokens: of a micro-batch; only a single longer sequence may
-        exceed it. cost: cost of micro-batches, and the number of ranks that share the work; None
-        counts tokens, on one rank. share: False stores every sample separately.
+    Args:
+        samples: of one policy.
+        max_tokens: of a micro-batch; only a single longer sequence may exceed it.
+        cost: cost of micro-batches, and the number of ranks that share the work; None counts
+            tokens, on one rank.
+        share: False stores every sample separately.
     """
     cost = cost or CostModel()
     sequences = [_Sequence.of(i, sample) for i, sample in enumerate(samples)]

@@ -26,8 +26,10 @@ class PrefixForest:
     A slice of a forest is a forest again. A prefix shared with a sequence outside the slice is then
     stored once more.
 
-    Attributes: sequences: each [tokens] int64. shared: [n] number of first tokens that a sequence
-        shares with its predecessor; 0 for the first sequence.
+    Attributes:
+        sequences: each [tokens] int64.
+        shared: [n] number of first tokens that a sequence shares with its predecessor; 0 for the
+            first sequence.
     """
 
     sequences: Sequence[Tensor]
@@ -81,11 +83,14 @@ def prefix_forest(
 ) -> tuple[PrefixForest, list[int]]:
     """Build the prefix forest of sequences.
 
-    Args: sequences: each [tokens] int64, in any order. per_shared: cost of attention to a shared
-        prefix, as in `CostModel`; sharing must save at least as much.
+    Args:
+        sequences: each [tokens] int64, in any order.
+        per_shared: cost of attention to a shared prefix, as in `CostModel`; sharing must save at
+            least as much.
 
-    Returns: The forest, and for each sequence the index of the forest's sequence that it is a
-        prefix of (or equal to).
+    Returns:
+        The forest, and for each sequence the index of the forest's sequence that it is a prefix of
+        (or equal to).
     """
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
     leaves: list[Tensor] = []

@@ -20,9 +20,10 @@ class RewardError(ValueError):
 def allocate(group: Group, rewards: Callable[[Trajectory], Sequence[float | None]]) -> Group:
     """Set the rewards of every completed trajectory of a group; failed trajectories are unchanged.
 
-    Args: group: trajectories of one task. rewards: returns one reward per turn of a trajectory.
-        None masks the turn: it has no reward and does not train.
-            Turns that are masked already stay masked.
+    Args:
+        group: trajectories of one task.
+        rewards: returns one reward per turn of a trajectory. None masks the turn: it has no reward
+            and does not train. Turns that are masked already stay masked.
 
     Raises:
         RewardError: a trajectory is of another task, or a reward is not finite.
@@ -225,15 +226,16 @@ def shares(
 ) -> Group:
     """Reward every turn with a share of the outcome R of its trajectory.
 
-    Args: split: `full`: each turn gets R times the weight of its agent. `turns`: R is divided among
-        the turns in
-            proportion to the weights of their agents. `agents`: R is divided among the agents that
-            spoke, and the part of an agent equally among its turns. With `turns` and `agents`, the
-            rewards of a trajectory sum to R.
+    Args:
+        split: `full`: each turn gets R times the weight of its agent. `turns`: R is divided among
+            the turns in proportion to the weights of their agents. `agents`: R is divided among the
+            agents that spoke, and the part of an agent equally among its turns. With `turns` and
+            `agents`, the rewards of a trajectory sum to R.
         weights: by agent, 1 by default; an agent with weight 0 gets no share.
 
-    Raises: RewardError: all weights in a trajectory are 0, or a completed trajectory has no outcome
-        or is a tree.
+    Raises:
+        RewardError: all weights in a trajectory are 0, or a completed trajectory has no outcome or
+            is a tree.
     """
     weights = weights or {}
 

@@ -43,8 +43,9 @@ def invalid_reply(
 ) -> float:
     """Minus `coef` for a reply that the role's parser refused, or that breaks a rule.
 
-    Args: rules: names in VALIDITY_RULES by agent; a reply that breaks one costs, and is used all
-        the same.
+    Args:
+        rules: names in VALIDITY_RULES by agent; a reply that breaks one costs, and is used all the
+            same.
     """
     # r -= coef [malformed]   Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, format_weight phi
     # with phi = -1
@@ -101,8 +102,9 @@ def apply_penalties(
     If a penalty is None the turn is masked. It keeps its reward, which counts in the mean of its
     peers, because DAPO masks only the loss. The score `penalty` of a turn is the sum.
 
-    Raises: RewardError: a turn of a completed trajectory has no reward and is not masked, or gets
-        one that is not finite.
+    Raises:
+        RewardError: a turn of a completed trajectory has no reward and is not masked, or gets one
+            that is not finite.
     """
 
     def penalised(trajectory: Trajectory, turn: Turn) -> Turn:

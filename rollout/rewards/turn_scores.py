@@ -68,9 +68,9 @@ def turn_difference(
         scored: agents on whose replies the environment measures f.
         absolute: agents that get f itself, in every round.
 
-    Raises: RewardError: a turn in `scored` has no such score, a turn has another value than its
-        round, an agent in
-            `absolute` spoke after the last measurement, or a trajectory is a tree.
+    Raises:
+        RewardError: a turn in `scored` has no such score, a turn has another value than its round,
+            an agent in `absolute` spoke after the last measurement, or a trajectory is a tree.
     """
 
     def rewards(trajectory: Trajectory) -> list[float]:
@@ -144,12 +144,15 @@ def shaping(
     A turn whose score is undecided is masked and does not enter Q. With beta, a turn whose last
     score is undecided is masked too.
 
-    Args: measure: name of the score R, "local" or one of the environment's metrics. formula:
-        `margin`, R - Q; or `quality`, QR - (1-Q)(1-R). history: turns whose scores Q averages, a
-        key of HISTORIES; always the measured scores, not the shaped ones. alpha: weight of the
-        formula. beta: weight of the last score, added to every turn (0.5 in MARTI's
-        `*_with_outcome`): the agent's own last
-            score for `own` and `rounds`, the trajectory's for `before` and `proposers`.
+    Args:
+        measure: name of the score R, "local" or one of the environment's metrics.
+        formula: `margin`, R - Q; or `quality`, QR - (1-Q)(1-R).
+        history: turns whose scores Q averages, a key of HISTORIES; always the measured scores, not
+            the shaped ones.
+        alpha: weight of the formula.
+        beta: weight of the last score, added to every turn (0.5 in MARTI's `*_with_outcome`): the
+            agent's own last score for `own` and `rounds`, the trajectory's for `before` and
+            `proposers`.
     """
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
@@ -179,10 +182,11 @@ def tree_shaping(
     The value of a node is the mean measured score of its turns. A turn whose score is undecided is
     masked and in no mean. A node with neither parent nor siblings keeps its score.
 
-    Args: measure: name of the score r. gamma: weight of the difference between a turn's score and
-        its baseline. mix: λ, the weight of the siblings in the baseline; the parent has the rest.
-        If one is missing, the other has
-            weight 1.
+    Args:
+        measure: name of the score r.
+        gamma: weight of the difference between a turn's score and its baseline.
+        mix: λ, the weight of the siblings in the baseline; the parent has the rest. If one is
+            missing, the other has weight 1.
     """
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
@@ -243,9 +247,12 @@ def coach(
 ) -> Group:
     """Reward every turn with the coach's score; mask turns that the coach did not score.
 
-    Args: measure: name of the coach's score, from 0 to 10 in "process". scale: factor of the score;
-        the paper uses 1. clip: (low, high) of the scaled score. outcome_weight: weight of the
-        trajectory's outcome, which is added; must be 0 for trees, which have none.
+    Args:
+        measure: name of the coach's score, from 0 to 10 in "process".
+        scale: factor of the score; the paper uses 1.
+        clip: (low, high) of the scaled score.
+        outcome_weight: weight of the trajectory's outcome, which is added; must be 0 for trees,
+            which have none.
     """
 
     def process(trajectory: Trajectory, turn: Turn) -> float:
