@@ -61,7 +61,7 @@ ROOMS = (
 ROOTS = ("mcore_mas", "rollout")  # packages whose __init__ belongs to no room
 
 ENVIRONMENT_READERS = {
-    "rollout/base/http.py": "clients of others have the hosts that no proxy is asked for from nowhere else",
+    "rollout/base/urls.py": "clients of others have the hosts that no proxy is asked for from nowhere else",
     "rollout/base/failpoints.py": "what a test orders reaches every process of a run in no other way",
     "mcore_mas/pipeline/suite_file.py": "the jobs of a suite import the Python code beside it",
     "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",

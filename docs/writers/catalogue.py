@@ -12,7 +12,7 @@ import yaml
 
 from docs.writers import DOCS, ROOT, rendered
 from mcore_mas.config.experiments import CONFIGS
-from rollout.base.files import read_yaml
+from rollout.base.yaml_files import read_yaml
 from rollout.environments import ENVS
 from rollout.orchestras import ORCHESTRAS
 from rollout.rewards import ALLOCATORS

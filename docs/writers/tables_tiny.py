@@ -15,7 +15,7 @@ import pandas as pd
 from docs.writers import DOCS, rendered
 from mcore_mas.reports.paper_tables import PaperTable, table_names
 from mcore_mas.reports.tables import markdown_table
-from rollout.base.files import json_lines
+from rollout.base.json_files import read_json_lines
 
 OUTCOMES = DOCS / "tables_tiny.md"
 SAMPLE = DOCS / "tables_drmas_1_tiny.md"
@@ -113,4 +113,4 @@ def _failure(run: Path) -> str:
 
 
 def _jobs(path: Path) -> list[dict[str, Any]]:
-    return json_lines(path)[0] if path.is_file() else []
+    return read_json_lines(path)[0] if path.is_file() else []

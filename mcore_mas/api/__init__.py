@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_mas.api.objects import AgentSpec, Conversation, load_tasks
 from mcore_mas.pipeline.base_model import make_tiny_model
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
 from rollout.environments.math import last_boxed
 from rollout.environments.protocol import Env, Step, ToolCall, last_tag
 from rollout.records.trajectory import Group, Status, Task, Trajectory
@@ -60,6 +60,6 @@ _LATER = {  # what brings torch or the whole pipeline with it, imported when it 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(
-            f"module 'mcore_mas' has no attribute '{name}'; see docs/api.md{nearest(name, __all__)}"
+            f"module 'mcore_mas' has no attribute '{name}'; see docs/api.md{nearest_hint(name, __all__)}"
         )
     return getattr(import_module(_LATER[name]), name)

@@ -34,10 +34,11 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.config.trainer import TrainerConfig
 from mcore_mas.pipeline.check import machine_problems, model_problems, too_few
 from mcore_mas.pipeline.prepare import prepare_tasks
-from rollout.base.files import json_lines, write_text
+from rollout.base.files import write_text
+from rollout.base.json_files import read_json_lines
 from rollout.base.nested import merged
 from rollout.base.processes import say
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
 from rollout.records.files import read_trajectories, write_tasks
 from rollout.records.trajectory import Task, Trajectory
 
@@ -173,7 +174,7 @@ class Run:
     def metrics(self) -> list[StepRow]:
         """The metrics of every step so far; step -1 is the validation before training."""
         path = self.folder / "train" / "metrics.jsonl"
-        return list(json_lines(path)[0]) if path.is_file() else []
+        return list(read_json_lines(path)[0]) if path.is_file() else []
 
     @property
     def trajectories(self) -> list[Conversation]:
@@ -375,7 +376,7 @@ def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str],
                 f"write {' or '.join(places)}" if places else f"expected one of {', '.join(known)}"
             )
             raise TaskError(
-                f"Run has no setting '{key}'; {expected}{'' if places else nearest(key, known)}"
+                f"Run has no setting '{key}'; {expected}{'' if places else nearest_hint(key, known)}"
             )
     return chosen, sections
 

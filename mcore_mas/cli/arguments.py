@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rollout.base.ownership import FolderError
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
 
 
 class UsageError(ValueError):
@@ -30,7 +30,7 @@ def run_folder(run: Path) -> Path:
         return Path("results") / run
     raise FolderError(
         f"{run}: no run here; expected a run's folder, its name in results/, or its config.yaml"
-        f"{nearest(run.name, run_names())}"
+        f"{nearest_hint(run.name, run_names())}"
     )
 
 

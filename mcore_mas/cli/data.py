@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mcore_mas.cli.arguments import UsageError
-from rollout.base.text import shown_line
+from rollout.base.text import escape_line
 
 if TYPE_CHECKING:  # imported when a command runs, so that --help is fast
     from rollout.records.trajectory import Task
@@ -152,6 +152,6 @@ def _example_line(leak: Leak, match: Match) -> str:
     if len(prompt) > _SHOWN_CHARS:
         prompt = f"{prompt[:_SHOWN_CHARS]}..."
     if leak.kind == "tests":
-        return shown_line(f"{match.task.id}: {prompt}")
+        return escape_line(f"{match.task.id}: {prompt}")
     similarity = f", {match.similarity:.2f}" if leak.kind == "similar" else ""
-    return shown_line(f"{match.earlier.id} → {match.task.id}{similarity}: {prompt}")
+    return escape_line(f"{match.earlier.id} → {match.task.id}{similarity}: {prompt}")

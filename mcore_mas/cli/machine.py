@@ -43,7 +43,7 @@ def open_mlflow(
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1.", min=1, max=65535)] = 5000,
 ) -> None:
     """Serve MLflow's pages of the runs on this machine until it is interrupted."""
-    from rollout.base.http_server import bind
+    from rollout.base.http_server import open_listener
 
     scheme, _, path = store.partition(":///")
     if scheme == "sqlite" and not Path(path).is_file():
@@ -52,7 +52,7 @@ def open_mlflow(
             "--store)"
         )
     try:
-        bind(_HOST, port).close()
+        open_listener(_HOST, port).close()
     except OSError as error:
         raise UsageError(
             f"port {port} on {_HOST}: {error.strerror}; choose another --port"

@@ -16,7 +16,7 @@ from mcore_mas.cli.runs import run_commands
 from mcore_mas.cli.trajectories import trajectory_commands
 from mcore_mas.runtime.joblog import describe_error
 from mcore_mas.runtime.stop_signal import Stopped
-from rollout.base.text import show_logs
+from rollout.base.text import escape_logs
 
 app = typer.Typer(
     name="mcore-mas",
@@ -54,7 +54,7 @@ def options(
     ] = False,
 ) -> None:
     """Reinforcement-learning post-training of teams of LLM agents on Megatron-core."""
-    show_logs()
+    escape_logs()
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import typer
 from mcore_mas.cli.arguments import UsageError
 from mcore_mas.cli.data import DATA_PANEL
 from rollout.base.lookup import entry_points_of
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
 
 name_commands = typer.Typer()
 
@@ -92,5 +92,5 @@ def _registry_name(key: str) -> str:
         if word == name or word in singulars | plurals:
             return name
     raise UsageError(
-        f"no registry '{key}'; there are: {', '.join(REGISTRIES)}{nearest(word, REGISTRIES)}"
+        f"no registry '{key}'; there are: {', '.join(REGISTRIES)}{nearest_hint(word, REGISTRIES)}"
     )

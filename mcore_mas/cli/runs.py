@@ -20,7 +20,7 @@ from mcore_mas.cli.arguments import (
     TokenFile,
 )
 from mcore_mas.cli.pipeline import PIPELINE_PANEL
-from rollout.base.text import shown_line
+from rollout.base.text import escape_line
 
 run_commands = typer.Typer()
 _RUNS_PANEL = "Look at runs"
@@ -101,7 +101,7 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
 
     runs = run_states(results)
     if not runs:
-        print(f"no runs in {shown_line(str(results))}")
+        print(f"no runs in {escape_line(str(results))}")
         return
 
     evaluations = ["base", "trained"]
@@ -111,7 +111,7 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
     for run in runs:
         numbers = [run.reward, run.accuracy, *(run.scores.get(name) for name in evaluations)]
         table.add_row(
-            Text(shown_line(run.run)),
+            Text(escape_line(run.run)),
             f"{run.steps}/{run.of}{' done' if run.done else ''}",
             *("" if number is None else f"{number:.3f}" for number in numbers),
         )
@@ -126,13 +126,13 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
     console = Console(highlight=False)
     settings = Table(
         Column("setting", overflow="fold"),
-        Column(shown_line(first.name), overflow="fold"),
-        Column(shown_line(second.name), overflow="fold"),
+        Column(escape_line(first.name), overflow="fold"),
+        Column(escape_line(second.name), overflow="fold"),
         show_edge=False,
     )
     for key, values in config_differences(first, second).items():
-        shown = ["not set" if value is None else shown_line(str(value)) for value in values]
-        settings.add_row(Text(shown_line(key)), *map(Text, shown))
+        shown = ["not set" if value is None else escape_line(str(value)) for value in values]
+        settings.add_row(Text(escape_line(key)), *map(Text, shown))
     console.print(settings if settings.rows else "no setting differs")
 
     scores = Table(

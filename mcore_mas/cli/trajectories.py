@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mcore_mas.cli.arguments import UsageError, run_names
-from rollout.base.text import nearest, shown_text
+from rollout.base.text import escape_text, nearest_hint
 
 trajectory_commands = typer.Typer()
 _TRAJECTORIES_PANEL = "Look at trajectories"
@@ -39,7 +39,7 @@ def trajectory_file(name: Path) -> Path:
     if not name.exists():
         raise UsageError(
             f"{name}: no such file or run; expected a parquet file of trajectories, or a run"
-            f"{nearest(str(name), run_names())}"
+            f"{nearest_hint(str(name), run_names())}"
         )
     return name
 
@@ -164,5 +164,5 @@ def replay_trajectory(
     trajectory, trace = replay(file, config or file.resolve().parents[2] / "config.yaml")
     console = Console(highlight=False)
     print_trajectory(trajectory, console, {})
-    console.print(Text(shown_text("\n".join(trace))), soft_wrap=True)
+    console.print(Text(escape_text("\n".join(trace))), soft_wrap=True)
     raise typer.Exit(1 if trajectory.error else 0)

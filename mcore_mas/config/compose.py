@@ -32,7 +32,7 @@ from mcore_mas.config.hub import use_downloads
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import at_scale
 from rollout.base.nested import merged
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
 
 DEFAULT_EXPERIMENT = "demo_math"
 
@@ -190,7 +190,7 @@ def _apply(override: Override, config: DictConfig) -> None:
     section_key, _, name = key.rpartition(".")
     section = OmegaConf.select(config, section_key) if section_key else config
     if not isinstance(section, DictConfig) or name not in section:
-        near = nearest(name, map(str, section)) if isinstance(section, DictConfig) else ""
+        near = nearest_hint(name, map(str, section)) if isinstance(section, DictConfig) else ""
         raise ConfigError(f"~{key}: there is no such key to delete{near}")
     del section[name]
 

@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 
 from mcore_mas import SHIPPED
 from mcore_mas.config.run import ConfigError
-from rollout.base.files import read_yaml
 from rollout.base.nested import merged
+from rollout.base.yaml_files import read_yaml
 
 CONFIGS = SHIPPED / "configs"
 GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking")

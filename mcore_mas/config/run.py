@@ -29,10 +29,10 @@ from mcore_mas.equations.advantages import REQUIRED_COLUMN, estimator_grouping
 from mcore_mas.equations.divergence import Precision
 from mcore_mas.equations.filters import filter_grouping
 from rollout.base.error_lines import error_line
-from rollout.base.files import read_yaml
 from rollout.base.lookup import UnknownName, lookup
 from rollout.base.section import Section
-from rollout.base.text import nearest, without_secrets
+from rollout.base.text import nearest_hint, redact_secrets
+from rollout.base.yaml_files import read_yaml
 from rollout.config.data import DataConfig
 from rollout.config.sections import (
     CollectionConfig,
@@ -58,7 +58,7 @@ class ConfigError(ValueError):
     """A config that cannot be used: one line that says what, where, expected and what to do, without secrets."""
 
     def __init__(self, line: str) -> None:
-        super().__init__(without_secrets(line))
+        super().__init__(redact_secrets(line))
 
 
 class RunConfig(Section):
@@ -318,13 +318,13 @@ def _check_policy_names(agents: Any, policies: Any) -> None:
     }
     for name, policy in played.items():
         if policy not in policies:
-            near = nearest(policy, policies) or nearest(name, agents.keys() - {name})
+            near = nearest_hint(policy, policies) or nearest_hint(name, agents.keys() - {name})
             raise ValueError(
                 f"agent '{name}' plays policy '{policy}', which is not defined; policies: {', '.join(policies)}{near}"
             )
     unplayed = sorted(policies.keys() - played.values())
     if unplayed and len(played) == len(agents):
-        near = nearest(unplayed[0], policies.keys() - unplayed)
+        near = nearest_hint(unplayed[0], policies.keys() - unplayed)
         raise ValueError(
             f"policy '{unplayed[0]}' is played by no agent; remove it or name it in agents{near}"
         )

@@ -8,8 +8,8 @@ from zlib import crc32
 
 from mcore_mas import SHIPPED
 from mcore_mas.config.run import ConfigError
-from rollout.base.files import read_yaml
 from rollout.base.nested import merged
+from rollout.base.yaml_files import read_yaml
 from rollout.records.trajectory import Turn
 from rollout.tasks.splits import SPLITS
 

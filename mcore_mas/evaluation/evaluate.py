@@ -37,9 +37,11 @@ from mcore_mas.runtime.recipe import identity_of_play
 from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.progress import ProgressReporter
 from mcore_mas.tracking.stage_record import stage_record
-from rollout.base.files import check_tree, read_record, sealed, writable, write_json
+from rollout.base.digests import check_tree
+from rollout.base.files import ensure_writable
+from rollout.base.json_files import read_record, sealed, write_json
 from rollout.base.ownership import FolderError, owned
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
 from rollout.base.watchdog import Watchdog
 from rollout.config.data import prepared_tasks
 from rollout.config.sections import build_team
@@ -80,7 +82,7 @@ def evaluate(
     config = seated(run if isinstance(run, RunConfig) else RunConfig.load(run), state, seats)
     torch.set_num_threads(config.cluster.threads_per_process or 1)
     board = Scoreboard(prepared_tasks(config.folder / "tasks", "test"), config.evaluation.samples)
-    folder, commit = writable(out_path.with_suffix("")), code_commit()
+    folder, commit = ensure_writable(out_path.with_suffix("")), code_commit()
     with owned(folder), stage_record(config.folder / "logs" / f"evaluate_{out_path.stem}.log"):
         _play(
             config,
@@ -239,7 +241,7 @@ def seated(
     """
     if not seats and state not in STATES:
         raise ConfigError(
-            f"state '{state}' of {config.run}: expected {' or '.join(STATES)}{nearest(state, STATES)}"
+            f"state '{state}' of {config.run}: expected {' or '.join(STATES)}{nearest_hint(state, STATES)}"
         )
     unknown = seats.keys() - config.agents.keys()
     if unknown:

@@ -18,8 +18,10 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import newest
 from mcore_mas.runtime.recipe import identity_of
-from rollout.base.files import check_tree, read_record, write_json, write_text
-from rollout.base.text import nearest
+from rollout.base.digests import check_tree
+from rollout.base.files import write_text
+from rollout.base.json_files import read_record, write_json
+from rollout.base.text import nearest_hint
 from rollout.engines.embedded.batching import LocalEngine
 from rollout.models.architecture import read_architecture, read_config
 from rollout.models.chat_template import CHAT_TEMPLATES, Renderer, has_chat_template
@@ -79,7 +81,7 @@ def export(
 
 def _check(config: RunConfig, run: Path, policy: str, *, adapter: bool) -> None:
     if policy not in config.policies:
-        near = nearest(policy, config.policies)
+        near = nearest_hint(policy, config.policies)
         raise ExportError(
             f"{run}: no policy '{policy}'; policies: {', '.join(config.policies)}{near}"
         )

@@ -15,7 +15,7 @@ from typing import Any, Self
 from mcore_mas.equations.statistics import majority_score, mean_interval, pass_at
 from mcore_mas.runtime.full_disk import until_room
 from rollout.base.async_tasks import gather_or_cancel
-from rollout.base.files import read_json, write_json
+from rollout.base.json_files import read_json, write_json
 from rollout.records.files import read_scores, write_trajectories
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import Collector

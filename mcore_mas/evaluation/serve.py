@@ -15,8 +15,8 @@ from starlette.requests import Request
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.evaluation.evaluate import playing, seated
 from rollout.base.errors import EnvError, PromptTooLong
-from rollout.base.files import writable
-from rollout.base.http_server import bears, listen, server_config, url_of
+from rollout.base.files import ensure_writable
+from rollout.base.http_server import has_token, listen, listener_url, server_config
 from rollout.base.ownership import owned
 from rollout.base.processes import say
 from rollout.environments.protocol import Env, Step
@@ -180,19 +180,18 @@ def serve(
         raise ConfigError(f"{run}: an agent has the name of the run, which is the whole team's")
     listener, token = listen(host, port, token_file)
     torch.set_num_threads(config.cluster.threads_per_process or 1)
-    folder = writable(config.folder / "served")
+    folder = ensure_writable(config.folder / "served")
     with owned(folder), playing(config, f"{folder}/") as (collector, runner):
         served = ServedTeam(config=config, collector=collector)
 
         def find(request: Request) -> ServedTeam:
-            if token is not None and not bears(request, token):
+            if token is not None and not has_token(request, token):
                 raise GatewayError(401, "a bearer token is required")
             return served
 
         app = gateway_app(Entrance(find, most_calls), "")
-        say(
-            f"{', '.join(served.models)} at {url_of(listener)}/v1 (Anthropic: {url_of(listener)}); Ctrl-C ends it"
-        )
+        url = listener_url(listener)
+        say(f"{', '.join(served.models)} at {url}/v1 (Anthropic: {url}); Ctrl-C ends it")
         server = uvicorn.Server(
             server_config(app, drain_s=_DRAIN_S, lifespan=False, max_connections=most_connections)
         )

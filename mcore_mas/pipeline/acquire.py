@@ -8,8 +8,9 @@ from typing import Any
 from mcore_mas.pipeline.convert import assemble, check_data, convert
 from mcore_mas.pipeline.hub import AcquireError, Hub, fetch
 from mcore_mas.pipeline.sources import Source, known_sources
+from rollout.base.digests import Digest
 from rollout.base.errors import ModelError
-from rollout.base.files import Digest, write_json
+from rollout.base.json_files import write_json
 from rollout.models.architecture import read_config
 from rollout.models.tensors import tensor_shapes
 

@@ -28,7 +28,9 @@ from mcore_mas import PACKAGES, SHIPPED, code_commit
 from mcore_mas.equations.statistics import pass_at
 from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
 from mcore_mas.reports.paper_tables import PaperTable, tables_of
-from rollout.base.files import atomic_path, read_yaml, sha256
+from rollout.base.digests import sha256
+from rollout.base.files import atomic_path
+from rollout.base.yaml_files import read_yaml
 from rollout.config.data import DataConfig
 
 METADATA = "ro-crate-metadata.json"

@@ -20,7 +20,7 @@ from mcore_mas.planning.worker_groups import (
 from mcore_mas.tracking.writers import missing_libraries
 from rollout.base.errors import ModelError
 from rollout.base.lookup import UnknownName
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
 from rollout.config.data import check_envs, make_tasks
 from rollout.engines.remote import has_key
 from rollout.models.architecture import open_tensors, tensor_files
@@ -83,7 +83,7 @@ def model_problems(
 ) -> Iterator[str]:
     """What is wrong with a policy's model, or that it is not there; `folder`: of the suite's file."""
     if not Path(model, "config.json").is_file():
-        near = nearest(
+        near = nearest_hint(
             model, [str(file.parent) for file in Path(model).parent.glob("*/config.json")]
         )
         expected = _beside(folder, model) or near.removeprefix("; ") or _from(model)

@@ -26,7 +26,8 @@ from mcore_mas.runtime.recipe import Identity
 from mcore_mas.runtime.stop_signal import STOP_SIGNALS, Stopped
 from mcore_mas.tracking.progress import ProgressReporter
 from mcore_mas.training.metrics import mean_success, valid_turn_share
-from rollout.base.files import Digest, sha256, write_json
+from rollout.base.digests import Digest, sha256
+from rollout.base.json_files import write_json
 from rollout.config.data import prepared_tasks
 from rollout.config.sections import build_team
 from rollout.engines import EngineClient

@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_mas import PACKAGES, SHIPPED, package_folders
 from mcore_mas.pipeline.sharing import json_digest
-from rollout.base.files import file_stamp, write_text
+from rollout.base.files import write_text
 
 # OmegaConf's resolver of an environment variable, which may change without any file.
 _ENVIRONMENT_RESOLVER = "oc.env"
@@ -91,5 +91,11 @@ class ConfigCache:
 
 
 def _stamps(files: Iterable[Path | str]) -> dict[str, list[int] | None]:
-    """Return the `file_stamp` of each file, None for a file that does not exist."""
-    return {str(file): file_stamp(Path(file)) if Path(file).exists() else None for file in files}
+    """Return the stamp of each file, None for a file that does not exist."""
+    return {str(file): _stamp(Path(file)) if Path(file).exists() else None for file in files}
+
+
+def _stamp(file: Path) -> list[int]:
+    """Return size, times and inode of a file, which change with its content."""
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 
 from mcore_mas.pipeline.hub import AcquireError
 from mcore_mas.pipeline.sources import Source
-from rollout.base.files import atomic_path, write_json
+from rollout.base.files import atomic_path
+from rollout.base.json_files import write_json
 from rollout.records.files import RecordError
 from rollout.tasks.fields import BadRow
 from rollout.tasks.files import FORMATS, problem_task, read_rows

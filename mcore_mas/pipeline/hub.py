@@ -24,8 +24,10 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mcore_mas.pipeline.sources import SOURCES_FILE, Source
-from rollout.base.files import Digest, atomic_path, sha256, waited_for, write_json
+from rollout.base.digests import Digest, sha256
+from rollout.base.files import atomic_path, file_lock
 from rollout.base.http import ssl_context
+from rollout.base.json_files import write_json
 
 LOCK = Path("data/sources.lock")
 # Files of a model, at the top of its repository.
@@ -73,7 +75,7 @@ class Hub:
 
     def record(self, repository: str, revision: str, files: Mapping[str, Digest]) -> None:
         """Add downloaded files to the lock file; those of another revision are replaced."""
-        with waited_for(self.lock):
+        with file_lock(self.lock):
             entries = self._entries()
             previous = entries.get(repository)
             if previous is not None and previous.revision == revision:
@@ -118,7 +120,7 @@ def fetch(source: Source, folder: Path, hub: Hub, *, model: bool = False) -> dic
     if source.revision and entry.revision != source.revision:
         entry = LockEntry(revision=source.revision)
 
-    with waited_for(folder):
+    with file_lock(folder):
         files = _downloaded_before(source, folder, entry, model)
         if files:
             return files

@@ -13,7 +13,8 @@ from mcore_mas.pipeline.sources import acquirable, describe_paths, known_sources
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
-from rollout.base.files import read_yaml, write_json
+from rollout.base.json_files import write_json
+from rollout.base.yaml_files import read_yaml
 from rollout.records.grouping import group_pairs
 
 ALL_TABLES = "tables"  # the target of every table

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from mcore_mas.config.run import RunConfig
 from retrieval.corpus import Corpus, copy_corpus, write_corpus
 from retrieval.probe import GoldenQuery, probe, read_golden
-from rollout.base.files import write_json, write_text
+from rollout.base.files import write_text
+from rollout.base.json_files import write_json
 from rollout.base.lookup import lookup
 from rollout.config.data import make_tasks
 from rollout.config.sections import RetrieverConfig

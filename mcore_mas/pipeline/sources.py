@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field, TypeAdapter
 
 from mcore_mas import SHIPPED
-from rollout.base.files import read_yaml
 from rollout.base.section import Section
+from rollout.base.yaml_files import read_yaml
 
 SOURCES_FILE = SHIPPED / "workflow" / "sources.yaml"
 

@@ -21,8 +21,9 @@ from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.planning.gpus import Cluster, PlanError
 from mcore_mas.planning.place import place_run
 from rollout.base.errors import ModelError
-from rollout.base.files import read_yaml, write_text
-from rollout.base.text import nearest
+from rollout.base.files import write_text
+from rollout.base.text import nearest_hint
+from rollout.base.yaml_files import read_yaml
 from rollout.tasks.splits import SPLITS
 
 SNAKEFILE = SHIPPED / "workflow" / "Snakefile"
@@ -362,7 +363,7 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
     except yaml.YAMLError as error:
         raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
     if suite not in known:
-        near = nearest(suite, [*known, *map(str, Path().glob("*.yaml"))])
+        near = nearest_hint(suite, [*known, *map(str, Path().glob("*.yaml"))])
         raise SuiteError(
             f"{suite}: no such file, and no experiment of this name (docs/experiments.md){near}"
         )

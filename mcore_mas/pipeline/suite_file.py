@@ -13,8 +13,8 @@ import jsonschema
 import yaml
 
 from mcore_mas import SHIPPED, resolve_page_paths
-from rollout.base.files import read_yaml
-from rollout.base.text import nearest, without_secrets
+from rollout.base.text import nearest_hint, redact_secrets
+from rollout.base.yaml_files import read_yaml
 
 SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
 
@@ -23,7 +23,7 @@ class SuiteError(ValueError):
     """A suite cannot be used: says which key of which run, what was expected and what to do; no password or token."""
 
     def __init__(self, line: str) -> None:
-        super().__init__(resolve_page_paths(without_secrets(line)))
+        super().__init__(resolve_page_paths(redact_secrets(line)))
 
 
 def check_command(arguments: Sequence[str]) -> None:
@@ -117,9 +117,7 @@ def check_schema(suite: Mapping[str, Any]) -> None:
         if error.validator == "additionalProperties":
             known = error.schema.get("properties", {})
             unknown = next(key for key in error.instance if key not in known)
-            message = (
-                f"unknown key '{unknown}'; known here: {', '.join(known)}{nearest(unknown, known)}"
-            )
+            message = f"unknown key '{unknown}'; known here: {', '.join(known)}{nearest_hint(unknown, known)}"
         raise SuiteError(f"{'.'.join(map(str, ('suite', *error.absolute_path)))}: {message}")
 
 

@@ -11,8 +11,8 @@ from typing import Self
 import yaml
 from pydantic import Field, ValidationError
 
-from rollout.base.files import read_yaml
 from rollout.base.section import Section
+from rollout.base.yaml_files import read_yaml
 
 
 class PlanError(ValueError):

@@ -21,7 +21,7 @@ from mcore_mas.planning.worker_groups import (
 )
 from mcore_mas.planning.workload import estimate_workloads
 from rollout.base.errors import ModelError
-from rollout.base.files import read_json
+from rollout.base.json_files import read_json
 from rollout.config.sections import RetrieverConfig
 
 Stage = Literal["train", "evaluate", "start", "retriever"]

@@ -6,7 +6,7 @@ import pandas as pd
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rollout.base.files import json_lines, read_record
+from rollout.base.json_files import read_json_lines, read_record
 from rollout.base.parquet import bounded_table
 
 _OF_TURNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
@@ -50,7 +50,7 @@ def training_costs(run: Path) -> dict[str, float]:
     steps, done = run / "train" / "metrics.jsonl", run / "train" / "done.json"
     if not (steps.is_file() and done.is_file()):
         return {}
-    taken = [line for line in json_lines(steps)[0] if line["step"] >= 0]
+    taken = [line for line in read_json_lines(steps)[0] if line["step"] >= 0]
     seconds = sum(line["time/collect_s"] + line["time/update_s"] for line in taken)
     found = {"tokens": float(sum(line.get("rollout/tokens", 0.0) for line in taken))}
     devices = read_record(done).get("devices")
@@ -86,7 +86,7 @@ def _turns(path: Path, number: int) -> pd.DataFrame:
     """A line for each turn of the completed trajectories of a shard: answer, agent, tokens, started, ended, took."""
     columns = ["status", *(f"turns.list.element.{name}" for name in _OF_TURNS)]
     with pq.ParquetFile(path) as file:
-        table = bounded_table(path, file, columns)
+        table = bounded_table(file, columns)
     turns = table.filter(pc.equal(table["status"], "completed"))["turns"].combine_chunks()
     flat = pc.list_flatten(turns)
     started, took = pc.struct_field(flat, "started_s"), pc.struct_field(flat, "took_s")

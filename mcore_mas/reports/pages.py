@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup
 
 from rollout.base.files import write_text
-from rollout.base.text import shown_text
+from rollout.base.text import escape_text
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import BadPuzzle
 from rollout.orchestras.replies import parse_decided, parse_listed
@@ -68,7 +68,7 @@ _TEMPLATES = Environment(
     autoescape=select_autoescape(disabled_extensions=("md.jinja", "json.jinja"), default=True),
     # a macro's output has been through here
     finalize=lambda value: (
-        shown_text(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+        escape_text(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
     ),
     undefined=StrictUndefined,
     trim_blocks=True,

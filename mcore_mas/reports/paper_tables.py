@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError
 from mcore_mas import SHIPPED
 from mcore_mas.config.experiments import experiments
 from mcore_mas.config.run import GAIN
-from rollout.base.files import read_yaml
 from rollout.base.section import Section
+from rollout.base.yaml_files import read_yaml
 
 TABLES = SHIPPED / "workflow" / "tables"
 

@@ -11,9 +11,11 @@ from markupsafe import Markup
 
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import drawing, framed, render_page, trajectory_page
-from rollout.base.files import json_lines, read_record, read_yaml, write_text
+from rollout.base.files import write_text
+from rollout.base.json_files import read_json_lines, read_record
 from rollout.base.nested import dotted_items
 from rollout.base.ownership import FolderError
+from rollout.base.yaml_files import read_yaml
 from rollout.records.files import read_tasks, read_trajectories
 from rollout.records.trajectory import Trajectory
 
@@ -65,7 +67,7 @@ def run_states(results: Path) -> list[RunState]:
 
 def _state(run: Path) -> RunState:
     journal = run / "train" / "metrics.jsonl"
-    rows = json_lines(journal)[0] if journal.is_file() else []
+    rows = read_json_lines(journal)[0] if journal.is_file() else []
     scores = {
         file.stem: row["value"]
         for file in sorted((run / "evaluation").glob("*.json"))
@@ -187,7 +189,7 @@ def write_runs_page(results: Path, runs: Sequence[str], out: Path) -> None:
 def _seconds(folder: Path) -> dict[str, float]:
     """Of each job of a run that has ended, by its rule and state."""
     rows = {
-        file.stem: json_lines(file)[0][-1:]
+        file.stem: read_json_lines(file)[0][-1:]
         for file in sorted((folder / "benchmarks").glob("*.jsonl"))
     }
     return {name: float(own[0]["s"]) for name, own in rows.items() if own}

@@ -36,12 +36,12 @@ from mcore_mas.reports.runs import (
     who_works,
 )
 from mcore_mas.reports.terminal import credit_of
-from rollout.base.files import json_lines
-from rollout.base.http import is_loopback
-from rollout.base.http_server import bears, listen, server_config, url_of
+from rollout.base.http_server import has_token, listen, listener_url, server_config
+from rollout.base.json_files import read_json_lines
 from rollout.base.ownership import FolderError
 from rollout.base.processes import say
-from rollout.base.text import shown_text
+from rollout.base.text import escape_text
+from rollout.base.urls import is_loopback
 from rollout.records.files import (
     RecordError,
     TrajectoryFilter,
@@ -74,7 +74,7 @@ class Studio:
     def metrics(self, run: str, start: Whole = 0) -> dict[str, Any]:
         """The rows of metrics.jsonl from byte `start` on, and where the last ends."""
         path = self._run(run) / "train" / "metrics.jsonl"
-        rows, end = json_lines(path, start) if path.is_file() else ([], 0)
+        rows, end = read_json_lines(path, start) if path.is_file() else ([], 0)
         return {"rows": rows, "end": end}
 
     def files(self, run: str) -> list[str]:
@@ -123,7 +123,7 @@ class Studio:
             return ""
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-            return shown_text(file.read().decode("utf-8", errors="replace"))
+            return escape_text(file.read().decode("utf-8", errors="replace"))
 
     def compare(self, a: str, b: str) -> dict[str, Any]:
         """How two runs differ, in settings and scores."""
@@ -246,12 +246,12 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
 
 
 def _shown(value: Any) -> Any:
-    """A value of JSON whose texts are as `shown_text` has them."""
+    """Apply `escape_text` to all texts of a JSON value."""
     if isinstance(value, Mapping):
         return {name: _shown(own) for name, own in value.items()}
     if isinstance(value, list | tuple):
         return [_shown(own) for own in value]
-    return shown_text(value) if isinstance(value, str) else value
+    return escape_text(value) if isinstance(value, str) else value
 
 
 def _admit(request: Request, token: str | None) -> None:
@@ -260,7 +260,7 @@ def _admit(request: Request, token: str | None) -> None:
         raise HTTPException(403, "the studio answers to its address on this machine only")
     if (
         token is not None
-        and not bears(request, token)
+        and not has_token(request, token)
         and not secrets.compare_digest(
             request.query_params.get("token", "").encode(), token.encode()
         )
@@ -284,5 +284,5 @@ def open_studio(results: Path, *, host: str, port: int, token_file: Path | None)
     server = uvicorn.Server(
         server_config(studio_app(Studio(results), token), drain_s=1, lifespan=False)
     )
-    say(f"studio of {results}: {url_of(listener)}; Ctrl-C ends it")
+    say(f"studio of {results}: {listener_url(listener)}; Ctrl-C ends it")
     server.run(sockets=[listener])

@@ -14,7 +14,8 @@ import pandas as pd
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.tables import markdown_table
-from rollout.base.files import json_lines, read_record, write_text
+from rollout.base.files import write_text
+from rollout.base.json_files import read_json_lines, read_record
 from rollout.records.files import read_trajectories
 from rollout.records.grouping import group_pairs, group_trajectories
 from rollout.records.trajectory import Status, Trajectory
@@ -35,7 +36,7 @@ def read_metrics(path: Path) -> Metrics:
         MetricsError: the file is missing, or no line of it is a step's metrics.
     """
     try:
-        rows = json_lines(path)[0]
+        rows = read_json_lines(path)[0]
     except OSError as error:
         raise MetricsError(
             f"{path}: cannot be read ({error.strerror}); train the run again"

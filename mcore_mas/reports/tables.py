@@ -14,7 +14,8 @@ from mcore_mas.config.run import GAIN, STATES
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_tables import TableError
-from rollout.base.files import unsealed, write_text
+from rollout.base.files import write_text
+from rollout.base.json_files import unsealed
 
 _NOTE = (
     "Scores in %; avg@k is the mean of k replies to a task, pass@k the best of them, maj@k their most frequent answer. "

@@ -19,7 +19,7 @@ from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.pages import PeerGroup, TurnAdvantages, TurnGroups
 from rollout.base.error_lines import error_line
-from rollout.base.text import shown_text
+from rollout.base.text import escape_text
 from rollout.records.files import read_trajectories
 from rollout.records.grouping import group_pairs, group_trajectories
 from rollout.records.trajectory import Status, Trajectory, Turn
@@ -27,7 +27,7 @@ from rollout.records.trajectory import Status, Trajectory, Turn
 
 def plain(text: str, style: str = "") -> Text:
     """A text for the terminal, in which nothing is a command to it."""
-    return Text(shown_text(text), style=style)
+    return Text(escape_text(text), style=style)
 
 
 def credit_of(file: Path, trajectories: Sequence[Trajectory]) -> tuple[TurnAdvantages, TurnGroups]:

@@ -18,8 +18,10 @@ from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import until_room
 from mcore_mas.runtime.recipe import Identity, differences
 from rollout.base.async_tasks import cancel_tasks
+from rollout.base.digests import Digest, sha256
 from rollout.base.failpoints import failpoint
-from rollout.base.files import Digest, read_json, sealed, sha256, sync_folder, unsealed, write_json
+from rollout.base.files import sync_folder
+from rollout.base.json_files import read_json, sealed, unsealed, write_json
 from rollout.base.ownership import epoch_of, remove_path
 from rollout.base.processes import ProcessLost
 

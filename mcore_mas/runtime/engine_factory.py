@@ -13,7 +13,7 @@ from mcore_mas.planning.machine import visible_gpu_ids
 from retrieval.client import RetrievalClient
 from retrieval.sidecar import RetrieverSidecar
 from rollout.base.errors import ModelError
-from rollout.base.files import read_record
+from rollout.base.json_files import read_record
 from rollout.base.processes import Restarts, allow_open_files
 from rollout.config.sections import RetrieverConfig, build_env, build_player
 from rollout.engines import EngineConfig, PolicyClient

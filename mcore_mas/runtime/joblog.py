@@ -13,7 +13,7 @@ from mcore_mas import PACKAGES
 from mcore_mas.runtime.stop_signal import Stopped, stop_at_start
 from mcore_mas.runtime.user_terminal import keep_terminal
 from rollout.base.processes import die_with_parent
-from rollout.base.text import show_logs, shown_line, shown_text
+from rollout.base.text import escape_line, escape_logs, escape_text
 
 CAUSE = "error: "  # begins the line with the cause of a failure
 STARTED_AGAIN = "----- started again -----\n"  # separates the starts of a job in its log
@@ -28,7 +28,7 @@ def logged(path: Path | str) -> Iterator[None]:
     When the process that started this one is killed, this one ends too.
     """
     die_with_parent()
-    show_logs()
+    escape_logs()
     stop_at_start(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     keep_terminal()
     _redirect_output(Path(path))
@@ -40,7 +40,7 @@ def logged(path: Path | str) -> Iterator[None]:
         sys.exit(130)
     except Exception as error:
         if not isinstance(error, Stopped):
-            print(shown_text(traceback.format_exc()), end="", file=sys.stderr)
+            print(escape_text(traceback.format_exc()), end="", file=sys.stderr)
         print(f"{CAUSE}{describe_error(error)}", file=sys.stderr)
         sys.exit(1)
 
@@ -81,7 +81,7 @@ def describe_error(error: BaseException) -> str:
             break
         error = original
 
-    message = shown_line(" ".join(str(error).split()))
+    message = escape_line(" ".join(str(error).split()))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message += "; make room, and run it again"
     is_ours = type(error).__module__.partition(".")[0] in PACKAGES

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_mas.runtime.joblog import CAUSE, STARTED_AGAIN
-from rollout.base.text import shown_line
+from rollout.base.text import escape_line
 
 _STOPPED = "the pipeline was stopped; the same command goes on from what is saved"
 _SILENT = "the job ended without saying why (killed, or out of memory?); the end of its log:"
@@ -131,7 +131,7 @@ def _cause(last_lines: Sequence[str], slurm_cause: str | None, *, stopped: bool)
         return slurm_cause
     if stopped:
         return f"{CAUSE}{_STOPPED}"
-    shown = "\n".join(f"  | {shown_line(line)}" for line in last_lines) or "  | (empty)"
+    shown = "\n".join(f"  | {escape_line(line)}" for line in last_lines) or "  | (empty)"
     return f"{CAUSE}{_SILENT}\n{shown}"
 
 

@@ -15,9 +15,11 @@ from typing import Any
 
 from mcore_mas import PACKAGES, package_folders
 from mcore_mas.config.run import RunConfig
-from rollout.base.files import known_sha256, read_yaml, sha256
+from retrieval.storage import cached_sha256
+from rollout.base.digests import sha256
 from rollout.base.nested import dotted_items
 from rollout.base.ownership import FolderError
+from rollout.base.yaml_files import read_yaml
 from rollout.models.architecture import read_architecture
 from rollout.records.files import read_tasks, tasks_digest
 
@@ -113,7 +115,7 @@ def _texts(value: Any) -> Iterator[str]:
 def _digest(path: Path) -> str:
     """A digest of a file, or of all files in a folder with their names; none of a folder of more than `_MANY` files."""
     if path.is_file():
-        return known_sha256(path) if path.stat().st_size > _LARGE else sha256(path)
+        return cached_sha256(path) if path.stat().st_size > _LARGE else sha256(path)
     there = (file for file in path.rglob("*") if file.is_file() and file.name[0] != ".")
     files = sorted(itertools.islice(there, _MANY + 1))
     if len(files) > _MANY:  # of a system or an environment of Python, more likely than of a run

@@ -31,7 +31,7 @@ from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.planning.gpus import peak_flops
 from mcore_mas.runtime.errors import ClusterError
 from rollout.base.async_tasks import cancel_tasks
-from rollout.base.files import Digest
+from rollout.base.digests import Digest
 from rollout.base.processes import ProcessLost, interface_of
 from rollout.sync.transport import SyncRoute, WeightSender, WeightUpdate, make_sender
 

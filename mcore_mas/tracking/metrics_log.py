@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.base.failpoints import failpoint
-from rollout.base.files import json_lines, write_text
+from rollout.base.files import write_text
+from rollout.base.json_files import read_json_lines
 
 MetricsRow = Mapping[str, Any]  # one line of metrics.jsonl
 
@@ -27,7 +28,7 @@ class MetricsLog:
         self._warn = warn
         self._unwritten = ""  # rows that could not be written yet
 
-        rows = json_lines(path)[0] if path.is_file() else []
+        rows = read_json_lines(path)[0] if path.is_file() else []
         retained = [row for row in rows if _is_step_before(row, first_step)]
         self._last_step: int = retained[-1]["step"] if retained else -2
         write_text(path, "".join(f"{json.dumps(row)}\n" for row in retained))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_mas.config.run import RunConfig
-from rollout.base.files import waited_for
-from rollout.base.http import without_proxy
+from rollout.base.files import file_lock
+from rollout.base.urls import without_proxy
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -173,7 +173,7 @@ class MlflowStore:
 
     def _exclusive(self) -> AbstractContextManager[None]:
         """Exclude other users of the same local database, or else of the same results folder."""
-        return waited_for(self._lock_path)
+        return file_lock(self._lock_path)
 
 
 def open_store(config: RunConfig) -> MlflowStore:

@@ -13,7 +13,8 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.tracking.metrics_log import STEP_TIME, MetricsRow, step_metrics
 from mcore_mas.tracking.mlflow_store import MetricPoint, MlflowStore
 from mcore_mas.tracking.run_tags import config_tags, merge_tags, process_tags
-from rollout.base.files import read_json, waited_for, write_json
+from rollout.base.files import file_lock
+from rollout.base.json_files import read_json, write_json
 from rollout.base.nested import dotted_items
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def start_training_record(config: RunConfig, config_path: Path, first_step: int)
     """
     path = _record_path(config)
     tags = {**config_tags(config, config_path, _SPLITS), **process_tags(), "stage": "train"}
-    with waited_for(path):
+    with file_lock(path):
         record = _read_record(path)
         if record is not None and (
             first_step > 0 or record.tags["config_sha256"] == tags["config_sha256"]
@@ -71,7 +72,7 @@ def load_training_record(
         rows: of its metrics.jsonl. A record without a start time gets the time of the first step.
     """
     path = _record_path(config)
-    with waited_for(path):
+    with file_lock(path):
         record = _read_record(path)
         if record is None:
             record = TrainingRecord(

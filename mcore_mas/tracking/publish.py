@@ -19,7 +19,8 @@ from mcore_mas.tracking.mlflow_store import MetricPoint, MlflowStore, open_store
 from mcore_mas.tracking.mlflow_training import MlflowWriter, load_training_record
 from mcore_mas.tracking.run_tags import config_tags
 from mcore_mas.tracking.sender import short_error, write_rows
-from rollout.base.files import json_lines, read_json, read_record, sha256
+from rollout.base.digests import sha256
+from rollout.base.json_files import read_json, read_json_lines, read_record
 from rollout.tasks.splits import SPLITS
 
 LOCAL_PAGES = "http://127.0.0.1:5000"  # where `make ui` serves a local store
@@ -182,7 +183,7 @@ class _Publisher:
         """Send the steps of a training; if it has finished, also its costs and model folders."""
         folder = config.folder / "train"
         metrics_path = folder / "metrics.jsonl"
-        rows = json_lines(metrics_path)[0] if metrics_path.is_file() else []
+        rows = read_json_lines(metrics_path)[0] if metrics_path.is_file() else []
         if not rows:
             return
         writer = MlflowWriter(store, config, load_training_record(config, config_path, rows))

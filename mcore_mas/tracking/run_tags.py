@@ -6,7 +6,7 @@ from pathlib import Path
 from mcore_mas import code_commit
 from mcore_mas.config.run import RunConfig
 from mcore_mas.runtime.slurm import machines_here, slurm_job
-from rollout.base.files import sha256
+from rollout.base.digests import sha256
 from rollout.records.files import read_tasks, tasks_digest
 
 _LISTS = ("slurm_job", "machines")  # tags that name several, with blanks between

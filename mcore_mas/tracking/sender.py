@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mcore_mas.tracking.metrics_log import MetricsRow
-from rollout.base.files import json_lines
+from rollout.base.json_files import read_json_lines
 
 SEND_INTERVAL_S = 2.0
 RETRY_INTERVAL_S = 15.0  # after a failure
@@ -91,7 +91,7 @@ class MetricsSender:
     def _send(self, *, closing: bool) -> None:
         if self._writer is None:
             self._writer = self._open_writer()
-        rows, end = json_lines(self._path, self._offset)
+        rows, end = read_json_lines(self._path, self._offset)
         write_rows(self._writer, rows)
         self._offset = end
         if closing:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_mas.tracking.run_tags import merge_tags, process_tags
-from rollout.base.files import read_json, write_json
+from rollout.base.json_files import read_json, write_json
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from mcore_mas.runtime.stop_signal import Abandoned, Stopped
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.step import TrainingSession, step
 from rollout.base.async_tasks import cancel_tasks
-from rollout.base.files import Digest
+from rollout.base.digests import Digest
 from rollout.base.processes import ProcessLost
 
 _BEST_BY = "validation/accuracy"

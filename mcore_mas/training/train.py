@@ -33,7 +33,9 @@ from mcore_mas.training.crew import Crew
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import AfterStep, TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
-from rollout.base.files import atomic_folder, tree_sha256, writable, write_json
+from rollout.base.digests import tree_sha256
+from rollout.base.files import atomic_folder, ensure_writable
+from rollout.base.json_files import write_json
 from rollout.base.ownership import epoch_of, owned
 from rollout.base.processes import ProcessLost, Restarts, forget_restarts
 from rollout.base.watchdog import Watchdog
@@ -82,7 +84,7 @@ def train(
     problem = address_problem(address)
     if problem:
         raise ConfigError(f"--address: {problem}")
-    folder, commit = writable(config.folder / "train"), code_commit()
+    folder, commit = ensure_writable(config.folder / "train"), code_commit()
     tasks = _tasks(config)  # before any process starts, as all that may refuse
     make_renderers(config, config.models)
     room = room_for(config) if address == "local" else None

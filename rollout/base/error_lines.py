@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
 
 _SHOWN_CHARS = 120  # of a value
 # pydantic's names of errors
@@ -89,7 +89,7 @@ def _unknown_key(model: type[BaseModel], keys: Sequence[int | str]) -> str:
     *parents, name = map(str, keys)
     known = _known_keys(model, parents)
     elsewhere = list(_keys_named(name, model))
-    near = nearest(name, known)
+    near = nearest_hint(name, known)
     if near:
         return f"unknown key{near}"
     if elsewhere:

@@ -1,36 +1,42 @@
-"""Exceptions of configs, engines, models, environments and orchestras: which fail one trajectory, and which a run."""
+"""Exceptions of the rollout: some fail one trajectory, others end the run."""
 
 
 class EngineError(RuntimeError):
-    """A generation or a weight update failed; the engine keeps its old weights."""
+    """A generation or a weight update failed; the engine keeps its previous weights."""
 
 
 class PromptTooLong(EngineError):
-    """A prompt leaves no room for its reply, the team's own doing: counted as `overlong`, and wrong when measured."""
+    """A prompt leaves no tokens for its reply.
+
+    The team is at fault: the trajectory is counted as `overlong`, and as wrong in evaluations.
+    """
 
 
 class ModelError(EngineError, ValueError):
-    """A model folder cannot be computed or trained as asked: says what, where, expected, what to do."""
+    """A model folder cannot be loaded or trained as configured; the message says what to do."""
 
 
 class EnvError(RuntimeError):
-    """An environment or one of its tools failed: the trajectory is masked, never scored 0."""
+    """An environment or a tool failed; the trajectory is masked, never scored 0."""
 
 
 class Undecided(EnvError):
-    """An environment cannot say what an answer is worth, through no fault of the answer's; counted as `undecided`."""
+    """An environment cannot score an answer, though the answer is not at fault.
+
+    The trajectory is counted as `undecided`.
+    """
 
 
 class Defect(EnvError):
-    """Code of an orchestra, parser, environment or tool raised what it should not; its cause is that error.
+    """Code of an orchestra, parser, environment or tool raised an error, which is the cause.
 
     The trajectory is quarantined (see `rollout.teams.quarantine`) and counted as `quarantined`.
     """
 
 
 class Unusable(RuntimeError):
-    """What every trajectory needs is gone for good, such as a key or a budget: this ends the run."""
+    """Something that every trajectory needs is gone, such as a key or a budget: the run ends."""
 
 
 class OptionsError(ValueError):
-    """Something that a config chooses by name cannot be called as its kind is, or has other options."""
+    """An object that a config names has other options, or cannot be called as its kind requires."""

@@ -1,37 +1,29 @@
 """HTTP client with one retry policy: exponential backoff with full jitter.
 
-`HttpClient` sends requests to one server. `retried` repeats a call while it raises `Unanswered`,
+`HttpClient` sends requests to one server. `retry` repeats a call while it raises `Unanswered`,
 but never sooner than the server asked.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import functools
-import hashlib
-import ipaddress
 import json
 import math
-import os
 import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import Annotated, Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import httpx
 import tenacity
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
 
 BACKOFF_S = 0.2  # mean of the first pause; doubles with each retry
 MAX_BACKOFF_S = 20.0  # mean of the longest pause
 MAX_REPLY_BYTES = 64 << 20
-DIGEST_HEADER = "content-digest"
 _CONNECT_TIMEOUT_S = 10.0
 _QUOTED_CHARS = 200  # of a server's reply, in an error message
 _RETRIED_STATUSES = (408, 409, 425, 429)  # below 500; another attempt may succeed
@@ -90,7 +82,7 @@ class HttpReply:
         except ValueError as error:
             raise Unanswered(f"malformed reply: {error}") from None
 
-    def succeeded(self) -> HttpReply:
+    def raise_for_status(self) -> HttpReply:
         """Return this reply if its status is 200.
 
         Raises:
@@ -246,8 +238,6 @@ class HttpClient:
                 if len(content) > self.max_reply_bytes:
                     raise Unanswered(f"a reply of more than {self.max_reply_bytes} bytes")
 
-        if on_chunk is None:
-            _check_digest(response.headers, content)
         return HttpReply(response.status_code, response.headers, bytes(content))
 
     async def aclose(self) -> None:
@@ -257,26 +247,13 @@ class HttpClient:
             await idle.pop().aclose()
 
 
-def _check_digest(headers: Mapping[str, str], content: bytearray) -> None:
-    digest = headers.get(DIGEST_HEADER, "")
-    if "content-encoding" in headers or not digest.startswith("sha-256=:"):
-        return
-    if digest != content_digest(content):
-        raise Unanswered(f"a reply that is not what its {DIGEST_HEADER} says")
-
-
-def content_digest(body: bytes | bytearray) -> str:
-    """Return the value of the header `Content-Digest` for a body (RFC 9530)."""
-    return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
-
-
 @functools.cache  # loading the certificates takes 50 ms
 def ssl_context() -> ssl.SSLContext:
     """Return a context that trusts public authorities, or those in SSL_CERT_FILE/_DIR."""
     return httpx.create_ssl_context()
 
 
-async def retried(
+async def retry(
     attempt: Callable[[], Awaitable[Result]],
     *,
     retries: int,
@@ -334,54 +311,3 @@ def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float
             continue
         return max(0.0, date.timestamp() - (time.time() if now is None else now))
     return 0.0
-
-
-def without_proxy(*hosts: str) -> dict[str, str]:
-    """Return environment variables with which a child process connects to `hosts` directly."""
-    value = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    if value != "*":  # "*" means all hosts, but only alone
-        names = [*value.split(","), *hosts]
-        value = ",".join(dict.fromkeys(name for name in names if name))
-    return {"NO_PROXY": value, "no_proxy": value}
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if `host` is a loopback address or "localhost"."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _validate_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port above 65535
-        valid = False
-    if not valid:
-        raise PydanticCustomError(
-            "option", "expected http(s)://host/path, with a port from 1 to 65535 if any"
-        )
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError(
-            "may hold no user, password or query; keys go into key_variable or key_file"
-        )
-    return url
-
-
-Url = Annotated[str, AfterValidator(_validate_url)]  # of a server, without credentials
-
-
-def check_private(name: str, url: str | None) -> None:
-    """Refuse a URL over which a key would travel unencrypted.
-
-    Args:
-        name: option that holds the URL, for the message.
-
-    Raises:
-        ValueError: the URL is http and its host is not loopback.
-    """
-    parts = urlsplit(url or "")
-    if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
-        raise ValueError(f"{name}: http would show the key to the network; use https")

@@ -1,4 +1,4 @@
-"""HTTP server parts that the gateway, the studio, `mcore-mas serve` and the retriever share.
+"""HTTP server parts that the gateway, the studio and `mcore-mas serve` share.
 
 `listen` opens a socket and reads the server's token, `server_config` configures uvicorn with a
 deadline for request bodies, `read_body` reads a body of bounded size, and `answering` serves an
@@ -17,11 +17,10 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout.base.http import is_loopback
-from rollout.base.text import ShownFormatter
+from rollout.base.text import EscapingFormatter
+from rollout.base.urls import is_loopback
 
 READ_TIMEOUT_S = 10.0
 SERVER = "HTTP server"  # name of the asyncio task that serves
@@ -30,9 +29,9 @@ _MIN_TOKEN_CHARS = 16
 _LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
-    "formatters": {"shown": {"()": ShownFormatter, "fmt": "%(levelname)s: %(message)s"}},
-    "handlers": {"shown": {"class": "logging.StreamHandler", "formatter": "shown"}},
-    "loggers": {"uvicorn": {"handlers": ["shown"], "propagate": False}},
+    "formatters": {"escaped": {"()": EscapingFormatter, "fmt": "%(levelname)s: %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "escaped"}},
+    "loggers": {"uvicorn": {"handlers": ["stderr"], "propagate": False}},
 }
 
 
@@ -44,14 +43,7 @@ class ListenError(ValueError):
     """The server cannot listen at an address; the message says where, why and what to do."""
 
 
-class ClosingResponse(JSONResponse):
-    """Answer to a request whose body was too large."""
-
-    def __init__(self, content: object, status_code: int = 413) -> None:
-        super().__init__(content, status_code)
-
-
-def bind(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """Return a listening TCP socket; port 0 takes any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -61,13 +53,13 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def listener_url(listener: socket.socket) -> str:
     """Return the URL at which a listening socket is reached."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def token_of(host: str, token_file: Path | None) -> str | None:
+def _read_token(host: str, token_file: Path | None) -> str | None:
     """Read the bearer token of a server from a file; None without a file, on loopback only.
 
     Raises:
@@ -95,8 +87,8 @@ def listen(host: str, port: int, token_file: Path | None) -> tuple[socket.socket
         ListenError: the token cannot be used, or the address is taken or not allowed.
     """
     try:
-        token = token_of(host, token_file)
-        return bind(host, port), token
+        token = _read_token(host, token_file)
+        return open_listener(host, port), token
     except (OSError, ValueError) as error:
         reason = str(error)
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
@@ -104,7 +96,7 @@ def listen(host: str, port: int, token_file: Path | None) -> tuple[socket.socket
         raise ListenError(f"cannot serve on {host}:{port}: {reason}") from None
 
 
-def bears(request: Request, token: str) -> bool:
+def has_token(request: Request, token: str) -> bool:
     """Return True if a request carries the token.
 
     OpenAI's clients send it as a bearer token, Anthropic's in the header `x-api-key`.
@@ -211,7 +203,7 @@ class _EmbeddedServer(uvicorn.Server):
         yield
 
     def abort(self) -> None:
-        """Close listeners and connections after a failure, so that clients do not wait for answers."""
+        """Close listeners and connections after a failure, so that clients do not wait."""
         for server in getattr(self, "servers", ()):  # set once it listens
             server.close()
         for connection in list(self.server_state.connections):
@@ -228,7 +220,7 @@ async def answering(
         on_failure: called with the reason if the server ends before the block does.
     """
     server = _EmbeddedServer(app)
-    url = url_of(listener)
+    url = listener_url(listener)
     closing = False
 
     def report_failure(task: asyncio.Task[None]) -> None:

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
 
 _T = TypeVar("_T")
 _MOVED = ("mcore_mas.rollout", "mcore_mas.retrieval")  # packages of version 0.1.0
@@ -48,7 +48,7 @@ def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -
     if not own or ":" not in path:
         or_path = " (or package.module:attribute)" if own else ""
         raise UnknownName(
-            f"unknown {kind} '{name}'{nearest(name, known)}; known: {', '.join(sorted(known))}{or_path}"
+            f"unknown {kind} '{name}'{nearest_hint(name, known)}; known: {', '.join(sorted(known))}{or_path}"
         )
     return _import(kind, path)  # type: ignore[no-any-return]
 
@@ -84,6 +84,6 @@ def _import(kind: str, path: str) -> Any:
     if not hasattr(module, attribute):
         raise UnknownName(
             f"{kind} '{path}' cannot be imported: module '{module_name}' has no attribute '{attribute}'"
-            f"{nearest(attribute, dir(module))}"
+            f"{nearest_hint(attribute, dir(module))}"
         )
     return getattr(module, attribute)

@@ -29,7 +29,7 @@ from rollout.base.errors import OptionsError
 from rollout.base.lookup import lookup
 from rollout.base.section import StrictSection
 from rollout.base.signatures import called_function, check_call
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ def validate_options(
     for name in options:
         if name not in model.model_fields:
             known = ", ".join(model.model_fields) or "none"
-            near = nearest(name, model.model_fields)
+            near = nearest_hint(name, model.model_fields)
             raise OptionsError(f"{owner} has no option '{name}'; its options: {known}{near}")
     for name, field in model.model_fields.items():
         if field.is_required() and name not in options:

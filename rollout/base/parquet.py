@@ -1,7 +1,6 @@
 """Reading of Parquet files whose footers announce a bounded size."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +13,6 @@ _BATCH_ROWS = 64
 
 
 def bounded_batches(
-    path: Path,
     file: pq.ParquetFile,
     *,
     rows: int = _BATCH_ROWS,
@@ -32,21 +30,20 @@ def bounded_batches(
     """
     metadata = file.metadata
     if metadata.num_rows > MAX_ROWS:
-        raise ValueError(f"{path} has {metadata.num_rows} rows; expected at most {MAX_ROWS}")
+        raise ValueError(f"{metadata.num_rows} rows; expected at most {MAX_ROWS}")
     size = sum(
         metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
     )
     if size > MAX_BYTES:
-        raise ValueError(f"{path} has {size} bytes of values; expected at most {MAX_BYTES}")
+        raise ValueError(f"{size} bytes of values; expected at most {MAX_BYTES}")
     yield from file.iter_batches(rows, columns=columns, row_groups=groups)
 
 
 def bounded_table(
-    path: Path,
     file: pq.ParquetFile,
     columns: Sequence[str] | None = None,
     groups: Sequence[int] | None = None,
 ) -> pa.Table:
     """Read a file as one table, through `bounded_batches`."""
-    batches = list(bounded_batches(path, file, columns=columns, groups=groups))
+    batches = list(bounded_batches(file, columns=columns, groups=groups))
     return pa.Table.from_batches(batches) if batches else file.read(columns=columns)

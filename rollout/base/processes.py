@@ -20,7 +20,7 @@ from typing import IO, Any, TextIO
 import psutil
 
 from rollout.base.async_tasks import cancel_tasks
-from rollout.base.text import shown_line
+from rollout.base.text import escape_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HELD_S = 1.0  # for which a pipe is read that a process outside the command's group holds open when it has ended
@@ -193,7 +193,7 @@ def say(line: str, file: TextIO | None = None, end: str = "\n") -> None:
     A log on a full disk, or a terminal that is gone, ends no run.
     """
     with suppress(OSError):
-        print(shown_line(line), file=file or sys.stderr, flush=True, end=end)
+        print(escape_line(line), file=file or sys.stderr, flush=True, end=end)
 
 
 def end_at_second_interrupt(line: str) -> None:

@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from rollout.base.http import Url
 from rollout.base.lookup import lookup
 from rollout.base.options import Registry
 from rollout.base.section import Section
 from rollout.base.signatures import check_call, check_methods
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
+from rollout.base.urls import Url
 from rollout.engines import Engine, EngineClient, PolicyClient
 from rollout.environments import ENVS, TOOLS
 from rollout.environments.protocol import Env
@@ -134,7 +134,7 @@ class OrchestraConfig(Choice):
         for name in sorted((asked_agents(own) if own is not None else frozenset()) - team.keys()):
             raise ValueError(
                 f"orchestra '{self.name}' asks agent '{name}', who is not in the team; agents: {', '.join(team)}"
-                f"{nearest(name, team)}"
+                f"{nearest_hint(name, team)}"
             )
         for name, template in templates.items():
             if (
@@ -147,7 +147,7 @@ class OrchestraConfig(Choice):
                     some = f"it fills {', '.join(sorted(filled))}; " if len(filled) < 10 else ""
                     raise ValueError(
                         f"agent '{name}': orchestra '{self.name}' does not fill the slot {{{slot}}} of its user "
-                        f"template; {some}a brace itself is written twice{nearest(slot, filled)}"
+                        f"template; {some}a brace itself is written twice{nearest_hint(slot, filled)}"
                     )
 
 
@@ -290,7 +290,7 @@ def check_named(whose: str, options: Mapping[str, Any], team: Collection[str]) -
             if isinstance(name, str) and name not in team:
                 raise ValueError(
                     f"{whose}: {option} names agent '{name}', who is not in the team; "
-                    f"agents: {', '.join(team)}{nearest(name, team)}"
+                    f"agents: {', '.join(team)}{nearest_hint(name, team)}"
                 )
 
 

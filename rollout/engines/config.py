@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
-from rollout.base.http import Url, check_private
 from rollout.base.lookup import lookup
 from rollout.base.section import Section
 from rollout.base.signatures import check_call, check_methods
+from rollout.base.urls import Url, check_private
 from rollout.engines.registry import ENGINES, TRANSPORTS, transport_error
 from rollout.engines.sglang.arguments import argument_problem, graph_problem
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rollout.base.errors import EnvError, Undecided
-from rollout.base.files import read_yaml
+from rollout.base.yaml_files import read_yaml
 from rollout.environments.math_equality import AnswerComparison, Comparer, ComparerError, is_refused
 from rollout.environments.protocol import Step
 from rollout.environments.running import CalculatingEnv

@@ -15,7 +15,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from rollout.base.async_tasks import cancel_tasks, set_outcome
 from rollout.base.errors import EnvError
-from rollout.base.files import read_yaml
+from rollout.base.yaml_files import read_yaml
 from rollout.environments.protocol import AgentMistake, Step, ToolCall, last_tag
 from rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
 from rollout.environments.tools import Tool, ToolFailed, chosen_tool

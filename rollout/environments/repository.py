@@ -14,7 +14,7 @@ from pydantic import PositiveInt
 
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.errors import EnvError
-from rollout.base.files import read_yaml
+from rollout.base.yaml_files import read_yaml
 from rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from rollout.environments.protocol import Step, ToolCall
 from rollout.environments.running import SandboxedEnv

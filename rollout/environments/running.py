@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rollout.base.http import Url
+from rollout.base.urls import Url
 from rollout.environments.protocol import ToolCall
 from rollout.records.trajectory import Task
 from rollout.sandbox import RunLimits, Runner, Sandbox, SandboxFusion, Verdict

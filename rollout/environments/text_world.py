@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import JsonValue, PositiveFloat, PositiveInt
 
 from rollout.base.errors import EnvError
-from rollout.base.files import read_yaml
+from rollout.base.yaml_files import read_yaml
 from rollout.environments.protocol import AgentMistake, Step
 from rollout.records.trajectory import Task
 

@@ -22,10 +22,10 @@ from rollout.base.event_loop import per_loop
 from rollout.base.http_server import (
     BodyTooLarge,
     answering,
-    bears,
-    bind,
+    has_token,
+    listener_url,
+    open_listener,
     read_body,
-    url_of,
 )
 from rollout.gateway.completions import COMPLETIONS
 from rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth
@@ -258,7 +258,7 @@ class Gateway:
 
     def _find(self, request: Request) -> GatewaySession:
         key, session = self._open.get(request.path_params["session"], ("", None))
-        if session is None or not bears(request, key):
+        if session is None or not has_token(request, key):
             raise GatewayError(401, "no such session, or not its key")
         return session
 
@@ -286,8 +286,8 @@ class Gateway:
         """Listen at least until the block ends: from the first user's coming to the last one's going."""
         async with self._lock:
             if not self.url:
-                listener = bind("127.0.0.1", 0)
-                self.url = url_of(listener)
+                listener = open_listener("127.0.0.1", 0)
+                self.url = listener_url(listener)
                 await self._listening.enter_async_context(
                     answering(self._app, listener, self._fail)
                 )

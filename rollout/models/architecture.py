@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from rollout.base.errors import ModelError
-from rollout.base.files import read_json, read_yaml
+from rollout.base.json_files import read_json
+from rollout.base.yaml_files import read_yaml
 
 if TYPE_CHECKING:  # a config.json is read without torch
     from torch import Tensor

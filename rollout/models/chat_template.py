@@ -13,7 +13,8 @@ from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
 
 from rollout.base.errors import ModelError
-from rollout.base.files import read_json, read_yaml
+from rollout.base.json_files import read_json
+from rollout.base.yaml_files import read_yaml
 from rollout.models.tool_calls import (
     PYTHON_TAG,
     TOOL_FORMATS,

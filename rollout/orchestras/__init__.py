@@ -32,7 +32,7 @@ tool_coder        a coder with a Python session, and a reviewer
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from rollout.base.files import read_yaml
+from rollout.base.yaml_files import read_yaml
 from rollout.orchestras import replies
 from rollout.orchestras.ab_mcts import ab_mcts
 from rollout.orchestras.acting import game_team, self_verify, single

@@ -17,11 +17,11 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.deadlines import LateTool, with_deadline
 from rollout.base.event_loop import per_loop
-from rollout.base.http import without_proxy
 from rollout.base.lookup import lookup
 from rollout.base.processes import run_command
 from rollout.base.signatures import check_call
 from rollout.base.text import valid_text
+from rollout.base.urls import without_proxy
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from rollout.sandbox.guest.filters import can_confine, confine_program

@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
-from rollout.base.files import atomic_path, read_yaml
+from rollout.base.files import atomic_path
 from rollout.base.parquet import bounded_table
+from rollout.base.yaml_files import read_yaml
 from rollout.records.trajectory import Task, Trajectory
 
 
@@ -235,7 +236,7 @@ def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = N
         _arrow_errors(path, what, advice),
         pq.ParquetFile(path, page_checksum_verification=True) as file,
     ):
-        table = bounded_table(path, file, columns)
+        table = bounded_table(file, columns)
         if (
             table.num_rows != file.metadata.num_rows
         ):  # a page's header, which has no checksum, can hide its page
@@ -350,7 +351,7 @@ def _groups(file: pq.ParquetFile, first: int) -> Iterator[tuple[int, int]]:
 def _rows(path: Path, file: pq.ParquetFile, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
     for group, start in _groups(file, first):
         with _arrow_errors(path, "a damaged file"):
-            table = bounded_table(path, file, [*_LIGHT, *_OF_TURNS], [group])
+            table = bounded_table(file, [*_LIGHT, *_OF_TURNS], [group])
         if missing := {*_LIGHT, "turns"} - set(table.column_names):
             raise RecordError(
                 f"{path}: no column {', '.join(sorted(missing))}; expected a file of trajectories"
@@ -385,7 +386,7 @@ def trajectory_at(path: Path, index: int) -> Trajectory:
         if 0 <= index < file.metadata.num_rows:
             group, start = next(_groups(file, index))
             with _arrow_errors(path, "a damaged file"):
-                table = bounded_table(path, file, groups=[group])
+                table = bounded_table(file, groups=[group])
             return _trajectory(
                 path, _rows_of(path, table.slice(index - start, 1), TRAJECTORY_SCHEMA)[0]
             )

@@ -17,8 +17,8 @@ from typing import Literal
 from pydantic import Field
 
 from rollout.base.async_tasks import cancel_tasks
-from rollout.base.files import read_yaml
 from rollout.base.http import Refused, Unanswered
+from rollout.base.yaml_files import read_yaml
 from rollout.engines.remote import RemoteConfig, ReplySettings
 from rollout.engines.remote.caller import Caller, Tally
 from rollout.engines.remote.ledger import BudgetExhausted

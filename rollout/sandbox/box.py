@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rollout.base.event_loop import per_loop
-from rollout.base.http import HttpClient, Refused, Unanswered, retried
+from rollout.base.http import HttpClient, Refused, Unanswered, retry
 from rollout.base.processes import Restarts
 from rollout.sandbox import pool as tiers
 from rollout.sandbox.jail import Jail, check_name
@@ -272,7 +272,7 @@ class SandboxFusion(Runner):
             timeout_s = 2 * program.limits.wall_s + _ROOM_S
             reply = (
                 await self._http.send("POST", "/run_code", body, timeout_s=timeout_s)
-            ).succeeded()
+            ).raise_for_status()
             try:
                 answer = reply.json()
                 if answer["status"] != "SandboxError":
@@ -284,7 +284,7 @@ class SandboxFusion(Runner):
         url = self._http.url
         try:
             # whatever it says but a verdict is tried again, except for a refusal
-            return await retried(attempt, retries=self._retries)
+            return await retry(attempt, retries=self._retries)
         except Refused as refusal:
             raise SandboxError(f"{url}/run_code refused the request, {refusal}") from None
         except Unanswered as trouble:

@@ -6,8 +6,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rollout.base.files import read_yaml
 from rollout.base.section import Share
+from rollout.base.yaml_files import read_yaml
 from rollout.orchestras.sequential import slots
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Demonstration, Message, Task

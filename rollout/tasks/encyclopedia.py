@@ -17,8 +17,8 @@ from pathlib import Path
 from pydantic import PositiveInt
 
 from retrieval.client import Passage
-from rollout.base.files import read_yaml
 from rollout.base.section import Share
+from rollout.base.yaml_files import read_yaml
 from rollout.environments.search import PassageStyle, SearchEnv
 from rollout.orchestras.search import memory_search, search_team
 from rollout.records.seeds import derive_seed

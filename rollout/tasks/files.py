@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 import yaml
 from pydantic import TypeAdapter
 
-from rollout.base.files import read_json, read_yaml
+from rollout.base.json_files import read_json
 from rollout.base.lookup import lookup
 from rollout.base.parquet import bounded_batches
+from rollout.base.yaml_files import read_yaml
 from rollout.records.files import RecordError, read_tasks
 from rollout.records.trajectory import Task
 from rollout.tasks.fields import BadRow, Fields, Format, Problem
@@ -67,7 +68,7 @@ def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
 
 def _parquet(path: Path) -> Iterator[Any]:
     with pq.ParquetFile(path) as file:
-        for batch in bounded_batches(path, file, rows=_BATCH_ROWS):
+        for batch in bounded_batches(file, rows=_BATCH_ROWS):
             yield from batch.to_pylist()
 
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rollout.base.files import read_yaml
+from rollout.base.yaml_files import read_yaml
 from rollout.environments.data_science import SUBMISSION, pack_file, pack_target
 from rollout.environments.predictions import TABLE_METRICS, Target
 from rollout.records.files import RecordError

@@ -9,8 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout.base.files import read_yaml, write_text
+from rollout.base.files import write_text
 from rollout.base.lookup import lookup
+from rollout.base.yaml_files import read_yaml
 from rollout.records.trajectory import Task
 from rollout.tasks.arithmetic import arithmetic_tasks
 from rollout.tasks.encyclopedia import encyclopedia_tasks

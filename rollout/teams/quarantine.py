@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from rollout.base.errors import EngineError
-from rollout.base.files import write_json
+from rollout.base.json_files import write_json
 from rollout.base.text import valid_text
 from rollout.engines import ChatState, PolicyReply
 from rollout.records.files import RecordError

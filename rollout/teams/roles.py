@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rollout.base.section import Section
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
 from rollout.environments.tools import ToolMaker
 from rollout.records.trajectory import Message, Sampling, ToolUse
 
@@ -246,7 +246,7 @@ def _lacking(
     for node in asked:
         if node.attr not in known:
             public = [one for one in dir(kind) if not one.startswith("_")]
-            return f"{name}.{node.attr}: {kind.__name__} has no '{node.attr}'{nearest(node.attr, public)}"
+            return f"{name}.{node.attr}: {kind.__name__} has no '{node.attr}'{nearest_hint(node.attr, public)}"
     return ""
 
 

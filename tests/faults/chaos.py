@@ -29,7 +29,7 @@ from retrieval.corpus import write_corpus
 from retrieval.encoder import Encoder
 from retrieval.sidecar import RetrieverSidecar
 from rollout.base.failpoints import FAILPOINTS
-from rollout.base.files import write_json
+from rollout.base.json_files import write_json
 from rollout.sandbox.cgroup import PREFIX
 from rollout.sync.memory import MEMORY
 from tests.faults import proxy

@@ -20,8 +20,8 @@ from mcore_mas.training import train
 from retrieval.build import build_index
 from retrieval.corpus import Passage, write_corpus
 from retrieval.encoder import Encoder
+from rollout.base.digests import sha256
 from rollout.base.failpoints import FAILPOINTS
-from rollout.base.files import sha256
 from rollout.records.files import write_tasks
 from rollout.tasks.arithmetic import arithmetic_tasks
 from tests.support.in_process import training_here

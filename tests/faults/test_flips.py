@@ -26,7 +26,8 @@ from retrieval.build import build_index
 from retrieval.corpus import RetrievalError, write_corpus
 from retrieval.encoder import Encoder
 from retrieval.index import Index
-from rollout.base.files import Digest, read_record, sealed, tree_sha256, write_chunks, write_json
+from rollout.base.digests import Digest, tree_sha256, write_chunks
+from rollout.base.json_files import read_record, sealed, write_json
 from rollout.base.ownership import FolderError
 from rollout.records.files import (
     RecordError,

@@ -19,7 +19,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
-from rollout.base.text import without_secrets
+from rollout.base.text import redact_secrets
 from rollout.engines.remote import SHOWN_AT_MOST
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.run_folder import make_run
@@ -161,4 +161,4 @@ def test_a_file_of_a_key_and_what_is_said_of_it_are_shown() -> None:
         "max_token=3",
         "token=[redacted]",
     ):
-        assert without_secrets(said) == said
+        assert redact_secrets(said) == said

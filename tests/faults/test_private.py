@@ -8,7 +8,7 @@ import pytest
 
 from mcore_mas.megatron.state.weight_import import write_folder
 from mcore_mas.tracking.mlflow_store import MlflowStore
-from rollout.base.files import atomic_folder, writable
+from rollout.base.files import atomic_folder, ensure_writable
 from tests.support.tiny import make_model
 
 
@@ -35,7 +35,7 @@ def test_weights(tmp_path: Path) -> None:
     model.save_pretrained(like)
     assert "config.json" in open_to_others(tmp_path)
     like.chmod(0o755)
-    writable(tmp_path / "run")
+    ensure_writable(tmp_path / "run")
     write_folder(
         like, tmp_path / "run" / "models" / "solver", {"x": next(model.parameters()).detach()}
     )

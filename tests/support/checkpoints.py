@@ -5,7 +5,8 @@ from pathlib import Path
 
 from mcore_mas.runtime.checkpoint import Checkpoints, Written, _read_manifest
 from mcore_mas.runtime.recipe import Identity
-from rollout.base.files import Digest, sealed, write_chunks, write_json
+from rollout.base.digests import Digest, write_chunks
+from rollout.base.json_files import sealed, write_json
 
 MODELS = {"policy": {"vocab": 512, "layers": 2, "rope_factor": None}}
 

@@ -11,7 +11,8 @@ import yaml
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.tracking.metrics_log import STEP_TIME
-from rollout.base.files import write_json, write_text
+from rollout.base.files import write_text
+from rollout.base.json_files import write_json
 
 STEPS = 20
 

@@ -21,7 +21,7 @@ from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync
-from rollout.base.files import Digest
+from rollout.base.digests import Digest
 from rollout.config.sections import build_env, build_player, build_team
 from rollout.engines import TokenCallback
 from rollout.records.seeds import derive_seed

@@ -16,7 +16,7 @@ from mcore_mas.evaluation.evaluate import seated
 from mcore_mas.evaluation.export import export
 from mcore_mas.evaluation.measure import Scoreboard
 from mcore_mas.training.train import train
-from rollout.base.files import sha256
+from rollout.base.digests import sha256
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Turn

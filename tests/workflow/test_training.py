@@ -17,8 +17,8 @@ import yaml
 
 from mcore_mas.cli.main import main
 from mcore_mas.training.train import train
+from rollout.base.digests import sha256
 from rollout.base.failpoints import FAILPOINTS
-from rollout.base.files import sha256
 from rollout.records.files import read_trajectories
 from rollout.sync.memory import MEMORY
 from tests.slurm.cluster import Slurm, wait_until

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_mas.runtime.pipeline_messages import failure_message, success_message
 from mcore_mas.runtime.snakemake_patches import report_silent_failures
-from rollout.base.files import writable
+from rollout.base.files import ensure_writable
 from rollout.base.ownership import FolderError, owned
 from rollout.base.processes import end_at_second_interrupt
 from mcore_mas.pipeline import sharing
@@ -126,7 +126,7 @@ onstart:
     with contextlib.ExitStack() as stack:
         try:
             for folder in SUITE.made_folders(path for job in jobs for path in job.output):
-                stack.enter_context(owned(writable(folder)))
+                stack.enter_context(owned(ensure_writable(folder)))
         except FolderError as error:
             raise SystemExit(f"error: {error}") from None
         atexit.register(stack.pop_all().close)

@@ -28,8 +28,8 @@ from mcore_mas.megatron.state.weight_import import (
     tensor_parallel,
     weight_mappings,
 )
+from rollout.base.digests import Digest, write_chunks
 from rollout.base.errors import ModelError
-from rollout.base.files import Digest, write_chunks
 from rollout.models.architecture import Architecture
 
 

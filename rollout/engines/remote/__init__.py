@@ -14,9 +14,10 @@ from typing import Any, NoReturn, Protocol
 from pydantic import Field, JsonValue, SecretStr, model_validator
 
 from rollout.base.errors import Unusable
-from rollout.base.http import Url, check_private, error_for_status
+from rollout.base.http import error_for_status
 from rollout.base.lookup import lookup, lookup_import
 from rollout.base.section import Section
+from rollout.base.urls import Url, check_private
 from rollout.records.trajectory import Message
 
 # Import paths, so that naming a provider imports no library.

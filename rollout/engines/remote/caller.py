@@ -15,7 +15,7 @@ from rollout.base.async_tasks import cancel_tasks
 from rollout.base.deadlines import LateCall
 from rollout.base.errors import EngineError
 from rollout.base.event_loop import drop_per_loop, per_loop
-from rollout.base.http import Refused, Unanswered, retried
+from rollout.base.http import Refused, Unanswered, retry
 from rollout.base.text import valid_text
 from rollout.engines import remote
 from rollout.engines.policy_client import ChatState, PolicyReply
@@ -191,7 +191,7 @@ class Caller:
 
         retries, patience_s = self._config.retries, deadline - time.monotonic()
         try:
-            return await retried(
+            return await retry(
                 attempt, retries=retries, backoff_s=CALL_BACKOFF_S, patience_s=patience_s
             )
         except Unanswered as failure:

@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollout.base.files import read_yaml
-from rollout.base.text import nearest
+from rollout.base.text import nearest_hint
+from rollout.base.yaml_files import read_yaml
 from rollout.engines.sglang import SGLANG_VERSION
 
 _TYPES = {
@@ -33,7 +33,7 @@ def argument_problem(options: Mapping[str, Any]) -> str:
         kind = _kinds().get(name)
         words, types = _TYPES.get(kind or "", ("", (type(value),)))
         if kind is None:
-            near = nearest(name, _kinds())
+            near = nearest_hint(name, _kinds())
             return f"SGLang {SGLANG_VERSION} has no argument '{name}'{near}; `sglang.launch_server --help` lists them"
         if kind.endswith(("instead", "here")):
             return f"{name} is not to be given to the servers; {kind}"

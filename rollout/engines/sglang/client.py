@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollout.base.errors import EngineError
-from rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retried
+from rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retry
 from rollout.engines.protocol import TokenCallback
 from rollout.models.architecture import Experts
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
@@ -64,7 +64,7 @@ class SGLangClient:
             except TimedOut as error:
                 raise EngineError(f"SGLang {path}: {error}") from None
 
-        parsed = _parse(path, await retried(attempt, retries=RETRIES))
+        parsed = _parse(path, await retry(attempt, retries=RETRIES))
         return stream.whole(path) if stream is not None else parsed
 
     async def up(self) -> bool:

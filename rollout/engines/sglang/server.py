@@ -15,8 +15,8 @@ import ray
 
 from rollout.base.errors import EngineError
 from rollout.base.event_loop import per_loop
-from rollout.base.http import without_proxy
 from rollout.base.processes import free_port, interface_of, start_group, stop_group
+from rollout.base.urls import without_proxy
 from rollout.engines.sglang.client import SGLangClient
 from rollout.engines.sglang.settings import SGLangSettings
 

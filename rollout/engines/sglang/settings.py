@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rollout.base.errors import EngineError
-from rollout.base.http import is_loopback
+from rollout.base.urls import is_loopback
 from rollout.engines.registry import transport_error
 from rollout.engines.sglang.arguments import argument_problem, named
 from rollout.models.architecture import Experts, read_architecture, read_config

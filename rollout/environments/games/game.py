@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from pydantic import PositiveInt
 
 from rollout.base.errors import EnvError
-from rollout.base.files import read_yaml
+from rollout.base.yaml_files import read_yaml
 from rollout.environments.protocol import Step
 from rollout.environments.running import CalculatingEnv
 from rollout.records.trajectory import Task

@@ -1,54 +1,91 @@
-"""One owner per folder; files complete or absent."""
+"""Files and folders are written completely or not at all."""
 
+from __future__ import annotations
+
+import multiprocessing
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
-import yaml
 
-from rollout.base.files import read_yaml, writable, write_text
+from rollout.base.files import atomic_folder, atomic_path, ensure_writable, file_lock, write_text
 from rollout.base.ownership import FolderError
 
 
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        ("a: 1\nb: 2\na: 3\n", "key 'a' is there twice.*line 3, column 1"),
-        ("runs:\n- {a: 1, b: 2}\n- {a: 1, a: 1}\n", "key 'a' is there twice.*line 3, column 10"),
-        ("{1: a, '1': b, 1.0: c}", None),  # an integer, a text, a number
-        ("one: {x: &a {<<: {k: 0, j: 1}, k: 1}}\ntwo: {<<: *a, k: 3}\n", None),
-    ],
-)
-def test_a_key_has_one_value(tmp_path: Path, text: str, place: str | None) -> None:
-    (tmp_path / "a.yaml").write_text(text)
-    if place is None:
-        assert read_yaml(tmp_path / "a.yaml") == yaml.safe_load(text)
-        return
-    with pytest.raises(yaml.YAMLError, match=place):
-        read_yaml(tmp_path / "a.yaml")
+def test_a_write_leaves_nothing_beside_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    write_text(path, "text")
+    assert list(path.parent.iterdir()) == [path]
+    assert path.read_text() == "text"
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), atomic_path(path) as temporary:
+        temporary.write_text("new")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_write(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process()
+    process.start()
+    process.join()
+    path = tmp_path / "file"
+    with atomic_path(path) as temporary:
+        temporary.write_text("text")
+        abandoned = temporary.with_name(temporary.name.replace(str(os.getpid()), str(process.pid)))
+    abandoned.write_text("partial")
+    write_text(path, "text")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    with atomic_folder(folder) as partial:
+        (partial / "first").touch()
+    with pytest.raises(RuntimeError), atomic_folder(folder) as partial:
+        raise RuntimeError
+    assert [path.name for path in folder.iterdir()] == ["first"]
+    with atomic_folder(folder) as partial:
+        (partial / "second").touch()
+    assert [path.name for path in folder.iterdir()] == ["second"]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FolderError, match=r"file/results: cannot write here \(Not a directory\)"):
-        writable(tmp_path / "file" / "results")
+        ensure_writable(tmp_path / "file" / "results")
 
 
-def test_a_new_folder_is_this_users_alone_and_one_that_is_there_stays_as_it_is(
+def test_a_new_folder_is_for_this_user_alone_and_an_existing_one_is_unchanged(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "shared").mkdir(mode=0o755)
-    assert [writable(tmp_path / name).stat().st_mode & 0o777 for name in ("new", "shared")] == [
-        0o700,
-        0o755,
-    ]
+    modes = [ensure_writable(tmp_path / name).stat().st_mode & 0o777 for name in ("new", "shared")]
+    assert modes == [0o700, 0o755]
 
 
-def test_a_write_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    write_text(tmp_path / "new" / "file", "text")
-    assert [p.name for p in (tmp_path / "new").iterdir()] == ["file"]
-    assert (tmp_path / "new" / "file").read_text() == "text"
+def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    entered = threading.Event()
+
+    def enter() -> None:
+        with file_lock(path):
+            entered.set()
+
+    thread = threading.Thread(target=enter)
+    with file_lock(path):
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join(10)
+    assert entered.is_set()
 
 
 WITHOUT_ROOM = """
@@ -66,7 +103,7 @@ for work in (lambda: owned(folder).__enter__(), lambda: write_text(folder / "fil
 """
 
 
-def test_what_cannot_be_written_for_want_of_room_is_named(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_ROOM, tmp_path],
         capture_output=True,

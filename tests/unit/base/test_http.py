@@ -1,4 +1,4 @@
-"""HTTP client: connections, certificates, statuses, retries and loopback hosts."""
+"""HTTP client: connections, certificates, statuses and retries."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from rollout.base.http import (
     Refused,
     TimedOut,
     Unanswered,
-    is_loopback,
-    retried,
+    retry,
     ssl_context,
-    without_proxy,
 )
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -68,46 +66,46 @@ def test_the_environment_may_name_other_certificates(
 def test_an_unanswered_call_is_retried_and_its_last_error_raised() -> None:
     notes: list[None] = []
     call = Flaky(Unanswered("busy"), failures=2)
-    reply = asyncio.run(retried(call, retries=2, backoff_s=0.001, note=lambda: notes.append(None)))
+    reply = asyncio.run(retry(call, retries=2, backoff_s=0.001, note=lambda: notes.append(None)))
     assert (reply, call.attempts, len(notes)) == ("reply", 3, 2)
 
     call = Flaky(Unanswered("busy"), failures=9)
     with pytest.raises(Unanswered, match="busy"):
-        asyncio.run(retried(call, retries=2, backoff_s=0.001))
+        asyncio.run(retry(call, retries=2, backoff_s=0.001))
     assert call.attempts == 3
 
 
 def test_a_refused_call_is_not_retried() -> None:
     call = Flaky(Refused("status 401"), failures=9)
     with pytest.raises(Refused):
-        asyncio.run(retried(call, retries=2, backoff_s=0.001))
+        asyncio.run(retry(call, retries=2, backoff_s=0.001))
     assert call.attempts == 1
 
 
 def test_a_pause_is_as_long_as_the_server_asks_unless_patience_ends_before() -> None:
     began = time.monotonic()
     call = Flaky(Unanswered("busy", retry_after_s=0.2), failures=1)
-    assert asyncio.run(retried(call, retries=1, backoff_s=0.001)) == "reply"
+    assert asyncio.run(retry(call, retries=1, backoff_s=0.001)) == "reply"
     assert time.monotonic() - began >= 0.2
 
     call = Flaky(Unanswered("busy", retry_after_s=60.0), failures=1)
     with pytest.raises(Unanswered, match="busy"):
-        asyncio.run(retried(call, retries=1, patience_s=1.0))
+        asyncio.run(retry(call, retries=1, patience_s=1.0))
     assert call.attempts == 1
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
 def test_a_busy_server_has_not_worked_on_the_request(status: int) -> None:
     with pytest.raises(Unanswered, match=f"status {status}: slow down") as caught:
-        HttpReply(status, {"retry-after": "3"}, b"slow\n down").succeeded()
+        HttpReply(status, {"retry-after": "3"}, b"slow\n down").raise_for_status()
     assert caught.value.retry_after_s == 3.0
     assert caught.value.unbilled
 
 
 def test_other_statuses_are_refusals() -> None:
     with pytest.raises(Refused, match="status 404: nothing here"):
-        HttpReply(404, {}, b"nothing here").succeeded()
-    assert HttpReply(200, {}, b'{"a": 1}').succeeded().json() == {"a": 1}
+        HttpReply(404, {}, b"nothing here").raise_for_status()
+    assert HttpReply(200, {}, b'{"a": 1}').raise_for_status().json() == {"a": 1}
     with pytest.raises(Unanswered, match="malformed reply"):
         HttpReply(200, {}, b"<html>").json()
 
@@ -183,29 +181,3 @@ def test_the_kernel_probes_a_server_while_its_reply_is_awaited() -> None:
 
     exchange(serve, use)
     assert timers == ["02"]
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [
-        ("127.0.0.1", True),
-        ("::1", True),
-        ("localhost", True),
-        ("10.0.0.1", False),
-        ("example.org", False),
-    ],
-)
-def test_loopback_hosts(host: str, loopback: bool) -> None:
-    assert is_loopback(host) is loopback
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [("", "a,b"), ("example.org,a", "example.org,a,b"), ("*", "*")],
-)
-def test_hosts_are_added_to_those_without_a_proxy(
-    value: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("no_proxy", value)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    assert without_proxy("a", "b") == {"NO_PROXY": expected, "no_proxy": expected}

@@ -19,12 +19,12 @@ from starlette.routing import Route
 from rollout.base.http_server import (
     BodyTooLarge,
     ListenError,
-    bears,
-    bind,
+    has_token,
     listen,
+    listener_url,
+    open_listener,
     read_body,
     server_config,
-    url_of,
 )
 
 TOKEN = "0123456789abcdef"
@@ -45,12 +45,12 @@ async def echo(request: Request) -> Response:
 async def echo_server(**options: Any) -> AsyncIterator[str]:
     """Serve `echo` in this event loop; yield its URL."""
     app = Starlette(routes=[Route("/", echo, methods=["POST"])])
-    listener = bind("127.0.0.1", 0)
+    listener = open_listener("127.0.0.1", 0)
     config = server_config(app, drain_s=1, lifespan=False, **options)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield url_of(listener)
+        yield listener_url(listener)
     finally:
         server.should_exit = True
         await serving
@@ -151,7 +151,7 @@ def test_a_token_is_accepted_as_bearer_or_as_api_key(
 ) -> None:
     headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in header.items()]
     request = Request({"type": "http", "headers": headers})
-    assert bears(request, TOKEN) is accepted
+    assert has_token(request, TOKEN) is accepted
 
 
 def test_a_server_that_cannot_listen_says_why(tmp_path: Path) -> None:

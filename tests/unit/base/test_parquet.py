@@ -23,15 +23,15 @@ def path(tmp_path: Path) -> Path:
 
 def test_rows_are_read_in_batches(path: Path) -> None:
     with pq.ParquetFile(path) as file:
-        sizes = [batch.num_rows for batch in bounded_batches(path, file, rows=20)]
+        sizes = [batch.num_rows for batch in bounded_batches(file, rows=20)]
         assert max(sizes) == 20
         assert sum(sizes) == 100
-        assert bounded_table(path, file)["number"].to_pylist() == list(range(100))
+        assert bounded_table(file)["number"].to_pylist() == list(range(100))
 
 
 def test_columns_and_row_groups_are_chosen(path: Path) -> None:
     with pq.ParquetFile(path) as file:
-        table = bounded_table(path, file, columns=["number"], groups=[1])
+        table = bounded_table(file, columns=["number"], groups=[1])
     assert table.column_names == ["number"]
     assert table["number"].to_pylist() == list(range(50, 100))
 
@@ -40,13 +40,13 @@ def test_a_file_without_rows_has_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "empty.parquet"
     pq.write_table(pa.table({"number": pa.array([], pa.int64())}), path)
     with pq.ParquetFile(path) as file:
-        assert bounded_table(path, file).column_names == ["number"]
+        assert bounded_table(file).column_names == ["number"]
 
 
 @pytest.mark.parametrize(
     ("limit", "message"),
     [
-        ("MAX_ROWS", "has 100 rows; expected at most 99"),
+        ("MAX_ROWS", "100 rows; expected at most 99"),
         ("MAX_BYTES", "bytes of values; expected at most 99"),
     ],
 )
@@ -55,4 +55,4 @@ def test_a_file_over_a_limit_is_refused(
 ) -> None:
     monkeypatch.setattr(parquet, limit, 99)
     with pq.ParquetFile(path) as file, pytest.raises(ValueError, match=message):
-        bounded_table(path, file)
+        bounded_table(file)

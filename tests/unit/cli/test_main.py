@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.base.http_server import bind
+from rollout.base.http_server import open_listener
 from rollout.records.files import write_trajectories
 from tests.support.finished import finished
 from tests.support.played import trajectory, turn
@@ -107,7 +107,7 @@ def test_an_error_is_one_line(
     text = tmp_path / "text"
     text.write_text("hello")
     monkeypatch.chdir(project)
-    with bind("127.0.0.1", 0) as listener:
+    with open_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         names = {"folder": tmp_path, "missing": tmp_path / "missing", "text": text, "port": port}
         result = call_command(*arguments.format(**names).split())

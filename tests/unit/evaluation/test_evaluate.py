@@ -29,7 +29,7 @@ from mcore_mas.planning.worker_groups import PlacementError
 from mcore_mas.runtime.cluster import Node
 from mcore_mas.runtime.engine_factory import make_engines, sidecar_of
 from mcore_mas.runtime.placement import gpus_of_servers, room_for, shared_out
-from rollout.base.files import write_json
+from rollout.base.json_files import write_json
 from rollout.base.ownership import FolderError
 from rollout.engines.embedded.batching import LocalReplicas
 from rollout.engines.sglang.server import Replica, Server

@@ -16,7 +16,8 @@ import yaml
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.base_model import make_base_model
 from mcore_mas.pipeline.prepare import prepare_tasks
-from rollout.base.files import sha256, write_text
+from rollout.base.digests import sha256
+from rollout.base.files import write_text
 from tests.support.starts import Forked
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mcore_mas.reports.studio import Studio, studio_app
-from rollout.base.http_server import bind, server_config, url_of
+from rollout.base.http_server import listener_url, open_listener, server_config
 from rollout.records.files import (
     RecordError,
     TrajectoryFilter,
@@ -279,8 +279,8 @@ class Answering:
 
     def __init__(self, results: Path, steps: int, token: str | None = None) -> None:
         self._journal, self._steps = results / "a" / "train" / "metrics.jsonl", steps
-        self._listener = bind("127.0.0.1", 0)
-        self.url = url_of(self._listener)
+        self._listener = open_listener("127.0.0.1", 0)
+        self.url = listener_url(self._listener)
         metrics, self._asked = Studio.metrics, 0
 
         def growing(studio: Studio, run: str, start: int):

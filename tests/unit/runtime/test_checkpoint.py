@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mcore_mas.runtime.checkpoint import CheckpointError, Written, _read_manifest
-from rollout.base.files import Digest, sealed, write_chunks, write_json
+from rollout.base.digests import Digest, write_chunks
+from rollout.base.json_files import sealed, write_json
 from rollout.base.ownership import owned
 from tests.support.checkpoints import MODELS, begin, edit, names, open_, save, silent
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from retrieval.corpus import Passage, RetrievalError
 from rollout.base.errors import EnvError
-from rollout.base.text import shown_text, valid_text
+from rollout.base.text import escape_text, valid_text
 from rollout.config.sections import OrchestraConfig
 from rollout.engines import PolicyReply
 from rollout.environments import ENVS, TOOLS
@@ -70,7 +70,9 @@ def test_text_is_made_valid_where_it_enters_a_record() -> None:
     assert Message(role="user", content="a\ud800b").content == "a\ufffdb"
     assert valid_text("\ud83d\ude00") == "😀"  # two halves of one character
     assert valid_text(plain := "é😀") is plain
-    assert shown_text("\x1b]0;x\x07\r\u202ea\tb\n\x9b2J") == "\\x1b]0;x\\x07\\r\\u202ea\tb\n\\x9b2J"
+    assert (
+        escape_text("\x1b]0;x\x07\r\u202ea\tb\n\x9b2J") == "\\x1b]0;x\\x07\\r\\u202ea\tb\n\\x9b2J"
+    )
 
 
 def test_a_tool_that_is_called_by_half_a_character_is_told_so_and_the_trajectory_goes_on(

@@ -9,7 +9,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from mcore_mas.tracking.mlflow_training import load_training_record, start_training_record
-from rollout.base.files import sha256
+from rollout.base.digests import sha256
 from tests.support.mlflow_database import write_database
 from tests.support.mlflow_server import STEPS, Server, assert_sent_once
 from tests.support.tracked_run import config_path_of, open_writer, step_row, write_run

@@ -15,7 +15,9 @@ from mlflow.tracking import MlflowClient
 
 from mcore_mas.tracking import publish as publishing
 from mcore_mas.tracking.publish import publish, publish_evaluation, publish_within_limit
-from rollout.base.files import sha256, write_json, write_text
+from rollout.base.digests import sha256
+from rollout.base.files import write_text
+from rollout.base.json_files import write_json
 from rollout.base.ownership import owned
 from rollout.records.files import tasks_digest, write_tasks, write_trajectories
 from tests.support.finished import finished

@@ -1,0 +1,98 @@
+"""JSON files: written atomically, with a digest of their content where they must not be changed."""
+
+import codecs
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout.base.files import write_text
+from rollout.base.ownership import FolderError
+
+_DIGEST_KEY = "sha256"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, atomically."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: Path, max_bytes: int = 64 << 20) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not JSON, is larger than `max_bytes`, or is nested too deeply.
+    """
+    if path.stat().st_size > max_bytes:
+        raise ValueError(f"more than {max_bytes} bytes")
+    try:
+        return json.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+    except RecursionError:
+        raise ValueError("too many brackets in each other") from None
+
+
+def read_json_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Read the JSON objects of a file of lines from byte `start` on.
+
+    A line that holds no object is skipped, such as one that a killed process wrote in part.
+
+    Returns:
+        The objects, and the byte at which the last complete line ends.
+    """
+    with path.open("rb") as file:
+        file.seek(start)
+        lines, newline, _ = file.read().rpartition(b"\n")
+    rows = []
+    for line in lines.split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows, start + len(lines) + len(newline)
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a value as JSON stores it, with the digest of its content under `sha256`."""
+    stored = json.loads(json.dumps(value))
+    stored.pop(_DIGEST_KEY, None)
+    digest = hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()
+    return {**stored, _DIGEST_KEY: digest}
+
+
+def unsealed(value: Any) -> Any:
+    """Check the digest of a `sealed` value and remove it; return other values as they are.
+
+    Raises:
+        ValueError: the value is not what was written.
+    """
+    if not isinstance(value, dict) or _DIGEST_KEY not in value:
+        return value
+    if sealed(value) != value:
+        raise ValueError("it is not what was written")
+    return {key: content for key, content in value.items() if key != _DIGEST_KEY}
+
+
+def read_record(path: Path, *keys: str) -> dict[str, Any]:
+    """Read the object that a stage has written, sealed or not.
+
+    Raises:
+        FolderError: the file is damaged, or lacks one of `keys`.
+    """
+    try:
+        record = read_json(path)
+        if not isinstance(record, dict):
+            raise ValueError("it is not a JSON object")
+        # A stage may record digests of files under the same key, which are an object.
+        if isinstance(record.get(_DIGEST_KEY), str):
+            record = unsealed(record)
+        for key in keys:
+            if key not in record:
+                raise ValueError(f"it has no {key}")
+    except (OSError, ValueError) as error:
+        raise FolderError(
+            f"{path}: damaged ({' '.join(str(error).split())}); remove it and have it made again"
+        ) from error
+    return dict(record)

@@ -1,0 +1,60 @@
+"""URLs of servers: validation, loopback hosts, and hosts that are reached without a proxy."""
+
+import ipaddress
+import os
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+
+def without_proxy(*hosts: str) -> dict[str, str]:
+    """Return environment variables with which a child process connects to `hosts` directly."""
+    value = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if value != "*":  # "*" means all hosts, but only alone
+        names = [*value.split(","), *hosts]
+        value = ",".join(dict.fromkeys(name for name in names if name))
+    return {"NO_PROXY": value, "no_proxy": value}
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if `host` is a loopback address or "localhost"."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _validate_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port above 65535
+        valid = False
+    if not valid:
+        raise PydanticCustomError(
+            "option", "expected http(s)://host/path, with a port from 1 to 65535 if any"
+        )
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError(
+            "may hold no user, password or query; keys go into key_variable or key_file"
+        )
+    return url
+
+
+Url = Annotated[str, AfterValidator(_validate_url)]  # of a server, without credentials
+
+
+def check_private(name: str, url: str | None) -> None:
+    """Refuse a URL over which a key would travel unencrypted.
+
+    Args:
+        name: option that holds the URL, for the message.
+
+    Raises:
+        ValueError: the URL is http and its host is not loopback.
+    """
+    parts = urlsplit(url or "")
+    if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
+        raise ValueError(f"{name}: http would show the key to the network; use https")

@@ -1,0 +1,51 @@
+"""Text that is safe to show, without secrets, and hints at misspelt names."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rollout.base.text import (
+    EscapingFormatter,
+    escape_line,
+    escape_text,
+    nearest_hint,
+    redact_secrets,
+    valid_text,
+)
+
+
+def test_characters_that_command_a_terminal_are_escaped() -> None:
+    text = "a\tb\n\x1b]0;owned\x07 \x9b2J a\rb \u202eevil \ud800"
+    escaped = "a\tb\n\\x1b]0;owned\\x07 \\x9b2J a\\rb \\u202eevil \\ud800"
+    assert escape_text(text) == escaped
+    assert escape_line(text) == escaped.replace("\n", "\\n")
+
+
+def test_log_records_are_escaped() -> None:
+    record = logging.makeLogRecord({"msg": "said %s", "args": ("\x1b[2J",)})
+    assert EscapingFormatter("%(message)s").format(record) == r"said \x1b[2J"
+
+
+def test_lone_surrogates_are_replaced() -> None:
+    assert valid_text("a\ud800b") == "a\N{REPLACEMENT CHARACTER}b"
+    assert valid_text("\U0001f600") == "\U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://user:word@host/x", "http://[redacted]@host/x"),
+        ("password=abc max_token=5", "password=[redacted] max_token=5"),
+        ("key sk-0123456789 used", "key [redacted] used".replace("[", "sk-[")),
+        ("token_file: a.txt", "token_file: a.txt"),
+    ],
+)
+def test_secrets_are_redacted(text: str, expected: str) -> None:
+    assert redact_secrets(text) == expected
+
+
+def test_similar_names_are_hinted_at() -> None:
+    assert nearest_hint("atc", ["act", "see"]) == "; nearest: act"
+    assert nearest_hint("xyz", ["act", "see"]) == ""
