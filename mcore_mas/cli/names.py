@@ -52,7 +52,7 @@ REGISTRIES = {
     "losses": NameSource("mcore_mas.equations.losses", "LOSSES"),
     "corrections": NameSource("mcore_mas.equations.divergence", "CORRECTIONS"),
     "aggregations": NameSource("mcore_mas.equations.losses", "AGGREGATIONS"),
-    "engines": NameSource("rollout.engines", "ENGINES", "engine"),
+    "engines": NameSource("rollout.engines.registry", "ENGINES", "engine"),
     "tools": NameSource("rollout.environments", "TOOLS"),
     "providers": NameSource("rollout.engines.remote", "PROVIDERS"),
     "experiments": NameSource("mcore_mas.config.experiments", "names_in"),
