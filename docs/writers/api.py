@@ -1,4 +1,4 @@
-"""The page docs/api.md, made from the docstrings of the public names."""
+"""Writer of docs/api.md, from the docstrings of the public names."""
 
 from __future__ import annotations
 
@@ -16,57 +16,65 @@ from mcore_mas import api
 API_PAGE = DOCS / "api.md"
 _HEAD = """# Python API
 
-`import mcore_mas as mm` has these names, and no others are promised to stay. Made by `python -m docs.writers api` from
-the docstrings. [quickstart.md](quickstart.md) uses them.
+`import mcore_mas as mm` has these names, and no others are promised to stay. This page is made from
+their docstrings by `python -m docs.writers api`. See [quickstart.md](quickstart.md) for examples.
 """
 
 
 def pages() -> dict[Path, str]:
-    """The page."""
-    entries = (part for name in sorted(api.__all__) for part in _entry(name, getattr(api, name)))
-    return {API_PAGE: "\n".join([_HEAD, *entries])}
+    """Return the text of the page."""
+    parts = [_HEAD]
+    for name in sorted(api.__all__):
+        parts.extend(_entry(name, getattr(api, name)))
+    return {API_PAGE: "\n".join(parts)}
 
 
-def public_methods(thing: type) -> dict[str, Any]:
-    """What a class adds to its bases for everybody, by name: methods and properties."""
-    kinds = (FunctionType, property, classmethod)
-    own = {
-        name: value
-        for name, value in vars(thing).items()
-        if not name.startswith("_") and isinstance(value, kinds)
-    }
-    return {
-        name: value
-        for name, value in own.items()
-        if name not in getattr(thing, "__dataclass_fields__", {})
-    }
+def public_methods(class_: type) -> dict[str, Any]:
+    """Return the public methods and properties that a class defines itself, by name."""
+    methods = {}
+    for name, value in vars(class_).items():
+        is_field = name in getattr(class_, "__dataclass_fields__", {})
+        is_method = isinstance(value, FunctionType | property | classmethod)
+        if is_method and not is_field and not name.startswith("_"):
+            methods[name] = value
+    return methods
 
 
 def _entry(name: str, thing: Any) -> Iterator[str]:
-    yield f"## `mm.{name}`\n\n```python\n{name}{_signature(thing)}\n```\n\n{_text(thing)}\n"
-    for method, value in public_methods(thing).items() if isinstance(thing, type) else ():
-        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
-        called = "" if isinstance(value, property) else _signature(function)
-        yield f"### `{name}.{method}`\n\n```python\n{method}{called}\n```\n\n{_text(function)}\n"
+    """Yield the sections of a public name and of its methods."""
+    yield _section(f"## `mm.{name}`", f"{name}{_signature(thing)}", thing)
+    if not isinstance(thing, type):
+        return
+    for method, value in public_methods(thing).items():
+        if isinstance(value, property):
+            yield _section(f"### `{name}.{method}`", method, value.fget)
+        else:
+            function = getattr(value, "__func__", value)  # of a class method
+            yield _section(f"### `{name}.{method}`", f"{method}{_signature(function)}", function)
+
+
+def _section(heading: str, call: str, thing: Any) -> str:
+    return f"{heading}\n\n```python\n{call}\n```\n\n{_docstring_as_markdown(thing)}\n"
 
 
 def _signature(thing: Any) -> str:
     if isinstance(thing, EnumType):
-        return "(value)"  # Python's versions do not agree on what else it takes
-    written = re.sub(
-        r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(thing))
-    )  # annotations that are texts
-    return re.sub(r"<function (\w+) at 0x\w+>", r"\1", written)
+        return "(value)"  # the other parameters depend on the version of Python
+    signature = str(inspect.signature(thing))
+    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)  # quotes around annotations
+    return re.sub(r"<function (\w+) at 0x\w+>", r"\1", signature)
 
 
-def _text(thing: Any) -> str:
-    """A docstring as Markdown: what is below Args: and Raises: as a list."""
+def _docstring_as_markdown(thing: Any) -> str:
+    """Convert a docstring to Markdown: the entries of Args and Raises become lists."""
     lines = []
     for line in (inspect.getdoc(thing) or "").splitlines():
-        head, _, rest = line.strip().partition(": ")
+        name, _, description = line.strip().partition(": ")
+        is_entry = re.match(r"    \S", line) and description
         if line in ("Args:", "Raises:"):
             lines.append(f"\n{line}\n")
+        elif is_entry:
+            lines.append(f"- `{name}`: {description}")
         else:
-            entry = re.match(r"    \S", line) and rest
-            lines.append(f"- `{head}`: {rest}" if entry else line.strip())
+            lines.append(line.strip())
     return "\n".join(lines).replace("\n\n\n", "\n\n").strip()

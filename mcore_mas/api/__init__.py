@@ -1,12 +1,15 @@
-"""Python API: teams, tasks, environments and rewards as objects; training, evaluation and export of them.
+"""Python API: teams, tasks, environments and rewards as objects; training, evaluation and export.
 
-`import mcore_mas as mm` has the same names. They are the public surface: docs/api.md is made from their docstrings.
+`import mcore_mas as mm` has the names of `__all__`, and only these are promised to stay.
+docs/api.md is made from their docstrings.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mcore_mas.api.objects import AgentSpec, Conversation, load_tasks
+from mcore_mas.api.agents import AgentSpec
+from mcore_mas.api.conversation import Conversation
+from mcore_mas.api.tasks import load_tasks
 from mcore_mas.pipeline.base_model import make_tiny_model
 from rollout.base.text import nearest_hint
 from rollout.environments.math import last_boxed
@@ -47,7 +50,7 @@ __all__ = [
     "register_agent",
 ]
 
-_LATER = {  # what brings torch or the whole pipeline with it, imported when it is used
+_LAZY_MODULES = {  # they import torch or the whole pipeline
     "Advantages": "mcore_mas.equations.turns",
     "Coach": "rollout.rewards.coach",
     "Run": "mcore_mas.api.run",
@@ -58,8 +61,9 @@ _LATER = {  # what brings torch or the whole pipeline with it, imported when it 
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    """Import a public name when it is first used."""
+    if name not in _LAZY_MODULES:
         raise AttributeError(
             f"module 'mcore_mas' has no attribute '{name}'; see docs/api.md{nearest_hint(name, __all__)}"
         )
-    return getattr(import_module(_LATER[name]), name)
+    return getattr(import_module(_LAZY_MODULES[name]), name)

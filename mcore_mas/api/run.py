@@ -1,85 +1,74 @@
-"""A run of the Python API: the pipeline's own stages on a config made from objects."""
+"""A run of the Python API: the stages of the pipeline on a config that is made from objects."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import queue
-import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
 from rich.console import Console
 
-from mcore_mas.api.objects import (
-    AgentSpec,
-    Conversation,
-    TaskError,
-    known_here,
-    pure,
-    reward_section,
-    split_tasks,
-)
+from mcore_mas.api.agents import AgentSpec
+from mcore_mas.api.arguments import plain_values, policy_sections, read_settings, team_sections
+from mcore_mas.api.conversation import Conversation
+from mcore_mas.api.references import ArgumentError
+from mcore_mas.api.tasks import split_tasks
+from mcore_mas.api.training_thread import StepRow, TrainingThread
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.experiments import GROUPS
-from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
-from mcore_mas.config.trainer import TrainerConfig
 from mcore_mas.pipeline.check import machine_problems, model_problems, too_few
 from mcore_mas.pipeline.prepare import prepare_tasks
 from rollout.base.files import write_text
 from rollout.base.json_files import read_json_lines
 from rollout.base.nested import merged
-from rollout.base.processes import say
-from rollout.base.text import nearest_hint
 from rollout.records.files import read_trajectories, write_tasks
 from rollout.records.trajectory import Task, Trajectory
 
-StepRow = dict[str, float]  # a step's metrics by name, with the number of the step
 _T = TypeVar("_T")
-_ARGUMENTS = (
-    "data",
-    "env",
-    "orchestra",
-    "policies",
-    "reward",
-)  # of Run itself, that are no sections
-_COLLECTED = 8  # tasks of a step, where it is not said
+_TASKS_PER_STEP = 8  # by default
+_EXPLAINED_TASKS = 3
 
 
 class Run:
-    """A team, its tasks and how it learns, in a folder of its own; training goes on from its newest checkpoint.
+    """A team, its tasks and its training, in a folder of its own.
 
-    Nothing is started before `train`, `arun`, iteration, `evaluate` or `chat`. These work in scripts, in notebooks and
-    inside a running event loop: the training has a thread and a loop of its own, and takes no signals.
+    Nothing starts before `train`, `arun`, iteration, `evaluate` or `chat`. These work in scripts,
+    in notebooks and inside a running event loop: the training has a thread and an event loop of
+    its own, and handles no signals. It goes on from its newest checkpoint.
 
     Args:
-        agents: who can act; or the name of a team that ships, with its orchestra, environment and reward
-            (docs/catalogue.md).
-        orchestra: who speaks when: an async function `(task, team, env)`, or the name of one that ships.
-        tasks: tasks, (prompt, answer) pairs or rows with a prompt and an answer, also those of a data set; a file or
-            hub's id, as `load_tasks` takes it; a mapping of splits to them; or the `data` section of a config, such as
-            a generator. Of train a tenth is held out for each of validation and test that is not given.
-        policies: a model for all policies, or a model or section for each: a folder, or the hub's id of a model that
-            was downloaded.
-        env: the environment: a function or class that takes a task, or the name of one that ships. By default the
-            team's, or math.
-        reward: of a trajectory, a number or a number for each agent; of a `group`, the group with rewards on its turns;
-            or the name of an allocator that ships. By default the team's, or shared_outcome.
-        folder: of the run; all that it writes lies there.
-        settings: keys of the trainer and of policies (steps, 20 by default; group_size, 8; lr, 1e-6), names of groups
-            of configs (advantage="grpo"), sections (engine={"max_length": 256}), who shares weights in a team that
-            ships (sharing="separate"), and penalties beside the reward.
+        agents: the agents; or the name of a team that ships, with its orchestra, environment and
+            reward (docs/catalogue.md).
+        orchestra: who speaks when: an async function `(task, team, env)`, or the name of one that
+            ships.
+        tasks: tasks, (prompt, answer) pairs or rows with a prompt and an answer, such as those of a
+            data set; a file or hub's id, as `load_tasks` takes it; a mapping of splits to any of
+            these; or the `data` section of a config, such as a generator. A tenth of train is held
+            out for each of validation and test that is not given.
+        policies: a model for all policies, or a model or section for each. A model is a folder, or
+            the hub's id of a model that was downloaded.
+        env: the environment: a function or class that takes a task, or the name of one that ships.
+            By default that of the team, or math.
+        reward: a function of a trajectory that returns a number or a number for each agent; a
+            function of a `group` that returns the group with rewards on its turns; or the name of
+            an allocator that ships. By default that of the team, or shared_outcome.
+        folder: of the run; all its files are in there.
+        settings: keys of the trainer and of policies (steps, 20 by default; group_size, 8; lr,
+            1e-6); names of groups of configs (advantage="grpo"); sections
+            (engine={"max_length": 256}); which agents share weights in a team that ships
+            (sharing="separate"); and penalties beside the reward.
 
     Raises:
-        ConfigError, TaskError: something does not fit; says what, where, expected, what to do.
+        ConfigError: a setting is not valid.
+        ArgumentError: an argument cannot be used, or this machine cannot run it.
     """
 
     def __init__(
@@ -96,45 +85,52 @@ class Run:
     ) -> None:
         self.folder = Path(folder).expanduser()
         name = self.folder.name
-        is_section = isinstance(tasks, Mapping) and (
-            "generator" in tasks or "format" in tasks
-        )  # `data` of a config
-        given = {} if is_section else split_tasks(tasks)
-        most = min(_COLLECTED, len(given["train"])) if given else _COLLECTED
-        chosen, sections = _settings(settings, most)
-        team = _team(name, agents, orchestra, env, reward)
-        own = {
+        split: dict[str, list[Task]] = {}
+        data = tasks
+        if not _is_data_section(tasks):
+            split = split_tasks(tasks)
+            data = {split_name: [str(self._task_file(split_name))] for split_name in split}
+
+        tasks_per_step = min(_TASKS_PER_STEP, len(split["train"])) if split else _TASKS_PER_STEP
+        chosen = read_settings(settings, tasks_per_step)
+        sections = {
             "run": name,
             "evaluation": {},
-            "data": {s: [str(self._given(s))] for s in given} or tasks,
+            "data": data,
+            **team_sections(name, agents, orchestra, env, reward),
+            **policy_sections(agents, policies),
         }
-        own |= {**team, **_policies(agents, policies)}
-        chosen += [f"team={agents}"] if isinstance(agents, str) else []
-        overrides = ["~experiment", f"results={json.dumps(str(self.folder.parent))}", *chosen]
-        self._values = resolve(overrides, own=pure(merged(own, sections)))
-        world = self._values["env"]["name"]
-        self._tasks = {
-            split: [replace(t, env=t.env or world) for t in tasks] for split, tasks in given.items()
-        }
-        self.config = _checked(self._values, f"run '{name}'", self._tasks)
-        self._steps: _Steps | None = None  # of the newest loop
+        overrides = ["~experiment", f"results={json.dumps(str(self.folder.parent))}"]
+        overrides += chosen.choices
+        if isinstance(agents, str):
+            overrides.append(f"team={agents}")
 
-    def _given(self, split: str) -> Path:
+        self._values = resolve(overrides, own=plain_values(merged(sections, chosen.sections)))
+        default_env = self._values["env"]["name"]
+        self._tasks = {
+            split_name: [replace(task, env=task.env or default_env) for task in split_tasks_]
+            for split_name, split_tasks_ in split.items()
+        }
+        self.config = RunConfig.check(self._values, f"run '{name}'")
+        _check_run(self.config, self._tasks.get("train"))
+        self._training: TrainingThread | None = None  # of the newest loop
+
+    def _task_file(self, split: str) -> Path:
+        """Return the file of the tasks that were given for a split."""
         return self.folder / "given" / f"{split}.parquet"
 
-    def _prepared(self) -> Path:
-        """The resolved config, written with the run's tasks as the pipeline does."""
+    def _write_inputs(self) -> Path:
+        """Write the resolved config and the tasks as the pipeline does; return the config's file."""
         file = self.folder / "config.yaml"
         for split, tasks in self._tasks.items():
-            write_tasks(self._given(split), tasks)
-        write_text(
-            file, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True, width=120)
-        )
+            write_tasks(self._task_file(split), tasks)
+        config = yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True, width=120)
+        write_text(file, config)
         prepare_tasks(file, self.folder / "tasks")
         return file
 
     def train(self) -> Run:
-        """Train to the last step; Ctrl-C ends it with a checkpoint."""
+        """Train to the last step. Ctrl-C stops it with a checkpoint."""
         for _ in self:
             pass
         return self
@@ -146,29 +142,33 @@ class Run:
         return self
 
     def __iter__(self) -> Iterator[StepRow]:
-        """Each step's metrics as it is taken. Who leaves the loop stops the training, with a checkpoint."""
-        steps = self._begin()
+        """Train, and yield the metrics of each step. Leaving the loop saves a checkpoint."""
+        training = self._start_training()
         try:
-            while (row := steps.next()) is not None:
+            while (row := training.next()) is not None:
                 yield row
         finally:
-            steps.close()
+            training.close()
 
     async def __aiter__(self) -> AsyncIterator[StepRow]:
-        """As `__iter__`, inside a running event loop; the checkpoint is saved behind a `break`."""
-        steps = await asyncio.to_thread(self._begin)
+        """Train as in `__iter__`, inside a running event loop.
+
+        The checkpoint is saved after a `break` has left the loop.
+        """
+        training = await asyncio.to_thread(self._start_training)
         try:
-            while (row := await asyncio.to_thread(steps.next)) is not None:
+            while (row := await asyncio.to_thread(training.next)) is not None:
                 yield row
         finally:
-            await asyncio.to_thread(steps.close)
+            await asyncio.to_thread(training.close)
 
-    def _begin(self) -> _Steps:
-        """The training from its newest checkpoint on, once that of an earlier loop has ended and saved."""
-        if self._steps is not None:  # `break` does not wait where the loop is an `async for`
-            self._steps.close()
-        self._steps = _Steps(self._prepared())
-        return self._steps
+    def _start_training(self) -> TrainingThread:
+        """Start from the newest checkpoint, after that of an earlier loop has been saved."""
+        if self._training is not None:
+            # A `break` out of `async for` does not wait until the generator is closed.
+            self._training.close()
+        self._training = TrainingThread(self._write_inputs())
+        return self._training
 
     @property
     def metrics(self) -> list[StepRow]:
@@ -182,20 +182,25 @@ class Run:
         return self.trajectories_of(None)
 
     def trajectories_of(self, step: int | None) -> list[Conversation]:
-        """The trajectories of a step, of the newest with None; [] before there is one."""
+        """Return the trajectories of a step, or of the newest one if it is None.
+
+        The list is empty if the step has not been taken.
+        """
         from mcore_mas.reports.terminal import credit_of
 
-        file = self._recorded(step)
-        found = read_trajectories(file) if file else []
-        advantages = credit_of(file, found)[0] if file else {}
-        return [Conversation.of(trajectory, advantages) for trajectory in found]
+        file = self._trajectory_file(step)
+        if file is None:
+            return []
+        trajectories = read_trajectories(file)
+        advantages, _ = credit_of(file, trajectories)
+        return [Conversation.of(trajectory, advantages) for trajectory in trajectories]
 
-    def _recorded(self, step: int | None) -> Path | None:
-        """The file of a step's trajectories, of the newest with None; None before there is one."""
+    def _trajectory_file(self, step: int | None) -> Path | None:
+        """Return the file of the trajectories of a step, or of the newest one if it is None."""
         files = sorted((self.folder / "train" / "trajectories").glob("step_*.parquet"))
-        return next(
-            (file for file in files[::-1] if step is None or file.stem == f"step_{step:06d}"), None
-        )
+        if step is not None:
+            files = [file for file in files if file.stem == f"step_{step:06d}"]
+        return files[-1] if files else None
 
     def explain(
         self,
@@ -205,69 +210,86 @@ class Run:
         task: str | None = None,
         **options: Any,
     ) -> None:
-        """Print the credit that an estimator gives a step's turns: who was compared with whom, and every advantage.
+        """Print the credit that an estimator assigns to the turns of a step.
+
+        Every turn is printed with its advantage, and the turns with which it was compared.
 
         Args:
-            advantage: an estimator (`mcore-mas list estimators`), whichever the run was trained with.
+            advantage: an estimator (`mcore-mas list estimators`); any one, also if the run was
+                trained with another.
             step: of the training, by default the newest.
-            task: only this one; by default the first three.
+            task: the only task to print, by default the first three.
             options: of the estimator.
 
         Raises:
-            TaskError: no such step was taken.
+            ArgumentError: no such step was taken.
             CreditError: the estimator is unknown, lacks what it needs, or has no such option.
         """
         from mcore_mas.reports.terminal import print_credit
 
-        if (file := self._recorded(step)) is None:
-            raise TaskError(f"{self.folder}: no trajectories of step {step or 0}; train it first")
-        print_credit(file, advantage, options, task, 3, Console(highlight=False))
+        file = self._trajectory_file(step)
+        if file is None:
+            raise ArgumentError(
+                f"{self.folder}: no trajectories of step {step or 0}; train it first"
+            )
+        console = Console(highlight=False)
+        print_credit(file, advantage, options, task, _EXPLAINED_TASKS, console)
 
     def evaluate(self, k: int = 4, state: str = "trained") -> dict[str, float]:
-        """Scores on the test tasks: avg@k, pass@k and maj@k, of the `trained` team or the `base` one.
+        """Evaluate the team on the test tasks, and return avg@k, pass@k and maj@k by name.
 
-        Ctrl-C ends it; the same call goes on from what was played.
+        Ctrl-C stops it; the same call continues.
+
+        Args:
+            k: samples of each task.
+            state: "trained" or "base".
 
         Raises:
             FolderError: the training has not finished.
-            EvaluationError: too much failed for a score.
+            EvaluationError: too many trajectories failed.
         """
         from mcore_mas.evaluation.evaluate import evaluate
         from mcore_mas.runtime.stop_signal import StopSignal
 
-        self._prepared()
-        section = self.config.evaluation.model_copy(update={"samples": k})
-        config = self.config.model_copy(update={"evaluation": section})
+        self._write_inputs()
+        evaluation = self.config.evaluation.model_copy(update={"samples": k})
+        config = self.config.model_copy(update={"evaluation": evaluation})
         out = self.folder / "evaluation" / f"{state}.json"
         stop = StopSignal(signals=False)
-        rows = _apart(lambda: evaluate(config, state, out, stop=stop), stop.request_threadsafe)[
-            "rows"
-        ]
-        return {
-            row["metric"]: row["value"] for row in rows if row["dataset"] == rows[-1]["dataset"]
-        }
+        result = _call_in_thread(
+            lambda: evaluate(config, state, out, stop=stop),
+            on_interrupt=stop.request_threadsafe,
+        )
+        rows = result["rows"]
+        all_tasks = rows[-1]["dataset"]  # the rows of single data sources come first
+        return {row["metric"]: row["value"] for row in rows if row["dataset"] == all_tasks}
 
     def export(self, to: str | Path, policy: str | None = None) -> Path:
-        """Write a policy, the only one if it is not named, as a Hugging Face folder that was checked.
+        """Export a policy as a Hugging Face folder, and check the folder.
+
+        Args:
+            to: folder to write.
+            policy: name of the policy, by default the first one that is trained.
 
         Raises:
-            ExportError: there is no such policy, nothing is trained yet, or `to` holds something.
+            ExportError: there is no such policy, nothing is trained yet, or `to` is not empty.
         """
         from mcore_mas.evaluation.export import export
 
-        _apart(
-            lambda: export(
-                self.folder, policy or self.config.trained[0], Path(to), lambda line: None
-            )
-        )
+        name = policy or self.config.trained[0]
+        _call_in_thread(lambda: export(self.folder, name, Path(to), lambda line: None))
         return Path(to)
 
     def chat(self, *prompts: str, state: str = "trained") -> list[Conversation]:
-        """Have the team play what you ask of it; without prompts it asks for them, until an empty line or Ctrl-D."""
+        """Have the team play prompts as tasks, and return its conversations.
+
+        Without prompts they are read from the terminal, until an empty line or Ctrl-D.
+        """
         from mcore_mas.evaluation.evaluate import converse
 
-        told: queue.Queue[str] = queue.Queue()
-        return _talk(converse(self.config, state, iter(told.get, None)), told, prompts)
+        queued: queue.Queue[str] = queue.Queue()
+        trajectories = converse(self.config, state, iter(queued.get, None))
+        return _converse_in_thread(trajectories, queued, prompts)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, {len(self.metrics)} rows of metrics)"
@@ -276,207 +298,78 @@ class Run:
         from mcore_mas.reports.charts import key_curves
 
         metrics = self.metrics
-        steps = f"{sum(row['step'] >= 0 for row in metrics)} of {self.config.trainer.steps} steps"
-        return f"<p>{escape(str(self.folder))}: {steps}</p>{key_curves({self.config.run: metrics}) if metrics else ''}"
+        steps = sum(row["step"] >= 0 for row in metrics)
+        curves = key_curves({self.config.run: metrics}) if metrics else ""
+        folder = escape(str(self.folder))
+        return f"<p>{folder}: {steps} of {self.config.trainer.steps} steps</p>{curves}"
 
 
-def _team(run: str, agents: Any, orchestra: Any, env: Any, reward: Any) -> dict[str, Any]:
-    """Sections that these arguments of `Run` stand for; a team that ships has what is None."""
-    sections: dict[str, Any] = {}
-    if not isinstance(agents, str):
-        if (
-            not isinstance(agents, Sequence)
-            or not agents
-            or not all(isinstance(agent, AgentSpec) for agent in agents)
-        ):
-            raise TaskError(
-                f"agents: {agents!r:.80}; expected a list of AgentSpec, or the name of a team that ships"
-            )
-        for name, times in Counter(agent.name for agent in agents).items():
-            if times > 1:
-                raise TaskError(f"agents: '{name}' is there twice; expected different names")
-        if orchestra is None:
-            raise TaskError(
-                "orchestra is missing; expected an async function (task, team, env), or a name that ships"
-            )
-        sections["agents"] = {agent.name: agent.section(run) for agent in agents}
-        env, reward = env or "math", reward or "shared_outcome"
-    for key, given in (("orchestra", orchestra), ("env", env)):
-        if given is not None:
-            sections[key] = {"name": known_here(given, f"{run}.{key}")}
-    if reward is not None:
-        sections["reward"] = reward_section(reward, f"{run}.reward")
-    return sections
+def _is_data_section(tasks: Any) -> bool:
+    """Return True if tasks are the `data` section of a config."""
+    return isinstance(tasks, Mapping) and ("generator" in tasks or "format" in tasks)
 
 
-def _checked(
-    values: Mapping[str, Any], where: str, tasks: Mapping[str, Sequence[Task]]
-) -> RunConfig:
-    """The config of these values, for `tasks` by split, of which nothing is known to fail."""
-    config = RunConfig.check(values, where)
-    wrong = [*machine_problems(config)]
+def _check_run(config: RunConfig, train: Sequence[Task] | None) -> None:
+    """Refuse a run that is known to fail.
+
+    Args:
+        config: of the run.
+        train: its training tasks, or None if they are made by a generator or read from files.
+
+    Raises:
+        ArgumentError: lists all problems of the machine, the models and the tasks.
+    """
+    problems = list(machine_problems(config))
     for policy, model in config.models.items():
-        wrong += model_problems(config, policy, model)
-    train = len(tasks["train"]) if tasks else config.data.train
-    wrong += too_few(config, train) if isinstance(train, int) else ()
-    if wrong:
-        raise TaskError("; ".join(wrong))
-    try:
-        for task in tasks.get("train", ())[:1]:
-            config.env.check_made(task)
-    except ValueError as error:
-        raise TaskError(str(error)) from error
-    return config
+        problems += model_problems(config, policy, model)
+    count = config.data.train if train is None else len(train)
+    if isinstance(count, int):
+        problems += too_few(config, count)
+    if problems:
+        raise ArgumentError("; ".join(problems))
 
-
-def _policies(
-    agents: Sequence[AgentSpec] | str, given: str | Path | Mapping[str, Any]
-) -> dict[str, Any]:
-    """Sections for policies of these models: one for all, or one or a section for each."""
-    if isinstance(given, Mapping):
-        return {
-            "policies": {
-                k: {"model": str(m)} if isinstance(m, str | Path) else m for k, m in given.items()
-            }
-        }
-    names: dict[str, Any] = (
-        {} if isinstance(agents, str) else {agent.policy: {} for agent in agents}
-    )
-    return {"policies": names, "policy_defaults": {"model": str(given)}}
-
-
-def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str], dict[str, Any]]:
-    """(Choices of groups of configs, sections) that keyword arguments stand for."""
-    sections: dict[str, Any] = {
-        "trainer": {"steps": 20, "tasks_per_step": tasks_per_step, "group_size": 8},
-        "policy_defaults": {"lr": 1e-6},
-    }
-    chosen = []
-    for key, value in given.items():
-        if key in GROUPS and isinstance(value, str):
-            chosen.append(f"{key}={value}")
-        elif key == "penalties":  # of the section whose other keys are the argument `reward`
-            sections["reward"] = {key: value}
-        elif key in RunConfig.model_fields or key == "sharing":
-            sections[key] = (
-                merged(sections.get(key, {}), value) if isinstance(value, Mapping) else value
-            )
-        elif key in TrainerConfig.model_fields:
-            sections["trainer"][key] = value
-        elif key in PolicyConfig.model_fields:
-            sections["policy_defaults"][key] = value
-        else:
-            known = [
-                *RunConfig.model_fields,
-                *TrainerConfig.model_fields,
-                *PolicyConfig.model_fields,
-            ]
-            places = _places(key)
-            expected = (
-                f"write {' or '.join(places)}" if places else f"expected one of {', '.join(known)}"
-            )
-            raise TaskError(
-                f"Run has no setting '{key}'; {expected}{'' if places else nearest_hint(key, known)}"
-            )
-    return chosen, sections
-
-
-def _places(key: str) -> list[str]:
-    """How arguments say a key of a section of the config; [] where no section has it."""
-    kinds = {
-        name: (field.annotation, *get_args(field.annotation))
-        for name, field in RunConfig.model_fields.items()
-    }
-    having = [
-        name
-        for name, own in kinds.items()
-        if any(key in getattr(kind, "model_fields", ()) for kind in own)
-    ]
-    value = f'{{"{key}": ...}}'
-    said = (
-        f"AgentSpec(..., settings={value})" if name == "agents" else f"{name}={value}"
-        for name in having
-    )
-    return [text for text, name in zip(said, having, strict=True) if name not in _ARGUMENTS]
-
-
-def _apart(work: Callable[[], _T], interrupt: Callable[[], None] = lambda: None) -> _T:
-    """What `work` returns, done in a thread where no event loop runs; Ctrl-C is passed on to it by `interrupt`."""
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(work)
+    if train:
         try:
-            return done.result()
+            config.env.check_made(train[0])
+        except ValueError as error:
+            raise ArgumentError(str(error)) from error
+
+
+def _call_in_thread(
+    function: Callable[[], _T], on_interrupt: Callable[[], None] = lambda: None
+) -> _T:
+    """Call a function in a thread, where no event loop runs, and return its result.
+
+    On Ctrl-C, `on_interrupt` is called, and the function is waited for.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(function)
+        try:
+            return future.result()
         except KeyboardInterrupt:
-            interrupt()
+            on_interrupt()
             raise
 
 
-def _talk(
-    played: Generator[Trajectory, None, None], told: queue.Queue[str], prompts: Sequence[str]
+def _converse_in_thread(
+    trajectories: Generator[Trajectory, None, None],
+    queued: queue.Queue[str],
+    prompts: Sequence[str],
 ) -> list[Conversation]:
-    """What a team, in a thread of its own, plays of each prompt that it is told; without prompts a person is asked."""
-    found: list[Conversation] = []
+    """Queue prompts one by one, and take the trajectory of each from a team in a thread.
+
+    Prompts of a person are read in the caller's thread, which receives Ctrl-C.
+    """
+    conversations: list[Conversation] = []
+    is_interactive = not prompts
     with ThreadPoolExecutor(1) as pool, suppress(EOFError):
-        try:  # a person is asked in the caller's thread, where Ctrl-C is heard
-            for prompt in prompts or iter(lambda: input("you: "), ""):
-                told.put(prompt)
-                found.append(Conversation.of(pool.submit(next, played).result(), {}))
-                if not prompts:
-                    found[-1].show()
-        finally:
-            pool.submit(played.close).result()
-    return found
-
-
-class _Steps:
-    """A training in a thread of its own, which waits after each step until somebody asks for the next."""
-
-    def __init__(self, config: Path) -> None:
-        self._run = config.parent
-        self._rows: queue.Queue[StepRow | BaseException | None] = queue.Queue()
-        self._asked: queue.Queue[bool] = queue.Queue()  # whether to go on
-        self._taken = False  # a row that the training waits behind
-        self._thread = threading.Thread(target=self._train, args=(config,), name="training")
-        self._thread.start()
-        # Of a program that ends in the middle of its loop; `atexit` comes too late, after all threads are waited for.
-        threading._register_atexit(self.close)  # type: ignore[attr-defined]
-
-    def next(self) -> StepRow | None:
-        """The next step's metrics, None after the last; raises what ended the training."""
-        if self._taken:
-            self._asked.put(True)
-        self._taken = False
-        found = self._rows.get()
-        if isinstance(found, BaseException):
-            raise found
-        self._taken = found is not None
-        return found
-
-    def close(self) -> None:
-        """End the training where it is, with a checkpoint, and wait for that; it says what kept it from that."""
-        from mcore_mas.runtime.joblog import describe_error
-
-        self._asked.put(False)  # of the row that it waits behind, or of a step under way
-        self._thread.join()
-        while not self._rows.empty():
-            if isinstance(error := self._rows.get(), BaseException):
-                say(f"{self._run}: {describe_error(error)}")
-
-    def _train(self, config: Path) -> None:
-        from mcore_mas.runtime.stop_signal import Stopped
-        from mcore_mas.training.train import train
-
-        async def after_step(number: int, metrics: Mapping[str, float]) -> bool:
-            self._rows.put({"step": number, **metrics})
-            return await asyncio.to_thread(self._asked.get)
-
         try:
-            train(config, after_step=after_step)
-        except BaseException as error:
-            # from Python 3.12 on asyncio has no thread in which it ends its others where a program ends
-            stopped = error.__context__ if "at interpreter shutdown" in str(error) else error
-            if isinstance(stopped, Stopped):
-                say(f"{self._run}: {stopped}")
-            self._rows.put(None if isinstance(stopped, Stopped) else error)
-        else:
-            self._rows.put(None)
+            for prompt in prompts or iter(lambda: input("you: "), ""):
+                queued.put(prompt)
+                trajectory = pool.submit(next, trajectories).result()
+                conversations.append(Conversation.of(trajectory, {}))
+                if is_interactive:
+                    conversations[-1].show()
+        finally:
+            pool.submit(trajectories.close).result()
+    return conversations

@@ -19,7 +19,7 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from mcore_mas.api.objects import allocator_of
+from mcore_mas.api.rewards import allocator_of
 from mcore_mas.cli.main import app
 from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.credit.assign import estimate, mean_advantages

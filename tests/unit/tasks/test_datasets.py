@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 import mcore_mas as mm
-from mcore_mas.api.objects import split_tasks
+from mcore_mas.api.tasks import split_tasks
 from mcore_mas.config.compose import resolve
 from rollout.config.data import DataConfig, make_tasks
 from rollout.records.files import RecordError

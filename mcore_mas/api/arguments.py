@@ -1,0 +1,164 @@
+"""Arguments of `Run` as sections of a config."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from mcore_mas.api.agents import AgentSpec
+from mcore_mas.api.references import ArgumentError, reference_to
+from mcore_mas.api.rewards import reward_section
+from mcore_mas.config.experiments import GROUPS
+from mcore_mas.config.policy import PolicyConfig
+from mcore_mas.config.run import RunConfig
+from mcore_mas.config.trainer import TrainerConfig
+from rollout.base.nested import merged
+from rollout.base.text import nearest_hint
+
+# Sections of a config that are arguments of `Run` with the same name.
+_OWN_ARGUMENTS = ("data", "env", "orchestra", "policies", "reward")
+
+
+def team_sections(
+    run: str,
+    agents: Sequence[AgentSpec] | str,
+    orchestra: Callable[..., Any] | str | None,
+    env: Callable[..., Any] | str | None,
+    reward: Callable[..., Any] | str | None,
+) -> dict[str, Any]:
+    """Return the sections of agents, orchestra, environment and reward.
+
+    A team that ships, which is named by `agents`, brings those that are None.
+
+    Raises:
+        ArgumentError: the agents are no list of AgentSpec with different names, they have no
+            orchestra, or the reward is no function of one argument.
+    """
+    sections: dict[str, Any] = {}
+    if not isinstance(agents, str):
+        _check_agents(agents)
+        if orchestra is None:
+            raise ArgumentError(
+                "orchestra is missing; expected an async function (task, team, env), or a name "
+                "that ships"
+            )
+        sections["agents"] = {agent.name: agent.section(run) for agent in agents}
+        env = env or "math"
+        reward = reward or "shared_outcome"
+
+    if orchestra is not None:
+        sections["orchestra"] = {"name": reference_to(orchestra, f"{run}.orchestra")}
+    if env is not None:
+        sections["env"] = {"name": reference_to(env, f"{run}.env")}
+    if reward is not None:
+        sections["reward"] = reward_section(reward, f"{run}.reward")
+    return sections
+
+
+def _check_agents(agents: Any) -> None:
+    is_list = isinstance(agents, Sequence) and len(agents) > 0
+    if not is_list or not all(isinstance(agent, AgentSpec) for agent in agents):
+        raise ArgumentError(
+            f"agents: {agents!r:.80}; expected a list of AgentSpec, or the name of a team that "
+            "ships"
+        )
+    for name, count in Counter(agent.name for agent in agents).items():
+        if count > 1:
+            raise ArgumentError(f"agents: '{name}' is there twice; expected different names")
+
+
+def policy_sections(
+    agents: Sequence[AgentSpec] | str, policies: str | Path | Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the sections of policies: of one model for all, or of a model or section for each."""
+    if not isinstance(policies, Mapping):
+        names = [] if isinstance(agents, str) else [agent.policy for agent in agents]
+        return {
+            "policies": {name: {} for name in names},
+            "policy_defaults": {"model": str(policies)},
+        }
+    sections = {
+        name: {"model": str(policy)} if isinstance(policy, str | Path) else policy
+        for name, policy in policies.items()
+    }
+    return {"policies": sections}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Keyword arguments of `Run`: overrides that choose configs of a group, and sections."""
+
+    choices: list[str] = field(default_factory=list)
+    sections: dict[str, Any] = field(default_factory=dict)
+
+
+def read_settings(arguments: Mapping[str, Any], tasks_per_step: int) -> Settings:
+    """Sort keyword arguments into choices of groups and sections.
+
+    Args:
+        arguments: names of groups of configs, sections, or keys of the trainer and of policies.
+        tasks_per_step: default of the trainer's.
+
+    Raises:
+        ArgumentError: there is no such setting.
+    """
+    settings = Settings(
+        sections={
+            "trainer": {"steps": 20, "tasks_per_step": tasks_per_step, "group_size": 8},
+            "policy_defaults": {"lr": 1e-6},
+        }
+    )
+    sections = settings.sections
+    for key, value in arguments.items():
+        if key in GROUPS and isinstance(value, str):
+            settings.choices.append(f"{key}={value}")
+        elif key == "penalties":  # the other keys of this section come from the argument `reward`
+            sections["reward"] = {key: value}
+        elif key in RunConfig.model_fields or key == "sharing":
+            if isinstance(value, Mapping):
+                value = merged(sections.get(key, {}), value)
+            sections[key] = value
+        elif key in TrainerConfig.model_fields:
+            sections["trainer"][key] = value
+        elif key in PolicyConfig.model_fields:
+            sections["policy_defaults"][key] = value
+        else:
+            raise ArgumentError(f"Run has no setting '{key}'; {_expected_setting(key)}")
+    return settings
+
+
+def _expected_setting(key: str) -> str:
+    """Return how a key of a nested section is written, or else the settings that there are."""
+    value = f'{{"{key}": ...}}'
+    spellings = []
+    for name, section in RunConfig.model_fields.items():
+        types = (section.annotation, *get_args(section.annotation))
+        if not any(key in getattr(type_, "model_fields", ()) for type_ in types):
+            continue
+        if name == "agents":
+            spellings.append(f"AgentSpec(..., settings={value})")
+        elif name not in _OWN_ARGUMENTS:
+            spellings.append(f"{name}={value}")
+    if spellings:
+        return f"write {' or '.join(spellings)}"
+
+    known = [
+        *RunConfig.model_fields,
+        *TrainerConfig.model_fields,
+        *PolicyConfig.model_fields,
+    ]
+    return f"expected one of {', '.join(known)}{nearest_hint(key, known)}"
+
+
+def plain_values(value: Any) -> Any:
+    """Convert NumPy's numbers in nested values to Python's, as a config has them."""
+    if isinstance(value, Mapping):
+        return {key: plain_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_values(item) for item in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return value

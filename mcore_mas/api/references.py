@@ -1,0 +1,54 @@
+"""References by which a config names an object of the user's, such as `my_module:my_reward`."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from rollout.base.lookup import LOCAL_OBJECTS
+
+
+class ArgumentError(ValueError):
+    """An argument of the Python API cannot be used; the message says which one and what to pass."""
+
+
+def reference_to(thing: Any, label: str) -> str:
+    """Return the reference by which a config names an object.
+
+    Args:
+        thing: the name of something that ships, which is returned, or the object.
+        label: name of an object that cannot be imported, such as a lambda or a function of a
+            notebook. It is registered in this process as `here:{label}`.
+    """
+    if isinstance(thing, str):
+        return thing
+    module = getattr(thing, "__module__", None)
+    name = getattr(thing, "__qualname__", "")
+    path = _script_module() if module == "__main__" else module
+    is_importable = path and getattr(sys.modules.get(str(module)), name, None) is thing
+    if not is_importable:
+        reference = f"here:{label}"
+        LOCAL_OBJECTS[reference] = thing
+        return reference
+
+    reference = f"{path}:{name}"
+    if module == "__main__":
+        # This process must not import its own script a second time.
+        LOCAL_OBJECTS[reference] = thing
+    return reference
+
+
+def _script_module() -> str:
+    """Return the module name of this process's script, or "" if it must not be imported.
+
+    A notebook has no module, and importing a script without a `__main__` guard would run it again.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if not file:
+        return ""
+    source = Path(file).read_text(encoding="utf-8")
+    if re.search(r"^if __name__ ==", source, re.MULTILINE) is None:
+        return ""
+    spec = getattr(main, "__spec__", None)
+    return spec.name if spec else Path(file).stem

@@ -1,0 +1,170 @@
+"""Tasks of the Python API: from tasks, pairs, rows and files to splits of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from mcore_mas.api.references import ArgumentError
+from rollout.base.error_lines import error_line
+from rollout.base.options import validate_options
+from rollout.config.data import TaskFile, placed_tasks
+from rollout.records.trajectory import Task
+from rollout.tasks.files import PLAIN, distinct, located_dataset, not_downloaded, read_task_file
+from rollout.tasks.splits import SPLITS
+
+_LEAST_TASKS = 3  # one for each split
+_HELD_OUT = 10  # a tenth of train is held out for each split that is not given
+
+
+def split_tasks(tasks: Any) -> dict[str, list[Task]]:
+    """Return tasks by split.
+
+    A tenth of train is held out for each of validation and test that is not given: the last tasks
+    for the test, those before them for validation.
+
+    Args:
+        tasks: tasks, (prompt, answer) pairs, or rows with a prompt and an answer, such as those of
+            a data set; a name that `load_tasks` takes; or a mapping of splits to any of these.
+            Tasks that name no environment get "".
+
+    Raises:
+        ArgumentError: an item is no task, there are fewer than three, or a task is both in train
+            and in what is held out.
+    """
+    items = _items_by_split(tasks)
+    train = items["train"]
+    if len(train) < _LEAST_TASKS and len(items) < len(SPLITS):
+        raise ArgumentError(
+            f"{len(train)} tasks; expected {_LEAST_TASKS} or more: a tenth is for validation, a "
+            "tenth for the test"
+        )
+
+    held_out = [split for split in ("test", "validation") if split not in items]
+    size = max(1, len(train) // _HELD_OUT)
+    for split in held_out:
+        items[split] = train[-size:]
+        train = train[:-size]
+    items["train"] = train
+
+    result: dict[str, list[Task]] = {
+        split: [_to_task(item, split, number) for number, item in enumerate(items[split])]
+        for split in SPLITS
+    }
+    _check_held_out(result, held_out)
+    return result
+
+
+def _items_by_split(tasks: Any) -> dict[str, list[Any]]:
+    """Return the items of each split that is given, reading those that are named."""
+    given = dict(tasks) if isinstance(tasks, Mapping) else {"train": tasks}
+    if "train" not in given or not given.keys() <= set(SPLITS):
+        raise ArgumentError(
+            f"tasks has keys {', '.join(map(str, given))}; expected {', '.join(SPLITS)}"
+        )
+    items: dict[str, list[Any]] = {}
+    for split, part in given.items():
+        if isinstance(part, str | Path):
+            items[split] = list(load_tasks(part, split=split))
+        elif isinstance(part, Iterable):
+            items[split] = list(part)
+        else:
+            raise ArgumentError(
+                f"tasks.{split} is {part!r:.80}; expected tasks, (prompt, answer) pairs, rows, or "
+                "a file"
+            )
+    return items
+
+
+def _check_held_out(tasks: Mapping[str, Sequence[Task]], held_out: Sequence[str]) -> None:
+    """Refuse a task that comes twice, once in train and once in what was held out of it."""
+    trained = {(task.prompt, task.answers) for task in tasks["train"]}
+    for split in held_out:
+        for task in tasks[split]:
+            if (task.prompt, task.answers) in trained:
+                raise ArgumentError(
+                    f"tasks: {task.prompt!r:.80} comes twice, and would be in train and {split}; "
+                    f'take it out once, or give the split: tasks={{"train": ..., "{split}": ...}}'
+                )
+
+
+def _to_task(item: Any, split: str, number: int) -> Task:
+    if isinstance(item, Task):
+        return replace(item, split=split)
+    prompt: Any = None
+    answers: Any = ()
+    if isinstance(item, Mapping):
+        prompt = next((item[key] for key in PLAIN.question if key in item), None)
+        answers = next((item[key] for key in PLAIN.answers if key in item), ())
+    elif isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2:
+        prompt, answers = item
+    if not isinstance(prompt, str):
+        raise ArgumentError(
+            f"tasks.{split}[{number}] is {str(item)[:80]!r}; expected a Task, (prompt, answer), or "
+            f"a mapping with {' or '.join(PLAIN.question)}, and {' or '.join(PLAIN.answers)}; "
+            "mm.load_tasks reads other columns"
+        )
+    if not isinstance(answers, list | tuple):
+        answers = (answers,)
+    return Task(
+        id=f"{split}-{number}",
+        prompt=prompt,
+        answers=tuple(map(str, answers)),
+        env="",
+        source="own",
+        split=split,
+    )
+
+
+def load_tasks(
+    given: str | Path | Iterable[Mapping[str, Any]],
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    format: str = "plain",
+    limit: int | None = None,
+) -> list[Task]:
+    """Load the tasks of a data set, for `mm.Run(tasks=...)`. Equal rows become one task.
+
+    Args:
+        given: the hub's id of a data set that was downloaded (`hf download --repo-type dataset
+            ID`), its folder, or a .parquet, .jsonl, .json or .csv file; or the rows themselves,
+            such as a `datasets.Dataset`.
+        split: of the data set.
+        subset: of the data set, if it has several.
+        columns: columns of the prompt, answer, id, source and context that differ from those of
+            the format.
+        format: how rows are read (`mcore-mas list formats`); math finds the answer in a solution.
+        limit: largest number of tasks.
+
+    Raises:
+        ArgumentError: the data set is not on this machine, or a column is mistyped.
+        RecordError: it has no such subset or split, or a row does not fit the format.
+    """
+    rows = None if isinstance(given, str | Path) else given
+    options = {
+        "path": located_dataset(str(given)) if rows is None else "rows",
+        "subset": subset,
+        "columns": dict(columns),
+        "format": format,
+    }
+    try:
+        file = TaskFile(**validate_options("a data set", TaskFile, options))
+    except ValidationError as error:
+        raise ArgumentError(error_line(error, TaskFile, options)) from error
+
+    if rows is not None:
+        named_columns = file.columns.model_dump(exclude_none=True)
+        tasks = read_task_file(file.path, rows, format=format, split=split, columns=named_columns)
+    elif file.path.exists():
+        tasks = placed_tasks(file, split, format)
+    else:
+        raise ArgumentError(f"{given}: not here; {not_downloaded(str(given))}")
+    return list(islice(distinct(tasks, {}, drop=True), limit))

@@ -1,0 +1,76 @@
+"""A training in a thread: a program takes its steps one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.api.training_thread import TrainingThread
+from mcore_mas.training import train as training
+
+PROGRAM = """
+import asyncio
+from pathlib import Path
+
+from mcore_mas.api.training_thread import TrainingThread
+from mcore_mas.runtime.stop_signal import Stopped
+from mcore_mas.training import train
+
+
+def steps_without_end(config, after_step):
+    async def take_steps():
+        number = 0
+        while await after_step(number, {}):
+            number += 1
+        await asyncio.to_thread(print, "saved step", number)  # as a checkpoint is written
+        raise Stopped("stopped")
+
+    asyncio.run(take_steps())
+
+
+train.train = steps_without_end
+steps = TrainingThread(Path("run/config.yaml"))
+print("took step", steps.next()["step"], "and", steps.next()["step"])
+"""
+
+
+def test_a_program_that_ends_in_its_loop_stops_the_training_with_a_checkpoint() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.stdout == "took step 0 and 1\nsaved step 1\n", result.stderr
+    assert result.returncode == 0
+    assert result.stderr == "run: stopped\n"
+
+
+def test_an_error_after_the_last_row_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: Path, after_step: Callable[[int, dict[str, float]], Awaitable[bool]]) -> None:
+        async def take_step() -> None:
+            assert not await after_step(0, {})
+            checkpoint = "run/train/checkpoints/step_000001"
+            raise OSError(errno.ENOSPC, "No space left on device", checkpoint)
+
+        asyncio.run(take_step())
+
+    monkeypatch.setattr(training, "train", train)
+    thread = TrainingThread(Path("run/config.yaml"))
+    assert thread.next() == {"step": 0}
+    thread.close()
+    thread.close()
+    error = capsys.readouterr().err
+    message = "No space left on device: 'run/train/checkpoints/step_000001'; make room"
+    assert error.startswith("run: OSError: [Errno 28] ")
+    assert message in error
+    assert error.count("\n") == 1
