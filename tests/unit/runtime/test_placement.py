@@ -206,7 +206,7 @@ def test_the_nodes_of_a_cluster_give_what_ray_counts() -> None:
 def test_addresses_that_cannot_be_are_refused(address: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         config(f"+cluster.address='{address}'")
-    with pytest.raises(ConfigError, match=r"cpus is for a Ray of the run's own"):
+    with pytest.raises(ConfigError, match=r"cpus is for a Ray that is started for the run"):
         config("+cluster.address=auto", "+cluster.cpus=2")
 
 
