@@ -16,13 +16,10 @@ from docs.writers.schema import SCHEMAS, editor_schemas
 from docs.writers.type_words import type_words
 from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
 from rollout.base.options import json_schema, option_descriptions, options_model
-from rollout.config.sections import (
-    PENALTY_REGISTRY,
-    TOOL_REGISTRY,
-    EnvConfig,
-    OrchestraConfig,
-    RewardConfig,
-)
+from rollout.config.agents import TOOL_REGISTRY
+from rollout.config.environment import EnvConfig
+from rollout.config.orchestra import OrchestraConfig
+from rollout.config.reward import PENALTY_REGISTRY, RewardConfig
 from rollout.tasks import GENERATORS
 
 OPTIONS = DOCS / "options.md"

@@ -9,7 +9,9 @@ from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterCon
 from mcore_mas.config.experiments import CONFIGS
 from mcore_mas.config.run import RunConfig
 from rollout.base.options import json_schema
-from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.config.environment import EnvConfig
+from rollout.config.orchestra import OrchestraConfig
+from rollout.config.reward import PENALTY_REGISTRY, RewardConfig
 from rollout.tasks import GENERATORS
 
 EditorSchema = dict[str, Any]

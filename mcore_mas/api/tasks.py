@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from mcore_mas.api.references import ArgumentError
 from rollout.base.error_lines import error_line
 from rollout.base.options import validate_options
-from rollout.config.data import TaskFile, placed_tasks
+from rollout.config.data import TaskFile
+from rollout.config.tasks import placed_tasks
 from rollout.records.trajectory import Task
 from rollout.tasks.files import PLAIN, distinct, located_dataset, not_downloaded, read_task_file
 from rollout.tasks.splits import SPLITS

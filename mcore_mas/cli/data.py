@@ -70,7 +70,7 @@ def show_leaks(
     texts are for you to judge.
     """
     from mcore_mas.config.run import RunConfig
-    from rollout.config.data import make_tasks
+    from rollout.config.tasks import make_tasks
     from rollout.tasks.splits import find_leaks
 
     if config is not None and not files:

@@ -42,7 +42,7 @@ class NameSource:
 REGISTRIES = {
     "orchestras": NameSource("rollout.orchestras", "ORCHESTRAS", "orchestra"),
     "envs": NameSource("rollout.environments", "ENVS", "env"),
-    "roles": NameSource("rollout.config.sections", "ROLES", "agent role"),
+    "roles": NameSource("rollout.teams.roles", "ROLES", "agent role"),
     "tasks": NameSource("rollout.tasks", "GENERATORS", "task generator"),
     "formats": NameSource("rollout.tasks.files", "READABLE", "data format"),
     "allocators": NameSource("rollout.rewards", "ALLOCATORS", "reward"),

@@ -12,7 +12,8 @@ from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, AggregationName
 from mcore_mas.equations.turns import Grouping
 from rollout.base.options import Registry
 from rollout.base.section import Section
-from rollout.config.sections import AgentConfig, Choice
+from rollout.config.agents import AgentConfig
+from rollout.config.choice import Choice
 
 
 class AdvantageConfig(Choice):

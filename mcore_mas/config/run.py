@@ -33,15 +33,13 @@ from rollout.base.lookup import UnknownName, lookup
 from rollout.base.section import Section
 from rollout.base.text import nearest_hint, redact_secrets
 from rollout.base.yaml_files import read_yaml
+from rollout.config.choice import check_named
+from rollout.config.collection import CollectionConfig
 from rollout.config.data import DataConfig
-from rollout.config.sections import (
-    CollectionConfig,
-    EnvConfig,
-    OrchestraConfig,
-    RetrieverConfig,
-    RewardConfig,
-    check_named,
-)
+from rollout.config.environment import EnvConfig
+from rollout.config.orchestra import OrchestraConfig
+from rollout.config.retriever import RetrieverConfig
+from rollout.config.reward import RewardConfig
 from rollout.engines import EngineConfig
 from rollout.engines.remote import RemoteConfig
 from rollout.engines.sglang.settings import slot_problem

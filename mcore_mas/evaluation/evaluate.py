@@ -43,8 +43,8 @@ from rollout.base.json_files import read_record, sealed, write_json
 from rollout.base.ownership import FolderError, owned
 from rollout.base.text import nearest_hint
 from rollout.base.watchdog import Watchdog
-from rollout.config.data import prepared_tasks
-from rollout.config.sections import build_team
+from rollout.config.agents import build_team
+from rollout.config.tasks import prepared_tasks
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import CollectOptions, Collector
 from rollout.teams.quarantine import Quarantined

@@ -12,7 +12,7 @@ from mcore_mas.config.cold_start import BaseModelConfig, ColdStartConfig
 from mcore_mas.config.run import RunConfig
 from retrieval.corpus import Corpus
 from rollout.base.lookup import lookup
-from rollout.config.sections import build_team
+from rollout.config.agents import build_team
 from rollout.models.chat_template import CHAT_TEMPLATES
 from rollout.records.files import read_tasks
 from rollout.records.seeds import derive_seed

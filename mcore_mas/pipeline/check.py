@@ -21,7 +21,7 @@ from mcore_mas.tracking.writers import missing_libraries
 from rollout.base.errors import ModelError
 from rollout.base.lookup import UnknownName
 from rollout.base.text import nearest_hint
-from rollout.config.data import check_envs, make_tasks
+from rollout.config.tasks import check_envs, make_tasks
 from rollout.engines.remote import has_key
 from rollout.models.architecture import open_tensors, tensor_files
 from rollout.models.chat_template import has_chat_template

@@ -28,8 +28,8 @@ from mcore_mas.tracking.progress import ProgressReporter
 from mcore_mas.training.metrics import mean_success, valid_turn_share
 from rollout.base.digests import Digest, sha256
 from rollout.base.json_files import write_json
-from rollout.config.data import prepared_tasks
-from rollout.config.sections import build_team
+from rollout.config.agents import build_team
+from rollout.config.tasks import prepared_tasks
 from rollout.engines import EngineClient
 from rollout.engines.embedded.batching import LocalEngine
 from rollout.environments.protocol import Env

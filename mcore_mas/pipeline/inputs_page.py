@@ -8,7 +8,8 @@ from typing import Any
 from mcore_mas.pipeline.hub import AcquireError
 from mcore_mas.reports.pages import render_page
 from rollout.base.files import write_text
-from rollout.config.data import DataConfig, make_tasks
+from rollout.config.data import DataConfig
+from rollout.config.tasks import make_tasks
 from rollout.tasks.splits import SPLITS, find_leaks
 
 # Data section and seed, by run.

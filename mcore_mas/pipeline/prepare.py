@@ -14,8 +14,8 @@ from retrieval.probe import GoldenQuery, probe, read_golden
 from rollout.base.files import write_text
 from rollout.base.json_files import write_json
 from rollout.base.lookup import lookup
-from rollout.config.data import make_tasks
-from rollout.config.sections import RetrieverConfig
+from rollout.config.retriever import RetrieverConfig
+from rollout.config.tasks import make_tasks
 from rollout.records.files import write_tasks
 from rollout.tasks import GENERATORS
 from rollout.tasks.encyclopedia import passages as encyclopedia_passages

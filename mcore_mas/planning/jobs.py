@@ -22,7 +22,7 @@ from mcore_mas.planning.worker_groups import (
 from mcore_mas.planning.workload import estimate_workloads
 from rollout.base.errors import ModelError
 from rollout.base.json_files import read_json
-from rollout.config.sections import RetrieverConfig
+from rollout.config.retriever import RetrieverConfig
 
 Stage = Literal["train", "evaluate", "start", "retriever"]
 

@@ -24,7 +24,7 @@ from mcore_mas.reports.paper_tables import PaperTable
 from mcore_mas.reports.tables import markdown_table, read_evaluation
 from rollout.base.files import write_text
 from rollout.base.yaml_files import read_yaml
-from rollout.config.sections import Choice
+from rollout.config.choice import Choice
 
 _ROUNDING = 0.0005  # papers print a decimal of a per cent
 

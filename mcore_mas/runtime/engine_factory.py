@@ -15,7 +15,9 @@ from retrieval.sidecar import RetrieverSidecar
 from rollout.base.errors import ModelError
 from rollout.base.json_files import read_record
 from rollout.base.processes import Restarts, allow_open_files
-from rollout.config.sections import RetrieverConfig, build_env, build_player
+from rollout.config.agents import build_player
+from rollout.config.environment import build_env
+from rollout.config.retriever import RetrieverConfig
 from rollout.engines import EngineConfig, PolicyClient
 from rollout.engines.adapters import adapter_engines
 from rollout.engines.registry import TRANSPORTS, engine_class

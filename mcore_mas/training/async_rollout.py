@@ -23,7 +23,7 @@ from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.metrics import StepMetrics
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.watchdog import Wait, Watchdog
-from rollout.config.sections import build_allocator
+from rollout.config.reward import build_allocator
 from rollout.engines.remote.caller import RemoteClient
 from rollout.environments.protocol import Env
 from rollout.records.collection_log import CollectionLog

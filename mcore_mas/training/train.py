@@ -39,8 +39,8 @@ from rollout.base.json_files import write_json
 from rollout.base.ownership import epoch_of, owned
 from rollout.base.processes import ProcessLost, Restarts, forget_restarts
 from rollout.base.watchdog import Watchdog
-from rollout.config.data import prepared_tasks
-from rollout.config.sections import build_team
+from rollout.config.agents import build_team
+from rollout.config.tasks import prepared_tasks
 from rollout.engines.remote.caller import RemoteClient
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task

@@ -10,7 +10,10 @@ import pytest
 import yaml
 
 import rollout.orchestras
-from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.config.agents import AgentConfig
+from rollout.config.environment import EnvConfig
+from rollout.config.orchestra import OrchestraConfig
+from rollout.config.reward import RewardConfig
 from rollout.orchestras import ORCHESTRAS
 from rollout.teams.roles import ROLES
 

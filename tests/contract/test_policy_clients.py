@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout.base.errors import EngineError
-from rollout.config.sections import build_player
+from rollout.config.agents import build_player
 from rollout.engines import PolicyClient, PolicyReply
 from rollout.engines.registry import engine_class
 from rollout.engines.remote import RemoteConfig

@@ -32,15 +32,10 @@ from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_pr
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from mcore_mas.pipeline.base_model import init_model, train_tokenizer
-from rollout.config.sections import (
-    AgentConfig,
-    EnvConfig,
-    OrchestraConfig,
-    RewardConfig,
-    build_allocator,
-    build_env,
-    build_team,
-)
+from rollout.config.agents import AgentConfig, build_team
+from rollout.config.environment import EnvConfig, build_env
+from rollout.config.orchestra import OrchestraConfig
+from rollout.config.reward import RewardConfig, build_allocator
 from rollout.engines import ChatState, EngineClient, PolicyClient, PolicyReply
 from rollout.engines.embedded.batching import LocalEngine
 from rollout.models.chat_template import Renderer

@@ -27,7 +27,9 @@ from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
 from retrieval.client import Passage, RetrievalClient
-from rollout.config.sections import EnvConfig, build_allocator, build_env, build_team
+from rollout.config.agents import build_team
+from rollout.config.environment import EnvConfig, build_env
+from rollout.config.reward import build_allocator
 from rollout.engines import ChatState, EngineClient, PolicyReply
 from rollout.engines.embedded.batching import LocalEngine
 from rollout.environments.code import pack_solution, pack_test

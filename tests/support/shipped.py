@@ -11,15 +11,10 @@ import yaml
 
 from mcore_mas.config.experiments import CONFIGS
 from retrieval.client import Passage
-from rollout.config.sections import (
-    AgentConfig,
-    EnvConfig,
-    OrchestraConfig,
-    RewardConfig,
-    build_allocator,
-    build_env,
-    build_team,
-)
+from rollout.config.agents import AgentConfig, build_team
+from rollout.config.environment import EnvConfig, build_env
+from rollout.config.orchestra import OrchestraConfig
+from rollout.config.reward import RewardConfig, build_allocator
 from rollout.engines import EngineClient
 from rollout.records.trajectory import Task, Trajectory
 from tests.support.play import Bytes, collect

@@ -22,7 +22,8 @@ from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync
 from rollout.base.digests import Digest
-from rollout.config.sections import build_env, build_player, build_team
+from rollout.config.agents import build_player, build_team
+from rollout.config.environment import build_env
 from rollout.engines import TokenCallback
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Completion, Group, Sampling, Task, VersionSpan

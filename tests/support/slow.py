@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from rollout.config.sections import build_player
+from rollout.config.agents import build_player
 from tests.support.play import SEED, STEP, TASK, Adder, Bytes, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.virtual_time import run_virtually

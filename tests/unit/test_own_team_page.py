@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.config.compose import resolve
-from rollout.config.sections import RewardConfig, build_allocator
+from rollout.config.reward import RewardConfig, build_allocator
 from rollout.teams.roles import ROLES
 from tests.support.played import group, trajectory, turn
 

@@ -27,7 +27,7 @@ from mcore_mas.reports.paper_tables import table_names
 from mcore_mas.training import train
 from retrieval.client import RetrievalClient
 from retrieval.sidecar import RetrieverSidecar
-from rollout.config.sections import build_env
+from rollout.config.environment import build_env
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from tests.support.in_process import training_here

@@ -18,7 +18,7 @@ from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.reports.study import MetricsError, lemma_factors, norms, skills, study_stability
 from mcore_mas.training.metrics import credit_metrics
-from rollout.config.sections import AgentConfig, build_team
+from rollout.config.agents import AgentConfig, build_team
 from rollout.engines import EngineClient
 from rollout.records.trajectory import Group, Task, Trajectory
 from rollout.rewards import ALLOCATORS

@@ -19,7 +19,9 @@ from mcore_mas.equations.divergence import KL_ESTIMATES, KLName
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName
 from rollout.base.options import Registry, json_schema
 from rollout.base.signatures import check_call
-from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.config.environment import EnvConfig
+from rollout.config.orchestra import OrchestraConfig
+from rollout.config.reward import PENALTY_REGISTRY, RewardConfig
 from rollout.engines import TrainedEngine
 from rollout.tasks import GENERATORS
 from rollout.teams.roles import Role
@@ -282,7 +284,7 @@ UNKNOWN = [
     (
         GAME,
         "cold_start.options.slip",
-        "the demonstrations of task generator 'plan_path' has no option 'slip'; its op",
+        "the demonstration function of task generator 'plan_path' has no option 'slip'",
     ),
     (
         MATH,

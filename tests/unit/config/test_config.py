@@ -427,7 +427,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(
         ),
         (
             "cold_start.options.foo=1",
-            "cold_start.options: what makes the demonstrations of task generator 'arithmetic' ",
+            "cold_start.options: the demonstration function of task generator 'arithmetic' has",
         ),
     ],
 )

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.prepare import prepare_tasks
 from rollout.base.errors import OptionsError
-from rollout.config.data import DataConfig, make_tasks, prepared_tasks
+from rollout.config.data import DataConfig
+from rollout.config.tasks import make_tasks, prepared_tasks
 from rollout.records.files import RecordError, read_tasks, write_tasks
 from rollout.records.trajectory import Task
 from rollout.tasks import Generator

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from rollout.base.lookup import UnknownName, lookup
-from rollout.config.sections import RewardConfig, build_allocator
+from rollout.config.reward import RewardConfig, build_allocator
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.allocation import shared_outcome
 from tests.support.played import group, rewards, trajectory, turn

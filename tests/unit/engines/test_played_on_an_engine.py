@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout.config.sections import build_player
+from rollout.config.agents import build_player
 from rollout.engines.embedded.batching import LocalEngine
 from rollout.records.trajectory import Status, VersionSpan
 from rollout.teams.collect import Deadlines

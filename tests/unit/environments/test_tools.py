@@ -12,7 +12,7 @@ import pytest
 
 from retrieval.client import Passage
 from rollout.base.errors import EnvError
-from rollout.config.sections import AgentConfig
+from rollout.config.agents import AgentConfig
 from rollout.environments import TOOLS
 from rollout.environments.mcp import McpServer
 from rollout.environments.protocol import ToolCall

@@ -20,7 +20,8 @@ from mcore_mas.config.compose import resolve
 from rollout.base import async_tasks
 from rollout.base.errors import EngineError
 from rollout.base.http_server import SERVER
-from rollout.config.sections import AgentConfig, OrchestraConfig
+from rollout.config.agents import AgentConfig
+from rollout.config.orchestra import OrchestraConfig
 from rollout.engines.remote import RemoteConfig
 from rollout.engines.remote.caller import RemoteClient
 from rollout.orchestras.program import Job, ProgramRules, check_program, program

@@ -8,7 +8,8 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from rollout.config.sections import AgentConfig, EnvConfig
+from rollout.config.agents import AgentConfig
+from rollout.config.environment import EnvConfig
 from rollout.environments.code import pack_test
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import StdinTest

@@ -8,7 +8,9 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from rollout.config.sections import build_allocator, build_env, build_team
+from rollout.config.agents import build_team
+from rollout.config.environment import build_env
+from rollout.config.reward import build_allocator
 from rollout.engines import EngineClient
 from rollout.records.trajectory import Task
 from tests.support.play import Bytes, collect

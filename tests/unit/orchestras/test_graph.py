@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from rollout.base.error_lines import error_line
-from rollout.config.sections import AgentConfig, OrchestraConfig, build_team
+from rollout.config.agents import AgentConfig, build_team
+from rollout.config.orchestra import OrchestraConfig
 from rollout.engines import EngineClient
 from rollout.environments.search import SearchEnv
 from rollout.orchestras.graph import Graph, graph

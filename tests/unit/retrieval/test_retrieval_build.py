@@ -12,7 +12,7 @@ import pytest
 from retrieval.build import CHUNK_ROWS, INDEX_TYPES, build_index, encode_shard, shard_rows
 from retrieval.corpus import Passage, write_corpus
 from retrieval.encoder import ENCODERS, Encoder
-from rollout.config.sections import RetrieverConfig
+from rollout.config.retriever import RetrieverConfig
 from tests.support.retrieval import SENTENCES, unit_vectors
 from tests.support.tiny_bert import write_bert
 

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 
-from rollout.config.sections import AgentConfig, RewardConfig, build_allocator
+from rollout.config.agents import AgentConfig
+from rollout.config.reward import RewardConfig, build_allocator
 from rollout.rewards import penalties as package
 from rollout.rewards.allocation import RewardError
 from rollout.rewards.penalties import (

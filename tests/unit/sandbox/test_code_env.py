@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.config.sections import EnvConfig
+from rollout.config.environment import EnvConfig
 from rollout.environments import ENVS
 from rollout.environments.code import _WORDS, CodeEnv, last_program, pack_test, unpack_test
 from rollout.environments.protocol import Step

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollout.base import http
-from rollout.config.sections import EnvConfig, build_env
+from rollout.config.environment import EnvConfig, build_env
 from rollout.environments.code import pack_test
 from rollout.environments.repository import CheckCall, pack_check, pack_source
 from rollout.records.trajectory import Task

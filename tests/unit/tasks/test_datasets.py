@@ -14,7 +14,8 @@ from huggingface_hub import snapshot_download
 import mcore_mas as mm
 from mcore_mas.api.tasks import split_tasks
 from mcore_mas.config.compose import resolve
-from rollout.config.data import DataConfig, make_tasks
+from rollout.config.data import DataConfig
+from rollout.config.tasks import make_tasks
 from rollout.records.files import RecordError
 from rollout.tasks.files import dataset_files, located_dataset, read_task_file
 from tests.support.hub import FakeHub, running

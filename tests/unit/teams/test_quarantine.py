@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from retrieval.corpus import Passage, RetrievalError
 from rollout.base.errors import EnvError
 from rollout.base.text import escape_text, valid_text
-from rollout.config.sections import OrchestraConfig
+from rollout.config.orchestra import OrchestraConfig
 from rollout.engines import PolicyReply
 from rollout.environments import ENVS, TOOLS
 from rollout.environments.games import GAMES

@@ -16,7 +16,9 @@ from mcore_mas.credit.samples import to_samples
 from mcore_mas.runtime.engine_factory import _engine_settings
 from mcore_mas.runtime.trainer_specs import policy_spec
 from mcore_mas.training.policy_trainer import PolicyTrainer
-from rollout.config.sections import build_allocator, build_env, build_player, build_team
+from rollout.config.agents import build_player, build_team
+from rollout.config.environment import build_env
+from rollout.config.reward import build_allocator
 from rollout.engines import EngineConfig
 from rollout.records.files import read_trajectories, write_trajectories
 from rollout.records.trajectory import Group as Played

@@ -1,0 +1,75 @@
+"""Sections of a config that choose something by name and set its options."""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from rollout.base.options import Registry
+from rollout.base.section import Section
+from rollout.base.text import nearest_hint
+
+OptionsByName = dict[str, dict[str, Any]]
+
+
+class Choice(Section):
+    """A choice by name, with options that are typed by the signature of what is chosen."""
+
+    registry: ClassVar[Registry]
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict, validate_default=True)
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        cls.registry.model(name)
+        return name
+
+    @field_validator("options")
+    @classmethod
+    def _check_options(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if "name" in info.data:
+            cls.registry.arguments(info.data["name"], options)
+        return options
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The options as keyword arguments, in the types of the parameters."""
+        return self.registry.arguments(self.name, self.options)
+
+    @cached_property
+    def call(self) -> Callable[..., Any]:
+        """The chosen callable with its options filled in."""
+        return partial(self.registry.find(self.name), **self.arguments)
+
+    def model_post_init(self, _: Any) -> None:
+        """Fill in the options once, when the config is read, and not in every step."""
+        _ = self.call
+
+
+def check_options_by_name(registry: Registry, options: OptionsByName) -> OptionsByName:
+    """Validate the options of several choices from one registry, by their names."""
+    for name, arguments in options.items():
+        registry.arguments(name, arguments, place=(name,))
+    return options
+
+
+def check_named(owner: str, options: Mapping[str, Any], team: Collection[str]) -> None:
+    """Refuse options that name an agent who is not in the team.
+
+    Names of agents are the keys of an option that is a mapping, and the texts of an option that is a list.
+
+    Raises:
+        ValueError: the first such option of `owner`.
+    """
+    for option, value in options.items():
+        if not isinstance(value, dict | list | tuple):
+            continue
+        for name in value:
+            if isinstance(name, str) and name not in team:
+                raise ValueError(
+                    f"{owner}: {option} names agent '{name}', who is not in the team; "
+                    f"agents: {', '.join(team)}{nearest_hint(name, team)}"
+                )

@@ -1,0 +1,85 @@
+"""Section of a config about the environment that the team acts in."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from rollout.base.lookup import lookup
+from rollout.base.options import Registry
+from rollout.base.signatures import check_methods
+from rollout.config.agents import AgentConfig
+from rollout.config.choice import Choice
+from rollout.environments import ENVS
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Task
+
+_METHODS = {"reset": ("task",), "async step": ("action",)}
+_SEARCH_TOOLS = ("search", "passages")
+
+
+class EnvConfig(Choice):
+    """The environment of a team."""
+
+    registry = Registry(
+        kind="env", known=ENVS, takes=("task",), supplied=frozenset({"retriever", "sandbox"})
+    )
+
+    @model_validator(mode="after")
+    def _check_methods(self) -> Self:
+        made = self.registry.find(self.name)
+        if isinstance(made, type):  # `check_made` checks what a function returns
+            check_methods(f"env '{self.name}'", made, _METHODS)
+        return self
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Resources that a run must supply, such as "retriever"."""
+        return self.registry.needs(self.name)
+
+    @property
+    def names_states(self) -> bool:
+        """True if the environment names its states, so that trajectories may meet in one."""
+        return hasattr(lookup("env", self.name, ENVS), "state")
+
+    def check_tools(self, team: Mapping[str, AgentConfig]) -> None:
+        """Refuse tools of an agent that search, in an environment that does not."""
+        if self.name not in ENVS or self.name == "search":
+            return
+        for name, agent in team.items():
+            for tool in _SEARCH_TOOLS:
+                if tool in agent.tools:
+                    raise ValueError(
+                        f"agent '{name}': tool '{tool}' asks env 'search', and this is env '{self.name}'"
+                    )
+
+    def check_made(self, task: Task) -> None:
+        """Refuse an environment that cannot be made of a task, or cannot begin it.
+
+        Raises:
+            ValueError: the environment raises, or lacks a method.
+        """
+        if self.needs:
+            return
+        env = self._attempt("be made of", self.call, task)
+        check_methods(f"env '{self.name}'", env, _METHODS)
+        if not hasattr(env, "open"):  # `open` acquires what `reset` needs
+            self._attempt("begin", env.reset, task)
+
+    def _attempt(self, action: str, call: Callable[[Task], Any], task: Task) -> Any:
+        try:
+            return call(task)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}".partition("\n")[0]
+            hint = ""
+            if task.env != self.name and self.name in ENVS:
+                hint = f"; its tasks are of env '{task.env}'"
+            raise ValueError(
+                f"env '{self.name}' cannot {action} task '{task.id}' ({message}){hint}"
+            ) from error
+
+
+def build_env(config: EnvConfig, **resources: Any) -> Callable[[Task], Env]:
+    """Return a function that makes an environment of a task, with resources such as a retriever."""
+    return partial(config.call, **resources)

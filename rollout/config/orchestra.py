@@ -1,0 +1,89 @@
+"""Section of a config about the orchestra, which decides who speaks when."""
+
+from collections.abc import Mapping
+
+from rollout.base.options import Registry
+from rollout.base.text import nearest_hint
+from rollout.config.agents import AgentConfig, build_role
+from rollout.config.choice import Choice
+from rollout.orchestras import CHATS, ORCHESTRAS
+from rollout.orchestras.program import check_program
+from rollout.records.trajectory import Task
+from rollout.teams.episode import Episode
+from rollout.teams.roles import asked_agents, filled_slots, misused, template_slots
+from rollout.teams.team import TeamSession
+
+_LISTED_SLOTS = 10  # an error lists the slots that an orchestra fills if there are fewer
+
+
+class OrchestraConfig(Choice):
+    """The orchestra of a team."""
+
+    registry = Registry(
+        kind="orchestra", known=ORCHESTRAS, takes=("task", "team", "env"), coroutine=True
+    )
+
+    def check_agents(self, team: Mapping[str, AgentConfig]) -> None:
+        """Refuse a team that cannot play this orchestra.
+
+        Raises:
+            ValueError: an agent has tools but no chats, an agent that is asked or summarizes is missing, a slot of a
+                template is not filled, or the program cannot play.
+        """
+        self._check_tools(team)
+        templates = {name: build_role(name, agent).user for name, agent in team.items()}
+        named = [agent.chats.summariser for agent in team.values()]
+        summarisers = {name for name in named if name is not None}
+        for name in summarisers:
+            if name not in team or set(template_slots(name, templates[name])) != {"conversation"}:
+                raise ValueError(
+                    f"chats.summariser '{name}': expected an agent whose user template has the slot "
+                    f"{{conversation}} alone, as role chat_summariser's; agents: {', '.join(team)}"
+                )
+        if self.name == "program":
+            check_program(team, **self.options)  # the program writes the prompts itself
+        elif self.name == "graph":
+            self.arguments["graph"].check_agents(templates)
+        else:
+            self._check_asked_agents(team)
+            asked = {name: text for name, text in templates.items() if name not in summarisers}
+            self._check_slots(asked)
+
+    def _check_tools(self, team: Mapping[str, AgentConfig]) -> None:
+        if self.name in CHATS or self.name not in ORCHESTRAS:
+            return
+        for name, agent in team.items():
+            if agent.tools:
+                raise ValueError(
+                    f"agent '{name}' has tools, and orchestra '{self.name}' opens no chats in which to call them; "
+                    f"those that do: {', '.join(sorted(CHATS))}"
+                )
+
+    def _check_asked_agents(self, team: Mapping[str, AgentConfig]) -> None:
+        """Check the calls of team and environment in the code of a user's orchestra."""
+        if self.name in ORCHESTRAS:
+            return
+        orchestra = self.registry.find(self.name)
+        unknown = misused(orchestra, Task, TeamSession, Episode)
+        if unknown:
+            raise ValueError(f"orchestra '{self.name}': {unknown}")
+        for name in sorted(asked_agents(orchestra) - team.keys()):
+            raise ValueError(
+                f"orchestra '{self.name}' asks agent '{name}', who is not in the team; agents: {', '.join(team)}"
+                f"{nearest_hint(name, team)}"
+            )
+
+    def _check_slots(self, templates: Mapping[str, str]) -> None:
+        """Check that the orchestra fills the slots of the user templates."""
+        for name, template in templates.items():
+            filled = filled_slots(self.registry.find(self.name), name)
+            if filled is None:
+                continue
+            for slot in template_slots(name, template):
+                if slot not in filled:
+                    known = f"it fills {', '.join(sorted(filled))}; "
+                    raise ValueError(
+                        f"agent '{name}': orchestra '{self.name}' does not fill the slot {{{slot}}} of its user "
+                        f"template; {known if len(filled) < _LISTED_SLOTS else ''}a brace itself is written twice"
+                        f"{nearest_hint(slot, filled)}"
+                    )

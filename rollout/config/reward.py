@@ -1,0 +1,52 @@
+"""Section of a config about the reward: an allocator and its penalties."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from rollout.base.lookup import lookup
+from rollout.base.options import Registry
+from rollout.config.agents import AgentConfig
+from rollout.config.choice import Choice, OptionsByName, check_named, check_options_by_name
+from rollout.records.trajectory import Group, Turn
+from rollout.rewards import ALLOCATORS
+from rollout.rewards.penalties import PENALTIES, apply_penalties
+
+PENALTY_REGISTRY = Registry(kind="penalty", known=PENALTIES, takes=("turn",))
+PenaltyOptions = Annotated[
+    OptionsByName, AfterValidator(partial(check_options_by_name, PENALTY_REGISTRY))
+]
+
+
+class RewardConfig(Choice):
+    """The allocator that turns the outcomes of a group into rewards of turns, and penalties of single replies."""
+
+    registry = Registry(kind="reward", known=ALLOCATORS, takes=("group",))
+
+    penalties: PenaltyOptions = Field(default_factory=dict)
+
+    def check_agents(self, team: Collection[str]) -> None:
+        """Refuse options of shipped allocators and penalties that name an agent who is not in the team."""
+        if self.name in ALLOCATORS:
+            check_named(f"reward '{self.name}'", self.options, team)
+        for name, options in self.penalties.items():
+            if name in PENALTIES:
+                check_named(f"reward '{name}'", options, team)
+
+
+def build_allocator(
+    config: RewardConfig, agents: Mapping[str, AgentConfig]
+) -> Callable[[Group], Group]:
+    """Return the allocator followed by the penalties; every reward is checked on its way out."""
+    max_tokens = {name: agent.max_tokens for name, agent in agents.items()}
+    penalties: list[Callable[[Turn], float | None]] = []
+    for name, options in config.penalties.items():
+        penalty = lookup("penalty", name, PENALTIES)
+        arguments = dict(options)
+        if "max_tokens" in inspect.signature(penalty).parameters:
+            arguments["max_tokens"] = {**max_tokens, **options.get("max_tokens", {})}
+        penalties.append(partial(penalty, **arguments))
+    return partial(apply_penalties, allocate=config.call, penalties=penalties)
