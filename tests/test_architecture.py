@@ -106,7 +106,7 @@ LIGHT_MODULES = (
     "mcore_mas.pipeline.project",  # of `mcore-mas new`
     "mcore_mas.pipeline.check",
     "mcore_mas.pipeline.prepare",
-    "mcore_mas.reports.runs",  # of `mcore-mas ls` and `compare`
+    "mcore_mas.reports.run_states",  # of `mcore-mas ls` and `compare`
 )
 
 

@@ -26,7 +26,7 @@ class Conversation(Trajectory):
 
     def show(self) -> None:
         """Print the messages of the agents, with rewards and advantages."""
-        from mcore_mas.reports.terminal import print_trajectory
+        from mcore_mas.reports.trajectory_terminal import print_trajectory
 
         print_trajectory(self, Console(highlight=False), self.advantages)
 
@@ -34,6 +34,7 @@ class Conversation(Trajectory):
         return f"Conversation({self.id!r}, {len(self.turns)} turns, outcome {self.outcome})"
 
     def _repr_html_(self) -> str:
-        from mcore_mas.reports.pages import framed, trajectory_page
+        from mcore_mas.reports.page_templates import embed_page
+        from mcore_mas.reports.trajectory_page import trajectory_page
 
-        return framed(trajectory_page(self, self.advantages))
+        return embed_page(trajectory_page(self, self.advantages))

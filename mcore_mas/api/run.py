@@ -186,13 +186,13 @@ class Run:
 
         The list is empty if the step has not been taken.
         """
-        from mcore_mas.reports.terminal import credit_of
+        from mcore_mas.reports.turn_credit import compute_turn_credit
 
         file = self._trajectory_file(step)
         if file is None:
             return []
         trajectories = read_trajectories(file)
-        advantages, _ = credit_of(file, trajectories)
+        advantages, _ = compute_turn_credit(file, trajectories)
         return [Conversation.of(trajectory, advantages) for trajectory in trajectories]
 
     def _trajectory_file(self, step: int | None) -> Path | None:
@@ -225,7 +225,7 @@ class Run:
             ArgumentError: no such step was taken.
             CreditError: the estimator is unknown, lacks what it needs, or has no such option.
         """
-        from mcore_mas.reports.terminal import print_credit
+        from mcore_mas.reports.credit_terminal import print_credit
 
         file = self._trajectory_file(step)
         if file is None:

@@ -70,9 +70,9 @@ def studio(
     token_file: TokenFile = None,
 ) -> None:
     """Show runs live in a browser: curves by agent and policy, conversations, credit."""
-    from mcore_mas.reports.studio import open_studio
+    from mcore_mas.reports.studio_server import run_studio
 
-    open_studio(results, host=host, port=port, token_file=token_file)
+    run_studio(results, host=host, port=port, token_file=token_file)
 
 
 @run_commands.command("export", rich_help_panel=PIPELINE_PANEL)
@@ -97,9 +97,9 @@ def export_policy(
 @run_commands.command("ls", rich_help_panel=_RUNS_PANEL)
 def list_runs(results: ResultsFolder = Path("results")) -> None:
     """List runs with their steps, last reward and validation, and scores."""
-    from mcore_mas.reports.runs import run_states
+    from mcore_mas.reports.run_states import read_run_states
 
-    runs = run_states(results)
+    runs = read_run_states(results)
     if not runs:
         print(f"no runs in {escape_line(str(results))}")
         return
@@ -121,7 +121,7 @@ def list_runs(results: ResultsFolder = Path("results")) -> None:
 @run_commands.command("compare", rich_help_panel=_RUNS_PANEL)
 def compare_runs(first: RunFolder, second: RunFolder) -> None:
     """Compare the settings of two runs, and their scores on common tasks, paired by task."""
-    from mcore_mas.reports.runs import config_differences, score_differences
+    from mcore_mas.reports.run_differences import config_differences, score_differences
 
     console = Console(highlight=False)
     settings = Table(
@@ -161,7 +161,7 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
 @run_commands.command("track", rich_help_panel=_RUNS_PANEL)
 def track_results(results: ResultsFolder = Path("results")) -> None:
     """Send MLflow the missing steps, scores, costs and tables of runs, also of unfinished ones."""
-    from mcore_mas.reports.runs import runs_in
+    from mcore_mas.reports.run_states import run_folders
     from mcore_mas.tracking.publish import publish
 
     if (results / "config.yaml").is_file():
@@ -170,7 +170,7 @@ def track_results(results: ResultsFolder = Path("results")) -> None:
         runs = [folder.name]
         tables = []
     else:
-        runs = [folder.name for folder in runs_in(results)]
+        runs = [folder.name for folder in run_folders(results)]
         tables = [file.stem for file in sorted(results.glob("tables/*.csv"))]
 
     warnings: list[str] = []
@@ -192,7 +192,7 @@ def chat_with_team(run: RunFolder, state: State = "trained") -> None:
     """
     from mcore_mas.config.run import RunConfig
     from mcore_mas.evaluation.evaluate import converse
-    from mcore_mas.reports.terminal import print_trajectory
+    from mcore_mas.reports.trajectory_terminal import print_trajectory
 
     console = Console(highlight=False)
     prompt = "you: " if sys.stdin.isatty() else ""

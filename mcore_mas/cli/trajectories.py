@@ -84,18 +84,23 @@ def show_trajectory(
     ] = None,
 ) -> None:
     """List the trajectories of a file, or print one: messages, tools, rewards and advantages."""
-    from mcore_mas.reports.pages import draw_games, find_trajectory, trajectory_page
-    from mcore_mas.reports.terminal import credit_of, print_trajectories, print_trajectory
+    from mcore_mas.reports.game_pictures import write_game_pictures
+    from mcore_mas.reports.trajectory_files import select_trajectory
+    from mcore_mas.reports.trajectory_page import trajectory_page
+    from mcore_mas.reports.trajectory_terminal import print_trajectories, print_trajectory
+    from mcore_mas.reports.turn_credit import compute_turn_credit
     from rollout.base.files import write_text
     from rollout.records.files import read_trajectories
 
     if picture is not None:
-        for drawing in draw_games(file, picture, index=index or 0, trajectory_id=trajectory):
+        for drawing in write_game_pictures(
+            file, picture, index=index or 0, trajectory_id=trajectory
+        ):
             print(drawing)
         return
 
     trajectories = read_trajectories(file)
-    advantages, _ = credit_of(file, trajectories)
+    advantages, _ = compute_turn_credit(file, trajectories)
     console = Console(highlight=False)
     one_is_chosen = index is not None or trajectory is not None or html is not None
     if len(trajectories) > 1 and not one_is_chosen:
@@ -103,7 +108,7 @@ def show_trajectory(
             print_trajectories(trajectories, console, advantages, file)
         return
 
-    chosen = find_trajectory(file, trajectories, index or 0, trajectory)
+    chosen = select_trajectory(file, trajectories, index or 0, trajectory)
     if html is not None:
         write_text(html, trajectory_page(chosen, advantages))
         print(html)
@@ -133,7 +138,7 @@ def explain_credit(
     """Print the advantage of every turn, and the turns with which it was compared."""
     from omegaconf import OmegaConf
 
-    from mcore_mas.reports.terminal import print_credit
+    from mcore_mas.reports.credit_terminal import print_credit
 
     for item in option or []:
         key, equals, _ = item.partition("=")
@@ -159,7 +164,7 @@ def replay_trajectory(
     The exit status is 1 if it fails again.
     """
     from mcore_mas.evaluation.evaluate import replay
-    from mcore_mas.reports.terminal import print_trajectory
+    from mcore_mas.reports.trajectory_terminal import print_trajectory
 
     trajectory, trace = replay(file, config or file.resolve().parents[2] / "config.yaml")
     console = Console(highlight=False)

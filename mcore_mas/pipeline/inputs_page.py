@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.pipeline.hub import AcquireError
-from mcore_mas.reports.pages import render_page
+from mcore_mas.reports.page_templates import render_page
 from rollout.base.files import write_text
 from rollout.config.data import DataConfig
 from rollout.config.tasks import make_tasks

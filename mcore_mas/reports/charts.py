@@ -12,7 +12,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mcore_mas.reports.pages import render_page
+from mcore_mas.reports.page_templates import render_page
 from mcore_mas.reports.study import Metrics, curve, curves_of, read_metrics
 from rollout.base.files import write_text
 

@@ -19,7 +19,7 @@ from mcore_mas.config.run import GAIN, RunConfig
 from mcore_mas.equations.advantages import BY_TOKEN, ESTIMATORS
 from mcore_mas.equations.losses import LOSSES
 from mcore_mas.equations.statistics import mean_interval
-from mcore_mas.reports.pages import render_page
+from mcore_mas.reports.page_templates import render_page
 from mcore_mas.reports.paper_tables import PaperTable
 from mcore_mas.reports.tables import markdown_table, read_evaluation
 from rollout.base.files import write_text

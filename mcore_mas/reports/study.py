@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from mcore_mas.equations.statistics import mean_interval
-from mcore_mas.reports.pages import render_page
+from mcore_mas.reports.page_templates import render_page
 from mcore_mas.reports.tables import markdown_table
 from rollout.base.files import write_text
 from rollout.base.json_files import read_json_lines, read_record

@@ -12,7 +12,7 @@ import pandas as pd
 
 from mcore_mas.config.run import GAIN, STATES
 from mcore_mas.equations.statistics import mean_interval
-from mcore_mas.reports.pages import render_page
+from mcore_mas.reports.page_templates import render_page
 from mcore_mas.reports.paper_tables import TableError
 from rollout.base.files import write_text
 from rollout.base.json_files import unsealed

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.samples import TurnId
-from mcore_mas.reports.pages import drawing, file_name
+from mcore_mas.reports.game_pictures import draw_trajectory, picture_name
 from mcore_mas.tracking.mlflow_store import MlflowStore, open_store
 from mcore_mas.tracking.mlflow_training import TrainingRecord, find_or_create_training_run
 from mcore_mas.tracking.sender import short_error
@@ -100,10 +100,10 @@ class TraceSender:
 
         mlflow.set_tracking_uri(self._store.uri)
         write_trace(item.trajectory, item.advantages, self._store.experiment_id, self._run_id)
-        picture = drawing(item.task, item.trajectory)
+        picture = draw_trajectory(item.task, item.trajectory)
         if picture is not None:
             folder = f"pictures/step_{item.trajectory.step:06d}"
-            path = f"{folder}/{file_name(item.trajectory)}"
+            path = f"{folder}/{picture_name(item.trajectory)}"
             self._store.client.log_text(self._run_id, picture, path)
 
 

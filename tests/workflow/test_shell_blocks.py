@@ -29,14 +29,15 @@ import yaml
 from retrieval.build import build_index
 from retrieval.corpus import Passage, write_corpus
 from retrieval.encoder import Encoder
+from rollout.environments.games import PUZZLES
 from rollout.records.files import write_tasks, write_trajectories
 from rollout.tasks.games import draw_tasks
 from tests.support.browser import BINARY, Browser, needs_chromium
 from tests.support.commands import called
 from tests.support.documents import BLOCKS, HERE, LONG, RUN_BY, STORIES, TABLE_COMMANDS, runner
+from tests.support.played_games import play_game
 from tests.support.run_folder import make_run
 from tests.support.tiny_bert import write_bert
-from tests.unit.reports.test_pictures import PUZZLES, played
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.multirank, pytest.mark.usefixtures("forked_programs")]
@@ -123,7 +124,7 @@ class Folder:
         )
         tasks = draw_tasks(PUZZLES["plan_path"](size=4), 3, {"test": 1})
         write_tasks(path / "results/demo_path/tasks/test.parquet", tasks)
-        game = [played(tasks[0], f"#### {tasks[0].answers[0]}")]
+        game = [play_game(tasks[0], f"#### {tasks[0].answers[0]}")]
         write_trajectories(path / "results/demo_path/evaluation/trained/part_0.parquet", game)
 
     def run(self, line: str) -> str:

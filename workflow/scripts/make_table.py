@@ -5,7 +5,7 @@ from pathlib import Path
 from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.reports.runs import write_runs_page
+    from mcore_mas.reports.runs_page import write_runs_page
     from mcore_mas.reports.tables import make_table
 
     experiments, output = dict(snakemake.params.experiments), snakemake.output

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mcore_mas.reports.pages import picture
+from mcore_mas.reports.game_pictures import draw_boards
 from rollout.base.errors import EnvError
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES
@@ -224,7 +224,7 @@ def test_rewards_are_options() -> None:
 
 
 def test_a_picture_has_a_board_for_every_state() -> None:
-    drawn = picture(task("plan_path", PATH), ["R D", "nonsense", "D R"])
+    drawn = draw_boards(task("plan_path", PATH), ["R D", "nonsense", "D R"])
     assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
     assert drawn.count("<rect") == 4 * 9
     assert (
@@ -232,4 +232,4 @@ def test_a_picture_has_a_board_for_every_state() -> None:
     )  # four boards of three cells of 24 pixels, gaps of 16
     assert drawn.count(">S</text>") == 4
     assert drawn.count(">G</text>") == 3  # the last S stands on it
-    assert picture(task("blocksworld", TABLE), []).count("<rect") == 6
+    assert draw_boards(task("blocksworld", TABLE), []).count("<rect") == 6

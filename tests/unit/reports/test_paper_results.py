@@ -72,7 +72,8 @@ def test_marti_by_hand(tmp_path: Path) -> None:
     assert "seeds 1; commit abc" in text and "grade secondary: at second hand" in text
     assert "| Pass@1 " in text and "25.6" in text
     assert "| r            | 2           |" in text and "- `r`: other lengths" in text
-    # the paper's 0.167 is 0.083 below 0.25, and our interval reaches 0.796 below it; ours 1 and 1 leave no interval
+    # the paper's 0.167 is 0.083 below 0.25, and our interval reaches 0.796 below it; ours 1 and 1
+    # leave no interval
     assert gain["within"] == "True" and float(gain["tolerance"]) == pytest.approx(
         0.7956 + 0.0005, abs=1e-4
     )

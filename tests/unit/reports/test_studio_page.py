@@ -1,4 +1,4 @@
-"""The studio in a real Chromium, used as a person does: filters, two runs side by side, no request leaves the host."""
+"""The studio in Chromium, used as a person does; no request leaves the host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mcore_mas.config.compose import resolve
 from rollout.records.files import write_trajectories
 from tests.support.browser import Browser, needs_chromium
 from tests.support.played import failed, trajectory, turn
-from tests.unit.reports.test_runs import make_run
-from tests.unit.reports.test_studio import Answering
+from tests.support.run_files import write_small_run
+from tests.support.studio import serve_studio
 
 pytestmark = needs_chromium
 LISTED = "[...document.querySelectorAll('#list tr')].map(row => row.children[1].textContent).join()"
@@ -34,8 +34,8 @@ def alone(number: int, agent: str):
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Browser]:
     results = tmp_path / "results"
-    make_run(results / "a", {"t": 0.5, "u": 0.25})
-    make_run(results / "b", {"t": 1.0, "u": 0.75}, seed=2)
+    write_small_run(results / "a", {"t": 0.5, "u": 0.25})
+    write_small_run(results / "b", {"t": 1.0, "u": 0.75}, seed=2)
     for run in "ab":
         with (results / run / "train/metrics.jsonl").open("a") as file:
             file.write('{"step": 2, "validation/x/accuracy": 0.5, "validation/y/accuracy": 0.25}\n')
@@ -45,14 +45,14 @@ def page(tmp_path: Path) -> Iterator[Browser]:
     lost = replace(failed(turn(0)), task_id="lost")
     write_trajectories(file, [alone(1, "solver"), alone(2, "verifier"), alone(3, "solver"), lost])
     with (
-        Answering(results, steps=0) as studio,
-        Browser(f"{studio.url}/#a", tmp_path / "profile") as page,
+        serve_studio(results) as url,
+        Browser(f"{url}/#a", tmp_path / "profile") as page,
     ):
         page.until(f"{LISTED} === 't1,t2,t3,lost'")
         yield page
-        assert len(page.asked) > 8 and all(
-            url.startswith(f"{studio.url}/") for url in page.asked
-        ), page.asked
+        assert len(page.asked) > 8 and all(asked.startswith(f"{url}/") for asked in page.asked), (
+            page.asked
+        )
 
 
 def test_a_turn_shows_what_it_was_compared_with_and_its_tokens_by_advantage(
@@ -83,7 +83,7 @@ def test_a_turn_shows_what_it_was_compared_with_and_its_tokens_by_advantage(
     heading = "sample turn agent reward vote advantage"
     assert rows == [heading, "1 0 solver 1 1 -0.707", "3 0 solver 3 3 +0.707"]  # 1 over 1.414
 
-    shade = "getComputedStyle(document.querySelector('.said span')).backgroundColor"
+    shade = "getComputedStyle(document.querySelector('.reply span')).backgroundColor"
     assert page.value(shade) == "color(srgb 0 0 0 / 0)"  # the tokens were certain
     page.value("document.getElementById('by_advantage').click()")
     assert (
@@ -97,7 +97,7 @@ HUES = """Object.fromEntries([...document.querySelectorAll('figure')].map(figure
 
 
 def test_an_agent_has_one_colour_in_all_charts(page: Browser, tmp_path: Path) -> None:
-    """Also where metrics come in another order, behind data sources, and where an agent is alone."""
+    """Also if metrics come in another order, behind data sources, or of one agent alone."""
     rows = [("verifier", "entropy"), ("solver", "entropy"), ("verifier", "kl")]
     with (tmp_path / "results/a/train/metrics.jsonl").open("a") as journal:
         journal.write(

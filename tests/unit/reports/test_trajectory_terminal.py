@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.cli.main import main
-from mcore_mas.reports.pages import find_trajectory
 from mcore_mas.runtime.joblog import describe_error
 from mcore_mas.tracking.progress import ProgressReporter
 from rollout.base.processes import say
-from rollout.records.files import RecordError, read_trajectories, write_trajectories
+from rollout.records.files import read_trajectories, write_trajectories
 from rollout.records.trajectory import Message, ToolEvent
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
@@ -112,11 +111,6 @@ def test_the_command_below_a_list_is_one_line_however_narrow_the_terminal(
         shown(capsys, monkeypatch, path, columns=40).splitlines()[-1]
         == f"mcore-mas show {path} --index 0"
     )
-
-
-def test_a_trajectory_that_is_not_there_is_named(tree):
-    with pytest.raises(RecordError, match="no trajectory 1; it holds 1"):
-        find_trajectory(tree, read_trajectories(tree), 1, None)
 
 
 HOSTILE = "\x1b]0;owned\x07 \x1b[2J \x9b2J a\rb \x1b]52;c;aGk=\x07 \u202eevil\u202c\ttab"

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mcore_mas.cli.main import app
 from mcore_mas.credit.samples import CreditError
-from mcore_mas.reports.terminal import print_credit
+from mcore_mas.reports.credit_terminal import print_credit
 from rollout.records.files import write_trajectories
 from tests.unit.credit.test_samples import trajectory, turn
 

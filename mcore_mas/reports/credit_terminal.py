@@ -1,0 +1,142 @@
+"""Credit in the terminal: peer groups with their votes, and the advantage of each turn."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Column, Table
+
+from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.credit.assign import assess, columns, estimate
+from mcore_mas.credit.samples import CreditError, Sample, to_samples
+from mcore_mas.equations.turns import GroupStatistics
+from mcore_mas.reports.trajectory_terminal import plain_text
+from rollout.base.error_lines import error_line
+from rollout.records.files import read_trajectories
+from rollout.records.grouping import group_pairs, group_trajectories
+
+
+def print_credit(
+    file: Path,
+    name: str,
+    options: Mapping[str, Any],
+    task: str | None,
+    limit: int,
+    console: Console,
+) -> None:
+    """Print the credit that an estimator gives the turns of a file, task by task.
+
+    Args:
+        file: trajectories with rewards: train/trajectories/step_*.parquet of a run.
+        name: of the estimator.
+        options: of the estimator.
+        task: print only this task's turns.
+        limit: number of tasks to print without `task`.
+        console: to print to.
+
+    Raises:
+        RecordError: the file is no file of trajectories.
+        CreditError: the estimator is unknown, has no such option, or lacks what it needs; a turn
+            has no reward; or no turn is of `task`.
+    """
+    rule = _parse_rule(name, options)
+    samples = to_samples(group_trajectories(read_trajectories(file)))
+    samples = estimate(samples, {sample.agent: rule for sample in samples})
+    tasks = list(dict.fromkeys(sample.task for sample in samples))
+    if task is not None and task not in tasks:
+        first_task = tasks[0] if tasks else "none"
+        raise CreditError(
+            f"{file}: no completed turn is of task '{task}'; the first task is '{first_task}'"
+        )
+
+    shown_tasks = [task] if task is not None else tasks[:limit]
+    shown_options = "".join(f" {key}={value}" for key, value in options.items())
+    groups = assess(columns(samples), rule).groups
+    for shown_task in shown_tasks:
+        rows = [i for i, sample in enumerate(samples) if sample.task == shown_task]
+        console.print(plain_text(f"\ntask {shown_task}   {name}{shown_options}", style="bold"))
+        for label, statistics in groups.items():
+            peers = ", ".join(statistics.grouping.peers)
+            vote = ", ".join(statistics.grouping.vote)
+            text = f"{label}: turns alike in {peers}; one vote per {vote}"
+            console.print(plain_text(text, style="italic"))
+            console.print(_groups_table(statistics, samples, rows))
+        console.print(_turns_table(groups, samples, rows))
+
+    if len(shown_tasks) < len(tasks):
+        text = f"{len(shown_tasks)} of {len(tasks)} tasks; --task and --limit show others"
+        console.print(plain_text(text, style="dim"))
+
+
+def _parse_rule(name: str, options: Mapping[str, Any]) -> AdvantageConfig:
+    try:
+        return AdvantageConfig(name=name, options=dict(options))
+    except ValidationError as error:
+        line = error_line(error, AdvantageConfig, {"name": name, "options": options})
+        raise CreditError(line.removeprefix("name: ")) from error
+
+
+def _groups_table(
+    statistics: GroupStatistics, samples: Sequence[Sample], rows: Sequence[int]
+) -> Table:
+    """Return a table with a line per peer group: its votes, their mean and deviation."""
+    table = Table(
+        "group",
+        "votes",
+        *(Column(heading, justify="right") for heading in ("n", "μ", "σ")),
+        show_edge=False,
+    )
+    rows_by_group = group_pairs((int(statistics.vote_group[statistics.vote[i]]), i) for i in rows)
+    for group_rows in rows_by_group.values():
+        first = group_rows[0]
+        votes = {int(statistics.vote[i]): f"{float(statistics.score[i]):g}" for i in group_rows}
+        table.add_row(
+            _group_name(samples[first], statistics.grouping.peers),
+            ", ".join(votes.values()),
+            str(int(statistics.size[first])),
+            f"{float(statistics.mean[first]):.4g}",
+            f"{float(statistics.std[first]):.4g}",
+        )
+    return table
+
+
+def _turns_table(
+    groups: Mapping[str, GroupStatistics], samples: Sequence[Sample], rows: Sequence[int]
+) -> Table:
+    """Return a table with a line per turn: its reward, its vote in each group, its advantage."""
+    headings = ("reward", *(f"vote ({label})" for label in groups), "advantage")
+    table = Table(
+        "sample",
+        "node",
+        Column("turn", justify="right"),
+        "agent",
+        *(Column(heading, justify="right") for heading in headings),
+        show_edge=False,
+    )
+    for row in rows:
+        sample = samples[row]
+        advantages = sample.advantages or (0.0,)
+        low, high = min(advantages), max(advantages)
+        table.add_row(
+            sample.trajectory.rpartition("/")[2],  # its task is in the title
+            sample.node,
+            str(sample.turn),
+            sample.agent,
+            f"{sample.reward:g}",
+            *(f"{float(statistics.score[row]):g}" for statistics in groups.values()),
+            f"{low:+.4f}" if low == high else f"{low:+.4f} … {high:+.4f}",
+        )
+    return table
+
+
+def _group_name(sample: Sample, peer_columns: Sequence[str]) -> str:
+    """Return the values that the turns of a sample's group have in common, besides the task."""
+    parts = []
+    for column in peer_columns:
+        if column == "parent":
+            parts.append(f"parent {sample.node.rpartition('.')[0] or 'root'}")
+        elif column != "task":
+            parts.append(f"{column} {getattr(sample, column)}")
+    return ", ".join(parts) or "all"

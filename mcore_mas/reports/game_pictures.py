@@ -1,0 +1,115 @@
+"""Pictures of games: the boards that a trajectory went through, as SVG."""
+
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from mcore_mas.reports.page_templates import render_page
+from mcore_mas.reports.trajectory_files import read_run_tasks, select_trajectory
+from rollout.base.files import write_text
+from rollout.environments.games import GAMES
+from rollout.environments.games.game import BadPuzzle
+from rollout.orchestras.replies import parse_decided, parse_listed
+from rollout.records.files import RecordError, read_trajectories
+from rollout.records.trajectory import Task, Trajectory
+
+_SQUARE_SIZE = 24  # pixels
+_BOARD_GAP = 16  # pixels
+
+
+def write_game_pictures(
+    file: Path, out: Path, *, index: int = 0, trajectory_id: str | None = None
+) -> list[Path]:
+    """Write pictures of trajectories of a file; return their paths.
+
+    Args:
+        file: of trajectories, in a run's folder.
+        out: a file named .svg for one trajectory, or a folder for all of them.
+        index: of the trajectory to draw into a file.
+        trajectory_id: of the trajectory to draw into a file; takes precedence over `index`.
+
+    Raises:
+        RecordError: the file is no file of trajectories, lies in no run's folder, or has a
+            trajectory that is no game.
+    """
+    if out.suffix not in ("", ".svg"):
+        raise RecordError(f"{out}: pictures are SVG; name a file that ends in .svg, or a folder")
+    tasks = {task.id: task for task in read_run_tasks(file)}
+    trajectories = read_trajectories(file)
+    if out.suffix:
+        targets = {out: select_trajectory(file, trajectories, index, trajectory_id)}
+    else:
+        targets = {out / picture_name(trajectory): trajectory for trajectory in trajectories}
+
+    for path, trajectory in targets.items():
+        task = tasks.get(trajectory.task_id)
+        if task is None or task.env not in GAMES:
+            problem = "is not among the run's tasks"
+            if task is not None:
+                problem = f"is played in env '{task.env}'"
+            raise RecordError(
+                f"{file}: task {trajectory.task_id} {problem}; pictures are of {', '.join(GAMES)}"
+            )
+        write_text(path, draw_boards(task, game_actions(trajectory)))
+    return list(targets)
+
+
+def draw_trajectory(task: Task, trajectory: Trajectory) -> str | None:
+    """Return the picture of a trajectory as SVG; None if its task is no game."""
+    if task.env not in GAMES:
+        return None
+    try:
+        return draw_boards(task, game_actions(trajectory))
+    except BadPuzzle:
+        return None
+
+
+def picture_name(trajectory: Trajectory) -> str:
+    """Return the file name of a trajectory's picture."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', trajectory.id)}.svg"
+
+
+def game_actions(trajectory: Trajectory) -> list[str]:
+    """Return the actions of each step of a game; "" for a step without actions.
+
+    The actions of a step are those that its last turn decided on, or that the program which this
+    turn wrote has printed.
+    """
+    last_turns = {turn.round: turn for turn in trajectory.path}
+    printed = {
+        (event.node, event.after_turn): "" if event.failed else parse_listed(event.result)
+        for event in trajectory.tools
+    }
+    actions = []
+    for _, turn in sorted(last_turns.items()):
+        decided = printed.get((turn.node, turn.index), parse_decided(turn.text))
+        actions.append((decided or "") if turn.valid else "")
+    return actions
+
+
+def draw_boards(task: Task, actions: Sequence[str]) -> str:
+    """Return a task's boards from left to right as SVG, one more after each list of actions.
+
+    The board is repeated after a text that is no list of actions.
+
+    Raises:
+        BadPuzzle: the task's prompt is no puzzle of its game.
+    """
+    game = GAMES[task.env]()
+    states = [game.read(task.prompt)]
+    for text in actions:
+        played = game.play(states[-1], text)
+        states.append(states[-1] if played is None else played.state)
+
+    boards = [game.board(state) for state in states]
+    widths = [_SQUARE_SIZE * max(map(len, board)) + _BOARD_GAP for board in boards]
+    lefts = list(accumulate(widths, initial=_BOARD_GAP))
+    return render_page(
+        "boards.svg.jinja",
+        boards=list(zip(boards, lefts, strict=False)),
+        width=lefts[-1],
+        height=_SQUARE_SIZE * max(map(len, boards)) + 2 * _BOARD_GAP,
+        square=_SQUARE_SIZE,
+        gap=_BOARD_GAP,
+    )

@@ -1,0 +1,45 @@
+"""Rendering of the templates in templates/. Pages load and run nothing; model output is escaped."""
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from rollout.base.text import escape_text
+
+
+def render_page(template: str, **values: Any) -> str:
+    """Render a file of templates/ with values.
+
+    On a web page every value is escaped. Control and bidirectional characters, which a browser
+    would obey, are written out. Should an escape ever be missing, the page's own content security
+    policy lets nothing run and nothing load.
+    """
+    return _TEMPLATES.get_template(template).render(values)
+
+
+def embed_page(page: str) -> Markup:
+    """Return an HTML frame with a page, which can run and load nothing there."""
+    return Markup(
+        '<iframe sandbox srcdoc="{}" style="width: 100%; height: 32em; border: 0"></iframe>'
+    ).format(page)
+
+
+def _write_out_controls(value: Any) -> Any:
+    """Write out control characters of a text, unless it is the escaped output of a macro."""
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return escape_text(value)
+    return value
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    # Markdown and JSON pages quote this repository only.
+    autoescape=select_autoescape(disabled_extensions=("md.jinja", "json.jinja"), default=True),
+    finalize=_write_out_controls,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)

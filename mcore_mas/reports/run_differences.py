@@ -1,0 +1,98 @@
+"""Differences between runs: in their settings, and in their scores task by task."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.reports.run_states import read_run_config
+from rollout.base.json_files import read_record
+from rollout.base.nested import dotted_items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreDifference:
+    """A metric of two runs on the tasks that both have."""
+
+    state: str  # of the policies: "base", "trained", or a cell
+    metric: str
+    first: float
+    second: float
+    low: float  # 95 % interval of second - first, paired by task
+    high: float
+    tasks: int
+
+
+def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
+    """Return the settings in which runs differ, with the value of each run or None.
+
+    Settings that are only the name of the run, and empty sections that other runs lack, are left
+    out.
+
+    Args:
+        runs: their folders.
+
+    Returns:
+        Values by dotted key, in the order of `runs`.
+
+    Raises:
+        FolderError: one is no run's folder.
+    """
+    configs = [dict(dotted_items(read_run_config(run))) for run in runs]
+    names = tuple(config["run"] for config in configs)
+    keys = [key for config in configs for key, value in config.items() if value != {}]
+    differences = {}
+    for key in dict.fromkeys(keys):
+        values = tuple(config.get(key) for config in configs)
+        differs = any(value != values[0] for value in values)
+        if differs and values != names:
+            differences[key] = values
+    return differences
+
+
+def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
+    """Return the scores of evaluations that both runs have, on the tasks that both were asked.
+
+    Raises:
+        FolderError: an evaluation has no tasks.
+    """
+    differences = []
+    for file in sorted((first / "evaluation").glob("*.json")):
+        other_file = second / "evaluation" / file.name
+        if other_file.is_file():
+            differences += _evaluation_differences(file, other_file)
+    return differences
+
+
+def _evaluation_differences(first: Path, second: Path) -> Iterator[ScoreDifference]:
+    """Yield the difference of each metric that two evaluations of the same state have."""
+    first_metrics = _metrics_by_task(first)
+    second_metrics = _metrics_by_task(second)
+    common_tasks = [task for task in first_metrics if task in second_metrics]
+    metrics = [metric for task in common_tasks for metric in first_metrics[task]]
+    for metric in dict.fromkeys(metrics):
+        pairs = [
+            (first_metrics[task][metric], second_metrics[task][metric])
+            for task in common_tasks
+            if metric in first_metrics[task] and metric in second_metrics[task]
+        ]
+        if not pairs:
+            continue
+        gains = [second_score - first_score for first_score, second_score in pairs]
+        low, high = mean_interval(gains, f"{first.stem}/{metric}")
+        yield ScoreDifference(
+            state=first.stem,
+            metric=metric,
+            first=fmean(pair[0] for pair in pairs),
+            second=fmean(pair[1] for pair in pairs),
+            low=low,
+            high=high,
+            tasks=len(pairs),
+        )
+
+
+def _metrics_by_task(evaluation: Path) -> dict[str, Mapping[str, float]]:
+    tasks = read_record(evaluation, "tasks")["tasks"]
+    return {task["task_id"]: task["metrics"] for task in tasks}

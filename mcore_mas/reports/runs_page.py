@@ -1,0 +1,113 @@
+"""The page of a suite's runs: durations of jobs, differences in settings, and conversations."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from mcore_mas.reports.game_pictures import draw_trajectory
+from mcore_mas.reports.page_templates import embed_page, render_page
+from mcore_mas.reports.run_differences import config_differences
+from mcore_mas.reports.trajectory_page import trajectory_page
+from rollout.base.files import write_text
+from rollout.base.json_files import read_json_lines
+from rollout.records.files import read_tasks, read_trajectories
+from rollout.records.trajectory import Task, Trajectory
+
+# Columns of the table of jobs, in this order; other jobs follow.
+_JOBS = (
+    "prepare_tasks",
+    "make_base_model",
+    "bootstrap",
+    "evaluate_base",
+    "train",
+    "evaluate_trained",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownConversation:
+    """A trajectory on the page."""
+
+    title: str
+    page: Markup
+    picture: Markup  # empty unless it is of a game
+
+
+def write_runs_page(results: Path, runs: Sequence[str], out: Path) -> None:
+    """Write the page of runs in a results folder.
+
+    Raises:
+        FolderError: a run has no config.
+    """
+    folders = {run: results / run for run in runs}
+    seconds = {run: _job_seconds(folder) for run, folder in folders.items()}
+    jobs = dict.fromkeys([*_JOBS, *(job for durations in seconds.values() for job in durations)])
+    page = render_page(
+        "runs.html.jinja",
+        runs=runs,
+        seconds=seconds,
+        jobs=[job for job in jobs if any(job in durations for durations in seconds.values())],
+        settings=config_differences(*folders.values()),
+        conversations={run: list(_conversations(folder)) for run, folder in folders.items()},
+    )
+    write_text(out, page)
+
+
+def _job_seconds(folder: Path) -> dict[str, float]:
+    """Return the duration of each finished job of a run, by its rule and state."""
+    seconds = {}
+    for file in sorted((folder / "benchmarks").glob("*.jsonl")):
+        rows = read_json_lines(file)[0]
+        if rows:
+            seconds[file.stem] = float(rows[-1]["s"])
+    return seconds
+
+
+def _conversations(folder: Path) -> Iterator[ShownConversation]:
+    """Yield up to three conversations of a run's evaluations.
+
+    One task that only the trained team solves, before and after training, and one task that the
+    trained team does not solve.
+    """
+    base = _first_samples(folder / "evaluation" / "base")
+    trained = _first_samples(folder / "evaluation" / "trained")
+    if not trained:
+        return
+    tasks = {task.id: task for task in read_tasks(folder / "tasks" / "test.parquet")}
+    gained = [
+        task
+        for task, played in trained.items()
+        if played.success and task in base and not base[task].success
+    ]
+    shown_task = next(iter(gained or trained))
+    unsolved = [played for played in trained.values() if played.score == 0]
+    if shown_task in base:
+        yield _show(base[shown_task], "before training", tasks)
+    yield _show(trained[shown_task], "after training", tasks)
+    if unsolved:
+        yield _show(unsolved[0], "after training, not solved", tasks)
+
+
+def _show(trajectory: Trajectory, title: str, tasks: dict[str, Task]) -> ShownConversation:
+    picture = None
+    if trajectory.task_id in tasks:
+        picture = draw_trajectory(tasks[trajectory.task_id], trajectory)
+    return ShownConversation(
+        title=title,
+        page=embed_page(trajectory_page(trajectory, {})),
+        picture=Markup(picture or ""),  # noqa: S704 (the template of boards escapes signs)
+    )
+
+
+def _first_samples(folder: Path) -> dict[str, Trajectory]:
+    """Return the first completed trajectory of each task in the first file of an evaluation."""
+    files = sorted(folder.glob("part_*.parquet"))
+    if not files:
+        return {}
+    samples: dict[str, Trajectory] = {}
+    for trajectory in read_trajectories(files[0]):
+        if not trajectory.error:
+            samples.setdefault(trajectory.task_id, trajectory)
+    return samples

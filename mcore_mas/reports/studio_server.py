@@ -1,0 +1,143 @@
+"""The web server of the studio, which answers GET requests of this machine or with a token."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from pydantic import ValidationError, validate_call
+from pydantic_core import to_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from mcore_mas.config.run import ConfigError
+from mcore_mas.reports.page_templates import render_page
+from mcore_mas.reports.run_states import run_folders
+from mcore_mas.reports.studio import Studio, WholeNumber, escape_texts
+from rollout.base.http_server import has_token, listen, listener_url, server_config
+from rollout.base.ownership import FolderError
+from rollout.base.processes import say
+from rollout.base.urls import is_loopback
+from rollout.records.files import RecordError
+
+# A trajectory's page runs no scripts and loads nothing.
+_TRAJECTORY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def run_studio(results: Path, *, host: str, port: int, token_file: Path | None) -> None:
+    """Serve the studio until interrupted.
+
+    Args:
+        results: folder of the runs.
+        host: to listen on.
+        port: to listen on; 0 for a free one.
+        token_file: has a bearer token, which a host other than loopback requires.
+
+    Raises:
+        ListenError: the token cannot be used, or the port cannot be listened on.
+        FolderError: there is no such folder.
+    """
+    run_folders(results)
+    listener, token = listen(host, port, token_file)
+    app = studio_app(Studio(results), token)
+    server = uvicorn.Server(server_config(app, drain_s=1, lifespan=False))
+    say(f"studio of {results}: {listener_url(listener)}; Ctrl-C ends it")
+    server.run(sockets=[listener])
+
+
+def studio_app(studio: Studio, token: str | None) -> Starlette:
+    """Return the web application of a studio.
+
+    Args:
+        studio: answers the requests.
+        token: required as bearer token, or as `?token=` of the first page; None if only this
+            machine can reach the server.
+    """
+    nonce = secrets.token_urlsafe(16)
+    headers = {
+        "Content-Security-Policy": (
+            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; "
+            "connect-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'none'; "
+            "frame-ancestors 'self'"
+        ),
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-store",
+    }
+
+    def first_page() -> Response:
+        return HTMLResponse(render_page("studio.html.jinja", nonce=nonce))
+
+    def trajectory(run: str, file: str, index: WholeNumber) -> Response:
+        page = studio.trajectory(run, file, index)
+        return HTMLResponse(page, headers={"Content-Security-Policy": _TRAJECTORY_POLICY})
+
+    answers: dict[str, Callable[..., Any]] = {
+        "/": first_page,
+        "/trajectory": trajectory,
+        "/api/runs": studio.runs,
+        "/api/metrics": studio.metrics,
+        "/api/files": studio.files,
+        "/api/waits": studio.waits,
+        "/api/log": studio.log,
+        "/api/compare": studio.compare,
+        "/api/trajectories": studio.trajectories,
+    }
+    return Starlette(
+        routes=[
+            Route(path, _endpoint(answer, token, headers), methods=["GET"])
+            for path, answer in answers.items()
+        ]
+    )
+
+
+def _endpoint(
+    answer: Callable[..., Any], token: str | None, headers: Mapping[str, str]
+) -> Callable[[Request], Any]:
+    """Return an endpoint that calls `answer` with the checked parameters of a request."""
+    checked_answer = validate_call(answer)
+
+    async def endpoint(request: Request) -> Response:
+        _check_access(request, token)
+        # The page leaves the fields of its forms empty that it does not use.
+        parameters = {
+            name: value for name, value in request.query_params.items() if value and name != "token"
+        }
+        try:
+            result = await asyncio.to_thread(checked_answer, **parameters)
+        except ValidationError as error:
+            first_error = error.errors()[0]
+            parameter = ".".join(map(str, first_error["loc"]))
+            raise HTTPException(400, f"{parameter}: {first_error['msg']}") from None
+        except (FolderError, RecordError, ConfigError) as error:
+            raise HTTPException(404, str(error)) from None
+
+        response = result if isinstance(result, Response) else _json_response(result)
+        for name, value in headers.items():
+            response.headers.setdefault(name, value)
+        return response
+
+    return endpoint
+
+
+def _json_response(value: Any) -> Response:
+    # JSON has no NaN and no infinity.
+    content = to_json(escape_texts(value), inf_nan_mode="null")
+    return Response(content, media_type="application/json")
+
+
+def _check_access(request: Request, token: str | None) -> None:
+    """Refuse a request without the token, or without one that names another host."""
+    if token is None:
+        # The name of a hostile page's host may lead to this machine.
+        if not is_loopback(request.url.hostname or ""):
+            raise HTTPException(403, "the studio answers to its address on this machine only")
+        return
+    query_token = request.query_params.get("token", "")
+    has_query_token = secrets.compare_digest(query_token.encode(), token.encode())
+    if not has_token(request, token) and not has_query_token:
+        raise HTTPException(401, "a bearer token is required")

@@ -1,0 +1,48 @@
+"""Files of trajectories: one of a file's trajectories, and the tasks of its run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout.records.files import RecordError, read_tasks
+from rollout.records.trajectory import Task, Trajectory
+
+
+def select_trajectory(
+    file: Path, trajectories: Sequence[Trajectory], index: int, trajectory_id: str | None
+) -> Trajectory:
+    """Return the trajectory with an id, or without an id the one at an index.
+
+    Args:
+        file: that the trajectories were read from, for errors.
+        trajectories: of the file.
+        index: counted from 0.
+        trajectory_id: takes precedence over `index`.
+
+    Raises:
+        RecordError: there is no such trajectory.
+    """
+    if trajectory_id is not None:
+        for trajectory in trajectories:
+            if trajectory.id == trajectory_id:
+                return trajectory
+        raise RecordError(
+            f"{file}: no trajectory '{trajectory_id}'; the first is '{trajectories[0].id}'"
+        )
+    if not 0 <= index < len(trajectories):
+        raise RecordError(
+            f"{file}: no trajectory {index}; it holds {len(trajectories)}, counted from 0"
+        )
+    return trajectories[index]
+
+
+def read_run_tasks(file: Path) -> list[Task]:
+    """Read all tasks of the run that a file of trajectories lies in.
+
+    Raises:
+        RecordError: the file lies in no run's folder.
+    """
+    for folder in file.resolve().parents:
+        if (folder / "tasks").is_dir():
+            paths = sorted((folder / "tasks").glob("*.parquet"))
+            return [task for path in paths for task in read_tasks(path)]
+    raise RecordError(f"{file}: in no run's folder, where the tasks to draw are under tasks/")

@@ -1,0 +1,103 @@
+"""The web page of one trajectory: who said what, tools, rewards, and credit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from mcore_mas.reports.page_templates import render_page
+from rollout.records.grouping import group_pairs
+from rollout.records.trajectory import Trajectory
+
+if TYPE_CHECKING:  # importing it would load torch
+    from mcore_mas.credit.samples import Sample
+
+_COLOURS = 7  # agents with a colour of their own
+
+# Advantage of each turn, by trajectory, node and turn number.
+TurnAdvantages = Mapping[tuple[str, str, int], float]
+# Text and log-probability of each sampled token of a turn, by node and turn number.
+TurnTokens = Mapping[tuple[str, int], Sequence[tuple[str, float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMember:
+    """One turn of a peer group."""
+
+    sample: Sample
+    vote: float  # score of the vote that the turn is part of
+    advantage: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerGroup:
+    """Turns of one task that an estimator compared with one another."""
+
+    label: str  # what the comparison gives: "mean", "std" or both, "peers"
+    peer_columns: tuple[str, ...]  # columns in which the turns are equal
+    vote_columns: tuple[str, ...]  # columns in which turns of one vote are equal
+    size: int  # number of votes, including those of other tasks
+    mean: float
+    std: float
+    members: list[GroupMember]
+
+
+# Peer groups of each turn, by trajectory, node and turn number.
+TurnGroups = Mapping[tuple[str, str, int], Sequence[PeerGroup]]
+_NO_TOKENS: TurnTokens = MappingProxyType({})
+_NO_GROUPS: TurnGroups = MappingProxyType({})
+
+
+def trajectory_page(
+    trajectory: Trajectory,
+    advantages: TurnAdvantages,
+    tokens: TurnTokens = _NO_TOKENS,
+    groups: TurnGroups = _NO_GROUPS,
+) -> str:
+    """Return the page of a trajectory as HTML.
+
+    In a tree, branches that ended before the outcome are folded at the place where they left the
+    path.
+
+    Args:
+        trajectory: to show.
+        advantages: of turns, which may be of other trajectories too.
+        tokens: of turns, to be shaded by log-probability, or by the turn's advantage.
+        groups: turns that each turn was compared with.
+    """
+    turns_by_agent = group_pairs((turn.agent, turn) for turn in trajectory.turns)
+    turns_by_node = group_pairs((turn.node, turn) for turn in trajectory.turns)
+    tools_by_turn = group_pairs(
+        ((event.node, event.after_turn), event) for event in trajectory.tools
+    )
+    path_nodes = dict.fromkeys(turn.node for turn in trajectory.path)
+    own_advantages = {
+        (node, turn): advantage
+        for (trajectory_id, node, turn), advantage in advantages.items()
+        if trajectory_id == trajectory.id
+    }
+    return render_page(
+        "trajectory.html.jinja",
+        trajectory=trajectory,
+        agents=turns_by_agent,
+        colours={agent: f"var(--a{i % _COLOURS})" for i, agent in enumerate(turns_by_agent)},
+        nodes=turns_by_node,
+        path={node: _siblings(node, turns_by_node) for node in path_nodes},
+        tools=tools_by_turn,
+        advantages=own_advantages,
+        largest_advantage=max(map(abs, own_advantages.values()), default=0.0),
+        tokens=tokens,
+        groups=groups,
+    )
+
+
+def _siblings(node: str, nodes: Mapping[str, object]) -> list[str]:
+    """Return the other branches from the parent of a node; none of the root."""
+    if not node:
+        return []
+    parent = node.rpartition(".")[0]
+    return [
+        other for other in nodes if other and other != node and other.rpartition(".")[0] == parent
+    ]

@@ -1,0 +1,159 @@
+"""Trajectories in the terminal: one as a conversation, or a file's as a list."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Column, Table
+from rich.text import Text
+
+from mcore_mas.reports.trajectory_page import TurnAdvantages
+from rollout.base.text import escape_text
+from rollout.records.trajectory import Message, Status, ToolEvent, Trajectory, Turn
+
+
+def plain_text(text: str, style: str = "") -> Text:
+    """Return a text for the terminal, whose control characters are written out."""
+    return Text(escape_text(text), style=style)
+
+
+def print_trajectory(
+    trajectory: Trajectory,
+    console: Console,
+    advantages: TurnAdvantages,
+    *,
+    branches: bool = False,
+    head: bool = True,
+) -> None:
+    """Print the turns of a trajectory with messages, tools, scores and advantages.
+
+    Args:
+        trajectory: to print.
+        console: to print to.
+        advantages: of turns.
+        branches: in a tree, also print the branches that did not lead to the outcome.
+        head: begin with ids, status and outcome.
+    """
+    if head:
+        _print_head(trajectory, console)
+    if trajectory.error:
+        console.print(plain_text(trajectory.error, style="red"))
+
+    path = {(turn.node, turn.index) for turn in trajectory.path}
+    shown_turns: set[int] = set()
+    for turn in trajectory.turns if branches else trajectory.path:
+        if turn.index not in shown_turns:  # all branches at a turn read the same messages
+            for message in turn.news:
+                console.print(_message_panel(message, turn.agent))
+        shown_turns.add(turn.index)
+
+        colour = "dim"
+        if (turn.node, turn.index) in path:
+            colour = "green" if turn.valid else "red"
+        advantage = advantages.get((trajectory.id, turn.node, turn.index))
+        reply = Group(
+            plain_text(turn.text),
+            plain_text(_describe_turn(turn, advantage), style="dim"),
+        )
+        title = plain_text(f"{turn.index} {turn.agent}")
+        console.print(Panel(reply, title=title, border_style=colour))
+        for event in trajectory.tools:
+            if (event.after_turn, event.node) == (turn.index, turn.node):
+                console.print(_tool_panel(event))
+
+
+def _print_head(trajectory: Trajectory, console: Console) -> None:
+    outcome = "none" if trajectory.outcome is None else f"{trajectory.outcome:g}"
+    turns = f"{len(trajectory.turns)} turns"
+    if trajectory.leaf:
+        turns = (
+            f"{len(trajectory.path)} turns on the path to {trajectory.leaf}, "
+            f"{len(trajectory.turns)} in the tree"
+        )
+    console.print(
+        plain_text(
+            f"trajectory {trajectory.id}   task {trajectory.task_id}   source {trajectory.source}"
+        )
+    )
+    console.print(plain_text(f"{trajectory.status.value}   outcome {outcome}   {turns}"))
+
+
+def _message_panel(message: Message, agent: str) -> Panel:
+    title = plain_text(f"{message.role} → {agent}")
+    return Panel(plain_text(message.text), title=title, style="dim")
+
+
+def _tool_panel(event: ToolEvent) -> Panel:
+    title = plain_text(f"{event.tool}{' failed' if event.failed else ''}: {event.query}")
+    colour = "red" if event.failed else "blue"
+    return Panel(plain_text(event.result), title=title, border_style=colour)
+
+
+def _describe_turn(turn: Turn, advantage: float | None) -> str:
+    """Return a line with the turn's policy, tokens, scores, reward and advantage."""
+    versions = f"v{turn.policy_version}"
+    if turn.oldest_version < turn.policy_version:
+        versions = f"v{turn.oldest_version} to {versions}"
+    parts = [f"{turn.index} {turn.agent} ({turn.policy} {versions})"]
+    if turn.node:
+        parts.append(f"branch {turn.node}")
+    parts.append(f"{len(turn.completion_ids)} tokens, log p {sum(turn.logprobs):.2f}")
+    parts += [f"{name} {value:g}" for name, value in turn.scores.items()]
+    if turn.reward is not None:
+        parts.append(f"reward {turn.reward:g}")
+    if advantage is not None:
+        parts.append(f"advantage {advantage:+.3g}")
+    if turn.masked:
+        parts.append("masked")
+    if not turn.valid:
+        parts.append("cut off" if turn.finish_reason == "length" else "malformed")
+    return " · ".join(parts)
+
+
+def print_trajectories(
+    trajectories: Sequence[Trajectory], console: Console, advantages: TurnAdvantages, file: Path
+) -> None:
+    """Print a line for each trajectory of a file, and the command that shows one of them.
+
+    A line has its index, task, sample, number of turns, outcome, mean reward, mean advantage and
+    status.
+    """
+    headings = ("sample", "turns", "outcome", "reward", "advantage")
+    table = Table(
+        Column("#", justify="right"),
+        Column("task", overflow="fold"),
+        *(Column(heading, justify="right") for heading in headings),
+        "status",
+        show_edge=False,
+    )
+    for index, trajectory in enumerate(trajectories):
+        rewards = [turn.reward for turn in trajectory.turns if turn.reward is not None]
+        turn_advantages = [
+            advantage
+            for (trajectory_id, _, _), advantage in advantages.items()
+            if trajectory_id == trajectory.id
+        ]
+        status = trajectory.status.value
+        if trajectory.error:
+            status = f"{status}: {trajectory.trouble}"
+        table.add_row(
+            str(index),
+            plain_text(trajectory.task_id),
+            str(trajectory.sample),
+            str(len(trajectory.turns)),
+            _number_cell(trajectory.outcome),
+            _number_cell(fmean(rewards) if rewards else None),
+            _number_cell(fmean(turn_advantages) if turn_advantages else None),
+            plain_text(status),
+            style="" if trajectory.status is Status.COMPLETED else "red",
+        )
+    console.print(table)
+    console.print(plain_text(f"{len(trajectories)} trajectories; one of them:", "dim"))
+    # The command is not wrapped, so that it can be copied.
+    console.print(plain_text(f"mcore-mas show {file} --index 0", "dim"), soft_wrap=True)
+
+
+def _number_cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

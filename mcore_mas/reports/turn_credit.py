@@ -1,0 +1,78 @@
+"""Credit of the turns in a file of trajectories, computed with the estimators of its run."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.credit.assign import assessments, estimate, keep, mean_advantages
+from mcore_mas.credit.samples import CreditError, Sample, to_samples
+from mcore_mas.reports.trajectory_page import (
+    GroupMember,
+    PeerGroup,
+    TurnAdvantages,
+    TurnGroups,
+)
+from rollout.records.grouping import group_trajectories
+from rollout.records.trajectory import Trajectory
+
+
+def compute_turn_credit(
+    file: Path, trajectories: Sequence[Trajectory]
+) -> tuple[TurnAdvantages, TurnGroups]:
+    """Compute the advantages and the peer groups of turns, as the run's estimators give them.
+
+    Both are empty if the estimators cannot run: an evaluation has no rewards, and a file has
+    neither a critic's values nor the KL penalties of rewards. Turns that the run's filter leaves
+    out have no credit.
+
+    Args:
+        file: of the trajectories, in the folder train/trajectories of a run.
+        trajectories: of the file.
+    """
+    try:
+        config = RunConfig.load(file.resolve().parents[2] / "config.yaml")
+        samples = to_samples(group_trajectories(trajectories))
+        if config.filter is not None:
+            samples = keep(samples, config.filter)
+        kl = config.loss.kl
+        if not samples or (kl.coef and kl.where == "reward"):
+            return {}, {}
+        rules = {name: config.advantage_of(name) for name in config.agents}
+        advantages = mean_advantages(estimate(samples, rules))
+        return advantages, _peer_groups(samples, rules, advantages)
+    except (ConfigError, CreditError, IndexError):
+        return {}, {}
+
+
+def _peer_groups(
+    samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig], advantages: TurnAdvantages
+) -> TurnGroups:
+    """Return the groups in which the estimator of a turn's agent compared the turn."""
+    groups_of_turns: dict[tuple[str, str, int], list[PeerGroup]] = {}
+    for rule, indices, _, estimated in assessments(samples, rules):
+        for label, statistics in estimated.groups.items():
+            groups: dict[tuple[str, int], PeerGroup] = {}  # by task and number of the group
+            for row, index in enumerate(indices):
+                sample = samples[index]
+                number = int(statistics.vote_group[statistics.vote[row]])
+                if (sample.task, number) not in groups:
+                    groups[sample.task, number] = PeerGroup(
+                        label=label,
+                        peer_columns=statistics.grouping.peers,
+                        vote_columns=statistics.grouping.vote,
+                        size=int(statistics.size[row]),
+                        mean=float(statistics.mean[row]),
+                        std=float(statistics.std[row]),
+                        members=[],
+                    )
+                group = groups[sample.task, number]
+                member = GroupMember(
+                    sample=sample,
+                    vote=float(statistics.score[row]),
+                    advantage=advantages.get(sample.id),
+                )
+                group.members.append(member)
+                if rules[sample.agent] == rule:
+                    groups_of_turns.setdefault(sample.id, []).append(group)
+    return groups_of_turns
