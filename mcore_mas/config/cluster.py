@@ -86,6 +86,12 @@ class ClusterConfig(Section):
                 f"policies.{policy}: engine.device: cuda, and cluster.device: cpu shows it no GPU; set "
                 "cluster.device: auto, or engine.device: cpu"
             )
+        nodes = self.nodes.get(policy)
+        if engine.name == "embedded" and nodes is not None and nodes.rollout is not None:
+            raise ValueError(
+                f"cluster.nodes.{policy}.rollout: the embedded engine runs on the node of the command; leave it out, "
+                "or use engine: sglang"
+            )
         has_own_servers = engine.name == "sglang" and not engine.urls
         if has_own_servers and engine.transport == "tensor" and self.pool == "split":
             raise ValueError(
@@ -97,12 +103,12 @@ class ClusterConfig(Section):
                 "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
                 "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
             )
-        has_several_actors = engine.name == "embedded" and engine.replicas + engine.joining > 1
+        has_several_actors = engine.name == "embedded" and engine.replicas > 1
         reads_folder = engine.transport in (None, "disk")
         if has_several_actors and (self.pool == "shared" or not reads_folder):
             raise ValueError(
                 f"policies.{policy}: several actors of its engine have a device each and read weights from a folder; "
-                "use cluster.pool: split and no engine.transport, or engine.replicas: 1 and engine.joining: 0"
+                "use cluster.pool: split and no engine.transport, or engine.replicas: 1"
             )
 
     def check_policies(
@@ -155,9 +161,9 @@ class ClusterConfig(Section):
         if engine.name == "sglang":
             return
         in_memory = engine.transport in (None, "shared") and self.address == "local"
-        if not in_memory or engine.replicas + engine.joining > 1:
+        if not in_memory or engine.replicas > 1:
             raise ValueError(
                 f"policies.{policy}: share_base keeps adapters in one actor of the embedded engine, and hands them "
-                "over in this machine's memory; use engine.replicas: 1, engine.joining: 0, no engine.transport and "
+                "over in this machine's memory; use engine.replicas: 1, no engine.transport and "
                 "cluster.address: local, or leave share_base out"
             )

@@ -13,7 +13,6 @@ from rollout.models.layout import Projection, Recompute
 _ENGINE_CHOICE_SETTINGS = (
     "transport",
     "device",
-    "joining",
     "python",
     "urls",
     "members",

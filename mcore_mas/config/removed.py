@@ -14,6 +14,7 @@ REMOVED_KEYS: Mapping[str, str] = {
     "collection.journal": (
         "finished trajectories are always kept; those under way are sampled again after a restart"
     ),
+    "engine.joining": ("start all actors with engine.replicas, or use SGLang with engine.members"),
     "retriever.backend": "FAISS searches on retriever.device; leave it out",
     "retriever.balance": "the servers in retriever.urls take turns; leave it out",
     "retriever.members": "list the servers in retriever.urls",

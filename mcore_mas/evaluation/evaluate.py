@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from mcore_mas import code_commit
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
+from mcore_mas.evaluation.engine_gpus import assign_engine_gpus, share_gpu_memory
 from mcore_mas.evaluation.measure import Scoreboard, Shards, measure, score_rows
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.engine_factory import (
@@ -32,7 +33,6 @@ from mcore_mas.runtime.engine_factory import (
     open_remotes,
     world,
 )
-from mcore_mas.runtime.placement import gpus_of_servers, shared_out
 from mcore_mas.runtime.recipe import identity_of_play
 from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.progress import ProgressReporter
@@ -155,8 +155,8 @@ def playing(
         PlacementError: there are fewer GPUs than the engines need.
         RemoteError, RetrievalError: a remote model cannot be asked, or the retriever does not start.
     """
-    gpus = gpus_of_servers(config)
-    config = shared_out(config, gpus)
+    gpus = assign_engine_gpus(config)
+    config = share_gpu_memory(config, gpus)
     remotes = open_remotes(config, Path(f"{place}remotes"))
     with hide_gpus_from_cpu_run(config), ExitStack() as stack:
         make_env = stack.enter_context(world(config, str(Path(f"{place}retriever").absolute())))
@@ -213,7 +213,7 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard, stop: StopSignal) 
         async def play() -> None:
             stop.listen()
             in_flight = config.trajectories_in_flight(
-                sum(map(len, gpus_of_servers(config).values()))
+                sum(map(len, assign_engine_gpus(config).values()))
             )
             measuring = measure(
                 board, collector, in_flight=in_flight, retries=config.evaluation.retries, keep=keep

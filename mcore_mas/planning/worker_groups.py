@@ -28,6 +28,7 @@ class WorkerGroup:
     devices: int
     tp: int = 1  # consecutive ranks that must be on one node
     node_label: str | None = None  # required value of the nodes' label `pool`; None: any node
+    on_driver_node: bool = False  # it must be on the node of the command that trains
 
     @property
     def placement_group_sizes(self) -> list[int]:
@@ -90,6 +91,7 @@ def _engine_groups(config: RunConfig, name: str, device_type: DeviceType) -> lis
         devices=engine.replicas * tp,
         tp=tp,
         node_label=nodes.rollout if nodes else None,
+        on_driver_node=engine.name == "embedded",
     )
     return [workers]
 

@@ -37,6 +37,7 @@ class Node:
     gpus: int
     cpus: int
     pool: str | None = None  # the value of its label `pool`
+    is_driver: bool = False  # this process is on it
 
 
 @contextmanager
@@ -107,6 +108,7 @@ def _change_folder(folder: str) -> Callable[[], None]:
 
 def alive_nodes() -> list[Node]:
     """Return the nodes of the Ray that this process has joined, by address."""
+    driver = ray.get_runtime_context().get_node_id()
     return sorted(
         Node(
             address=str(node["NodeManagerAddress"]),
@@ -114,15 +116,11 @@ def alive_nodes() -> list[Node]:
             gpus=int(node["Resources"].get("GPU", 0)),
             cpus=int(node["Resources"].get("CPU", 0)),
             pool=node["Labels"].get("pool"),
+            is_driver=node["NodeID"] == driver,
         )
         for node in ray.nodes()
         if node["Alive"]
     )
-
-
-def current_node() -> str:
-    """Return Ray's id of the node that this process is on."""
-    return str(ray.get_runtime_context().get_node_id())
 
 
 def _check_files(nodes: Collection[Node], file: Path) -> None:

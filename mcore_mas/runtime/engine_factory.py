@@ -49,14 +49,12 @@ def make_engines(
     trained: bool,
     places: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     gpus: Mapping[str, Sequence[Sequence[str]]] | None = None,
-    far: Mapping[str, bool] | None = None,
-    berths: Callable[[str], Any] | None = None,
+    nodes: int | None = None,
 ) -> dict[str, Any]:
     """An engine for each policy's model folder; servers log below `log`.
 
     With `trained` the engines take weights from trainers, and Ray must be running; `places` are then actor options of
-    each engine's devices, and `far` says in a cluster which engines have a part on another node than this process;
-    `berths` gives what takes and gives places of actors that join a policy's engine (`ReplicatedEngine`).
+    each engine's devices, and `nodes` is the number of nodes of a Ray that was joined.
     Without it `gpus` are those of each engine's servers, or copies, by policy; what a training wrote has its last
     step's version.
     """
@@ -73,11 +71,10 @@ def make_engines(
             settings |= {"log": log / f"{policy}.log", "start_s": engine.start_deadline_s(model)}
         if engine.weights_folder and "threads" in settings:
             settings["weights_folder"] = engine.weights_folder / config.run / policy
-        if far is not None and "threads" in settings:
-            settings |= {
-                "far": far[policy],
-                "weights_folder": settings.get("weights_folder", log / policy).resolve(),
-            }
+        if nodes is not None and "threads" in settings:
+            settings["weights_folder"] = settings.get("weights_folder", log / policy).resolve()
+            if engine.name == "sglang":
+                settings["far"] = nodes > 1
         name = engine.name if trained or engine.name != "embedded" else "embedded_local"
         if gpus is not None and engine.name == "sglang":
             in_turn = any(held[gpu] > 1 for own in gpus[policy] for gpu in own)
@@ -87,11 +84,10 @@ def make_engines(
             settings |= {"devices": [f"cuda:{seen.index(gpu)}" for (gpu,) in gpus[policy]]}
             del settings["device"]
         own = places.get(policy) if places else None
-        if name == "embedded" and ((far and far[policy]) or engine.replicas + engine.joining > 1):
+        if name == "embedded" and engine.replicas > 1:
             name = "embedded_replicas"
             settings = {"weights_folder": (log / policy).resolve()} | settings
-            settings |= {"places": own or [{}] * engine.replicas, "joining": engine.joining}
-            settings |= {"berths": berths(policy)} if berths and own else {}
+            settings |= {"places": own or [{}] * engine.replicas}
         elif own:
             in_turn = config.cluster.pool == "shared"
             settings |= (

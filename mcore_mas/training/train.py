@@ -19,20 +19,20 @@ from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints, Saved
 from mcore_mas.runtime.cluster import joined_ray
+from mcore_mas.runtime.devices import find_devices
 from mcore_mas.runtime.engine_factory import make_players, make_renderers, open_remotes, world
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import until_room
 from mcore_mas.runtime.local_ray import running_ray
-from mcore_mas.runtime.placement import room_for
 from mcore_mas.runtime.recipe import identity_digest, identity_of, input_digests
 from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.logbook import Logbook, open_logbook
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
 from mcore_mas.training.collected_steps import CollectedSteps
-from mcore_mas.training.crew import Crew
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import AfterStep, TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
+from mcore_mas.training.workers import RunWorkers
 from rollout.base.digests import tree_sha256
 from rollout.base.files import atomic_folder, ensure_writable
 from rollout.base.json_files import write_json
@@ -87,7 +87,7 @@ def train(
     folder, commit = ensure_writable(config.folder / "train"), code_commit()
     tasks = _tasks(config)  # before any process starts, as all that may refuse
     make_renderers(config, config.models)
-    room = room_for(config) if address == "local" else None
+    devices = find_devices(config) if address == "local" else None
     if not (folder / "lock.json").exists():  # the first start; who lets others in later has his way
         with suppress(PermissionError):  # it is somebody else's
             folder.chmod(0o700)
@@ -104,21 +104,26 @@ def train(
         coach = Coach(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")
         make_env = stack.enter_context(world(config, "train/retriever"))
-        if room is None:
+        if devices is None:
             nodes = stack.enter_context(joined_ray(address, folder / "lock.json"))
-            room = room_for(config, nodes)
+            devices = find_devices(config, nodes)
         else:
-            store, pages = object_store_mb(config), room.kind == "CPU"
+            store, pages = object_store_mb(config), devices.device_type == "CPU"
             own_ray = running_ray(
-                room.cpus, store, gpus=room.gpus, keep_pages=pages, logs=folder / "ray"
+                devices.ray_cpus,
+                store,
+                gpus=devices.ray_gpus,
+                keep_pages=pages,
+                logs=folder / "ray",
             )
             stack.enter_context(own_ray)
-        crew = stack.enter_context(closing(Crew(config, room, joined=address != "local")))
+        workers = stack.enter_context(closing(RunWorkers(config, devices)))
         stop = StopSignal(signals=after_step is None)
-        run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, after_step, stop)
+        run = _Run(config, config_path, workers, tasks, coach, remotes, make_env, after_step, stop)
         done = asyncio.run(run.train(found, warnings)) | {"commit": commit}
         write_json(
-            folder / "done.json", done | {"devices": crew.room.told, "epoch": epoch_of(folder)}
+            folder / "done.json",
+            done | {"devices": workers.devices.describe(), "epoch": epoch_of(folder)},
         )
 
 
@@ -128,7 +133,7 @@ class _Run:
 
     config: RunConfig
     config_path: Path
-    crew: Crew
+    workers: RunWorkers
     tasks: dict[str, list[Task]]
     coach: Coach | None
     remotes: Mapping[str, RemoteClient]
@@ -150,7 +155,7 @@ class _Run:
             for remote in self.remotes.values():
                 stack.push_async_callback(remote.aclose)
             while True:
-                self.crew.start(found.state.get("kl", {}) if found else {})
+                self.workers.start(found.state.get("kl", {}) if found else {})
                 first_step = found.step if found else 0
                 with open_logbook(self.config, self.config_path, first_step) as log:
                     for line in (
@@ -160,7 +165,7 @@ class _Run:
                         log.note(line)
                     session = self._session(log, found)
                     try:
-                        written = await self.crew.guard(_train(session, found, again=again))
+                        written = await self.workers.run(_train(session, found, again=again))
                         return _done(session, written)
                     except ProcessLost as lost:
                         if not restarts.take():
@@ -171,12 +176,12 @@ class _Run:
                         log.note(
                             f"{lost}; trainers start again from the newest checkpoint, {left} restarts left"
                         )
-                        await self.crew.replace(lost, log.note)
+                        await self.workers.recover(lost, log.note)
                 warnings = []
                 found = _checkpoints(self.config).newest(warnings.append)
 
     def _session(self, log: Logbook, found: Saved | None) -> TrainingSession:
-        config, engines, trainers = self.config, self.crew.engines, self.crew.trainers
+        config, engines, trainers = self.config, self.workers.engines, self.workers.trainers
         warning = truncated_sampling_warning(config.agents)
         if warning:
             log.note(warning)
@@ -217,7 +222,7 @@ class _Run:
                 for name, trainer in trainers.items()
             },
             memory=Memory(
-                engines, self.crew.offloaded, sleeps=sleeps, one_by_one=config.cluster.one_by_one
+                engines, self.workers.offloaded, sleeps=sleeps, one_by_one=config.cluster.one_by_one
             ),
             checkpoints=checkpoints,
             logbook=log,

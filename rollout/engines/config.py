@@ -51,8 +51,6 @@ class EngineConfig(Section):
     sleep: bool = False  # give memory away while policies are trained
     restarts: int = Field(2, ge=0)  # per hour, of an engine that dies or hangs
     replicas: int = Field(1, ge=1)  # servers per policy, or actors of the embedded engine
-    # further actors of the embedded engine, which join and leave with their nodes
-    joining: int = Field(0, ge=0)
 
     # settings of SGLang
     python: Path | None = None  # interpreter of SGLang's own environment ...
@@ -144,10 +142,6 @@ class EngineConfig(Section):
         takes_slots = self.transport in (None, "disk") and not self.members and not self.sleep
         if self.adapters == "slots" and not takes_slots:
             raise ValueError(_SLOTS_ERROR)
-        if self.joining:
-            raise ValueError(
-                "joining is a setting of the embedded engine; name servers that join in members"
-            )
         if self.device != "cpu":
             raise ValueError(
                 "device is a setting of the embedded engine; sglang takes the GPUs there are"

@@ -20,7 +20,7 @@ from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_pr
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.planning.worker_groups import list_worker_groups
 from mcore_mas.tracking import logbook
-from mcore_mas.training import crew, train
+from mcore_mas.training import train, workers
 from rollout.base.failpoints import failpoint
 from rollout.engines.embedded.batching import Ask, LocalEngine, Report
 from rollout.sync.transport import SyncRoute, WeightUpdate
@@ -148,22 +148,22 @@ def engines_here(
     return dict(HereGroup.engines)
 
 
-def room_here(config: RunConfig) -> SimpleNamespace:
+def devices_here(config: RunConfig) -> SimpleNamespace:
     worker_groups = list_worker_groups(config, "CPU")
     return SimpleNamespace(
-        kind="CPU",
-        cpus=1,
-        told={},
+        device_type="CPU",
+        ray_cpus=1,
+        ray_gpus=0,
+        nodes={"": 1},
+        joined=False,
+        describe=dict,
         worker_groups=worker_groups,
-        threads_of=lambda *_, **__: 1,
-        gpus=0,
+        threads_per_process=lambda _: 1,
     )
 
 
-def placed_here(room: SimpleNamespace, **_: object) -> SimpleNamespace:
-    places = {
-        (workers.policy, workers.part): [{}] * workers.devices for workers in room.worker_groups
-    }
+def placed_here(devices: SimpleNamespace) -> SimpleNamespace:
+    places = {(group.policy, group.part): [{}] * group.devices for group in devices.worker_groups}
     return SimpleNamespace(options=places, nodes={}, fill=nothing)
 
 
@@ -180,8 +180,8 @@ def training_here(monkeypatch: pytest.MonkeyPatch, *, tracked: bool = False) -> 
         "DevicePlacement": placed_here,
     }
     for name, value in replaced.items():
-        monkeypatch.setattr(crew, name, value)
-    monkeypatch.setattr(train, "room_for", room_here)
+        monkeypatch.setattr(workers, name, value)
+    monkeypatch.setattr(train, "find_devices", devices_here)
     monkeypatch.setattr(train, "running_ray", lambda *_, **__: nullcontext())
     if not tracked:
         silent = SimpleNamespace(send=nothing, close=nothing, join=nothing)

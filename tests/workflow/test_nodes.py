@@ -134,7 +134,8 @@ from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.planning.worker_groups import WorkerGroup
 from mcore_mas.runtime.cluster import joined_ray
 from mcore_mas.runtime.errors import ClusterError
-from mcore_mas.runtime.placement import DevicePlacement, Room
+from mcore_mas.runtime.devices import RunDevices
+from mcore_mas.runtime.placement import DevicePlacement
 from rollout.base.ownership import owned
 from tests.support import ranks, reference
 
@@ -148,7 +149,10 @@ with owned(Path("/dev/shm")):  # every node has its own
 with owned(folder), joined_ray(address, folder / 'lock.json') as nodes:
     workers = WorkerGroup(policy="p", part="trainer", devices=2)
     devices = {node.id: node.cpus for node in nodes}
-    placement = DevicePlacement(Room(kind="CPU", pool="split", worker_groups=[workers], nodes=devices), joined=True)
+    [driver] = [node.id for node in nodes if node.is_driver]
+    placement = DevicePlacement(
+        RunDevices(device_type="CPU", pool="split", worker_groups=[workers], nodes=devices, driver_node=driver)
+    )
     placement.fill()
     spec = ranks.spec_of(str(folder / "model"), dp=2)
     group = TrainerGroup("p", spec, threads=1, places=placement.options["p", "trainer"])
@@ -226,7 +230,7 @@ def test_a_gang_across_two_nodes_loses_one_and_ends_as_it_would_have(tmp_path: P
 @pytest.mark.usefixtures("long")
 def test_engines_elsewhere_go_on_when_trainers_lose_their_node(tmp_path: Path) -> None:
     run = make_run(tmp_path, *SETTINGS, "policies.solver.tp=2", "trainer.steps=3")
-    with nodes_of(tmp_path, [1, 2, 2]) as nodes, training(nodes, run, tmp_path / "log") as ended:
+    with nodes_of(tmp_path, [2, 2, 2]) as nodes, training(nodes, run, tmp_path / "log") as ended:
         until(lambda: len(rows(run)) == 2, 250, "the first step")
         ranks_at = {number: len(nodes.running(number, "_Rank")) for number in (1, 2, 3)}
         lost = next(
@@ -235,7 +239,7 @@ def test_engines_elsewhere_go_on_when_trainers_lose_their_node(tmp_path: Path) -
         others = [number for number in (1, 2, 3) if number != lost]
         assert sum(ranks_at[number] for number in others) == 1  # the verifier's
         engines = [nodes.running(number, "Host") for number in others]
-        assert sum(map(len, engines)) == 2
+        assert sum(map(len, engines)) == len(nodes.running(1, "Host")) == 2
         nodes.kill(lost)
         until(
             lambda: "waiting for nodes" in (tmp_path / "log").read_text(),
@@ -251,44 +255,38 @@ def test_engines_elsewhere_go_on_when_trainers_lose_their_node(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("long")
-def test_engines_join_and_are_lost_with_their_nodes_and_training_goes_on(tmp_path: Path) -> None:
-    apart = [
-        f"+cluster.nodes.{policy}={{train: big, rollout: small}}"
-        for policy in ("solver", "verifier")
-    ]
-    apart += [
+def test_trainers_are_on_nodes_with_their_label_and_engines_with_the_command(
+    tmp_path: Path,
+) -> None:
+    settings = [f"+cluster.nodes.{policy}.train=big" for policy in ("solver", "verifier")]
+    settings += [
         "+cluster.address=auto",
-        "+policies.solver.own.engine.joining=1",
+        "+policies.solver.own.engine.replicas=2",
         "+engine.deterministic=true",
+        "policies.solver.tp=1",
+        "trainer.steps=3",
     ]
-    run, log = (
-        make_run(tmp_path, *SETTINGS, *apart, "policies.solver.tp=1", "trainer.steps=4"),
-        tmp_path / "log",
-    )
+    run, log = make_run(tmp_path, *SETTINGS, *settings), tmp_path / "log"
     with ExitStack() as stack:
         nodes = Nodes(tmp_path)
         stack.callback(nodes.close)
-        nodes.start_ray(nodes.add(), 3, "big")
-        process = train_on(nodes, run, tmp_path / "refused")
-        assert process.wait(120) == 1
-        nodes.start_ray(nodes.add(), 2, "small")
+        nodes.start_ray(nodes.add(), 3, "small")
+        refused = train_on(nodes, run, tmp_path / "refused")
+        assert refused.wait(120) == 1
+        nodes.start_ray(nodes.add(), 2, "big")
         ended = stack.enter_context(training(nodes, run, log))
         until(lambda: len(rows(run)) == 2, 250, "the first step")
-        assert [len(nodes.running(number, "_Rank")) for number in (1, 2)] == [2, 0]
-        assert [len(nodes.running(number, "Host")) for number in (1, 2)] == [0, 2]
-        nodes.start_ray(nodes.add(), 2, "small")
-        until(lambda: "there are 2" in log.read_text(), 120, "an actor joins")
-        nodes.kill(2)
+        assert [len(nodes.running(number, "_Rank")) for number in (1, 2)] == [0, 2]
+        engines = nodes.running(1, "Host")
+        assert len(engines) == 3
+        os.kill(engines[0], signal.SIGKILL)
         said = ended()
-        assert len(nodes.running(3, "Host")) == 0  # the run has ended them
     last = (tmp_path / "refused").read_text().splitlines()[-1]
     assert last.endswith(
-        "cluster.nodes.solver: no node has the label pool=small for its engine (there are big); start one with "
-        "`ray start --labels pool=small`"
+        "cluster.nodes.solver: no node has the label pool=big for its trainer (there are small); start one with "
+        "`ray start --labels pool=big`"
     )
-    assert "an actor of the engine joined with version" in said
-    assert "an actor of the engine left, there are 1: the engine's actor failed" in said
-    assert "; started again with version" in said  # the verifier's, where there is room
+    assert "the engine's actor died; started again" in said
     assert "trainers start again" not in said
     assert (digests(run), rows(run)) == trained_here(run, tmp_path)
 

@@ -46,12 +46,6 @@ class Held:
         return 0 if self.half is None else 1 - self.half
 
 
-class ActorDied(EngineError):
-    """An engine's actor is gone and is not started again; `at_start`, it never was there."""
-
-    at_start = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class HostedSettings:
     """Settings of an embedded engine in an actor."""
@@ -68,7 +62,6 @@ class HostedSettings:
     weights_folder: Path | str | None = (
         None  # ... this folder, which the trainer sees too; None: one in shared memory
     )
-    far: bool = False  # its actor is on another node: nothing is mapped here, and weights come by "disk" in a folder
     restarts: int = 2  # in an hour
     hang_s: float = 600.0  # that the actor may take for one call
 
@@ -76,10 +69,8 @@ class HostedSettings:
 class Host(EmbeddedEngine):
     """The embedded engine in its Ray actor: it decodes, and takes new weights, when it is asked to."""
 
-    def __init__(
-        self, folder: str, held: Sequence[Held], settings: HostedSettings, source: str
-    ) -> None:
-        """Compute from what is `held`, the weights first; if they have no half, they are in the folder `source`."""
+    def __init__(self, folder: str, held: Sequence[Held], settings: HostedSettings) -> None:
+        """Compute from what is `held`, the weights first; if they have no half, they are in the folder."""
         torch.set_num_threads(settings.threads)
         shape = read_architecture(folder)
         self._places = [SharedWeights(own.file, shape, own.adapter) for own in held]
@@ -88,7 +79,7 @@ class Host(EmbeddedEngine):
         where = self._places[0].halves, settings.device
         decoder = CachedDecoder(shape, settings.max_length, *where, shapes, settings.bf16)
         if weights.half is None:
-            decoder.load(read_tensors(source))
+            decoder.load(read_tensors(folder))
         else:
             decoder.adopt(weights.half)
         ways = {"deterministic": settings.deterministic, "routing": settings.routing}
@@ -159,7 +150,6 @@ class HostedEngine(Dispatcher, TrainedEngine):
         folder: Path | str,
         *,
         version: int = 0,
-        source: str = "",
         adapters: Sequence[AdapterShape] = (),
         tell: Callable[[str], None] = say,
         **settings: Any,
@@ -167,8 +157,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         """Start the actor on the Hugging Face model in `folder`.
 
         Args:
-            version: of the weights in `folder`, or in `source`.
-            source: folder with weights in place of the model's.
+            version: of the weights in `folder`.
             adapters: on these weights, which then stay as they are (see `AdapterEngine`).
             tell: called with one line when the actor is started again.
             settings: the fields of `HostedSettings`.
@@ -190,12 +179,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
             self._settings.transport
         )  # whoever places a trainer on another node makes it "disk"
         self._actor = _HOSTS.options(**self._settings.place or {})
-        self._source = (
-            source or self.folder
-        )  # what an actor reads that does not find its weights in shared memory
-        self.held = [
-            Held(file=None if self._settings.far or adapters else memory_path(), version=version)
-        ]
+        self.held = [Held(file=None if adapters else memory_path(), version=version)]
         self.held += [Held(file=memory_path(), adapter=adapter) for adapter in adapters]
         shape, held = read_architecture(self.folder), enumerate(self.held)
         # what this process maps of it, made before the actor does
@@ -209,7 +193,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
 
     def _start(self) -> Any:
         self.starts += 1
-        return self._actor.remote(self.folder, self.held, self._settings, self._source)
+        return self._actor.remote(self.folder, self.held, self._settings)
 
     async def begin_update(self) -> SyncRoute:
         """Return the route to the free half of the shared weights, or to the folder."""
@@ -321,9 +305,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
             error, ray.exceptions.ActorUnschedulableError
         ) and "__init__" not in str(error)
         if self._closed or not started or not self._restarts.take():
-            died = ActorDied(str(_failure(error)))
-            died.at_start = not started
-            raise died from error
+            raise _failure(error) from error
         left = self._restarts.left
         self._tell(
             f"the engine's actor died; started again with version {self.version}, {left} starts left"

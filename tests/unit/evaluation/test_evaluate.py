@@ -21,14 +21,15 @@ import yaml
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig, for_policy
 from mcore_mas.evaluation import evaluate as evaluation
+from mcore_mas.evaluation.engine_gpus import assign_engine_gpus, share_gpu_memory
 from mcore_mas.evaluation.evaluate import EvaluationError, converse, evaluate, playing, seated
 from mcore_mas.evaluation.measure import Shards
 from mcore_mas.planning.machine import visible_gpu_ids
 from mcore_mas.planning.memory import engine_weight_bytes
 from mcore_mas.planning.worker_groups import PlacementError
 from mcore_mas.runtime.cluster import Node
+from mcore_mas.runtime.devices import find_devices
 from mcore_mas.runtime.engine_factory import make_engines, sidecar_of
-from mcore_mas.runtime.placement import gpus_of_servers, room_for, shared_out
 from rollout.base.json_files import write_json
 from rollout.base.ownership import FolderError
 from rollout.engines.embedded.batching import LocalReplicas
@@ -196,11 +197,11 @@ class TestPlacement:
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
     def test_all_gpus_serve(self) -> None:
-        assert gpus_of_servers(self.config("engine.tp=2")) == {
+        assert assign_engine_gpus(self.config("engine.tp=2")) == {
             "solver": [["8", "9"], ["10", "11"]],
             "verifier": [["12", "13"], ["14", "15"]],
         }
-        assert [len(servers) for servers in gpus_of_servers(self.config()).values()] == [4, 4]
+        assert [len(servers) for servers in assign_engine_gpus(self.config()).values()] == [4, 4]
 
     def test_a_retriever_has_the_last_to_itself(self) -> None:
         searching = [
@@ -211,9 +212,9 @@ class TestPlacement:
         ]
         searching.append("cluster.device=cuda")
         config = RunConfig.check(resolve(searching), "test")
-        used = [gpu for servers in gpus_of_servers(config).values() for (gpu,) in servers]
+        used = [gpu for servers in assign_engine_gpus(config).values() for (gpu,) in servers]
         assert used == ["8", "9", "10", "11", "12", "13", "14"]
-        assert (room_for(config).nodes, room_for(config).gpus) == ({"": 7}, 7)
+        assert (find_devices(config).nodes, find_devices(config).ray_gpus) == ({"": 7}, 7)
         assert config.retriever is not None
         assert sidecar_of(config.retriever, Path("index")).command[:2] == [
             "env",
@@ -222,21 +223,21 @@ class TestPlacement:
         with pytest.raises(
             PlacementError, match=r"retriever\.device: cuda: a Ray that is joined has all GPUs"
         ):
-            room_for(config, [Node(address="10.0.0.3", id="n3", gpus=8, cpus=64)])
+            find_devices(config, [Node(address="10.0.0.3", id="n3", gpus=8, cpus=64)])
 
     def test_a_server_that_is_wider_than_the_machine_is_refused(self) -> None:
         with pytest.raises(
             PlacementError,
             match=r"16 GPUs for a server of solver \(engine\.tp\), and there are 8; lower",
         ):
-            gpus_of_servers(self.config("engine.tp=16"))
+            assign_engine_gpus(self.config("engine.tp=16"))
 
     def test_embedded_engines_are_on_all_gpus_too(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         embedded = ["engine.name=embedded", "engine.python=null", "+engine.device=cuda"]
         config = self.config(*embedded)
-        gpus = gpus_of_servers(config)
+        gpus = assign_engine_gpus(config)
         assert gpus == {
             policy: [[str(8 + at + n)] for n in range(4)]
             for policy, at in (("solver", 0), ("verifier", 4))
@@ -253,18 +254,18 @@ class TestPlacement:
         ]
         assert not any("device" in own for own in made)
         # on the CPU there is one of each in this process, whatever there is beside it
-        assert gpus_of_servers(self.config(*embedded[:2])) == {"solver": [[]], "verifier": [[]]}
+        assert assign_engine_gpus(self.config(*embedded[:2])) == {"solver": [[]], "verifier": [[]]}
 
     def test_with_fewer_gpus_than_engines_they_share_them(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
         wide = self.config("policies.solver.own.engine.tp=2")
-        assert gpus_of_servers(wide) == {"solver": [["8", "9"]], "verifier": [["8"]]}
+        assert assign_engine_gpus(wide) == {"solver": [["8", "9"]], "verifier": [["8"]]}
         monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-        assert gpus_of_servers(self.config()) == {"solver": [["8"]], "verifier": [["8"]]}
+        assert assign_engine_gpus(self.config()) == {"solver": [["8"]], "verifier": [["8"]]}
         embedded = self.config("engine.name=embedded", "engine.python=null", "+engine.device=cuda")
-        assert gpus_of_servers(embedded) == {"solver": [["8"]], "verifier": [["8"]]}
+        assert assign_engine_gpus(embedded) == {"solver": [["8"]], "verifier": [["8"]]}
 
     def test_what_was_trained_on_one_gpu_is_evaluated_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -286,13 +287,15 @@ class TestPlacement:
         )
         weights = engine_weight_bytes(read_architecture(base), 1)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-        room_for(config, [Node(address="10.0.0.3", id="n3", gpus=1, cpus=64)])  # training has room
-        gpus = gpus_of_servers(config)
+        find_devices(
+            config, [Node(address="10.0.0.3", id="n3", gpus=1, cpus=64)]
+        )  # training has room
+        gpus = assign_engine_gpus(config)
 
         def on_gpu(memory: float, config: RunConfig = config) -> dict[str, Any]:
             told = SimpleNamespace(total_memory=memory)
             monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: told)
-            return {p: for_policy(shared_out(config, gpus), p).engine.options for p in TEAM}
+            return {p: for_policy(share_gpu_memory(config, gpus), p).engine.options for p in TEAM}
 
         # four fifths, less the weights of both, in two parts, and its own weights
         share = {"mem-fraction-static": 0.4}
@@ -303,8 +306,8 @@ class TestPlacement:
         ):
             on_gpu(2.4 * weights)
         given = self.config("cold_start=null", "+engine.options.mem-fraction-static=0.3", *together)
-        assert shared_out(given, gpus) is given
-        assert shared_out(config, {"solver": [["8"]], "verifier": [["9"]]}) is config
+        assert share_gpu_memory(given, gpus) is given
+        assert share_gpu_memory(config, {"solver": [["8"]], "verifier": [["9"]]}) is config
 
         on_gpu(10 * weights)
         made: list[Any] = []
@@ -332,7 +335,7 @@ class TestPlacement:
         )
         config = self.config("engine.tp=2", "engine.python=" + sys.executable)
         run = make_run(tmp_path, "data.test=2")
-        models, gpus = dict.fromkeys(config.models, run / "base"), gpus_of_servers(config)
+        models, gpus = dict.fromkeys(config.models, run / "base"), assign_engine_gpus(config)
         engines = make_engines(config, models, tmp_path, trained=False, gpus=gpus)
         for engine in engines.values():
             for replica in engine._replicas:

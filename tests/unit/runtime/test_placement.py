@@ -1,386 +1,107 @@
-"""What a run needs of a machine's devices, and where each process goes."""
+"""Where each process of a run is placed."""
 
-import os
-import sys
-import venv
-from dataclasses import replace
-from importlib import metadata
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.planning import machine
-from mcore_mas.planning.worker_groups import (
-    PlacementError,
-    WorkerGroup,
-    check_fits,
-    count_devices,
-    list_worker_groups,
-)
+from mcore_mas.planning.worker_groups import PlacementError, WorkerGroup
 from mcore_mas.runtime import placement
-from mcore_mas.runtime.cluster import Node
-from mcore_mas.runtime.placement import (
-    DevicePlacement,
-    Room,
-    room_for,
-    strategies,
-)
+from mcore_mas.runtime.devices import RunDevices
+from mcore_mas.runtime.placement import DevicePlacement, packing_strategies
 from mcore_mas.runtime.trainer_group import meeting_address
-from rollout.engines.sglang import settings
-from rollout.engines.sglang.settings import nccl_mismatch
-
-LAYOUT = [
-    "cluster.device=auto",
-    "policies.solver.tp=2",
-    "+policies.verifier.pp=2",
-    "+policies.verifier.cp=2",
-    "+policies.verifier.overlap=true",
-]
 
 
-def config(*overrides: str) -> RunConfig:
-    return RunConfig.check(resolve(["experiment=demo_math", *LAYOUT, *overrides]), "a test")
-
-
-def named(worker_groups: list[WorkerGroup]) -> list[tuple[str, str, int]]:
-    return [(workers.policy, workers.part, workers.devices) for workers in worker_groups]
-
-
-def test_every_trainer_and_critic_needs_its_ranks_and_an_embedded_engine_a_cpu() -> None:
-    critic = [
-        "advantage=gae",
-        *(f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")),
-    ]
-    assert named(list_worker_groups(config(*critic), "GPU")) == [
-        ("solver", "trainer", 2),
-        ("solver", "critic", 2),
-        ("verifier", "trainer", 4),
-        ("verifier", "critic", 4),
-    ]
-    on_gpus = named(list_worker_groups(config("+engine.device=cuda"), "GPU"))
-    assert [workers for workers in on_gpus if workers[1] == "engine"] == [
-        ("solver", "engine", 1),
-        ("verifier", "engine", 1),
-    ]
-    frozen = config("+agents.verifier.loss_weight=0")
-    assert named(list_worker_groups(frozen, "CPU")) == [
-        ("solver", "trainer", 2),
-        ("solver", "engine", 1),
-        ("verifier", "engine", 1),
-    ]
-
-
-def test_split_adds_up_and_shared_takes_the_largest() -> None:
-    worker_groups = list_worker_groups(config(), "CPU")
-    assert count_devices(worker_groups, "split") == 2 + 1 + 4 + 1
-    assert count_devices(worker_groups, "shared") == 4
-    assert count_devices([], "split") == 0
-
-
-def test_too_few_devices_are_refused_with_what_every_policy_needs() -> None:
-    worker_groups = list_worker_groups(config(), "GPU")
-    check_fits(worker_groups, "split", "GPU", [6])
-    check_fits(worker_groups, "split", "GPU", [4, 2])
-    check_fits(worker_groups, "shared", "GPU", [4])
-    for pool, available, advice in [
-        ("split", 5, "use cluster.pool: shared, which needs 4, "),
-        ("split", 3, "use fewer ranks, "),
-        ("shared", 3, "use fewer ranks, "),
-    ]:
-        with pytest.raises(PlacementError) as caught:
-            check_fits(worker_groups, pool, "GPU", [available])
-        assert str(caught.value) == (
-            f"cluster.pool: {pool} needs {6 if pool == 'split' else 4} GPUs and there are {available} "
-            f"(solver: trainer 2; verifier: trainer 4); {advice}"
-            "or compute on CPUs: cluster.device: cpu, or more GPUs"
-        )
-
-
-SERVERS = [
-    "engine=sglang",
-    "engine.transport=tensor",
-    "cluster.pool=shared",
-    "policies.verifier.pp=1",
-    "policies.solver.tp=1",
-    "policies.verifier.cp=1",
-    "policies.verifier.overlap=false",
-]
-GPUS = [Node(address="10.0.0.3", id="n3", gpus=8, cpus=64)]
-
-
-def test_servers_on_one_gpu_need_their_shares_of_it() -> None:
-    with pytest.raises(PlacementError) as caught:
-        room_for(config(*SERVERS), GPUS)
-    assert str(caught.value) == (
-        "engine.options: 2 servers are on each GPU, and each needs its share as mem-fraction-static, all of them at "
-        "most 1 (solver none, verifier none); for example 0.40, or cluster.gpus for a planned one"
-    )
-    with pytest.raises(PlacementError, match=r"\(solver 0.6, verifier 0.6\)"):
-        room_for(config(*SERVERS, "+engine.options.mem-fraction-static=0.6"), GPUS)
-    assert room_for(config(*SERVERS, "+engine.options.mem-fraction-static=0.4"), GPUS).kind == "GPU"
-
-
-def test_two_versions_of_nccl_are_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    venv.create(tmp_path, with_pip=False)
-    python = tmp_path / "bin" / "python"
-    apart = [SERVERS[0], *SERVERS[3:], "engine.transport=distributed", f"engine.python={python}"]
-    assert room_for(config(*apart), GPUS).kind == "GPU"  # nobody knows of NCCL there
-    (packages,) = tmp_path.glob("lib/*/site-packages")
-    (packages / "nvidia_nccl_cu13-9.9.9.dist-info").mkdir()
-    (packages / "nvidia_nccl_cu13-9.9.9.dist-info" / "METADATA").write_text(
-        "Name: nvidia-nccl-cu13\nVersion: 9.9.9\n"
-    )
-    here = [
-        d.version
-        for n in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-        for d in metadata.distributions(name=n)
-    ]
-    assert settings._nccl_of(str(python)) == "9.9.9" and settings._nccl_of(
-        sys.executable
-    ) == "".join(here[:1])
-    with monkeypatch.context() as patch:
-        patch.setattr(settings, "_nccl_of", {sys.executable: "2.29.7", str(python): "9.9.9"}.get)
-        told = nccl_mismatch(python)
-        patch.setattr(settings, "_nccl_of", {sys.executable: "9.9.9", str(python): "9.9.9"}.get)
-        assert nccl_mismatch(python) is None
-    assert told == (
-        f"NCCL takes no two versions into one group, and it is 2.29.7 here and 9.9.9 in {python}; install nvidia-nccl "
-        "9.9.9 here (environment.post-deploy.sh)"
-    )
-    if here:
-        with pytest.raises(
-            PlacementError,
-            match=r"policies.solver: engine.transport: distributed: NCCL takes no two",
-        ):
-            room_for(config(*apart), GPUS)
-
-
-def test_ranks_that_share_tensors_need_one_node() -> None:
-    worker_groups = list_worker_groups(config(), "GPU")
-    assert [(workers.policy, workers.tp) for workers in worker_groups] == [
-        ("solver", 2),
-        ("verifier", 1),
-    ]
-    with pytest.raises(PlacementError) as caught:
-        check_fits(worker_groups, "split", "GPU", [1] * 6)
-    assert str(caught.value) == (
-        "solver: trainer needs 2 GPUs of one node (tp), and the largest of 6 nodes has 1; use a smaller tp"
-    )
-
-
-def test_the_nodes_of_a_cluster_give_what_ray_counts() -> None:
-    nodes = [
-        Node(address=f"10.0.0.{n}", id=f"n{n}", gpus=0, cpus=cpus) for n, cpus in ((1, 3), (2, 5))
-    ]
-    room = room_for(config(), nodes)
-    assert (room.kind, room.nodes, room.told["count"], room.told["nodes"]) == (
-        "CPU",
-        {"n1": 3, "n2": 5},
-        8,
-        2,
-    )
-    gpus = [
-        Node(address="10.0.0.3", id="n3", gpus=8, cpus=64),
-        *nodes,
-    ]  # nodes without GPUs take no part
-    assert room_for(config(), gpus).nodes == {"n3": 8, "n1": 0, "n2": 0}
-    with pytest.raises(PlacementError, match=r"needs 8 CPUs and there are 3 "):
-        room_for(config(), nodes[:1])
-
-
-@pytest.mark.parametrize(
-    ("address", "problem"),
-    [
-        (
-            "ray://10.0.0.1:10001",
-            "Ray's client was removed; submit the command .* `ray job submit`",
-        ),
-        ("10.0.0.1", "expected local, auto, or "),
-        ("head:port", "expected local, auto, or "),
-    ],
-)
-def test_addresses_that_cannot_be_are_refused(address: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        config(f"+cluster.address='{address}'")
-    with pytest.raises(ConfigError, match=r"cpus is for a Ray that is started for the run"):
-        config("+cluster.address=auto", "+cluster.cpus=2")
-
-
-def test_groups_lie_on_one_node_where_there_is_room() -> None:
-    assert strategies([4, 2, 2], [8]) == ["STRICT_PACK"] * 3
-    # 6 and 6 fill most of both nodes, and 2 and 2 are left of them
-    assert strategies([6, 6, 4], [8, 8]) == ["STRICT_PACK", "STRICT_PACK", "PACK"]
+def test_a_group_is_on_one_node_if_a_node_has_room_for_it() -> None:
+    assert packing_strategies([4, 2, 2], [8]) == ["STRICT_PACK"] * 3
+    # the groups of 6 leave 2 and 2 free
+    assert packing_strategies([6, 6, 4], [8, 8]) == ["STRICT_PACK", "STRICT_PACK", "PACK"]
     # 4 goes where it fits best, so that 8 has a node of its own
-    assert strategies([4, 8], [8, 4]) == ["STRICT_PACK", "STRICT_PACK"]
-    assert strategies([16], [8, 8]) == ["PACK"]
+    assert packing_strategies([4, 8], [8, 4]) == ["STRICT_PACK", "STRICT_PACK"]
+    assert packing_strategies([16], [8, 8]) == ["PACK"]
 
 
-def test_a_policys_nodes_are_those_with_its_label() -> None:
-    assert strategies([2, 2], [8, 2], ["small", None], ["big", "small"]) == [
-        "STRICT_PACK",
-        "STRICT_PACK",
-    ]
-    assert strategies([4, 2], [8, 2], ["small", "small"], ["big", "small"]) == [
-        "PACK",
-        "STRICT_PACK",
-    ]
-    nodes = [
-        Node(address=f"10.0.0.{n}", id=f"n{n}", gpus=0, cpus=4, pool=pool)
-        for n, pool in ((1, None), (2, "a"))
-    ]
-    apart = ["+cluster.address=auto", "+cluster.nodes.solver={train: a, rollout: b}"]
-    apart += ["policies.verifier.pp=1", "policies.verifier.cp=1", "policies.verifier.overlap=false"]
-    assert [
-        (t.policy, t.part, t.node_label) for t in list_worker_groups(config(*apart), "CPU")
-    ] == [
-        *(("solver", "trainer", "a"), ("solver", "engine", "b")),
-        *(("verifier", "trainer", None), ("verifier", "engine", None)),
-    ]
-    with pytest.raises(PlacementError) as caught:
-        room_for(config(*apart), nodes)
-    assert str(caught.value) == (
-        "cluster.nodes.solver: no node has the label pool=b for its engine (there are a); start one with "
-        "`ray start --labels pool=b`"
+def test_a_group_is_only_on_nodes_that_it_may_be_on() -> None:
+    assert packing_strategies([2, 2], [8, 2], [[1], [0, 1]]) == ["STRICT_PACK", "STRICT_PACK"]
+    assert packing_strategies([4, 2], [8, 2], [[1], [1]]) == ["PACK", "STRICT_PACK"]
+
+
+def fake_placement(monkeypatch: pytest.MonkeyPatch, nodes: str) -> list[Any]:
+    """Replace Ray's placement groups; bundle n is on the node with the n-th letter. Return the label selectors."""
+    selectors: list[Any] = []
+
+    def reserve(_: object, bundles: list[int], strategy: str, wanted: list[Any]) -> str:
+        selectors.append(wanted)
+        return "group"
+
+    monkeypatch.setattr(DevicePlacement, "_reserve", reserve)
+    monkeypatch.setattr(
+        placement, "placement_group_table", lambda _: {"bundles_to_node_id": dict(enumerate(nodes))}
     )
-    apart[1] = "+cluster.nodes.solver={train: a, rollout: a}"
-    assert room_for(config(*apart), nodes).labels == {"n1": None, "n2": "a"}
-    with pytest.raises(
-        PlacementError,
-        match=r"^nodes with the label pool=a: cluster.pool: split needs 5 CPUs and there",
-    ):
-        room_for(
-            config(*apart, "+policies.solver.own.engine.replicas=3"),
-            [*nodes, replace(nodes[0], id="n3")],
-        )
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        (
-            ["+cluster.nodes.sover.train=a", "+cluster.address=auto"],
-            "cluster.nodes: no policy is called 'sover'; ",
-        ),
-        (
-            ["+cluster.nodes.solver.train=a"],
-            "nodes are those of a running Ray: set address",
-        ),
-        (
-            ["+cluster.nodes.solver.train='a b'", "+cluster.address=auto"],
-            "cluster.nodes.solver.train: ",
-        ),
-        (
-            ["+engine.replicas=2", "+cluster.pool=shared"],
-            "policies.solver: several actors of its engine have a device",
-        ),
-        (
-            ["+engine.joining=1", "+engine.transport=shared"],
-            "use cluster.pool: split and no engine.transport, or ",
-        ),
-        (
-            ["engine=sglang", "+engine.urls=['http://127.0.0.1:1']", "+engine.joining=1"],
-            "name servers that join in members",
-        ),
-    ],
-)
-def test_nodes_and_replicas_that_cannot_be_are_refused(settings: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        config(*settings)
-
-
-def test_a_machine_without_gpus_gives_what_it_is_told_to() -> None:
-    assert room_for(config("cluster.cpus=40")).cpus == 40
-
-
-def test_processes_that_work_at_a_time_share_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def threads(*overrides: str, joined: bool = False) -> int:
-        run = config(*overrides)
-        return room_for(run).threads_of(run, joined=joined)
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(40))
-    monkeypatch.setenv(
-        "OMP_NUM_THREADS", "16"
-    )  # six ranks, and two engines that wait while they train
-    assert threads() == 16 // 6
-    assert threads("+trainer.staleness=1") == 16 // (6 + 2)
-    assert threads("cluster.threads_per_process=5") == 5
-    assert threads(joined=True) == 1
-    assert (
-        threads("+engine.deterministic=true") == 1
-    )  # a product's bits depend on what else two threads multiply
-    with pytest.raises(
-        ConfigError,
-        match=r"cluster.threads_per_process: 2, and engine.deterministic has the same bits",
-    ):
-        config("+engine.deterministic=true", "cluster.threads_per_process=2")
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert threads() == 1
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    one = "policies.solver.tp=1", "+agents.verifier.loss_weight=0"  # a rank, two engines
-    for quota, cores in (("max 100000\n", 8), ("600000 100000\n", 6), ("50000 100000\n", 1)):
-        (tmp_path / "cpu.max").write_text(quota)
-        monkeypatch.setattr(machine, "_CPU_QUOTA", tmp_path / "cpu.max")
-        assert threads(*one) == max(1, cores // 2)
-    monkeypatch.setattr(machine, "_CPU_QUOTA", tmp_path / "nowhere")
-    assert threads(*one) == 8 // 2  # of 40
-
-
-def test_ranks_meet_on_the_loopback_unless_they_are_on_several_nodes() -> None:
-    assert meeting_address(["10.0.0.7", "10.0.0.7"]) == "127.0.0.1"
-    assert meeting_address(["10.0.0.7", "10.0.0.8", "10.0.0.7"]) == "10.0.0.7"
+    return selectors
 
 
 @pytest.mark.parametrize(
     ("nodes", "fits"), [("bbaa", True), ("baba", True), ("aaab", False), ("aaaa", True)]
 )
-def test_ranks_that_share_tensors_are_never_given_two_nodes(
+def test_ranks_that_share_tensors_are_on_one_node(
     nodes: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "_group", lambda *_: "group")
-    monkeypatch.setattr(
-        placement, "placement_group_table", lambda _: {"bundles_to_node_id": dict(enumerate(nodes))}
-    )
+    fake_placement(monkeypatch, nodes)
     solver = WorkerGroup(policy="solver", part="trainer", devices=4, tp=2)
-    places = DevicePlacement(
-        Room(kind="GPU", pool="shared", worker_groups=[solver], nodes={"a": 4, "b": 4})
+    devices = RunDevices(
+        device_type="GPU", pool="shared", worker_groups=[solver], nodes={"a": 4, "b": 4}
     )
-    if fits:
-        places.fill()
-        assert places.nodes["solver", "trainer"] == sorted(nodes)
-        bundles = [
-            own["scheduling_strategy"].placement_group_bundle_index
-            for own in places.options["solver", "trainer"]
-        ]
-        assert [nodes[bundle] for bundle in bundles] == sorted(nodes)
+    placed = DevicePlacement(devices)
+    if not fits:
+        expected = r"solver: trainer needs every 2 GPUs on one node \(tp\), and the nodes'"
+        with pytest.raises(PlacementError, match=expected):
+            placed.fill()
         return
-    with pytest.raises(
-        PlacementError,
-        match=r"solver: trainer needs every 2 GPUs on one node \(tp\), and the nodes'",
-    ):
-        places.fill()
+    placed.fill()
+    assert placed.nodes["solver", "trainer"] == sorted(nodes)
+    bundles = [
+        options["scheduling_strategy"].placement_group_bundle_index
+        for options in placed.options["solver", "trainer"]
+    ]
+    assert [nodes[bundle] for bundle in bundles] == sorted(nodes)
 
 
-def test_places_are_by_the_address_of_their_node_for_trainer_and_engine_alike(
+def test_trainers_and_engines_are_in_the_same_order_of_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ray's names of nodes are random: by name the servers of "a" would be given the memory of trainers on "b"."""
-    monkeypatch.setattr(placement, "_group", lambda *_: "group")
-    monkeypatch.setattr(
-        placement,
-        "placement_group_table",
-        lambda _: {"bundles_to_node_id": dict(enumerate("abab"))},
+    """Ray's ids are random: in their order the servers on "a" would get the memory of trainers on "b"."""
+    fake_placement(monkeypatch, "abab")
+    groups = [WorkerGroup(policy="solver", part=part, devices=4) for part in ("trainer", "engine")]
+    devices = RunDevices(
+        device_type="GPU", pool="shared", worker_groups=groups, nodes={"b": 2, "a": 2}
     )
-    worker_groups = [
-        WorkerGroup(policy="solver", part=part, devices=4) for part in ("trainer", "engine")
+    placed = DevicePlacement(devices)
+    placed.fill()
+    assert placed.nodes == {("solver", "trainer"): [*"bbaa"], ("solver", "engine"): [*"bbaa"]}
+
+
+def test_the_embedded_engine_is_on_the_node_of_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    selectors = fake_placement(monkeypatch, "ab")
+    groups = [
+        WorkerGroup(policy="solver", part="trainer", devices=2),
+        WorkerGroup(policy="solver", part="engine", devices=1, on_driver_node=True),
     ]
-    places = DevicePlacement(
-        Room(kind="GPU", pool="shared", worker_groups=worker_groups, nodes={"b": 2, "a": 2})
+    devices = RunDevices(
+        device_type="CPU",
+        pool="shared",
+        worker_groups=groups,
+        nodes={"a": 1, "b": 1},
+        driver_node="b",
     )
-    places.fill()
-    assert places.nodes == {("solver", "trainer"): [*"bbaa"], ("solver", "engine"): [*"bbaa"]}
+    placed = DevicePlacement(devices)
+    placed.fill()
+    assert selectors == [[{"ray.io/node-id": "b"}, {}]]
+    assert placed.nodes["solver", "engine"] == ["b"]
+    assert sorted(placed.nodes["solver", "trainer"]) == ["a", "b"]
+
+
+def test_ranks_meet_on_the_loopback_unless_they_are_on_several_nodes() -> None:
+    assert meeting_address(["10.0.0.7", "10.0.0.7"]) == "127.0.0.1"
+    assert meeting_address(["10.0.0.7", "10.0.0.8", "10.0.0.7"]) == "10.0.0.7"

@@ -1,0 +1,133 @@
+"""GPUs of the engines in an evaluation, which has no trainers and gives the engines all GPUs of the machine."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.planning.machine import visible_gpu_ids
+from mcore_mas.planning.memory import engine_weight_bytes, kv_bytes_per_token
+from mcore_mas.planning.worker_groups import PlacementError, gpus_per_engine
+from mcore_mas.runtime.devices import MEMORY_SHARE, STATIC_SHARE, device_type_here, memory_share
+from rollout.base.nested import merged
+from rollout.engines import EngineConfig
+from rollout.models.architecture import read_architecture
+from rollout.records.grouping import group_pairs
+
+EngineGpus = Mapping[str, Sequence[Sequence[str]]]  # GPU ids of each server, by policy
+
+
+def assign_engine_gpus(config: RunConfig) -> dict[str, list[list[str]]]:
+    """Assign all GPUs of the machine to the servers of the policies' engines.
+
+    If there are fewer GPUs than one server of each policy needs, servers share them, and each GPU has the same number
+    of servers.
+
+    Returns:
+        GPU ids of each server by policy; [] for a server that needs no GPU of this machine.
+
+    Raises:
+        PlacementError: there are fewer GPUs than one server needs.
+    """
+    servers: dict[str, list[list[str]]] = {
+        policy: [[]] * for_policy(config, policy).engine.servers for policy in config.models
+    }
+    sizes = gpus_per_engine(config)
+    if not sizes or device_type_here(config) != "GPU":
+        return servers
+
+    gpus = visible_gpu_ids()
+    if config.retriever and config.retriever.gpus:
+        gpus = gpus[: -config.retriever.gpus]
+    largest = max(sizes, key=lambda policy: sizes[policy])
+    if sizes[largest] > len(gpus):
+        raise PlacementError(
+            f"an evaluation needs {sizes[largest]} GPUs for a server of {largest} (engine.tp), and there are "
+            f"{len(gpus)}; lower engine.tp"
+        )
+
+    replicas = max(1, len(gpus) // sum(sizes.values()))
+    next_gpus = itertools.cycle(gpus)
+    for policy, size in sizes.items():
+        servers[policy] = [[next(next_gpus) for _ in range(size)] for _ in range(replicas)]
+    return servers
+
+
+def share_gpu_memory(config: RunConfig, gpus: EngineGpus) -> RunConfig:
+    """Give each server that shares a GPU with others a share of its memory.
+
+    Shares that the config gives are kept if those of every GPU add up to at most 1. Otherwise each server gets room for
+    its weights, and an equal part of what is left.
+
+    Raises:
+        PlacementError: the engines of a GPU do not fit it.
+        ModelError: the shape of a model is not known.
+    """
+    policies_by_gpu = group_pairs(
+        (gpu, policy) for policy, servers in gpus.items() for server in servers for gpu in server
+    )
+    shared_by = [policies for policies in policies_by_gpu.values() if len(policies) > 1]
+    engines = {
+        policy: for_policy(config, policy).engine for policies in shared_by for policy in policies
+    }
+    if all(_shares_are_valid([engines[policy] for policy in policies]) for policies in shared_by):
+        return config
+
+    shares = _equal_shares(config, engines, shared_by)
+    changed = dict(config.policies)
+    for policy, engine in engines.items():
+        if engine.name != "sglang":
+            continue
+        overrides = config.policies[policy].own
+        options = merged(overrides.engine, {"options": {MEMORY_SHARE: round(shares[policy], 3)}})
+        overrides = overrides.model_copy(update={"engine": options})
+        changed[policy] = config.policies[policy].model_copy(update={"own": overrides})
+    return config.model_copy(update={"policies": changed})
+
+
+def _shares_are_valid(engines: Sequence[EngineConfig]) -> bool:
+    shares = [memory_share(engine) for engine in engines]
+    return all(shares) and sum(shares) <= 1
+
+
+def _equal_shares(
+    config: RunConfig, engines: Mapping[str, EngineConfig], shared_by: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """Return the share of each policy's server of a GPU's memory.
+
+    Args:
+        config: the run.
+        engines: engines that share a GPU, by policy.
+        shared_by: policies on each GPU that several are on.
+    """
+    gpu_bytes = min(
+        torch.cuda.get_device_properties(index).total_memory
+        for index in range(torch.cuda.device_count())
+    )
+    engine_bytes = {
+        policy: _engine_bytes(config.models[policy], engine) for policy, engine in engines.items()
+    }
+    shares = dict.fromkeys(engines, 1.0)
+    for policies in shared_by:
+        free = STATIC_SHARE * gpu_bytes - sum(engine_bytes[policy] for policy in policies)
+        if free <= 0:
+            table = ", ".join(f"{policy} {engine_bytes[policy] / 1e9:.1f}" for policy in policies)
+            raise PlacementError(
+                f"an evaluation has {len(policies)} engines on one GPU of {gpu_bytes / 1e9:.1f} GB, and they hold "
+                f"{table} GB; give it more GPUs, or raise engine.tp"
+            )
+        servers = max(1, sum(engines[policy].name == "sglang" for policy in policies))
+        for policy in policies:
+            share = (engine_bytes[policy] + free / servers) / gpu_bytes
+            shares[policy] = min(shares[policy], share)
+    return shares
+
+
+def _engine_bytes(model: str, engine: EngineConfig) -> float:
+    """Return what an engine holds on each GPU before it serves: its weights, and the KV cache of an embedded one."""
+    shape = read_architecture(model)
+    if engine.name == "sglang":
+        return engine_weight_bytes(shape, engine.tp)
+    kv_cache = engine.slots * engine.max_length * kv_bytes_per_token(shape, 1)
+    return 2 * (engine_weight_bytes(shape, 1) + kv_cache)  # float32, of which those are half

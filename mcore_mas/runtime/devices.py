@@ -1,0 +1,236 @@
+"""The devices that a run may use, on this machine or on the nodes of a Ray that runs already."""
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mcore_mas.config.run import RunConfig, engine_holder, for_policy
+from mcore_mas.planning.machine import available_cores
+from mcore_mas.planning.worker_groups import (
+    DeviceType,
+    PlacementError,
+    Pool,
+    WorkerGroup,
+    check_fits,
+    count_devices,
+    list_worker_groups,
+)
+from mcore_mas.runtime.cluster import Node
+from rollout.engines import EngineConfig
+from rollout.engines.sglang.settings import nccl_mismatch
+
+MEMORY_SHARE = "mem-fraction-static"  # argument of `sglang.launch_server`
+# the share of a GPU's memory that servers on it may hold together; they compute in the rest
+STATIC_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDevices:
+    """The devices that a run may use, and the worker groups that it needs them for."""
+
+    device_type: DeviceType
+    pool: Pool
+    worker_groups: Sequence[WorkerGroup]
+    nodes: Mapping[str, int]  # number of devices, by Ray's id of the node
+    labels: Mapping[str, str | None] = field(default_factory=dict)  # `pool` of each node, likewise
+    driver_node: str | None = None  # the node of this process; None in a Ray of the run's own
+
+    @property
+    def count(self) -> int:
+        """Number of devices on all nodes."""
+        return sum(self.nodes.values())
+
+    @property
+    def ray_cpus(self) -> int:
+        """Number of CPUs that a Ray of the run's own is started with."""
+        return self.count if self.device_type == "CPU" else 1
+
+    @property
+    def ray_gpus(self) -> int:
+        """Number of GPUs that a Ray of the run's own is started with, the first of the machine's."""
+        return self.count if self.device_type == "GPU" else 0
+
+    @property
+    def joined(self) -> bool:
+        """True if these are nodes of a Ray that was joined, which other runs may use too."""
+        return self.driver_node is not None
+
+    def threads_per_process(self, config: RunConfig) -> int:
+        """Return the number of threads of each process.
+
+        It is what the config says, or else the cores over the processes that work at a time: engines and trainers take
+        turns, unless trajectories are collected ahead of training. It is 1 in a Ray that was joined, whose nodes
+        other runs may use, and with `engine.deterministic`, because the bits of a matrix product of several threads
+        depend on the other rows.
+        """
+        if config.cluster.threads_per_process:
+            return config.cluster.threads_per_process
+        if self.joined or config.engine.deterministic:
+            return 1
+
+        engines = sum(group.devices for group in self.worker_groups if group.part == "engine")
+        trainers = sum(group.devices for group in self.worker_groups if group.part != "engine")
+        at_work = engines + trainers if config.ahead else max(engines, trainers)
+        return max(1, available_cores() // max(1, at_work))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the type, number and name of the devices, as done.json records them."""
+        name = f"{self.device_type}, {platform.machine()}"
+        if self.device_type == "GPU" and torch.cuda.is_available():
+            name = torch.cuda.get_device_name()
+        return {
+            "kind": self.device_type,
+            "count": self.count,
+            "nodes": len(self.nodes),
+            "name": name,
+        }
+
+
+def find_devices(config: RunConfig, nodes: Sequence[Node] = ()) -> RunDevices:
+    """Find the devices for all worker groups of a run.
+
+    Args:
+        config: the run.
+        nodes: nodes of a Ray that was joined; (): this machine.
+
+    Raises:
+        PlacementError: there are too few devices, or too few on one node.
+    """
+    if nodes:
+        use_gpus = config.cluster.device != "cpu" and any(node.gpus for node in nodes)
+        device_type: DeviceType = "GPU" if use_gpus else "CPU"
+    else:
+        device_type = device_type_here(config)
+
+    worker_groups = list_worker_groups(config, device_type)
+    if nodes:
+        devices = {node.id: node.gpus if device_type == "GPU" else node.cpus for node in nodes}
+    else:
+        devices = {"": _devices_here(config, device_type, worker_groups)}
+    driver_node = next((node.id for node in nodes if node.is_driver), None)
+
+    if nodes and device_type == "GPU" and config.retriever and config.retriever.gpus:
+        raise PlacementError(
+            "retriever.device: cuda: a Ray that is joined has all GPUs; serve elsewhere (retriever.urls)"
+        )
+    _check_labels(worker_groups, device_type, devices, nodes)
+    _check_driver_node(worker_groups, config.cluster.pool, device_type, devices, driver_node)
+    check_fits(worker_groups, config.cluster.pool, device_type, list(devices.values()))
+    if device_type == "GPU":
+        _check_servers(config)
+    return RunDevices(
+        device_type=device_type,
+        pool=config.cluster.pool,
+        worker_groups=worker_groups,
+        nodes=devices,
+        labels={node.id: node.pool for node in nodes},
+        driver_node=driver_node,
+    )
+
+
+def device_type_here(config: RunConfig) -> DeviceType:
+    """Return the device type of a run on this machine: "GPU" or "CPU".
+
+    Raises:
+        PlacementError: the config wants GPUs, and there is none.
+    """
+    has_gpus = torch.cuda.is_available()
+    if config.cluster.device == "cuda" and not has_gpus:
+        raise PlacementError(
+            "cluster.device: cuda, and torch sees no GPU here; set it to auto or cpu"
+        )
+    return "GPU" if has_gpus and config.cluster.device != "cpu" else "CPU"
+
+
+def _devices_here(
+    config: RunConfig, device_type: DeviceType, worker_groups: Sequence[WorkerGroup]
+) -> int:
+    """Return the number of devices of this machine: GPUs without the retriever's, or as many CPUs as are needed."""
+    if device_type == "GPU":
+        return torch.cuda.device_count() - (config.retriever.gpus if config.retriever else 0)
+    return config.cluster.cpus or count_devices(worker_groups, config.cluster.pool)
+
+
+def _check_labels(
+    worker_groups: Sequence[WorkerGroup],
+    device_type: DeviceType,
+    devices: Mapping[str, int],
+    nodes: Sequence[Node],
+) -> None:
+    """Raise PlacementError unless the groups that want a label fit the nodes that have it."""
+    labels = dict.fromkeys(group.node_label for group in worker_groups if group.node_label)
+    for label in labels:
+        labelled_groups = [group for group in worker_groups if group.node_label == label]
+        node_devices = [devices[node.id] for node in nodes if node.pool == label]
+        if not node_devices:
+            group = labelled_groups[0]
+            known = ", ".join(sorted({node.pool for node in nodes if node.pool})) or "none"
+            raise PlacementError(
+                f"cluster.nodes.{group.policy}: no node has the label pool={label} for its {group.part} (there are "
+                f"{known}); start one with `ray start --labels pool={label}`"
+            )
+        try:
+            check_fits(labelled_groups, "split", device_type, node_devices)
+        except PlacementError as error:
+            raise PlacementError(f"nodes with the label pool={label}: {error}") from None
+
+
+def _check_driver_node(
+    worker_groups: Sequence[WorkerGroup],
+    pool: Pool,
+    device_type: DeviceType,
+    devices: Mapping[str, int],
+    driver_node: str | None,
+) -> None:
+    """Raise PlacementError unless the groups that must be on the node of this process fit it."""
+    local_groups = [group for group in worker_groups if group.on_driver_node]
+    if driver_node is None or not local_groups:
+        return
+    required = count_devices(local_groups, pool)
+    if required > devices[driver_node]:
+        raise PlacementError(
+            f"embedded engines run on the node of the command and need {required} {device_type}s there, and it has "
+            f"{devices[driver_node]}; start its Ray with more, or use engine: sglang"
+        )
+
+
+def _check_servers(config: RunConfig) -> None:
+    """Check SGLang's servers of a run on GPUs.
+
+    Raises:
+        PlacementError: servers that share GPUs have no shares of the memory, or a server has another version of NCCL
+            than the trainers that are in a group with it.
+    """
+    servers = {}
+    for policy in config.models:
+        engine = for_policy(config, policy).engine
+        is_started = engine.name == "sglang" and not engine.urls
+        if is_started and engine_holder(config, policy) == policy:
+            servers[policy] = engine
+
+    shares = {policy: memory_share(engine) for policy, engine in servers.items()}
+    valid = all(shares.values()) and sum(shares.values()) <= 1
+    if config.cluster.pool == "shared" and len(servers) > 1 and not valid:
+        table = ", ".join(f"{policy} {share or 'none'}" for policy, share in shares.items())
+        raise PlacementError(
+            f"engine.options: {len(servers)} servers are on each GPU, and each needs its share as {MEMORY_SHARE}, all "
+            f"of them at most 1 ({table}); for example {STATIC_SHARE / len(servers):.2f}, or cluster.gpus for a "
+            "planned one"
+        )
+
+    for policy, engine in servers.items():
+        if engine.transport == "distributed" and engine.python and engine.python.is_file():
+            mismatch = nccl_mismatch(engine.python)
+            if mismatch:
+                raise PlacementError(
+                    f"policies.{policy}: engine.transport: distributed: {mismatch}"
+                )
+
+
+def memory_share(engine: EngineConfig) -> float:
+    """Return the share of a GPU's memory that the server of an engine takes by its options; 0 if they do not say."""
+    share = engine.options.get(MEMORY_SHARE, engine.options.get(MEMORY_SHARE.replace("-", "_")))
+    return float(share) if isinstance(share, int | float) else 0.0

@@ -1,0 +1,231 @@
+"""Engines and trainers of a run: started on their devices, and started again when some are lost."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from ray.exceptions import RayError
+
+from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.megatron.rank_watch import RankMonitor
+from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.planning.worker_groups import Part, PlacementError
+from mcore_mas.runtime.checkpoint import CheckpointError
+from mcore_mas.runtime.cluster import NodeLost, alive_nodes, watch_nodes
+from mcore_mas.runtime.devices import RunDevices, find_devices
+from mcore_mas.runtime.engine_factory import close_engines, make_engines
+from mcore_mas.runtime.placement import DevicePlacement
+from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
+from mcore_mas.runtime.trainer_specs import critic_spec, policy_spec
+from mcore_mas.training.policy_trainer import PolicyTrainer
+from rollout.base.async_tasks import cancel_tasks
+from rollout.base.errors import EngineError
+from rollout.base.processes import ProcessLost
+
+_T = TypeVar("_T")
+
+# errors that the loss of a node can cause before Ray reports the loss
+_CAUSED_BY_LOSS = (RayError, EngineError, CheckpointError, ProcessLost)
+_REPORT_S = 90.0  # from such an error until Ray reports that the node is gone
+_REPLACE_S = 600.0  # that a run waits for enough devices after the loss of a node
+
+
+class RunWorkers:
+    """The engines and trainers of a run. Engines outlive the loss of nodes that they are not on."""
+
+    def __init__(self, config: RunConfig, devices: RunDevices) -> None:
+        """Start nothing before `start`."""
+        threads = devices.threads_per_process(config)
+        cluster = config.cluster.model_copy(update={"threads_per_process": threads})
+        self.devices = devices
+        self.engines: dict[str, Any] = {}
+        self.trainers: dict[str, PolicyTrainer] = {}
+        self._config = config.model_copy(update={"cluster": cluster})
+        self._placement = DevicePlacement(devices)
+
+    @property
+    def offloaded(self) -> list[TrainerGroup]:
+        """Trainer groups that give memory away while the team acts; of groups on the same ranks only the first."""
+        groups: list[TrainerGroup] = []
+        for policy, trainer in self.trainers.items():
+            if self._config.policies[policy].offload:
+                groups.extend(group for group in trainer.groups.values() if group.home is group)
+        return groups
+
+    def start(self, kl: Mapping[str, Mapping[str, float]]) -> None:
+        """Start the engines that do not run, and all trainers.
+
+        Args:
+            kl: state of the adaptive KL coefficients by policy, of a checkpoint.
+
+        Raises:
+            PlacementError: there are too few devices.
+        """
+        self._placement.fill()
+        self._start_engines()
+        turns = TrainerTurns() if self._config.cluster.one_by_one else None
+        self.trainers = {}
+        for policy in self._config.trained:
+            self.trainers[policy] = self._make_trainer(policy, kl.get(policy), turns)
+        self._avoid_shared_memory_between_nodes()
+
+    async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return the result of `work`, while the nodes of the trainers are watched.
+
+        Raises:
+            NodeLost: a node of the trainers is lost, also if `work` fails first because of that.
+            ProcessLost: a rank of a trainer is gone or hangs.
+        """
+        if not self.devices.joined:
+            return await work
+
+        working = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(watch_nodes(self._trainer_nodes()))
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and isinstance(working.exception(), _CAUSED_BY_LOSS):
+                await asyncio.wait({watching}, timeout=_REPORT_S)
+            if watching.done():
+                watching.result()
+            return working.result()
+        finally:
+            await cancel_tasks([working, watching])
+
+    async def recover(self, lost: ProcessLost, note: Callable[[str], None]) -> None:
+        """End all trainers after a loss, so that `start` can start them again.
+
+        After the loss of a node also engines on it end, and all engines in a shared pool. The run then waits until
+        there are enough devices.
+
+        Args:
+            lost: the loss.
+            note: called with one line if the run has to wait.
+
+        Raises:
+            PlacementError: there are too few devices after some minutes.
+        """
+        for trainer in self.trainers.values():
+            for group in trainer.groups.values():
+                group.close()
+        if isinstance(lost, NodeLost):
+            self._release_devices()
+            await self._wait_for_devices(note)
+
+    def close(self) -> None:
+        """End the engines; trainers end with their Ray."""
+        close_engines(self.engines)
+
+    def _start_engines(self) -> None:
+        models = {}
+        places = {}
+        for policy, model in self._config.models.items():
+            if policy in self.engines:
+                continue
+            models[policy] = model
+            placed = self._placement.options.get((policy, "engine"))
+            if placed is not None:
+                places[policy] = placed
+            elif for_policy(self._config, policy).engine.name == "embedded":
+                places[policy] = [self._placement.driver_node_options()]
+        self.engines |= make_engines(
+            self._config,
+            models,
+            self._config.folder / "train" / "engines",
+            trained=True,
+            places=places,
+            nodes=len(self.devices.nodes) if self.devices.joined else None,
+        )
+
+    def _avoid_shared_memory_between_nodes(self) -> None:
+        """Let engines whose trainer is on other nodes take weights from a folder."""
+        if not self.devices.joined:
+            return
+        for policy in self.trainers:
+            engine = self.engines[policy]
+            trainer_nodes = set(self._placement.nodes[self._config.holder(policy), "trainer"])
+            in_memory = getattr(engine, "transport", "") == "shared"
+            if in_memory and trainer_nodes != {self.devices.driver_node}:
+                engine.transport = "disk"
+
+    def _trainer_nodes(self) -> set[str]:
+        """Return Ray's ids of the nodes that trainers and critics are on."""
+        return {
+            node
+            for (_, part), nodes in self._placement.nodes.items()
+            if part != "engine"
+            for node in nodes
+        }
+
+    def _release_devices(self) -> None:
+        """Release the devices of all trainers and of engines that are lost; end these engines."""
+        alive = {node.id for node in alive_nodes()}
+        released = []
+        for key, nodes in self._placement.nodes.items():
+            policy, part = key
+            if part == "engine":
+                if self.devices.pool == "split" and alive.issuperset(nodes):
+                    continue
+                close_engines({policy: self.engines.pop(policy)})
+            released.append(key)
+        self._placement.drop(released)
+
+    async def _wait_for_devices(self, note: Callable[[str], None]) -> None:
+        deadline = time.monotonic() + _REPLACE_S
+        noted = False
+        while True:
+            try:
+                self.devices = find_devices(self._config, alive_nodes())
+                self._placement.devices = self.devices
+                return
+            except PlacementError as error:
+                if time.monotonic() > deadline:
+                    raise
+                if not noted:
+                    note(f"waiting for nodes: {error}")
+                    noted = True
+            await asyncio.sleep(1)
+
+    def _make_trainer(
+        self, policy: str, kl: Mapping[str, float] | None, turns: TrainerTurns | None
+    ) -> PolicyTrainer:
+        """Start the trainer of a policy and its critic, on the ranks of the policy that holds their base model."""
+        config = self._config
+        holder = config.holder(policy)
+        base = self.trainers[holder].groups[holder] if holder in self.trainers else None
+        group = self._make_group(
+            policy, policy_spec(policy, config), (policy, "trainer"), turns=turns, base=base
+        )
+        critic = None
+        if config.policies[policy].critic is not None:
+            critic = self._make_group(
+                f"{policy}-critic",
+                critic_spec(policy, config),
+                (policy, "critic"),
+                turns=turns,
+                base=group if config.policies[policy].share_base else None,
+            )
+        return PolicyTrainer(policy, config, group, critic=critic, kl=kl)
+
+    def _make_group(
+        self,
+        name: str,
+        spec: TrainerSpec,
+        key: tuple[str, Part],
+        *,
+        turns: TrainerTurns | None,
+        base: TrainerGroup | None,
+    ) -> TrainerGroup:
+        monitor = None
+        if self._config.cluster.hang_s:
+            folder = (self._config.folder / "train" / "ranks").resolve()
+            monitor = RankMonitor(folder=folder, policy=name, hang_s=self._config.cluster.hang_s)
+        return TrainerGroup(
+            name,
+            spec,
+            threads=self._config.cluster.threads_per_process or 1,
+            places=self._placement.options.get(key),
+            turns=turns,
+            watched=monitor,
+            base=base,
+        )
