@@ -1,4 +1,4 @@
-"""Data preparation: tasks, passages and the search index of a run on disk, and a check that its server answers."""
+"""Data preparation of a run: tasks, passages, the search index, and a probe of its server."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from rollout.tasks.tiny_files import write_tiny_file
 if TYPE_CHECKING:
     from retrieval.encoder import Encoder
 
-TINY_PASSAGES = 80  # of the scale `tiny`
-PROBES = 50  # passages that are asked for by their titles
+TINY_PASSAGES = 80  # passages at the scale `tiny`
+PROBES = 50  # titles that a probe searches for
 
 
 def prepare_tasks(config_path: Path, out_dir: Path) -> None:
-    """Write `out_dir`/{train,validation,test}.parquet, and passages.jsonl where the tasks have passages.
+    """Write the tasks of each split to `out_dir`/{split}.parquet, and their passages.
+
+    Passages go to `out_dir`/passages.jsonl, if the retriever or the generator has any.
 
     Raises:
         RecordError: a configured file of tasks cannot be read.
@@ -49,7 +51,12 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
 
 
 def make_tiny_file(path: Path, format: str) -> None:
-    """Write what the scale `tiny` reads in place of a published file: rows of `format`, or "passages"."""
+    """Write a small file in place of a published one, for the scale `tiny`.
+
+    Args:
+        path: of the file.
+        format: of its rows, or "passages".
+    """
     if format != "passages":
         write_tiny_file(path, format)
         return

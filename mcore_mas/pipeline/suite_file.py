@@ -1,4 +1,4 @@
-"""File of a suite: its words on the command line, its schema, its grid, and the folders that it names."""
+"""Suite files: their schema, their grids, and the folders that they name."""
 
 import itertools
 import json
@@ -20,21 +20,24 @@ SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
 
 
 class SuiteError(ValueError):
-    """A suite cannot be used: says which key of which run, what was expected and what to do; no password or token."""
+    """A suite cannot be used; the message names the run and the key, and has no secrets."""
 
     def __init__(self, line: str) -> None:
         super().__init__(resolve_page_paths(redact_secrets(line)))
 
 
 def check_command(arguments: Sequence[str]) -> None:
-    """Refuse targets behind `--configfile` or `--config` of Snakemake, which take every word up to the next option.
+    """Check Snakemake's command line for targets that are taken for suite files or settings.
 
-    Snakemake's profile calls it before Snakemake reads any file.
+    `--configfile` and `--config` take every word up to the next option. Snakemake's profile calls
+    this before Snakemake reads any file.
 
     Raises:
-        SystemExit: with the error in one line; also for a file that is not there, no YAML, or would fill memory.
+        SystemExit: a target follows such an option, or a suite file is missing, no YAML or too
+            large; the message is one line.
     """
-    files, option = [], ""
+    files: list[str] = []
+    option = ""
     for word in arguments:
         if word.startswith("-"):
             option = word
@@ -42,69 +45,83 @@ def check_command(arguments: Sequence[str]) -> None:
             files.append(word)
         elif option in ("--config", "-C") and "=" not in word:
             raise SystemExit(
-                f"error: --config took {word} for a setting; name targets before it, settings as KEY=VALUE"
+                f"error: --config took {word} for a setting; name targets before it, settings as "
+                "KEY=VALUE"
             )
-    if targets := [file for file in files[1:] if Path(file).suffix not in (".yaml", ".yml")]:
+
+    targets = [file for file in files[1:] if Path(file).suffix not in (".yaml", ".yml")]
+    if targets:
         raise SystemExit(
             f"error: --configfile took {targets[0]} for a suite; name targets before it: "
             f"snakemake {' '.join(targets)} --configfile {files[0]}"
         )
-    if missing := [file for file in files if not Path(file).is_file()]:
-        raise SystemExit(f"error: --configfile {missing[0]}: no such suite file")
+    for file in files:
+        if not Path(file).is_file():
+            raise SystemExit(f"error: --configfile {file}: no such suite file")
     for file in files:
         try:
             read_yaml(Path(file))
         except yaml.YAMLError as error:
-            raise SystemExit(
-                f"error: --configfile {file}: not YAML ({' '.join(str(error).split())})"
-            ) from None
+            reason = " ".join(str(error).split())
+            raise SystemExit(f"error: --configfile {file}: not YAML ({reason})") from None
 
 
 def own_configs(suite: Mapping[str, Any], folder: Path | None) -> Path | None:
-    """The folder of configs that a suite names in `config_dir`, or `configs` beside it if that is there.
+    """Return the folder of the user's configs, or None if there is none.
+
+    It is the one that the suite names in `config_dir`, or else `configs` beside the suite file.
 
     Raises:
-        SuiteError: the named one is not there.
+        SuiteError: the folder that the suite names is not there.
     """
-    named = suite.get("config_dir")
-    configs = ((folder or Path()) / (named or "configs")).resolve()
-    if named and not configs.is_dir():
-        raise SuiteError(
-            f"config_dir: {configs} is not a folder; expected one with experiment/, team/ or other groups"
-        )
-    return configs if named or (folder and configs.is_dir()) else None
+    name = suite.get("config_dir")
+    configs = ((folder or Path()) / (name or "configs")).resolve()
+    if name:
+        if not configs.is_dir():
+            raise SuiteError(
+                f"config_dir: {configs} is not a folder; expected one with experiment/, team/ or "
+                "other groups"
+            )
+        return configs
+    return configs if folder and configs.is_dir() else None
 
 
 def make_importable(*folders: Path) -> None:
-    """Have Python find modules of `folders`, here and in processes started here."""
-    new = [
-        path
-        for path in dict.fromkeys(str(folder.resolve()) for folder in folders)
-        if path not in sys.path
-    ]
-    sys.path[:0] = new
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [*new, *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    """Add folders to the import path of this process and of its children."""
+    new_paths: list[str] = []
+    for folder in folders:
+        path = str(folder.resolve())
+        if path not in sys.path and path not in new_paths:
+            new_paths.append(path)
+    sys.path[:0] = new_paths
+
+    inherited = os.environ.get("PYTHONPATH")
+    python_path = [*new_paths, inherited] if inherited else new_paths
+    os.environ["PYTHONPATH"] = os.pathsep.join(python_path)
 
 
 def combinations(grid: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """The runs of a grid with their overrides: an override per axis, then the settings of its value, then all runs'."""
+    """Return the runs of a grid with their overrides.
+
+    The overrides of a run are one for each axis, the settings of each value, and those of all runs.
+    """
     if grid is None:
         return {}
     runs = {}
     for values in itertools.product(*grid["axes"].values()):
-        own = [f"{axis}={value}" for axis, value in zip(grid["axes"], values, strict=True)]
-        own += [item for value in values for item in grid.get("settings", {}).get(str(value), [])]
-        runs["_".join(str(value) for value in values)] = own + grid.get("overrides", [])
+        overrides = [f"{axis}={value}" for axis, value in zip(grid["axes"], values, strict=True)]
+        for value in values:
+            overrides += grid.get("settings", {}).get(str(value), [])
+        overrides += grid.get("overrides", [])
+        runs["_".join(map(str, values))] = overrides
     return runs
 
 
 def check_schema(suite: Mapping[str, Any]) -> None:
-    """Refuse what workflow/schemas/suite.schema.json does not allow.
+    """Check a suite by workflow/schemas/suite.schema.json.
 
     Raises:
-        SuiteError: the first such key, with the nearest that is known.
+        SuiteError: a key is unknown, missing or of another type; names the first one.
     """
     validator = jsonschema.Draft202012Validator(
         json.loads(SUITE_SCHEMA.read_text(encoding="utf-8"))
@@ -117,23 +134,25 @@ def check_schema(suite: Mapping[str, Any]) -> None:
         if error.validator == "additionalProperties":
             known = error.schema.get("properties", {})
             unknown = next(key for key in error.instance if key not in known)
-            message = f"unknown key '{unknown}'; known here: {', '.join(known)}{nearest_hint(unknown, known)}"
+            message = (
+                f"unknown key '{unknown}'; known here: {', '.join(known)}"
+                f"{nearest_hint(unknown, known)}"
+            )
         raise SuiteError(f"{'.'.join(map(str, ('suite', *error.absolute_path)))}: {message}")
 
 
 def check_writable(results: Path) -> None:
-    """Refuse a results folder that cannot be made or written.
+    """Check that the results folder can be made and written.
 
     Raises:
-        SuiteError: which folder, and what to name in its place.
+        SuiteError: it cannot.
     """
     folder = results.absolute()
     try:
         while not folder.exists():
             folder = folder.parent
-        tempfile.TemporaryFile(
-            dir=folder
-        ).close()  # to ask for rights is not enough: root has all of them
+        # A check of permissions would not do: root has all of them, also on a read-only disk.
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise SuiteError(
             f"results folder '{results}': {folder} is not a folder that can be written; "
