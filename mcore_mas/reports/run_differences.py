@@ -58,7 +58,7 @@ def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
     Raises:
         FolderError: an evaluation has no tasks.
     """
-    differences = []
+    differences: list[ScoreDifference] = []
     for file in sorted((first / "evaluation").glob("*.json")):
         other_file = second / "evaluation" / file.name
         if other_file.is_file():
