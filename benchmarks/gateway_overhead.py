@@ -31,7 +31,7 @@ async def directly(team: Team) -> None:
     """The same chats, without HTTP."""
 
     async def hold(number: int) -> None:
-        chat = team.seat(number).chat("a")
+        chat = team.session(number).chat("a")
         await chat.say(" ba" * WORDS)
         for _ in range(TURNS - 1):
             await chat.say(" go on")

@@ -195,7 +195,7 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard, stop: StopSignal) 
         options = CollectOptions(
             quarantine=folder.with_name(f"{folder.name}-quarantine"),
             sampling=config.evaluation.sampling,
-            limits=config.collection.model_copy(
+            deadlines=config.collection.model_copy(
                 update={"batch_s": None}
             ),  # it takes as long as it takes
             watchdog=Watchdog(stall_s, reporter.note) if stall_s else None,

@@ -106,7 +106,7 @@ class ServedTeam:
         call.task.cancel()
 
     def _seat(self) -> Any:
-        return self.collector.team.seat(
+        return self.collector.team.session(
             "served", secrets.randbits(63)
         )  # the same call again is another sample
 

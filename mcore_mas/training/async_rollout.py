@@ -87,7 +87,7 @@ class AsyncRollouts:
             Scoreboard(self.validation, self.config.trainer.validation_samples),
         )
         began = asyncio.get_running_loop().time()
-        collector = self._collector(_VALIDATION, began=began, sampling=config.evaluation.sampling)
+        collector = self._collector(_VALIDATION, started=began, sampling=config.evaluation.sampling)
         in_flight = config.trajectories_in_flight(len(config.models) * config.engine.servers)
         await measure(board, collector, in_flight=in_flight, retries=config.evaluation.retries)
         return board
@@ -173,14 +173,14 @@ class AsyncRollouts:
             size * (trainer.oversample - 1.0) - 1e-9
         )  # of 10 at 1.1 one, whatever binary fractions say
         collector = self._collector(
-            step, began=began, log=log, tree=trainer.branching, surplus=surplus
+            step, started=began, log=log, tree=trainer.branching, surplus=surplus
         )
         collections = [collector.collect(tasks, size)]
         if any(
             REQUIRED_COLUMN.get(config.advantage_of(agent).name) == "greedy"
             for agent in config.agents
         ):
-            baseline = self._collector(step, began=began, log=log, sampling={"temperature": 0.0})
+            baseline = self._collector(step, started=began, log=log, sampling={"temperature": 0.0})
             collections.append(baseline.collect(tasks, 1))
         groups, *greedy = await gather_or_cancel(collections)
         if greedy:  # of the same group, so that it is rewarded as the others are
@@ -210,7 +210,7 @@ class AsyncRollouts:
         """Return a collector for a step; `options` are those of `CollectOptions` beside the run's own."""
         config = self.config
         options |= {
-            "limits": config.collection,
+            "deadlines": config.collection,
             "watchdog": self.watchdog,
             "quarantine": self.collected.quarantine,
         }

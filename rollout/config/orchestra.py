@@ -10,7 +10,7 @@ from rollout.orchestras import CHATS, ORCHESTRAS
 from rollout.orchestras.program import check_program
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode
-from rollout.teams.roles import asked_agents, filled_slots, misused, template_slots
+from rollout.teams.source_checks import asked_agents, filled_slots, misused, template_slots
 from rollout.teams.team import TeamSession
 
 _LISTED_SLOTS = 10  # an error lists the slots that an orchestra fills if there are fewer

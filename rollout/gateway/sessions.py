@@ -267,7 +267,7 @@ class GatewaySession:
     ) -> ChatReply:
         goes_on = place.said is not None and not place.said.goes_on
         chat, news = self._chat(
-            asked, agent, place, "" if goes_on else self.team.chat_id(agent.name)
+            asked, agent, place, "" if goes_on else self.team.new_chat_id(agent.name)
         )
         if place.said is not None:
             place.said.goes_on = True

@@ -88,7 +88,7 @@ async def ab_mcts(
             node = search.add(parent, agent, grade)
         except ValueError as error:
             raise EnvError(f"ab_mcts: {error}") from error
-        team.place(reply.turn, node.name)
+        team.set_node(reply.turn, node.name)
         team.score(reply.turn, local=grade, branch=grade)
         attempts[node.name] = after_thought(reply.text), answer
         if reply.value is not None and (best is None or grade > best[0].score):

@@ -26,7 +26,7 @@ from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from rollout.sandbox.guest.filters import can_confine, confine_program
 from rollout.sandbox.pool import readable_paths
-from rollout.teams.roles import misused
+from rollout.teams.source_checks import misused
 from rollout.teams.team import TeamSession
 
 _MOST_BYTES = 1 << 20  # of a program's output

@@ -97,7 +97,7 @@ def taught(
             chats: dict[str, Demonstration] = {}
             seats = {name: replace(agent, policy=name) for name, agent in agents.items()}
             team = Team(seats, {name: _Voice(name, teacher, chats) for name in agents})
-            episode = Episode(task, team.seat("demonstration", task.id), make_env, orchestra)
+            episode = Episode(task, team.session("demonstration", task.id), make_env, orchestra)
             await episode.play()
             if episode.error:
                 raise ValueError(f"the demonstration of task {task.id} failed: {episode.error}")

@@ -1,4 +1,4 @@
-"""Chats: an agent's conversation in a trajectory, with tools, memory, and a stated end of its context."""
+"""Chats: conversations of an agent in a trajectory, with tools, memory, and rules for a full context."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from rollout.teams.roles import Agent, AgentReply, WhenFull
 
 _UNANSWERED = "This tool was not called: there were no turns left for it."
 _DROPPED = "[This result was dropped to save space.]"
-# (tool, what makes the call, turn that asked for it) -> the call made
+
+# (name of the tool, function that makes the call, index of the turn that asked) -> result
 ToolRunner = Callable[[str, Callable[[], Awaitable[ToolCall]], int], Awaitable[ToolCall]]
 
 
 class ChatHost(Protocol):
-    """What a chat needs of its trajectory's session."""
+    """Part of a trajectory's session that a chat needs."""
 
     run_tool: ToolRunner
     calls: CallRecord  # of tools that must not be called again
@@ -35,7 +36,7 @@ class ChatHost(Protocol):
 
     async def act(self, name: str, /, **slots: object) -> AgentReply: ...
 
-    def count_call(self, agent: str) -> int: ...
+    def count_tool_call(self, agent: str) -> int: ...
 
     def score(self, turn: int, /, **scores: float) -> None: ...
 
@@ -45,19 +46,21 @@ class ChatHost(Protocol):
 
 
 class Chat:
-    """A conversation of one agent, who remembers it; opened by `TeamSession.chat`.
+    """A conversation with one agent, opened by `TeamSession.chat`.
 
-    Every reply is a turn. Its prompt is the earlier turn's own tokens and the new text; a template that rewrites what
-    came before begins anew (score `root`). When a prompt leaves no room for its reply, the agent's `when_full` says
-    what becomes of the chat:
+    Every reply is a turn. Its prompt is the earlier turn's own tokens and the new text; a template
+    that rewrites earlier messages begins anew (score `root`). When a prompt leaves no room for its
+    reply, the agent's `when_full` decides:
 
-    - `stop`: it is `full`; nothing more is said, and the latest reply stays the last. The turn's score `full` is 1.
-    - `fold`: `summariser` sums it up, and it goes on from the summary. The next turn's score `folded` is 1.
-    - `drop_oldest_results`: the older half of the results of tools is left out. The next turn's score
-      `dropped_results` says how many.
+    - `stop`: the chat is `full`; it takes no more messages, and the latest reply stays the last. The
+      turn's score `full` is 1.
+    - `fold`: `summariser` sums the chat up, and it continues from the summary. The next turn's score
+      `folded` is 1.
+    - `drop_oldest_results`: the older half of the tool results is left out. The next turn's score
+      `dropped_results` is their number.
 
-    Where that is not enough, or nothing was said yet, `PromptTooLong` is raised; where there is no reply for another
-    reason, an EngineError.
+    If that is not enough, or the agent has not replied yet, `PromptTooLong` is raised; if there is no
+    reply for another reason, an EngineError.
     """
 
     def __init__(
@@ -67,69 +70,74 @@ class Chat:
         self.messages = [Message(role="system", content=system)] if system else []
         self.latest: AgentReply | None = None
         self.full = False
-        self.hear: Callable[[str, ToolFormat], bool] | None = (
-            None  # told of replies as they grow (see `ChatState`)
-        )
-        self.stops: tuple[str, ...] = ()  # that end replies (see `ChatState`)
+        # called with replies as they grow (see `ChatState`)
+        self.hear: Callable[[str, ToolFormat], bool] | None = None
+        self.stops: tuple[str, ...] = ()  # texts that end replies (see `ChatState`)
         self._host = host
         self._agent = agent
         self._tools = {tool.schema.name: tool for tool in tools}
         self._state = ChatState(id=id, tools=tuple(tool.schema for tool in tools))
-        self._open: tuple[ToolUse, ...] = ()  # calls without a result
+        self._open_calls: tuple[ToolUse, ...] = ()  # tool calls without a result
         self._replying = False
-        self._changes: dict[str, float] = {}  # made for room, to be written down with the next turn
+        self._changes: dict[str, float] = {}  # made for room; scores of the next turn
 
     async def say(self, text: str) -> AgentReply:
-        """Say something to the agent; calls that it had made and nobody answered are told to be so."""
-        for call in self._open:
-            self._answer(call, _UNANSWERED)
+        """Say something to the agent and return its reply; open tool calls are answered as not made."""
+        for call in self._open_calls:
+            self._add_result(call, _UNANSWERED)
         self.messages.append(Message(role="user", content=text))
         return await self._reply()
 
     async def ask(self, **slots: object) -> AgentReply:
-        """Say what the role's user template makes of `slots`; KeyError if it has one that was not given."""
+        """Say the role's user template, filled by `slots`; raise KeyError if a slot is missing."""
         return await self.say(self._agent.role.user.format(**slots))
 
     async def tool(self, call_id: str, result: str) -> AgentReply | None:
-        """Give the result of a tool call; the agent goes on when all of a turn's are there, and until then it is None.
+        """Give the result of a tool call.
+
+        Returns:
+            The agent's reply once all results of its turn are there, and until then None.
 
         Raises:
             KeyError: no call of this id waits for a result.
         """
-        call = next((call for call in self._open if call.id == call_id), None)
+        call = next((call for call in self._open_calls if call.id == call_id), None)
         if call is None:
-            raise KeyError(
-                f"chat {self.id}: no call '{call_id}' waits; open: {', '.join(c.id for c in self._open)}"
-            )
-        self._answer(call, result)
-        return None if self._open else await self._reply()
+            open_ids = ", ".join(call.id for call in self._open_calls)
+            raise KeyError(f"chat {self.id}: no call '{call_id}' waits; open: {open_ids}")
+        self._add_result(call, result)
+        return None if self._open_calls else await self._reply()
 
     def take_over(self, other: Chat) -> None:
-        """Go on from where another chat stands, which does not change."""
-        self.messages, self.latest = list(other.messages), other.latest
+        """Continue from where another chat is; the other one does not change."""
+        self.messages = list(other.messages)
+        self.latest = other.latest
         self._state = replace(self._state, before=other._state.before)
 
-    async def go_on(self, news: Sequence[Message]) -> AgentReply:
-        """Reply to messages of somebody who keeps the conversation, and who makes the calls of tools."""
-        self.messages += news
+    async def go_on(self, messages: Sequence[Message]) -> AgentReply:
+        """Reply to the messages of a caller that keeps the conversation and makes the tool calls."""
+        self.messages += messages
         reply = await self._reply()
         if self.full:
             raise PromptTooLong(f"chat {self.id} is full: its messages leave no room for a reply")
         return reply
 
-    async def prompt_tokens(self, news: Sequence[Message]) -> int:
-        """How many tokens the agent would be asked with if it were to go on with these messages; nothing changes."""
-        return await self._host.prompt_tokens(self._agent, (*self.messages, *news), self._state)
+    async def prompt_tokens(self, messages: Sequence[Message]) -> int:
+        """Return the number of prompt tokens if the chat went on with these messages."""
+        return await self._host.prompt_tokens(self._agent, (*self.messages, *messages), self._state)
 
     async def run(self, max_turns: int) -> AgentReply:
-        """Make the calls of the latest reply and go on, until a reply makes none, for at most `max_turns` replies.
+        """Make the tool calls of the latest reply and continue, until a reply makes none.
 
-        Calls of one reply are made side by side where their tools are `parallel`, the others in their order: they may
-        share a session. Results are in the order of the calls. A call that cannot be read or made has what is wrong as
-        its result.
+        Calls of one reply are made concurrently if their tools are `parallel`, the others in their
+        order, since they may share a session. Results are in the order of the calls. The result of a
+        call that cannot be read or made is what is wrong with it.
+
+        Args:
+            max_turns: replies at most.
 
         Raises:
-            ValueError: nothing was said yet.
+            ValueError: the agent has not replied yet.
             EnvError: a tool failed for good.
         """
         if self.latest is None:
@@ -137,37 +145,39 @@ class Chat:
                 f"chat {self.id}: there is no reply to go on from; say something first"
             )
         for _ in range(max_turns):
-            if not self._open or self.full:
+            if not self._open_calls or self.full:
                 break
-            calls, latest = self._open, self.latest
-            for call, result in zip(calls, await self._results(calls, latest), strict=True):
-                self._answer(call, result)
+            calls = self._open_calls
+            results = await self._results(calls, self.latest)
+            for call, result in zip(calls, results, strict=True):
+                self._add_result(call, result)
             await self._reply()
         return self.latest
 
     def fold(self, summary: str) -> None:
-        """Go on from a summary: of what was said, the system prompt, the first question and news stay."""
-        read = max(
-            (i for i, message in enumerate(self.messages) if message.role == "assistant"),
-            default=-1,
-        )
-        head, news = self.messages[:2], self.messages[read + 1 :]
-        opening = [message for message in head if message.role == "system"]
-        asked = [
-            message.content for message in head if message.role == "user" and message not in news
+        """Replace the conversation by a summary; system prompt, first question and new messages stay."""
+        replies = [i for i, message in enumerate(self.messages) if message.role == "assistant"]
+        new_messages = self.messages[replies[-1] + 1 :] if replies else self.messages
+        head = self.messages[:2]
+        system = [message for message in head if message.role == "system"]
+        question = [
+            message.content
+            for message in head
+            if message.role == "user" and message not in new_messages
         ]
         parts = [
-            *asked,
+            *question,
             f"What has happened since:\n{summary}",
-            *(message.content for message in news),
+            *(message.content for message in new_messages),
         ]
-        self.messages = [*opening, Message(role="user", content="\n\n".join(parts))]
+        self.messages = [*system, Message(role="user", content="\n\n".join(parts))]
 
-    def _answer(self, call: ToolUse, result: str) -> None:
+    def _add_result(self, call: ToolUse, result: str) -> None:
         self.messages.append(Message(role="tool", content=result, answers=call.id))
-        self._open = tuple(other for other in self._open if other.id != call.id)
+        self._open_calls = tuple(other for other in self._open_calls if other.id != call.id)
 
     async def _reply(self) -> AgentReply:
+        """Return the agent's reply to the messages so far; the latest one if the chat is full."""
         if self.full and self.latest is not None:
             return self.latest
         if self._replying:
@@ -176,11 +186,11 @@ class Chat:
             )
         self._replying = True
         try:
-            return await self._said()
+            return await self._take_turn()
         finally:
             self._replying = False
 
-    async def _said(self) -> AgentReply:
+    async def _take_turn(self) -> AgentReply:
         while True:
             try:
                 state = replace(self._state, hear=self.hear, stops=self.stops)
@@ -188,57 +198,62 @@ class Chat:
                 break
             except PromptTooLong:
                 make_room = WHEN_FULL.get(self._agent.chats.when_full)
-                if make_room is None or not await make_room(self):
-                    if self.latest is None:
-                        raise
-                    self.full = True
-                    self._host.score(self.latest.turn, full=1.0)
-                    return self.latest
+                if make_room is not None and await make_room(self):
+                    continue
+                if self.latest is None:
+                    raise
+                self.full = True
+                self._host.score(self.latest.turn, full=1.0)
+                return self.latest
+
         if self._changes:
             self._host.score(reply.turn, **self._changes)
             self._changes = {}
         self._state = replace(self._state, before=turn)
-        self.latest, self._open = reply, reply.calls
+        self.latest = reply
+        self._open_calls = reply.calls
         self.messages.append(reply.message or Message(role="assistant", content=reply.text))
         return reply
 
     async def _results(self, calls: Sequence[ToolUse], reply: AgentReply) -> list[str]:
-        results = [self._problem(number, call, reply) for number, call in enumerate(calls)]
-        free = [number for number, result in enumerate(results) if not result]
-        alone = [
-            n for n in free if calls[n].name in self._tools and self._tools[calls[n].name].parallel
-        ]
+        """Make the tool calls of a reply; return their results."""
+        results = [self._refusal(number, call, reply) for number, call in enumerate(calls)]
+        allowed = [number for number, refusal in enumerate(results) if not refusal]
+        parallel = [number for number in allowed if self._is_parallel(calls[number])]
+        in_order = [number for number in allowed if number not in parallel]
 
-        async def make(numbers: Iterable[int]) -> None:
+        async def make_calls(numbers: Iterable[int]) -> None:
             for number in numbers:
                 results[number] = await self._call(calls[number], reply)
 
-        await gather_or_cancel(
-            map(make, ([number for number in free if number not in alone], *([n] for n in alone)))
-        )
+        sequences = [in_order, *([number] for number in parallel)]
+        await gather_or_cancel(make_calls(numbers) for numbers in sequences)
         return results
 
-    def _problem(self, number: int, call: ToolUse, reply: AgentReply) -> str:
-        """Why a call is not made; "" if it is, and counts."""
+    def _is_parallel(self, call: ToolUse) -> bool:
+        return call.name in self._tools and self._tools[call.name].parallel
+
+    def _refusal(self, number: int, call: ToolUse, reply: AgentReply) -> str:
+        """Return why a call is not made; "" if it is made, and counts."""
         rules = self._agent.chats
         if call.id in reply.problems:
             return reply.problems[call.id]
         if number >= rules.calls_per_turn:
             return f"This call was not made: a reply may make {rules.calls_per_turn}."
-        if self._host.count_call(self._agent.name) > rules.calls:
+        if self._host.count_tool_call(self._agent.name) > rules.calls:
             return (
                 f"This call was not made: all {rules.calls} calls are spent. Answer without tools."
             )
         return ""
 
     async def _call(self, call: ToolUse, reply: AgentReply) -> str:
-        rules, tool = self._agent.chats, self._tools.get(call.name)
+        """Make a tool call; return its result."""
+        rules = self._agent.chats
+        tool = self._tools.get(call.name)
         make = partial(
             call_tool, self._tools, call, call_s=rules.call_s, most_chars=rules.result_chars
         )
-        if (
-            tool is not None and tool.noted
-        ):  # a step of the environment, which is timed and written down as any
+        if tool is not None and tool.noted:  # a step of the environment, which records it
             return (await make()).result
         if tool is None or not tool.again:
             make = partial(
@@ -247,41 +262,38 @@ class Chat:
         return (await self._host.run_tool(call.name, make, reply.turn)).result
 
     async def drop_results(self) -> bool:
-        """Leave out the older half of the results of tools that are still there; False where there are none."""
-        places = [
+        """Leave out the older half of the tool results that are still there; False if there are none."""
+        numbers = [
             i for i, m in enumerate(self.messages) if m.role == "tool" and m.content != _DROPPED
         ]
-        gone = places[: (len(places) + 1) // 2]
-        for i in gone:
-            self.messages[i] = replace(self.messages[i], content=_DROPPED)
-        self._changes["dropped_results"] = self._changes.get("dropped_results", 0.0) + len(gone)
-        return bool(gone)
+        dropped = numbers[: (len(numbers) + 1) // 2]
+        for number in dropped:
+            self.messages[number] = replace(self.messages[number], content=_DROPPED)
+        before = self._changes.get("dropped_results", 0.0)
+        self._changes["dropped_results"] = before + len(dropped)
+        return bool(dropped)
 
     async def sum_up(self) -> bool:
-        """Have the summariser sum the chat up and fold it; False where nothing was said since the last time."""
+        """Have the summariser sum the chat up and fold it; False if the agent has not replied since."""
         if not any(message.role == "assistant" for message in self.messages):
             return False
-        text = "\n\n".join(
-            f"{message.role}: {message.text}"
-            for message in self.messages
-            if message.role != "system"
-        )
+        spoken = [message for message in self.messages if message.role != "system"]
+        conversation = "\n\n".join(f"{message.role}: {message.text}" for message in spoken)
+        summariser = self._agent.chats.summariser or self._agent.name
         while True:
             try:
-                reply = await self._host.act(
-                    self._agent.chats.summariser or self._agent.name, conversation=text
-                )
-                self.fold(reply.value or reply.text)
+                reply = await self._host.act(summariser, conversation=conversation)
                 break
             except PromptTooLong:
-                if len(text) < 2:
+                if len(conversation) < 2:
                     raise
-                text = text[len(text) // 2 :]  # the newer half
+                conversation = conversation[len(conversation) // 2 :]  # the newer half
+        self.fold(reply.value or reply.text)
         self._changes["folded"] = 1.0
         return True
 
 
-# what makes room when a prompt leaves none for its reply, and whether it did; of `stop` nothing does
+# what makes room for a reply, and returns whether it did; nothing does for `stop`
 WHEN_FULL: dict[WhenFull, Callable[[Chat], Awaitable[bool]]] = {
     "fold": Chat.sum_up,
     "drop_oldest_results": Chat.drop_results,

@@ -1,4 +1,4 @@
-"""Collection of trajectories (rollouts): every one is its own coroutine over a team and an environment."""
+"""Collection of trajectories (rollouts): each one is a coroutine over a team and an environment."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from rollout.teams.tree import Branching, Tree
 
 
 class Deadlines(Section):
-    """Seconds that one of each may take; None is any time."""
+    """Deadlines in seconds; None is any time."""
 
-    call_s: float | None = Field(
-        None, gt=0
-    )  # one reply of a policy's engine, from when its client asks the engine
+    # one reply of a policy's engine, from when its client asks the engine
+    call_s: float | None = Field(None, gt=0)
     tool_s: float | None = Field(None, gt=0)  # one step or other call of the environment
     trajectory_s: float | None = Field(None, gt=0)
     batch_s: float | None = Field(None, gt=0)  # all trajectories that a step or a validation plays
@@ -38,32 +37,22 @@ class Deadlines(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectOptions:
-    """How a batch is collected, beyond what is played."""
+    """Options of a collection, beside the team, the tasks and the environment."""
 
-    tree: Branching | None = None  # every trajectory is grown as a tree; None: as one line
-    sampling: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of every agent, in place of its own
-    limits: Deadlines = field(
-        default_factory=Deadlines
-    )  # of tools, a trajectory, all of them; late ones are cancelled
-    began: float | None = (
-        None  # when the batch of the tasks began, on the event loop's clock; None: now
-    )
-    surplus: int = 0  # trajectories of each task that are started beyond the group's size; the slowest are given up
-    watchdog: Watchdog | None = None  # sees what is being played
-    log: CollectionLog | None = (
-        None  # finished trajectories, which are not played again; None: nothing is kept
-    )
-    quarantine: Path | None = (
-        None  # folder of what is needed to play a quarantined trajectory again
-    )
-    env: str = ""  # name of the environment that is played; "": that of the tasks
+    tree: Branching | None = None  # how trajectories branch; None: they do not
+    sampling: Mapping[str, float] = field(default_factory=dict)  # replaces every agent's own
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    started: float | None = None  # of the batch, on the event loop's clock; None: now
+    surplus: int = 0  # trajectories started beyond a group's size; the slowest are given up
+    watchdog: Watchdog | None = None
+    log: CollectionLog | None = None  # finished trajectories, which are not played again
+    quarantine: Path | None = None  # folder for files of quarantined trajectories
+    env: str = ""  # name of the environment; "": that of the tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collector:
-    """Plays trajectories, with what they have in common."""
+    """Collector of one step's trajectories, with a team, an environment and an orchestra."""
 
     team: Team
     make_env: Callable[[Task], Env]
@@ -73,75 +62,61 @@ class Collector:
     options: CollectOptions = field(default_factory=CollectOptions)
 
     async def collect(self, tasks: Sequence[Task], group_size: int) -> list[Group]:
-        """Play each task until `group_size` trajectories are completed and return one group per task, in their order.
+        """Play each task until `group_size` trajectories are completed.
+
+        Returns:
+            A group for each task, in the order of the tasks.
 
         Raises:
             Unusable: the run cannot go on.
         """
+        with_surplus = group_size + self.options.surplus
         quotas = [_Quota(group_size) if self.options.surplus else None for _ in tasks]
-        size = group_size + self.options.surplus
-        played = await gather_or_cancel(
+        trajectories = await gather_or_cancel(
             self.play(task, sample, quota)
             for task, quota in zip(tasks, quotas, strict=True)
-            for sample in range(size)
+            for sample in range(with_surplus)
         )
-        return [
-            Group(task=task, trajectories=tuple(played[i * size : (i + 1) * size]))
-            for i, task in enumerate(tasks)
-        ]
+        groups = []
+        for index, task in enumerate(tasks):
+            members = trajectories[index * with_surplus : (index + 1) * with_surplus]
+            groups.append(Group(task=task, trajectories=tuple(members)))
+        return groups
 
     async def play(self, task: Task, sample: int, quota: _Quota | None = None) -> Trajectory:
-        """Play a task as its group's member `sample`; the same again draws the same.
+        """Play a task as member `sample` of its group; the same arguments give the same seeds.
 
-        A trajectory whose engine, environment or orchestra fails has status FAILED and its error, one of which
-        something is late LATE, one that is given up ABORTED. One that failed by a `Defect` is quarantined.
+        The trajectory has status FAILED if its engine, environment or orchestra fails, LATE if one
+        of them misses its deadline, and ABORTED if it is given up. One that fails by a `Defect` is
+        quarantined.
         """
-        options, limits = self.options, self.options.limits
-        name = f"{self.step}/{task.id}/{sample}"
-        logged_name = " ".join([name, *options.sampling])  # apart from those of other sampling
+        options = self.options
+        trajectory_id = f"{self.step}/{task.id}/{sample}"
+        logged_name = " ".join([trajectory_id, *options.sampling])  # apart from other sampling
         finished = options.log.trajectory(logged_name) if options.log else None
         if finished is not None:
             if quota:
                 quota.count()
             return finished
 
-        calls = CallRecord(options.log, logged_name)
-        team = self.team.resampled(**options.sampling)
-        began = asyncio.get_running_loop().time() if options.began is None else options.began
-        ends = None if limits.batch_s is None else began + limits.batch_s
-        place = (self.seed, self.step, task.id, sample)
-        played: Episode | Tree
-        if options.tree is None:
-            seat = team.seat(*place, calls=calls)
-            played = Episode(
-                task, seat, self.make_env, self.orchestra, tool_s=limits.tool_s, name=options.env
-            )
-        else:
-            played = Tree(
-                options.tree,
-                task,
-                team,
-                place,
-                self.make_env,
-                self.orchestra,
-                limits.tool_s,
-                options.env,
-                calls,
-            )
-        with options.watchdog.over(name, played.waits) if options.watchdog else nullcontext():
-            ending = await _play(played, limits, ends, quota)
+        play = self._new_play(task, sample, CallRecord(options.log, logged_name))
+        with (
+            options.watchdog.over(trajectory_id, play.waits) if options.watchdog else nullcontext()
+        ):
+            ending = await self._run(play, quota)
+        episode = _episode(play)
         trajectory = Trajectory(
-            id=name,
+            id=trajectory_id,
             task_id=task.id,
             source=task.source,
             sample=sample,
             step=self.step,
-            turns=played.turns,
-            tools=tuple(played.tools),
-            outcome=None if ending.error else _episode(played).outcome,
-            answer=None if ending.error else _episode(played).answer,
-            leaf=played.leaf,
-            metrics=dict.fromkeys(ending.counted, 1.0) | played.metrics,
+            turns=play.turns,
+            tools=tuple(play.tools),
+            outcome=None if ending.error else episode.outcome,
+            answer=None if ending.error else episode.answer,
+            leaf=play.leaf,
+            metrics=dict.fromkeys(ending.counted, 1.0) | play.metrics,
             status=ending.status,
             error=ending.error,
         )
@@ -151,7 +126,7 @@ class Collector:
                 trajectory,
                 task=task,
                 seed=self.seed,
-                replies=played.replies,
+                replies=play.replies,
                 error=ending.defect,
             )
         # one that failed is played again after a restart: it may do better
@@ -159,83 +134,119 @@ class Collector:
             options.log.add_trajectory(logged_name, trajectory)
         return trajectory
 
+    def _new_play(self, task: Task, sample: int, calls: CallRecord) -> Episode | Tree:
+        options = self.options
+        team = self.team.with_sampling(**options.sampling)
+        seed_path = (self.seed, self.step, task.id, sample)
+        if options.tree is None:
+            return Episode(
+                task,
+                team.session(*seed_path, calls=calls),
+                self.make_env,
+                self.orchestra,
+                tool_s=options.deadlines.tool_s,
+                name=options.env,
+            )
+        return Tree(
+            branching=options.tree,
+            task=task,
+            team=team,
+            seed_path=seed_path,
+            make_env=self.make_env,
+            orchestra=self.orchestra,
+            tool_s=options.deadlines.tool_s,
+            env_name=options.env,
+            calls=calls,
+        )
+
+    async def _run(self, play: Episode | Tree, quota: _Quota | None) -> _Ending:
+        """Play to the end, to a deadline, or until the group is full, and cancel what is not done."""
+        deadlines = self.options.deadlines
+        if deadlines.trajectory_s is None and deadlines.batch_s is None and quota is None:
+            await play.play()
+            return _ending(play)
+
+        batch_left_s = self._batch_left_s()
+        limits = [s for s in (batch_left_s, deadlines.trajectory_s) if s is not None]
+        timeout_s = min(limits, default=None)
+        task = asyncio.create_task(play.play())
+        try:
+            awaited = {task, quota.filled} if quota else {task}
+            await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if quota and quota.filled.done():
+                error = f"its group was full while it waited for {play.waiting}"
+                ending = _Ending(status=Status.ABORTED, error=error)
+            elif task.done():
+                task.result()
+                if quota and not play.error:
+                    quota.count()
+                return _ending(play)
+            elif timeout_s == batch_left_s:
+                ending = _late_ending("batch", Status.ABORTED, deadlines.batch_s, play)
+            else:
+                ending = _late_ending("trajectory", Status.LATE, deadlines.trajectory_s, play)
+        finally:
+            ended = await cancel_tasks([task])
+        return ending if ended else replace(ending, error=ending.error + LEFT_BEHIND)
+
+    def _batch_left_s(self) -> float | None:
+        """Return the seconds until the batch's deadline, or None."""
+        if self.options.deadlines.batch_s is None:
+            return None
+        now = asyncio.get_running_loop().time()
+        started = now if self.options.started is None else self.options.started
+        return started + self.options.deadlines.batch_s - now
+
 
 class _Quota:
-    """How many trajectories a group still lacks."""
+    """Number of completed trajectories that a group still lacks."""
 
     def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
-        self.met: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lacking = wanted
+        self.filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def count(self) -> None:
-        self._wanted -= 1
-        if not self._wanted:
-            self.met.set_result(None)
+        """Count a completed trajectory."""
+        self._lacking -= 1
+        if not self._lacking:
+            self.filled.set_result(None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Ending:
+    """How a trajectory ended."""
+
     status: Status
-    error: str  # why not well
-    counted: tuple[
-        str, ...
-    ] = ()  # a name of `_COUNTED`, or `late/` and an agent, a tool, `trajectory` or `batch`
+    error: str = ""
+    # metrics that are 1: a name of `_COUNTED`, or `late/` and an agent, tool, trajectory or batch
+    counted: tuple[str, ...] = ()
     defect: Defect | None = None  # why it is quarantined
-
-
-async def _play(
-    played: Episode | Tree, limits: Deadlines, ends: float | None, quota: _Quota | None
-) -> _Ending:
-    """Play to the end, to a deadline, or until the group is full; what is not done then is cancelled."""
-    if limits.trajectory_s is None and ends is None and quota is None:
-        await played.play()
-        return _ending(played)
-    left = None if ends is None else ends - asyncio.get_running_loop().time()
-    patience = min((s for s in (left, limits.trajectory_s) if s is not None), default=None)
-    task = asyncio.create_task(played.play())
-    try:
-        first = {task, quota.met} if quota else {task}
-        await asyncio.wait(first, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        if quota and quota.met.done():
-            ending = _Ending(
-                Status.ABORTED, f"its group was full while it waited for {played.waiting}"
-            )
-        elif task.done():
-            task.result()
-            if quota and not played.error:
-                quota.count()
-            return _ending(played)
-        else:
-            late, status, seconds = (
-                ("batch", Status.ABORTED, limits.batch_s)
-                if patience == left
-                else ("trajectory", Status.LATE, limits.trajectory_s)
-            )
-            why = f"the {late}'s deadline of {seconds:g} s passed while it waited for {played.waiting}"
-            ending = _Ending(status, why, (f"late/{late}",))
-    finally:
-        ended = await cancel_tasks([task])
-    return ending if ended else replace(ending, error=ending.error + LEFT_BEHIND)
 
 
 _COUNTED = {"undecided": Undecided, "overlong": PromptTooLong, "quarantined": Defect}
 
 
-def _ending(played: Episode | Tree) -> _Ending:
-    if not played.error:
-        return _Ending(Status.COMPLETED, "")
-    failure = _episode(played).failure
+def _ending(play: Episode | Tree) -> _Ending:
+    """Return the ending of a play that was not cut off."""
+    if not play.error:
+        return _Ending(status=Status.COMPLETED)
+    failure = _episode(play).failure
     if isinstance(failure, Late):
-        return _Ending(Status.LATE, played.error, (f"late/{failure.what}",))
-    counted = [name for name, kind in _COUNTED.items() if isinstance(failure, kind)]
+        return _Ending(status=Status.LATE, error=play.error, counted=(f"late/{failure.what}",))
     return _Ending(
-        Status.FAILED,
-        played.error,
-        tuple(counted),
-        failure if isinstance(failure, Defect) else None,
+        status=Status.FAILED,
+        error=play.error,
+        counted=tuple(name for name, kind in _COUNTED.items() if isinstance(failure, kind)),
+        defect=failure if isinstance(failure, Defect) else None,
     )
 
 
-def _episode(played: Episode | Tree) -> Episode:
-    """Itself, or of a tree the one that went on."""
-    return played.episode if isinstance(played, Tree) else played
+def _late_ending(what: str, status: Status, seconds: float | None, play: Episode | Tree) -> _Ending:
+    """Return the ending of a play that a deadline cut off."""
+    error = f"the {what}'s deadline of {seconds:g} s passed while it waited for {play.waiting}"
+    return _Ending(status=status, error=error, counted=(f"late/{what}",))
+
+
+def _episode(play: Episode | Tree) -> Episode:
+    """Return the episode; of a tree that of the branch that went on."""
+    return play.episode if isinstance(play, Tree) else play

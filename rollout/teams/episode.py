@@ -1,4 +1,4 @@
-"""Episode: one play of an orchestra on a task, with its steps, tool calls, rewards, and why it failed."""
+"""Episode: one play of an orchestra on a task, with its steps, tool calls, rewards and error."""
 
 import inspect
 import math
@@ -16,96 +16,111 @@ from rollout.base.watchdog import Wait
 from rollout.environments.protocol import Case, Env, Living, PlayedEnv, Step, ToolCall
 from rollout.environments.tools import Tool
 from rollout.records.trajectory import Task, ToolEvent, Turn
-from rollout.teams.team import Blamed, Call, RecordedReply, TeamSession
+from rollout.teams.defects import DefectGuard
+from rollout.teams.team import Call, RecordedReply, TeamSession
 
 Orchestra = Callable[[Task, TeamSession, Env], Awaitable[None]]
 _T = TypeVar("_T")
 
 
 class Episode:
-    """A task played once, from its start to its end.
+    """One play of an orchestra on a task.
 
-    It stands in for the environment, to write down the steps.
+    The orchestra gets the episode as its environment. The episode passes every call on to the
+    environment, with a deadline, and records steps, rewards and tool calls.
     """
 
     def __init__(
         self,
         task: Task,
-        seat: TeamSession,
+        session: TeamSession,
         make_env: Callable[[Task], Env],
         orchestra: Orchestra,
         tool_s: float | None = None,
         name: str = "",
     ) -> None:
-        """A call of the environment may take `tool_s` seconds; errors have its `name`, by default that in the task."""
-        self.seat = seat
+        """Prepare an episode.
+
+        Args:
+            tool_s: deadline of one call of the environment or a tool, in seconds; None: any time.
+            name: environment's name in errors; "": that in the task.
+        """
+        self.session = session
         self.rewards: list[float] = []  # of every step
-        self.answer: str | None = None  # as the latest step that reported one left it
-        self.metrics: dict[str, float] = {}  # each as the latest step left it
-        self.error = ""  # why it failed
-        self.failure: EngineError | EnvError | None = None  # who is to blame, if anybody raised
+        self.answer: str | None = None  # of the latest step that reported one
+        self.metrics: dict[str, float] = {}  # each of the latest step that reported it
+        self.error = ""  # why the episode failed
+        self.failure: EngineError | EnvError | None = None  # exception behind `error`, if any
         self._events: list[ToolEvent] = []
         self._task = task
-        self._make_env, self._name = make_env, name or task.env
+        self._make_env = make_env
+        self._name = name or task.env
         self._orchestra = orchestra
         self._tool_s = tool_s
 
     async def play(self) -> None:
-        """Run the orchestra. What it, an engine or the environment raises becomes `error`."""
-        living, opened = AsyncExitStack(), AsyncExitStack()
+        """Run the orchestra; store what it, an engine or the environment raises in `error`."""
+        opened_env = AsyncExitStack()
+        opened_tools = AsyncExitStack()
         try:
-            with Blamed(f"{self._name}.open"):
+            with DefectGuard(f"{self._name}.open"):
                 self._env = self._make_env(self._task)
-            if hasattr(env := cast(Living, self._env), "open") and hasattr(env, "close"):
-                living.push_async_callback(env.close)
-                opening: Callable[..., Awaitable[None]] = env.open
-                await self._use("open", partial(opening, **self._supplied(opening)), self._task)
-            await self._open_tools(opened)
-            with Blamed("orchestra"):
-                await self._orchestra(self._task, self.seat, self)
+            await self._open_env(opened_env)
+            await self._open_tools(opened_tools)
+            with DefectGuard("orchestra"):
+                await self._orchestra(self._task, self.session, self)
             if self.outcome is None:
                 self.error = "the orchestra ended without a step in the environment"
         except (EngineError, EnvError) as failure:
             self._fail(failure)
         finally:
             try:
-                await self.seat.close()
+                await self.session.close()
             finally:
-                await self._let_go("tools", opened.aclose)
-                await self._let_go(f"{self._name}.close", living.aclose)
+                await self._close("tools", opened_tools.aclose)
+                await self._close(f"{self._name}.close", opened_env.aclose)
+
+    async def _open_env(self, opened: AsyncExitStack) -> None:
+        """Open the environment if it has `open` and `close`."""
+        env = cast(Living, self._env)
+        if hasattr(env, "open") and hasattr(env, "close"):
+            opened.push_async_callback(env.close)
+            opening: Callable[..., Awaitable[None]] = env.open
+            await self._call_env("open", partial(opening, **self._supplied(opening)), self._task)
 
     async def _open_tools(self, opened: AsyncExitStack) -> None:
-        """Open every agent's tools, each with this episode as its environment where it takes one."""
-        for agent in self.seat.agents:
-            own: list[Tool] = []
+        """Open every agent's tools."""
+        for agent in self.session.agents:
+            tools: list[Tool] = []
             for name, maker in agent.tools.items():
-                own += await self._timed(
-                    f"tools.{name}", opened.enter_async_context, maker(**self._supplied(maker))
-                )
-            if own:
-                self.seat.tools[agent.name] = own
-        self.seat.run_tool = self.run_tool
+                opening = maker(**self._supplied(maker))
+                tools += await self._timed(f"tools.{name}", opened.enter_async_context, opening)
+            if tools:
+                self.session.tools[agent.name] = tools
+        self.session.run_tool = self.run_tool
 
     def _supplied(self, function: Callable[..., object]) -> dict[str, object]:
-        """Return those of this episode's parts that a function has parameters for."""
-        parts = {"env": self, "calls": self.seat.calls}
+        """Return those of the episode's parts that a function has parameters for."""
+        parts = {"env": self, "calls": self.session.calls}
         parameters = inspect.signature(function).parameters
         return {name: part for name, part in parts.items() if name in parameters}
 
     async def run_tool(
         self, name: str, call: Callable[[], Awaitable[ToolCall]], turn: int
     ) -> ToolCall:
-        """Make a tool call of a turn (see `ToolRunner`): timed, Blamed on its tool, and written down."""
-        began = time.time()
-        with self.seat.waits(f"tools.{name}"):
-            made = await self._timed(f"tools.{name}", call)
-        self._note(made, self.seat.turn(turn), began)
-        return made
+        """Make the tool call of a turn, with the deadline of tools, and record it."""
+        started_s = time.time()
+        with self.session.waits_for(f"tools.{name}"):
+            tool_call = await self._timed(f"tools.{name}", call)
+        self._record(tool_call, self.session.turn(turn), started_s)
+        return tool_call
 
     def _fail(self, failure: EngineError | EnvError) -> None:
-        self.failure, self.error = failure, f"{type(failure).__name__}: {failure}"
+        self.failure = failure
+        self.error = f"{type(failure).__name__}: {failure}"
 
-    async def _let_go(self, what: str, close: Callable[[], Awaitable[None]]) -> None:
+    async def _close(self, what: str, close: Callable[[], Awaitable[None]]) -> None:
+        """Close the tools or the environment; an error is the episode's if it has none yet."""
         try:
             await self._timed(what, close)
         except EnvError as failure:
@@ -113,113 +128,124 @@ class Episode:
                 self._fail(failure)
 
     def reset(self, task: Task) -> str:
-        with Blamed(f"{self._name}.reset"):
+        with DefectGuard(f"{self._name}.reset"):
             problem = self._env.reset(task)
-        self._stand()
+        self._update_state()
         return problem
 
     async def step(self, action: str) -> Step:
-        began = time.time()
-        step = await self._use("step", self._env.step, action)
+        started_s = time.time()
+        step = await self._call_env("step", self._env.step, action)
         if not math.isfinite(step.reward):
             raise Defect(f"{self._name}.step: its reward is {step.reward}")
-        self._stand()
-        self.seat.credit(step.reward, step.metrics)
+        self._update_state()
+        self.session.credit_step(step.reward, step.metrics)
         self.rewards.append(step.reward)
-        self.answer = self.answer if step.answer is None else step.answer
+        if step.answer is not None:
+            self.answer = step.answer
         self.metrics.update(step.metrics)
-        for call in step.tools:
-            self._note(call, self.seat.last, began)
+        for tool_call in step.tools:
+            self._record(tool_call, self.session.last_turn, started_s)
         return step
 
-    def _stand(self) -> None:
-        """Tell the session in which state, without history, the coming turns are, where the environment names it."""
-        if (state := getattr(self._env, "state", None)) is not None:
-            with Blamed(f"{self._name}.state"):
-                self.seat.state = state()
+    def _update_state(self) -> None:
+        """Tell the session in which state the environment is, if the environment names its states."""
+        state = getattr(self._env, "state", None)
+        if state is not None:
+            with DefectGuard(f"{self._name}.state"):
+                self.session.state = state()
 
     async def preview(self, action: str) -> Step:
-        return await self._able(PlayedEnv.preview, "preview an action", action)
+        return await self._call_optional(PlayedEnv.preview, "preview an action", action)
 
     async def same(self, answer: str, other: str) -> bool:
-        return await self._able(PlayedEnv.same, "compare two answers", answer, other)
+        return await self._call_optional(PlayedEnv.same, "compare two answers", answer, other)
 
     async def run(self, program: str) -> ToolCall:
-        began = time.time()
-        call = await self._able(PlayedEnv.run, "run a program", program)
-        self._note(call, self.seat.own, began)
-        return call
+        started_s = time.time()
+        tool_call = await self._call_optional(PlayedEnv.run, "run a program", program)
+        self._record(tool_call, self.session.task_turn, started_s)
+        return tool_call
 
     async def check(self, program: str, cases: Sequence[Case]) -> Step:
-        began = time.time()
-        step = await self._able(PlayedEnv.check, "run an agent's tests", program, cases)
-        for call in step.tools:
-            self._note(call, self.seat.own, began)
+        started_s = time.time()
+        step = await self._call_optional(PlayedEnv.check, "run an agent's tests", program, cases)
+        for tool_call in step.tools:
+            self._record(tool_call, self.session.task_turn, started_s)
         return step
 
     async def agreement(self, cases: Sequence[Case]) -> float | None:
-        return await self._able(PlayedEnv.agreement, "judge an agent's tests", cases)
+        return await self._call_optional(PlayedEnv.agreement, "judge an agent's tests", cases)
 
     async def files(self) -> Mapping[str, int]:
-        began = time.time()
-        files = await self._able(PlayedEnv.files, "keep files")
-        self._note(ToolCall(tool="files", query="", result="\n".join(files)), self.seat.own, began)
+        started_s = time.time()
+        files = await self._call_optional(PlayedEnv.files, "keep files")
+        listing = ToolCall(tool="files", query="", result="\n".join(files))
+        self._record(listing, self.session.task_turn, started_s)
         return files
 
     async def forget(self) -> None:
-        await self._able(PlayedEnv.forget, "keep files")
+        await self._call_optional(PlayedEnv.forget, "keep files")
 
-    async def _able(
+    async def _call_optional(
         self, method: Callable[..., Awaitable[_T]], ability: str, *arguments: object
     ) -> _T:
-        """What the environment's own `method` of an optional protocol gives."""
+        """Call the environment's method of an optional protocol; raise EnvError if it has none."""
         call = getattr(self._env, method.__name__, None)
         if call is None:
             raise EnvError(
                 f"{type(self._env).__name__} cannot {ability}; use a team that does not ask for it"
             )
-        return await self._use(method.__name__, call, *arguments)
+        return await self._call_env(method.__name__, call, *arguments)
 
-    async def _use(self, method: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:
-        with self.seat.waits(tool := f"{self._name}.{method}"):
-            return await self._timed(tool, call, *arguments)
+    async def _call_env(
+        self, method: str, call: Callable[..., Awaitable[_T]], *arguments: object
+    ) -> _T:
+        what = f"{self._name}.{method}"
+        with self.session.waits_for(what):
+            return await self._timed(what, call, *arguments)
 
-    async def _timed(self, tool: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:
-        async def called() -> _T:
-            with Blamed(tool):
+    async def _timed(self, what: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:
+        """Make a call within the deadline of tools; errors name `what`."""
+
+        async def guarded() -> _T:
+            with DefectGuard(what):
                 return await call(*arguments)
 
         try:
-            return await with_deadline(self._tool_s, called())
+            return await with_deadline(self._tool_s, guarded())
         except Late as late:
-            raise LateTool(f"{tool}: {late}", f"tool/{tool}") from None
+            raise LateTool(f"{what}: {late}", f"tool/{what}") from None
 
-    def _note(self, call: ToolCall, turn: Turn | None, began: float) -> None:
-        index, node = (turn.index, turn.node) if turn else (-1, "")
-        took_s = time.time() - began
-        self._events.append(
-            ToolEvent(after_turn=index, node=node, **asdict(call), started_s=began, took_s=took_s)
+    def _record(self, call: ToolCall, turn: Turn | None, started_s: float) -> None:
+        event = ToolEvent(
+            after_turn=turn.index if turn else -1,
+            node=turn.node if turn else "",
+            **asdict(call),
+            started_s=started_s,
+            took_s=time.time() - started_s,
         )
+        self._events.append(event)
 
     @property
     def tools(self) -> list[ToolEvent]:
-        """The calls of tools so far, in the order in which they began."""
+        """The tool calls so far, in the order in which they began."""
         return sorted(self._events, key=attrgetter("started_s"))
 
     @property
     def leaf(self) -> str:
-        """Where a tree of the orchestra's own ended, "" without one."""
-        return self.seat.leaf
+        """The node at which a tree of the orchestra's own ended, "" without one."""
+        return self.session.leaf
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns so far."""
-        return self.seat.turns
+        return self.session.turns
 
     @property
     def replies(self) -> Mapping[int, RecordedReply]:
-        """Replies of the policies so far, by the seed of the call."""
-        return self.seat.replies
+        """The replies of the policies so far, by the seed of the call."""
+        return self.session.replies
 
     @property
     def outcome(self) -> float | None:
@@ -228,19 +254,16 @@ class Episode:
 
     @property
     def waiting(self) -> str:
-        """Whom or what the orchestra waits for."""
-        return ", ".join(str(what) for what, _ in self.seat.waiting.values()) or "the orchestra"
+        """The calls that the orchestra waits for, as a text."""
+        calls = [str(what) for what, _ in self.session.waiting.values()]
+        return ", ".join(calls) or "the orchestra"
 
     def waits(self) -> list[Wait]:
-        """What its tasks wait for, for a watchdog."""
-        last = self.seat.last
+        """Return what the episode's tasks wait for, for a watchdog."""
+        last = self.session.last_turn
         after = f" after turn {last.index} of {last.agent}" if last else ""
-        return [
-            Wait(
-                what=f"{what} waits for policy {what.agent.policy}"
-                if isinstance(what, Call)
-                else f"{what}{after}",
-                since=since,
-            )
-            for what, since in self.seat.waiting.values()
-        ]
+        waits = []
+        for what, since in self.session.waiting.values():
+            policy = f" waits for policy {what.agent.policy}" if isinstance(what, Call) else after
+            waits.append(Wait(what=f"{what}{policy}", since=since))
+        return waits

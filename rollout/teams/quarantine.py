@@ -100,7 +100,7 @@ class Quarantined:
     def team(self, team: Team) -> Team:
         """Return the team with policies that give the recorded replies."""
         policies = {agent.policy for agent in team.agents.values()}
-        return replace(team, players=dict.fromkeys(policies, _RecordedPolicy(self.replies)))
+        return replace(team, policies=dict.fromkeys(policies, _RecordedPolicy(self.replies)))
 
 
 @dataclass(frozen=True, slots=True)

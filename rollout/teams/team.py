@@ -1,4 +1,4 @@
-"""Teams of agents: who can act, and the multi-turn session of one trajectory."""
+"""Teams of agents, and the session that one trajectory has with its team."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout.base.async_tasks import cancel_tasks
-from rollout.base.deadlines import Late, LateCall
-from rollout.base.errors import Defect, EngineError, EnvError, PromptTooLong, Unusable
+from rollout.base.deadlines import LateCall
+from rollout.base.errors import PromptTooLong
 from rollout.engines import ChatState, PolicyClient, PolicyReply
 from rollout.engines.client import prompt_tokens
 from rollout.environments.tools import Tool
@@ -22,39 +22,20 @@ from rollout.records.call_record import CallRecord
 from rollout.records.seeds import derive_seed
 from rollout.records.trajectory import Message, Turn
 from rollout.teams.chat import Chat, ToolRunner
+from rollout.teams.defects import DefectGuard
 from rollout.teams.roles import Agent, AgentReply
-
-TurnReply = tuple[Turn, AgentReply]  # what is written down, and what the orchestra gets
-
-
-@dataclass(slots=True)
-class Blamed:  # made of a generator it would take several times longer, three times a turn
-    """Anything but a failure that is expected is a Defect of `what`: it fails one trajectory, not the run.
-
-    `sys.exit` too, which else ends the event loop of all.
-    """
-
-    what: str
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        expected = isinstance(error, (EngineError, EnvError, Late, Unusable))
-        if isinstance(error, (Exception, SystemExit)) and not expected:
-            raise Defect(f"{self.what}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """An agent that is asked for a turn."""
+    """A call of an agent, which becomes a turn."""
 
     index: int  # of the turn
     agent: Agent
     messages: tuple[Message, ...]
     state_key: str  # digest of the messages
     anchor: str = ""  # digest of the environment's state, "" where it names none
-    chat: ChatState | None = None  # None: the agent is asked once
+    chat: ChatState | None = None  # None: a single question
 
     def __str__(self) -> str:
         return f"{self.agent.name} (turn {self.index})"
@@ -70,22 +51,22 @@ class RecordedReply:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Who can act, shared by all trajectories of a run."""
+    """The agents of a run and the policies that they act with, shared by all trajectories."""
 
     agents: Mapping[str, Agent]
-    players: Mapping[str, PolicyClient]  # by policy
+    policies: Mapping[str, PolicyClient]
 
-    def seat(self, *place: int | str, calls: CallRecord | None = None) -> TeamSession:
+    def session(self, *seed_path: int | str, calls: CallRecord | None = None) -> TeamSession:
         """Return the team's session of one trajectory.
 
         Args:
-            place: where in the run the trajectory happens, from which the seeds of its sampling are derived.
+            seed_path: place of the trajectory in the run, from which its seeds are derived.
             calls: record of the trajectory's calls that must not be repeated.
         """
-        return TeamSession(self, place, calls)
+        return TeamSession(self, seed_path, calls)
 
-    def resampled(self, **sampling: float) -> Team:
-        """The same team with fields of every agent's `Sampling` replaced; a temperature of 0 is greedy."""
+    def with_sampling(self, **sampling: float) -> Team:
+        """Return the team with fields of every agent's `Sampling` replaced; temperature 0 is greedy."""
         if not sampling:
             return self
         agents = {
@@ -96,37 +77,38 @@ class Team:
 
 
 class TeamSession:
-    """A team in one trajectory: `act` asks one agent, `chat` opens a conversation; every reply is written down."""
+    """The session of one trajectory with its team, which records every turn.
+
+    `act` asks an agent once, `chat` opens a conversation with it.
+    """
 
     def __init__(
-        self, team: Team, place: tuple[int | str, ...], calls: CallRecord | None = None
+        self, team: Team, seed_path: tuple[int | str, ...], calls: CallRecord | None = None
     ) -> None:
         self.calls = calls or CallRecord()  # of tools and environments that act outside the run
         self.replies: dict[int, RecordedReply] = {}  # of policies, by the seed of the call
-        # which task of this trajectory waits for what, and since when on the event loop's clock, in seconds
-        self.waiting: dict[asyncio.Future[Any], tuple[object, float]] = {}
+        self.scores: dict[int, dict[str, float]] = {}  # by turn
         self.state = ""  # of the environment, where it names one
         self.leaf = ""  # node at which a tree of the orchestra's own ended
-        self._team = team
-        self._place, self._session = place, "/".join(map(str, place))
-        self.tools: dict[
-            str, Sequence[Tool]
-        ] = {}  # by agent, those that are open for this trajectory
-        # makes a call of a tool; an episode times it and writes it down
+        self.tools: dict[str, Sequence[Tool]] = {}  # tools that are open, by agent
+        # makes a tool call; an episode times and records it
         self.run_tool: ToolRunner = lambda name, call, turn: call()
-        self._chats: Counter[str] = Counter()  # by agent, how many it has
-        self._calls: Counter[str] = Counter()  # by agent, of tools
-        self._asked = 0
+        # what each task of this trajectory waits for, and since when on the event loop's clock
+        self.waiting: dict[asyncio.Future[Any], tuple[object, float]] = {}
+        self.closed = False  # the trajectory has ended: no task of it may wait any more
+
+        self._team = team
+        self._seed_path = seed_path
+        self._name = "/".join(map(str, seed_path))
         self._turns: dict[int, Turn] = {}
-        self.scores: dict[int, dict[str, float]] = {}  # by turn
         self._rounds: dict[int, int] = {}  # by turn
-        self._by_task: dict[
-            object, int
-        ] = {}  # the latest turn that each task of this trajectory asked for
-        self._recent: list[int] = []  # the turns that the environment's next step belongs to
-        self._round = 0  # environment steps so far that turns came after
-        self._stepped = False  # whether it has stepped since the last of them
-        self.closed = False  # it has ended: no task of it may wait any more
+        self._calls_begun = 0
+        self._latest_turn: dict[object, int] = {}  # by task of this trajectory
+        self._chat_counts: Counter[str] = Counter()  # by agent
+        self._tool_call_counts: Counter[str] = Counter()  # by agent
+        self._round = 0  # steps of the environment so far that turns came before
+        self._round_turns: list[int] = []  # turns that the next step of the environment belongs to
+        self._stepped = False  # whether the environment has stepped since the latest turn
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -137,27 +119,27 @@ class TeamSession:
         )
 
     @property
-    def last(self) -> Turn | None:
-        """The latest turn."""
+    def last_turn(self) -> Turn | None:
+        """The latest turn, or None."""
         return self._turns[max(self._turns)] if self._turns else None
 
     @property
-    def own(self) -> Turn | None:
-        """The latest turn that the running task asked for; the latest of all if it asked for none."""
-        index = self._by_task.get(asyncio.current_task())
-        return self.last if index is None else self._turns[index]
+    def task_turn(self) -> Turn | None:
+        """The latest turn that the running asyncio task asked for; without one, the latest of all."""
+        index = self._latest_turn.get(asyncio.current_task())
+        return self.last_turn if index is None else self._turns[index]
 
     def turn(self, index: int) -> Turn:
-        """The turn of that number."""
+        """Return the turn of this index."""
         return self._turns[index]
 
     @property
     def agents(self) -> Collection[Agent]:
-        """Who can act."""
+        """The agents of the team."""
         return self._team.agents.values()
 
     async def act(self, name: str, /, **slots: object) -> AgentReply:
-        """Ask agent `name`, with its user template's slots filled by `slots`.
+        """Ask an agent once, with its user template's slots filled by `slots`.
 
         Raises:
             KeyError: the team has no such agent, or its template has a slot that was not given.
@@ -165,93 +147,98 @@ class TeamSession:
             Defect: the engine or the role's parser raised something else.
         """
         agent = self._team.agents[name]
-        return (await self.take_turn(agent, agent.role.messages(**slots)))[1]
+        _, reply = await self.take_turn(agent, agent.role.messages(**slots))
+        return reply
 
     def chat(
         self, name: str, /, *, system: str | None = None, tools: Sequence[Tool] | None = None
     ) -> Chat:
-        """Open a chat of agent `name`, one of several that it may have.
+        """Open a chat with an agent, which may have several.
 
         Args:
-            system: its system prompt; None: the role's.
-            tools: that it may call; None: those that the config gives to the agent.
+            system: system prompt of the chat; None: the role's.
+            tools: tools that the agent may call; None: those that the config gives to it.
 
         Raises:
             KeyError: the team has no such agent.
         """
         agent = self._team.agents[name]
-        own = self.tools.get(name, ()) if tools is None else tools
         return Chat(
-            self, agent, self.chat_id(name), agent.role.system if system is None else system, own
+            self,
+            agent,
+            self.new_chat_id(name),
+            agent.role.system if system is None else system,
+            self.tools.get(name, ()) if tools is None else tools,
         )
 
-    def chat_id(self, agent: str) -> str:
-        """The id of a new chat of an agent."""
-        self._chats[agent] += 1
-        return f"{agent}/{self._chats[agent] - 1}"
+    def new_chat_id(self, agent: str) -> str:
+        """Return the id of a new chat with an agent."""
+        self._chat_counts[agent] += 1
+        return f"{agent}/{self._chat_counts[agent] - 1}"
 
     async def take_turn(
         self, agent: Agent, messages: tuple[Message, ...], chat: ChatState | None = None
-    ) -> TurnReply:
-        """Have an agent go on after `messages`, in its `chat` or once, and write the turn down.
+    ) -> tuple[Turn, AgentReply]:
+        """Have an agent reply to `messages`, in its `chat` or once, and record the turn.
 
         Raises:
-            EngineError: the engine could not answer; `PromptTooLong` that there is no room for the reply.
+            EngineError: the engine could not answer; `PromptTooLong` if the prompt leaves no room
+                for a reply.
         """
-        key = _digest(messages)
-        anchor = _digest((Message(role="state", content=self.state),)) if self.state else ""
+        anchor = ""
+        if self.state:
+            anchor = _digest((Message(role="state", content=self.state),))
         call = Call(
-            index=self._asked,
+            index=self._calls_begun,
             agent=agent,
             messages=messages,
-            state_key=key,
+            state_key=_digest(messages),
             anchor=anchor,
             chat=chat,
         )
-        self._asked += 1
+        self._calls_begun += 1
         try:
-            with self.waits(call) as task:
+            with self.waits_for(call) as task:
                 turn, reply = await self._ask(call)
         except PromptTooLong:
-            if self._asked == call.index + 1:
-                self._asked = call.index  # nothing was sampled: a shorter prompt is the same turn
+            if self._calls_begun == call.index + 1:  # a shorter prompt becomes the same turn
+                self._calls_begun = call.index
             raise
+
         if self._stepped:
-            self._recent.clear()
+            self._round_turns.clear()
             self._stepped = False
             self._round += 1
         self._turns[call.index] = turn
-        self._by_task[task] = call.index
+        self._latest_turn[task] = call.index
         self._rounds[call.index] = self._round
-        self.scores[call.index] = (
-            dict(turn.scores) if turn.messages == call.messages else {"cut": 1.0}
-        )
-        self._recent.append(call.index)
+        was_cut = turn.messages != call.messages
+        self.scores[call.index] = {"cut": 1.0} if was_cut else dict(turn.scores)
+        self._round_turns.append(call.index)
         return turn, reply
 
-    def count_call(self, agent: str) -> int:
-        """The number of a tool call among the agent's, from 1."""
-        self._calls[agent] += 1
-        return self._calls[agent]
+    def count_tool_call(self, agent: str) -> int:
+        """Count a tool call of an agent; return its number, from 1."""
+        self._tool_call_counts[agent] += 1
+        return self._tool_call_counts[agent]
 
     def score(self, turn: int, /, **scores: float) -> None:
-        """Write down what was measured of one turn, by name: for example `team.score(reply.turn, local=0.5)`.
+        """Record scores of a turn by name, for example `team.score(reply.turn, local=0.5)`.
 
         Raises:
             KeyError: there is no such turn.
         """
         if turn not in self.scores:
-            raise KeyError(
-                f"no turn {turn} to score; turns: {', '.join(map(str, sorted(self.scores))) or 'none'}"
-            )
+            turns = ", ".join(map(str, sorted(self.scores))) or "none"
+            raise KeyError(f"no turn {turn} to score; turns: {turns}")
         self.scores[turn].update(scores)
 
-    def seed(self, *what: int | str) -> int:
-        """A seed for a choice that the orchestra makes itself, the same whenever this trajectory is played."""
-        return derive_seed(*self._place, "orchestra", *what)
+    def seed(self, *choice: int | str) -> int:
+        """Return a seed for a choice of the orchestra, the same whenever the trajectory is played."""
+        return derive_seed(*self._seed_path, "orchestra", *choice)
 
     def mask(self, turn: int, /) -> None:
-        """Have a turn not train, because nobody has read its reply: its score `unread` is 1.
+        """Exclude a turn from training because nobody has read its reply; its score `unread` is 1.
 
         Raises:
             KeyError: there is no such turn.
@@ -259,91 +246,107 @@ class TeamSession:
         self._turns[turn] = replace(self._turns[turn], masked=True)
         self.score(turn, unread=1.0)
 
-    def place(self, turn: int, /, node: str) -> None:
-        """Say which node of a tree that the orchestra grows by itself a turn is; `leaf` says where the tree ended.
+    def set_node(self, turn: int, /, node: str) -> None:
+        """Set the node of a turn in a tree that the orchestra grows itself; `leaf` is where it ended.
 
         Raises:
             KeyError: there is no such turn.
         """
         self._turns[turn] = replace(self._turns[turn], node=node)
 
-    def credit(self, reward: float, metrics: Mapping[str, float]) -> None:
-        """The environment stepped: its reward and metrics are scores of every turn since it stepped before.
+    def credit_step(self, reward: float, metrics: Mapping[str, float]) -> None:
+        """Add a step's reward and metrics to the scores of all turns since the step before.
 
-        The reward is the score `team`. Steps without a turn between them belong to the same turns, and add up.
+        The reward is the score `team`. Steps without a turn between them belong to the same turns,
+        and their rewards add up.
         """
-        for index in self._recent:
+        for index in self._round_turns:
             scores = self.scores[index]
             scores.update(metrics)
             scores["team"] = scores.get("team", 0.0) + reward
         self._stepped = True
 
-    def waits(self, what: object) -> AbstractContextManager[asyncio.Task[Any]]:
-        """Says that the running task, which it gives, waits for `what` for as long as it does."""
-        return _Waits(self, what)
+    def waits_for(self, what: object) -> AbstractContextManager[asyncio.Task[Any]]:
+        """Return a context in which the running task, which it yields, waits for `what`."""
+        return _Waiting(self, what)
 
     async def prompt_tokens(
         self, agent: Agent, messages: Sequence[Message], chat: ChatState
     ) -> int:
-        """How many tokens an agent would be asked with; EngineError if nobody here knows."""
-        with Blamed(f"policy {agent.policy}"):
-            return await prompt_tokens(self._team.players[agent.policy], messages, chat)
+        """Return the number of prompt tokens of a call; raise EngineError if it is not known."""
+        with DefectGuard(f"policy {agent.policy}"):
+            return await prompt_tokens(self._team.policies[agent.policy], messages, chat)
 
     async def close(self) -> None:
-        """End the tasks that an orchestra left behind in `act` or in a step: it has ended."""
+        """Cancel the tasks that an orchestra has left in a call or a step."""
         self.closed = True
         await cancel_tasks(self.waiting)
 
-    async def _ask(self, call: Call, node: str = "") -> TurnReply:
-        """The engine's answer. Branches of a tree sample apart; the first of each round samples as without a tree."""
+    async def _ask(self, call: Call, node: str = "") -> tuple[Turn, AgentReply]:
+        """Ask the call's policy.
+
+        Branches of a tree have seeds of their own; the first branch of each round has those of a
+        trajectory without a tree.
+        """
         agent = call.agent
         branch = (node,) if node.strip("0.") else ()
-        seed = derive_seed(*self._place, agent.name, call.index, *branch)
-        started = time.time()
-        sampling = replace(agent.sampling, seed=seed, session=self._session)
+        seed = derive_seed(*self._seed_path, agent.name, call.index, *branch)
+        sampling = replace(agent.sampling, seed=seed, session=self._name)
+        policy = self._team.policies[agent.policy]
+        started_s = time.time()
         try:
-            with Blamed(f"policy {agent.policy}"):
-                said = await self._team.players[agent.policy].say(
-                    call.messages, sampling, call.chat
-                )
+            with DefectGuard(f"policy {agent.policy}"):
+                policy_reply = await policy.say(call.messages, sampling, call.chat)
         except LateCall as late:
             raise LateCall(f"{call}: {late}", f"agent/{agent.name}") from None
-        self.replies[seed] = RecordedReply(messages=call.messages, reply=said)
-        with Blamed(f"parser of role {agent.role.name}"):
-            reply = _heard(call, said)
-        return _turn(call, said, reply, node=node, seed=seed, started_s=started), reply
+
+        self.replies[seed] = RecordedReply(messages=call.messages, reply=policy_reply)
+        with DefectGuard(f"parser of role {agent.role.name}"):
+            agent_reply = _agent_reply(call, policy_reply)
+        turn = _turn(call, policy_reply, agent_reply, node=node, seed=seed, started_s=started_s)
+        return turn, agent_reply
 
 
-class _Waits:  # see `Blamed`: no generator
-    __slots__ = ("_seat", "_task", "_what")
+class _Waiting:  # a class, because @contextmanager would be several times slower
+    """Context in which the running task waits for something."""
 
-    def __init__(self, seat: TeamSession, what: object) -> None:
-        self._seat, self._what = seat, what
+    __slots__ = ("_session", "_task", "_what")
+
+    def __init__(self, session: TeamSession, what: object) -> None:
+        self._session = session
+        self._what = what
 
     def __enter__(self) -> asyncio.Task[Any]:
-        loop = (
-            asyncio.get_running_loop()
-        )  # once: each time Python 3.11 asks the system for this process's number
+        # looked up once: Python 3.11 asks the system for the process's number each time
+        loop = asyncio.get_running_loop()
         task = asyncio.current_task(loop)
-        if self._seat.closed or task is None:
+        if self._session.closed or task is None:
             raise asyncio.CancelledError  # the orchestra has ended and left this task behind
         self._task = task
-        self._seat.waiting[task] = self._what, loop.time()
+        self._session.waiting[task] = self._what, loop.time()
         return task
 
     def __exit__(self, *_: object) -> None:
-        del self._seat.waiting[self._task]
+        del self._session.waiting[self._task]
 
 
 def _turn(
-    call: Call, said: PolicyReply, reply: AgentReply, *, node: str, seed: int, started_s: float
+    call: Call,
+    policy_reply: PolicyReply,
+    agent_reply: AgentReply,
+    *,
+    node: str,
+    seed: int,
+    started_s: float,
 ) -> Turn:
-    agent, completion = call.agent, said.completion
+    agent = call.agent
+    completion = policy_reply.completion
     counts = {
-        "tool_calls": len(reply.calls),
-        "malformed_calls": len(reply.problems),
-        "root": int(said.root),
+        "tool_calls": len(agent_reply.calls),
+        "malformed_calls": len(agent_reply.problems),
+        "root": int(policy_reply.root),
     }
+    is_usable = bool(agent_reply.calls) or agent_reply.value is not None
     return Turn(
         index=call.index,
         agent=agent.name,
@@ -353,41 +356,50 @@ def _turn(
         node=node,
         state_key=call.state_key,
         anchor=call.anchor,
-        messages=call.messages if said.shown is None else said.shown,
-        prompt_ids=said.prompt_ids,
+        messages=call.messages if policy_reply.shown is None else policy_reply.shown,
+        prompt_ids=policy_reply.prompt_ids,
         completion_ids=completion.token_ids,
         logprobs=completion.logprobs,
         temperature=agent.sampling.temperature,
-        text=said.text,
+        text=policy_reply.text,
         finish_reason=completion.finish_reason,
-        valid=not reply.problems and (bool(reply.calls) or reply.value is not None),
+        valid=is_usable and not agent_reply.problems,
         seed=seed,
         started_s=started_s,
         took_s=time.time() - started_s,
         scores={name: float(count) for name, count in counts.items() if count},
         chat=call.chat.id if call.chat else "",
-        masked=not said.trainable,
+        masked=not policy_reply.trainable,
         routing=completion.routing,
     )
 
 
-def _heard(call: Call, said: PolicyReply) -> AgentReply:
-    """A policy's reply as its agent's: the role's value of it, and in a chat its calls of tools."""
-    whole = said.completion.finish_reason == "stop"
-    value = call.agent.role.parse(said.text) if whole else None
+def _agent_reply(call: Call, reply: PolicyReply) -> AgentReply:
+    """Parse a policy's reply: the role's value of it, and in a chat its tool calls."""
+    is_whole = reply.completion.finish_reason == "stop"
+    value = call.agent.role.parse(reply.text) if is_whole else None
     if call.chat is None:
-        return AgentReply(text=said.text, value=value, turn=call.index)
-    raw = said.text if said.raw is None else said.raw
-    parsed = parse_reply(raw, said.tool_format, f"{call.index}.")
-    tools = whole and bool(call.chat.tools)
-    content = parsed.text if tools else said.text
-    calls, problems = (parsed.calls, parsed.problems) if tools else ((), {})
-    raw = raw if raw != content else ""
+        return AgentReply(text=reply.text, value=value, turn=call.index)
+
+    raw = reply.text if reply.raw is None else reply.raw
+    parsed = parse_reply(raw, reply.tool_format, f"{call.index}.")
+    if is_whole and call.chat.tools:
+        content = parsed.text
+        calls = parsed.calls
+        problems = parsed.problems
+    else:
+        content = reply.text
+        calls = ()
+        problems = {}
     message = Message(
-        role="assistant", content=content, reasoning=parsed.reasoning, calls=calls, raw=raw
+        role="assistant",
+        content=content,
+        reasoning=parsed.reasoning,
+        calls=calls,
+        raw=raw if raw != content else "",
     )
     return AgentReply(
-        text=said.text, value=value, turn=call.index, message=message, problems=problems
+        text=reply.text, value=value, turn=call.index, message=message, problems=problems
     )
 
 

@@ -85,7 +85,7 @@ async def opened(
     team: Team, **settings: Any
 ) -> AsyncIterator[tuple[str, str, TeamSession, GatewaySession]]:
     """A session of a trajectory behind the gateway: its address and key, and what the trajectory has of it."""
-    seat = team.seat(1, 2, "t", 0)
+    seat = team.session(1, 2, "t", 0)
     session = GatewaySession(seat, **settings)
     async with shared_gateway() as gateway, gateway.opened(session) as (url, key):
         yield url, key, seat, session

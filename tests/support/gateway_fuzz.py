@@ -232,8 +232,8 @@ async def fuzz(folder: Path, sessions: int, seed: int = 0) -> tuple[Report, Any]
     team, engine, model = sampling_team(folder, max_tokens=12, max_length=1024)
     report, slots = Report(), asyncio.Semaphore(_AT_ONCE)
     recorder = Recorder(engine)
-    client: Any = team.players["p"]
-    team = replace(team, players={"p": replace(client, engine=recorder)})
+    client: Any = team.policies["p"]
+    team = replace(team, policies={"p": replace(client, engine=recorder)})
     limits = httpx.Limits(max_connections=200)
 
     async def one(number: int) -> None:

@@ -250,7 +250,7 @@ def players_of(config: RunConfig, engines: Mapping[str, Any], renderer: Any) -> 
 
 def engines_of(session: TrainingSession) -> dict[str, Any]:
     """The engines that the team plays on."""
-    return {name: player.engine for name, player in session.rollouts.team.players.items()}  # type: ignore[attr-defined]
+    return {name: player.engine for name, player in session.rollouts.team.policies.items()}  # type: ignore[attr-defined]
 
 
 def with_engines(

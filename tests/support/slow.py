@@ -32,7 +32,7 @@ class Slow:
 
 
 def team_of(engine, **settings):
-    return replace(make_team(engine), players={"p": build_player(engine, Bytes(), **settings)})
+    return replace(make_team(engine), policies={"p": build_player(engine, Bytes(), **settings)})
 
 
 def play(orchestra, engine, *, tasks=(TASK,), make_env=Adder, settings=None, **options):

@@ -23,7 +23,7 @@ from mcore_mas.pipeline.suite_file import SuiteError
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode
-from rollout.teams.roles import asked_agents, filled_slots, misused, template_slots
+from rollout.teams.source_checks import asked_agents, filled_slots, misused, template_slots
 from rollout.teams.team import TeamSession
 from tests.support import reference
 

@@ -45,7 +45,7 @@ def test_a_late_tool_fails_its_trajectory_alone_and_names_the_call():
             return "0"
 
     groups, ended = play(
-        ask, Slow(), tasks=tasks(2, 60), make_env=Thinking, limits=Deadlines(tool_s=5)
+        ask, Slow(), tasks=tasks(2, 60), make_env=Thinking, deadlines=Deadlines(tool_s=5)
     )
     assert (statuses(groups), ended) == ([Status.COMPLETED, Status.LATE], 5)
     late = groups[1].trajectories[0]
@@ -57,7 +57,7 @@ def test_a_late_tool_fails_its_trajectory_alone_and_names_the_call():
 def test_a_batch_ends_with_what_is_done():
     engine = Slow()
     groups, ended = play(
-        ask, engine, tasks=tasks(1, 60, 3, 70), limits=Deadlines(batch_s=5, trajectory_s=50)
+        ask, engine, tasks=tasks(1, 60, 3, 70), deadlines=Deadlines(batch_s=5, trajectory_s=50)
     )
     assert ended == 5
     assert statuses(groups) == [Status.COMPLETED, Status.ABORTED, Status.COMPLETED, Status.ABORTED]

@@ -48,7 +48,7 @@ def team_on(engine):
         name: replace(agent, sampling=replace(agent.sampling, max_tokens=12))
         for name, agent in team.agents.items()
     }
-    return replace(team, agents=agents, players={"p": build_player(engine, Tokens())})
+    return replace(team, agents=agents, policies={"p": build_player(engine, Tokens())})
 
 
 async def twice(task, team, env):
@@ -107,7 +107,7 @@ def test_a_repeated_step_says_the_same_whoever_else_plays(model):
 
 def test_what_is_late_leaves_no_row_of_the_engine_occupied(model):
     engine = LocalEngine(model, max_length=128, rows=4)
-    played = play(engine, limits=Deadlines(batch_s=0.002))
+    played = play(engine, deadlines=Deadlines(batch_s=0.002))
     assert Status.ABORTED in {trajectory.status for trajectory in played.values()}
     assert not engine.core._rows.live.any()
     assert not engine._waiting

@@ -57,7 +57,7 @@ def measured(engine, orchestra=once, *, k=16, in_flight=1000, retries=0, client=
     async def run():
         team = replace(
             make_team(engine),
-            players={"p": EngineClient(engine=engine, renderer=Encoding(), **client or {})},
+            policies={"p": EngineClient(engine=engine, renderer=Encoding(), **client or {})},
         )
         board, chosen = Scoreboard(TASKS, k), CollectOptions(**options)
         collector = Collector(
@@ -88,7 +88,7 @@ async def one_too_long(task, team, env):
     await env.step(reply.text)
 
 
-TOO_LONG = make_team(None).seat(SEED, -2, "hard", 0).seed()
+TOO_LONG = make_team(None).session(SEED, -2, "hard", 0).seed()
 
 
 def test_a_prompt_that_is_too_long_is_wrong_and_its_task_stays():
@@ -193,7 +193,7 @@ def test_a_task_of_which_nothing_is_known_has_no_score():
 def test_no_more_are_under_way_than_may_be_and_none_is_late_for_having_waited():
     engine = Flaky(0)
     board = measured(
-        engine, k=50, in_flight=8, client={"deadline_s": 2}, limits=Deadlines(trajectory_s=2)
+        engine, k=50, in_flight=8, client={"deadline_s": 2}, deadlines=Deadlines(trajectory_s=2)
     )
     assert engine.busiest == 8
     assert board.counts()["failed"] == {}

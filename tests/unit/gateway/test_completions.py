@@ -387,7 +387,7 @@ def test_a_retry_gets_the_reply_to_a_call_that_was_made_once_and_else_another_sa
 
 def test_a_retry_of_a_call_that_was_refused_is_a_sample_of_its_own(tmp_path: Path) -> None:
     team, engine = scripted(tmp_path, lambda prompt, n: f"reply {n}")
-    seat = team.seat(1, 2, "t", 0)
+    seat = team.session(1, 2, "t", 0)
     may_reply, generate = asyncio.Event(), engine.generate
 
     async def held(*asked: Any) -> Any:

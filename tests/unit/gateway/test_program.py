@@ -225,7 +225,7 @@ def test_agents_behind_other_peoples_apis_play_beside_trained_ones(tmp_path: Pat
             remote = RemoteConfig(model="friend", url=server.url, retries=0, timeout_s=5.0)
             voice = RemoteClient(remote, tmp_path / "remote")
             agents = {**team.agents, "b": replace(team.agents["b"], policy="friend")}
-            seat = Team(agents, {**team.players, "friend": voice}).seat(1)
+            seat = Team(agents, {**team.policies, "friend": voice}).session(1)
             orchestra = partial(program, call=f"{PROGRAMS}:two_numbers", models={"gpt-4o": "a"})
             await orchestra(TASK, seat, Adder(TASK))
             await voice.aclose()

@@ -45,7 +45,7 @@ def test_the_kept_tokens_and_the_text_are_those_of_a_call_without_the_stop(tmp_p
         text, finish, free, sampled = await ask(http, [], False)
         assert (finish, free.finish_reason, sampled) == ("length", "length", 120)
         draw = random.Random(0)
-        renderer = team.players["p"].renderer  # type: ignore[attr-defined]
+        renderer = team.policies["p"].renderer  # type: ignore[attr-defined]
         parts = [
             part
             for size in (1, 2, 3)

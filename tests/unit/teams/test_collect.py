@@ -185,7 +185,7 @@ def test_a_late_trajectory_is_failed_and_the_others_go_on():
 
     engine = Slow(quick=0.0, late=60.0)
     tasks = [replace(TASK, id=name) for name in ("late", "quick")]
-    late, quick = play(orchestra, engine, tasks=tasks, limits=Deadlines(trajectory_s=0.1))
+    late, quick = play(orchestra, engine, tasks=tasks, deadlines=Deadlines(trajectory_s=0.1))
     assert (late.status, late.outcome, late.metrics) == (
         Status.LATE,
         None,
@@ -205,7 +205,7 @@ def test_a_deadline_names_what_was_waited_for(where):
     async def orchestra(task, team, env):
         await (env.step("1") if where == "adder.step" else asyncio.sleep(60))
 
-    [trajectory] = play(orchestra, says(), make_env=Stuck, limits=Deadlines(trajectory_s=0.05))
+    [trajectory] = play(orchestra, says(), make_env=Stuck, deadlines=Deadlines(trajectory_s=0.05))
     assert (
         trajectory.error
         == f"the trajectory's deadline of 0.05 s passed while it waited for {where}"
@@ -213,7 +213,7 @@ def test_a_deadline_names_what_was_waited_for(where):
 
 
 def test_in_time_is_as_without_a_deadline():
-    assert play(relay, says("9", "2", "3"), limits=Deadlines(trajectory_s=60)) == play(
+    assert play(relay, says("9", "2", "3"), deadlines=Deadlines(trajectory_s=60)) == play(
         relay, says("9", "2", "3")
     )
 

@@ -24,14 +24,14 @@ def mixed_team(voice) -> Team:
     """`a` trains here, `b` is played by `voice`."""
     team = make_team(ScriptedEngine(lambda prompt, call: (*b"7", 0)))
     agents = {**team.agents, "b": replace(team.agents["b"], policy="friend")}
-    return Team(agents, {**team.players, "friend": voice})
+    return Team(agents, {**team.policies, "friend": voice})
 
 
 def play(config, folder, *place):
     async def run():
         voice = RemoteClient(config, folder)
         try:
-            seat = mixed_team(voice).seat(*place)
+            seat = mixed_team(voice).session(*place)
             first = await seat.act("a", said="1")
             second = await seat.act("b", said=first.text)
             return seat.turns, second, voice.metrics()

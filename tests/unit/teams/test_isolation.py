@@ -62,7 +62,7 @@ def test_a_deadline_holds_against_a_tool_that_ignores_its_cancellation(key):
             group_size=1,
             seed=SEED,
             step=STEP,
-            limits=Deadlines(**{key: 5}),
+            deadlines=Deadlines(**{key: 5}),
         )
         at = asyncio.get_running_loop().time()
         left = len(asyncio.all_tasks()) - 1
@@ -164,7 +164,9 @@ def test_a_bug_of_an_environment_fails_its_trajectory_alone(where, error):
             if (where, self.id) == ("slow close", "1"):
                 await asyncio.sleep(60)
 
-    groups, _ = play(ask, Slow(), tasks=tasks(1, 1, 1), make_env=Buggy, limits=Deadlines(tool_s=5))
+    groups, _ = play(
+        ask, Slow(), tasks=tasks(1, 1, 1), make_env=Buggy, deadlines=Deadlines(tool_s=5)
+    )
     assert [t.error for group in groups for t in group.trajectories] == ["", error, ""]
     assert groups[1].trajectories[0].outcome is None
     assert rollout_metrics(groups)["reward/mean"] == 1.0  # of the other two
@@ -187,7 +189,7 @@ def test_an_environment_is_closed_however_its_trajectory_ends():
             return await super().step(action)
 
     groups, _ = play(
-        ask, Slow(), tasks=tasks(1, 2, 60), make_env=Held, limits=Deadlines(trajectory_s=10)
+        ask, Slow(), tasks=tasks(1, 2, 60), make_env=Held, deadlines=Deadlines(trajectory_s=10)
     )
     assert statuses(groups) == [Status.COMPLETED, Status.FAILED, Status.LATE]
     assert closed == ["0", "1", "2"]
@@ -231,7 +233,7 @@ def test_slots_come_back_whatever_happens_to_those_who_had_or_wanted_them():
 
     async def run():
         team = team_of(engine, max_in_flight=2, deadline_s=10)
-        options = {"seed": SEED, "step": STEP, "limits": Deadlines(trajectory_s=12)}
+        options = {"seed": SEED, "step": STEP, "deadlines": Deadlines(trajectory_s=12)}
         # late calls, failing ones, and some that are cancelled while they wait for a slot
         first = await collect(
             tasks(60, 60, 7, 60, 7, 60, 60), team, Adder, ask, group_size=1, **options
@@ -277,7 +279,7 @@ def test_whatever_ends_when_everything_is_accounted_for_once():
             tasks=tasks(0, 0),
             group_size=size,
             surplus=surplus,
-            limits=limits,
+            deadlines=limits,
             settings={
                 "deadline_s": rng.choice([None, 2, 3]),
                 "max_in_flight": rng.choice([None, 1, 4]),

@@ -25,7 +25,7 @@ def state(system: str, user: str) -> str:
 
     seat = Team(
         {"r": agent}, {"p": EngineClient(engine=ScriptedEngine({(1,): (0,)}), renderer=Blind())}
-    ).seat(0)
+    ).session(0)
     asyncio.run(seat.act("r", user=user))
     return seat.turns[0].state_key
 
@@ -44,16 +44,16 @@ def test_a_state_may_hold_any_text():
 
 def test_another_temperature_changes_nothing_else():
     team = make_team(ScriptedEngine({}))
-    cold = team.resampled(temperature=0.0)
+    cold = team.with_sampling(temperature=0.0)
     assert {agent.sampling for agent in cold.agents.values()} == {
         Sampling(max_tokens=99, temperature=0.0)
     }
-    assert cold.resampled(temperature=0.7) == team
+    assert cold.with_sampling(temperature=0.7) == team
 
 
 def test_an_orchestra_that_has_ended_asks_nobody():
     engine = ScriptedEngine({})
-    seat = make_team(engine).seat(0)
+    seat = make_team(engine).session(0)
 
     async def late():
         await seat.close()

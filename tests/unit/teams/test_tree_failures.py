@@ -159,7 +159,7 @@ def test_a_late_branch_ends_the_tree():
                 await asyncio.sleep(60)
             return await inner.generate(prompt_ids, sampling)
 
-    trajectory = grow(duet, Late(), Branching(width=3), limits=Deadlines(trajectory_s=0.5))
+    trajectory = grow(duet, Late(), Branching(width=3), deadlines=Deadlines(trajectory_s=0.5))
     assert trajectory.status is Status.LATE
     assert (
         trajectory.error

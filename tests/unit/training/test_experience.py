@@ -99,7 +99,7 @@ def test_remax_plays_a_greedy_trajectory_of_each_task_beside(tmp_path: Path) -> 
 
     run = make_run(tmp_path, script, "advantage={name: remax}", "trainer.group_size=1")
     experience = asyncio.run(run.rollouts.collect_batch(0))
-    engine = run.rollouts.team.players["solver"].engine
+    engine = run.rollouts.team.policies["solver"].engine
     temperatures = sorted(sampling.temperature for _, sampling in engine.calls)
     assert temperatures == [0.0, 0.0, 1.0, 1.0]
     assert [s.scores["greedy"] for s in experience.samples] == [1.0, 1.0]
@@ -127,7 +127,7 @@ def test_a_task_without_its_greedy_baseline_does_not_train(tmp_path: Path) -> No
     run = make_run(
         tmp_path, lambda prompt, call: box(0), "advantage={name: remax}", "trainer.group_size=1"
     )
-    engine = run.rollouts.team.players["solver"].engine
+    engine = run.rollouts.team.policies["solver"].engine
     plain = engine.generate
 
     async def fails_when_greedy(prompt_ids, sampling):
@@ -240,5 +240,5 @@ def test_a_validation_measures_by_the_rules_of_an_evaluation(tmp_path: Path) -> 
         "valid_ratio": 1.0,
     }
     assert sorted(asked) == [0, 1, 1, 2]
-    engine = run.rollouts.team.players["solver"].engine  # type: ignore[attr-defined]
+    engine = run.rollouts.team.policies["solver"].engine  # type: ignore[attr-defined]
     assert {(s.temperature, s.top_p, s.top_k) for _, s in engine.calls} == {(0.6, 0.95, 20)}

@@ -88,7 +88,7 @@ def test_nothing_is_saved_twice_and_nothing_of_no_steps(tmp_path: Path) -> None:
         asyncio.run(train_steps(run, 0))
     assert manifest(run, 1)["step"] == 1
     run = stuck(tmp_path / "first", 0, [])
-    run.rollouts.team.players["solver"].engine.stop = signal.SIGURG  # type: ignore[attr-defined]
+    run.rollouts.team.policies["solver"].engine.stop = signal.SIGURG  # type: ignore[attr-defined]
     with pytest.raises(Stopped, match="stopped by SIGURG before the end of the first step"):
         asyncio.run(train_steps(run, 0))
     assert not (tmp_path / "first" / "checkpoints" / "step_000000").exists()

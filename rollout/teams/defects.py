@@ -1,0 +1,27 @@
+"""Errors that code of a team, an environment or a tool raises although it should not."""
+
+from dataclasses import dataclass
+
+from rollout.base.deadlines import Late
+from rollout.base.errors import Defect, EngineError, EnvError, Unusable
+
+
+@dataclass(slots=True)
+class DefectGuard:  # @contextmanager would be several times slower, three times a turn
+    """Context manager that turns an unexpected exception into a Defect, which fails one trajectory.
+
+    Errors of engines and environments, deadlines and `Unusable` pass. `sys.exit` is unexpected:
+    asyncio would end the event loop of all trajectories.
+    """
+
+    what: str  # code that is blamed, such as "adder.step"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, (Exception, SystemExit)):
+            return
+        if isinstance(error, (EngineError, EnvError, Late, Unusable)):
+            return
+        raise Defect(f"{self.what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,227 @@
+"""Checks of an orchestra's source before a run starts: agents, template slots and attributes that it uses."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from string import Formatter
+from typing import Any
+
+from rollout.base.text import nearest_hint
+
+_OWN_PACKAGES = frozenset({"mcore_mas", "rollout", "retrieval"})
+_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def template_slots(agent: str, template: str) -> list[str]:
+    """Return the slots of an agent's user template.
+
+    Raises:
+        ValueError: it is no template, or a slot has no name.
+    """
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(
+            f"agent '{agent}': its user template: {error}; write a brace itself twice"
+        ) from None
+    slots = [re.split(r"[.\[]", name)[0] for name in fields]
+    if not all(slot.isidentifier() for slot in slots):
+        raise ValueError(
+            f"agent '{agent}': its user template has a slot without a name; write a brace itself twice"
+        )
+    return slots
+
+
+@lru_cache(maxsize=256)
+def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | None:
+    """Return the slots that an orchestra may fill for an agent, by the source of its module.
+
+    If the calls that name the agent write every slot out, these are its slots. Otherwise they are all
+    keywords and texts of the module: too many rather than too few.
+
+    Returns:
+        None if the source does not say: there is none, or slots come from another module or a `**`.
+    """
+    module = inspect.getmodule(inspect.unwrap(getattr(orchestra, "func", orchestra)))
+    try:
+        tree = ast.parse(inspect.getsource(module))  # type: ignore[arg-type]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    nodes = list(ast.walk(tree))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+
+    agent_calls = [call for call in calls if _names_agent(call, agent)]
+    keywords = {keyword.arg for call in agent_calls for keyword in call.keywords}
+    opens_chat = any(
+        isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in agent_calls
+    )  # whose slots come with a later call
+    if keywords and None not in keywords and not opens_chat:
+        return frozenset(name for name in keywords if name)
+
+    words = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
+    words |= _text_constants(nodes)
+    is_own = module is not None and module.__name__.startswith("rollout.")
+    if not is_own and _slots_may_come_from_elsewhere(nodes, calls):
+        return None
+    return frozenset(filter(str.isidentifier, words))
+
+
+def _names_agent(call: ast.Call, agent: str) -> bool:
+    """Return True if a call has the agent's name as an argument, and does not define the agent."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if name in ("register_agent", "AgentSpec"):
+        return False
+    return any(isinstance(a, ast.Constant) and a.value == agent for a in call.args)
+
+
+def _slots_may_come_from_elsewhere(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> bool:
+    """Return True if a module imports other people's code, or passes keywords that it does not write out."""
+    imported = {
+        (node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)
+    }
+    if not imported <= _OWN_PACKAGES | sys.stdlib_module_names:
+        return True
+    return any(
+        keyword.arg is None and not isinstance(keyword.value, ast.Dict)
+        for call in calls
+        for keyword in call.keywords
+    )
+
+
+def _text_constants(nodes: Sequence[ast.AST]) -> set[str]:
+    return {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+@lru_cache(maxsize=256)
+def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
+    """Return the agents that an orchestra asks in any case: those outside `if` and the like."""
+    definition = _definition(orchestra)
+    if definition is None:
+        return frozenset()
+    agents: set[str] = set()
+    nodes = [*ast.iter_child_nodes(definition)]
+    while nodes:
+        match nodes.pop():
+            case ast.If() | ast.IfExp() | ast.BoolOp() | ast.Try() | ast.Match() | ast.While():
+                continue
+            case ast.Lambda() | ast.FunctionDef() | ast.AsyncFunctionDef():  # may never be called
+                continue
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="team"), attr="act" | "chat"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                agents.add(name)
+            case node:
+                nodes += ast.iter_child_nodes(node)
+    return frozenset(agents)
+
+
+@lru_cache(maxsize=256)
+def misused(function: Callable[..., Any], *kinds: type) -> str:
+    """Describe the first misuse of a function's first parameters, by its source; "" if there is none.
+
+    A misuse is an attribute that the parameter's class lacks, or a coroutine that is not awaited. A
+    decorated function is not checked, nor a parameter that is assigned again.
+
+    Args:
+        kinds: classes of the first parameters.
+    """
+    definition = _definition(function)
+    if definition is None or definition.decorator_list:
+        return ""
+    nodes = list(ast.walk(definition))
+    bindings = _count_bindings(nodes)
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    arguments = definition.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    for name, kind in zip(names, kinds, strict=False):
+        used = [
+            node
+            for node in attributes
+            if isinstance(node.value, ast.Name) and node.value.id == name and bindings[name] == 1
+        ]
+        misuse = _missing_attribute(nodes, name, used, kind)
+        misuse = misuse or _missing_await(nodes, used, kind, bindings)
+        if misuse:
+            return misuse
+    return ""
+
+
+def _count_bindings(nodes: Sequence[ast.AST]) -> Counter[str | None]:
+    """Count how often each name is bound: as a parameter, a variable, a function or an import."""
+    bindings: Counter[str | None] = Counter()
+    for node in nodes:
+        context = getattr(node, "ctx", ast.Store())
+        if not isinstance(node, ast.keyword) and isinstance(context, ast.Store | ast.Del):
+            bindings.update(getattr(node, field, None) for field in ("id", "arg", "name", "asname"))
+    return bindings
+
+
+def _missing_attribute(
+    nodes: Sequence[ast.AST], name: str, used: Sequence[ast.Attribute], kind: type
+) -> str:
+    """Describe the first attribute that `kind` lacks.
+
+    One that is set here, or is named in a text as in `hasattr`, may be there.
+    """
+    known = {*dir(kind), *kind.__init__.__code__.co_names}  # type: ignore[misc]  # and what __init__ sets
+    known |= _text_constants(nodes)
+    known |= {node.attr for node in used if not isinstance(node.ctx, ast.Load)}
+    for node in used:
+        if node.attr not in known:
+            public = [attribute for attribute in dir(kind) if not attribute.startswith("_")]
+            return (
+                f"{name}.{node.attr}: {kind.__name__} has no '{node.attr}'"
+                f"{nearest_hint(node.attr, public)}"
+            )
+    return ""
+
+
+def _missing_await(
+    nodes: Sequence[ast.AST],
+    used: Sequence[ast.Attribute],
+    kind: type,
+    bindings: Mapping[str | None, int],
+) -> str:
+    """Describe the first coroutine that is dropped, or whose attribute is read as if it was awaited."""
+    read = {
+        node.value.id
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    for node in nodes:
+        if not isinstance(node, ast.Assign | ast.Expr) or not isinstance(node.value, ast.Call):
+            continue
+        method = node.value.func
+        if method not in used:
+            continue
+        if not inspect.iscoroutinefunction(getattr(kind, method.attr, None)):  # type: ignore[attr-defined]
+            continue
+        targets = [
+            target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)
+        ]
+        is_dropped = isinstance(node, ast.Expr)
+        if is_dropped or any(name in read and bindings[name] == 1 for name in targets):
+            return f"write await before {ast.unparse(node.value)}"
+    return ""
+
+
+def _definition(function: Callable[..., Any]) -> _FunctionNode | None:
+    """Return a function's definition in its source; None without one, as of a lambda or an object."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+        (definition,) = ast.parse(source).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    return definition if isinstance(definition, _FunctionNode) else None
