@@ -43,25 +43,19 @@ class Suite:
 
     name: str
     runs: sharing.Runs
-    experiments: Mapping[
-        str, str
-    ]  # run -> experiment; runs that differ only in their seed share one
-    overrides: Mapping[str, list[str]]  # run -> Hydra overrides that the suite gives it
-    starts: Mapping[
-        str, str
-    ]  # run -> the run whose cold start its policies begin with; others bring their models
+    # Experiment by run; runs that differ only in their seed are of one experiment.
+    experiments: Mapping[str, str]
+    overrides: Mapping[str, list[str]]  # Hydra overrides by run
+    # By run, the run whose cold start its policies begin with. A run with models of its own has none.
+    starts: Mapping[str, str]
     cells: Seats
-    bases: Mapping[
-        str, str
-    ]  # run -> the first run whose untrained team is measured in the same way
-    tasks: Mapping[
-        str, str
-    ]  # run -> the first run with the same tasks, and the same index if it has one
+    # By run, the first run whose untrained team is evaluated in the same way.
+    bases: Mapping[str, str]
+    # By run, the first run with the same tasks and, if it has one, the same index.
+    tasks: Mapping[str, str]
     scale: str = "paper"  # or tiny
-    folder: Path | None = None  # of the suite's file
-    configs: Path | None = (
-        None  # a user's own configs, which are looked through before the shipped ones
-    )
+    folder: Path | None = None  # of the suite file
+    configs: Path | None = None  # the user's configs, which take precedence over the shipped ones
     _checked: dict[str, RunConfig] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -134,14 +128,14 @@ class Suite:
 
     @property
     def states(self) -> list[str]:
-        """Every state that some run is evaluated in."""
+        """The states in which any run is evaluated."""
         return list(
             dict.fromkeys([*STATES, *(cell for cells in self.cells.values() for cell in cells)])
         )
 
     @property
     def evaluations(self) -> list[str]:
-        """`run/evaluation/state` of each evaluation."""
+        """Every evaluation, as `run/evaluation/state`."""
         return [
             f"{run}/evaluation/{state}"
             for run in self.runs
@@ -149,11 +143,11 @@ class Suite:
         ]
 
     def seats(self, run: str, state: str) -> Mapping[str, Any]:
-        """Which models play in an evaluation, by agent; none in those of the run's own policies."""
+        """Return the models of an evaluation by agent, empty if the run's own policies play."""
         return self.cells.get(run, {}).get(state, {})
 
     def trained_for(self, run: str, state: str) -> list[str]:
-        """The runs whose trained policies play in an evaluation."""
+        """Return the runs whose trained policies play in an evaluation."""
         seats = self.seats(run, state)
         rest = (
             []
@@ -171,15 +165,15 @@ class Suite:
 
     @property
     def own_starts(self) -> str:
-        """A regular expression of the runs that make a cold start."""
+        """A regular expression of the runs that have a cold start of their own."""
         return _pattern([run for run, start in self.starts.items() if run == start])
 
     def indexes(self, run: str) -> bool:
-        """Whether `run` builds an index of its own: its team searches, with no server or index that is there."""
+        """Return True if a run builds an index, because no server or published index is named."""
         return self.index(run) == f"{self.runs[run]['results']}/{run}/index/index.json"
 
     def index(self, run: str) -> str | None:
-        """The manifest of the index that a server beside `run` searches; None where there is no such server."""
+        """Return the manifest of the index that a run's own server searches, or None."""
         retriever = self.runs[run].get("retriever")
         if retriever is None or retriever.get("urls"):
             return None
@@ -187,12 +181,12 @@ class Suite:
         return f"{folder}/index.json"
 
     def data_files(self, run: str) -> list[str]:
-        """The data files that the tasks of `run` are read from; none with a generator."""
+        """Return the data files from which the tasks and passages of a run are read."""
         passages = (self.runs[run].get("retriever") or {}).get("passages")
         return [*map(str, self.checked(run).data.paths), *([passages] if passages else [])]
 
     def data_folders(self, run: str) -> list[str]:
-        """The folder that a shipped generator of `run` reads, such as DSBench's."""
+        """Return the folder that a run's generator reads, such as that of DSBench."""
         data = self.checked(run).data
         folder = (
             data.options.get("folder") if data.generator and ":" not in data.generator else None
@@ -200,7 +194,7 @@ class Suite:
         return [folder] if isinstance(folder, str) else []
 
     def models(self, run: str) -> list[str]:
-        """The folders that the policies of `run` start from and no rule trains, and its encoder, by config.json."""
+        """Return the config.json of the models and the encoder that a run needs and no rule makes."""
         encoder = (self.runs[run].get("retriever") or {}).get("encoder_folder")
         folders = [encoder] if encoder else []
         if run not in self.starts:
@@ -211,7 +205,7 @@ class Suite:
 
     @property
     def tiny_files(self) -> dict[str, str]:
-        """What the scale `tiny` makes in place of published files, each with its format or "passages"."""
+        """The files that the scale `tiny` makes, each with its format or "passages"."""
         found: dict[str, str] = {}
         for run in self.runs if self.scale == "tiny" else ():
             data = self.checked(run).data
@@ -224,13 +218,13 @@ class Suite:
         return found
 
     def checked(self, run: str) -> RunConfig:
-        """The config of `run`, read once."""
+        """Return the validated config of a run."""
         if run not in self._checked:
             self._checked[run] = RunConfig.check(dict(self.runs[run]), f"run '{run}'")
         return self._checked[run]
 
     def config_path(self, run: str) -> Path:
-        """Where the resolved config of `run` is written."""
+        """Return the file of the resolved config of a run."""
         return Path(self.runs[run]["results"]) / run / "config.yaml"
 
     def write_configs(self, runs: Iterable[str | None]) -> None:
