@@ -107,7 +107,7 @@ def preparation(folder: Path) -> None:
         folder / "passages.jsonl",
         folder / "index",
         Encoder.of("bge", folder / "bert"),
-        lexical=True,
+        words=True,
     )
 
 
