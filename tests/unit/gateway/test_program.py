@@ -175,8 +175,7 @@ async def misspelt(job: Job) -> str:
         ({"call": "a:b", "command": ["c"]}, "one of them"),
         (
             {"call": "a:b", "deadline_s": 300},
-            "orchestra 'program' has no option 'deadline_s'; its options: call, command, models, sandbox, rules; "
-            "nearest: rules.deadline_s",
+            "orchestra 'program' has no option 'deadline_s'; its options: call, command, models, sandbox, rules",
         ),
         (
             {"call": f"{PROGRAMS}:nobody"},
