@@ -37,7 +37,7 @@ class BM25Index:
         bm25.save(str(folder), **_QUIET)
 
     def search(self, query: str, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the k best rows, int64, and their scores, best first; equal scores go by row.
+        """Return the k best rows, int64, and their scores, best first; ties are broken by row number.
 
         A passage that shares no word with the query scores 0.
         """

@@ -235,9 +235,8 @@ def import_index(vectors: Path, corpus_path: Path, encoder: Encoder) -> Manifest
     """Write the manifest of a published FAISS file, after checking its corpus and encoder.
 
     Raises:
-        RetrievalError: it is no inner-product index whose vectors can be read back, or its counts,
-            its dimension, or
-            a few passages encoded again do not agree with it.
+        RetrievalError: the file is not an inner-product index with readable vectors, or its size,
+            its dimension or a few re-encoded passages do not match the corpus and the encoder.
     """
     index = read_vectors(vectors)
     corpus = Corpus(corpus_path)

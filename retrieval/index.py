@@ -17,7 +17,7 @@ from retrieval.manifest import Manifest, check_equal, read_manifest
 from retrieval.storage import cached_sha256
 from retrieval.wire import MAX_TOPK
 
-# Scores are rounded to so many decimals. That is coarser than float32 noise in passage vectors, so
+# Number of decimals to which scores are rounded. That is coarser than float32 noise in passage vectors, so
 # that equal passages have equal scores, and go by their row.
 SCORE_DECIMALS = 5
 # Candidates beyond k that are scored again, after a search in float32 and in fp16.
@@ -139,7 +139,7 @@ class Index:
     def search(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the `K = min(k, ntotal)` best rows of each query, best first.
 
-        Scores are inner products in float64, rounded to SCORE_DECIMALS; equal scores go by row. The
+        Scores are inner products in float64, rounded to SCORE_DECIMALS; ties are broken by row number. The
         answer to a query does not depend on the other queries, and up to MAX_TOPK a smaller k gives
         a prefix of a larger one's answer.
 

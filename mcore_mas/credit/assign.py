@@ -72,12 +72,13 @@ def columns(samples: Sequence[Sample]) -> Turns:
 
 
 def estimate(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> list[Sample]:
-    """Add advantages to the samples, and returns where the estimator of an agent has a critic.
+    """Add advantages to the samples; also add critic targets if an agent's estimator has a critic.
 
     Args:
         samples: all turns of a step.
-        rules: the estimator of each agent. Every estimator sees all turns, and sets those of its
-            agents.
+        rules: the estimator of each agent. Estimators compute over all turns
+            (those in OWN_TURNS_ONLY over the turns of their agents), and only the samples of their
+            agents are updated.
 
     Raises:
         CreditError: an agent has no estimator, or a turn lacks a value that the estimator requires.
@@ -173,7 +174,7 @@ def _token_rows(turns: Turns, values: Tensor, *, by_token: bool) -> list[tuple[f
     Args:
         turns: n turns with T tokens.
         values: [T] by token, or [n] by turn.
-        by_token: the meaning of `values` where n = T, which happens when some turns are masked.
+        by_token: True if `values` is [T]; needed because T can equal n when some turns are masked.
     """
     lengths = turns.lengths.tolist()
     if len(values) == sum(lengths) and (by_token or len(values) != len(lengths)):

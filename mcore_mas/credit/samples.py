@@ -39,7 +39,7 @@ class Sample:
         reward: of the turn.
         scores: measurements of the turn by name.
         steps: rewards of every environment step of the trajectory, by round; see `step_rewards`.
-        copies: number of times that the turn counts.
+        copies: multiplicity of the sample in the loss, set by `align`.
         weight: weight of each token's loss; includes the denominator of the update after `weigh`.
         kl_coef: factor of the KL term in the loss.
         entropy_coef: factor of the entropy bonus.
@@ -154,7 +154,9 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
 
 
 def step_rewards(turns: Collection[Turn]) -> tuple[float, ...]:
-    """Return the rewards of the environment's steps of a trajectory, by round, minus the turns' penalties.
+    """Return the rewards of the environment's steps of a trajectory, by round, plus penalties.
+
+    The penalties are the `penalty` scores of the turns before a step, which are at most 0.
 
     Dr. MAS's GiGPO also subtracts penalties from step rewards. The result ends before the first
     round without a step.
@@ -229,7 +231,7 @@ def weigh(
 ) -> list[Sample]:
     """Set the weight of each sample's tokens in an update of its policy, including the denominator.
 
-    Agents with loss weight 0 are frozen: their samples are left out, also of the denominator.
+    Agents with loss weight 0 are frozen: their samples are dropped, and do not count in the denominator.
 
     Args:
         samples: of one policy.

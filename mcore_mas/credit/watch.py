@@ -10,13 +10,13 @@ from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.equations.advantages import estimator_grouping
 from rollout.records.grouping import group_pairs
 
-_LARGE_SCALE_RATIO = 10.0  # of two agents' reward ranges, from which a warning is given
+_LARGE_SCALE_RATIO = 10.0  # warn if one agent's reward range is this many times another's
 
 
 class CreditWatch:
     """Watch over the advantages of every step of a run.
 
-    After a resume from a checkpoint, the steps before it count as steps without an advantage check.
+    The check for a missing signal covers the first steps of a run only, not those after a resume.
     """
 
     def __init__(self) -> None:

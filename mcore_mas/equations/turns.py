@@ -19,12 +19,12 @@ class Turns:
     """Columns of n turns with T loss-carrying tokens in total, in the order of the turns.
 
     The key columns hold integer ids; equal ids mean equal values. These columns always exist:
-    policy, task, trajectory, agent, turn (position in its own line of the trajectory), state (what
+    policy, task, trajectory, agent, turn (index along its branch of the trajectory), state (what
     the agent saw), round (environment step), node (of the tree, within its trajectory) and parent
     (ids as in `node`; -1 at the root).
 
     Attributes:
-        scores: [n] float64, reward of each turn, token penalties included.
+        scores: [n] float64, reward of each turn minus the sum of its token penalties.
         keys: [n] int64 by column name.
         lengths: [n] int64, number of tokens that carry loss.
         steps: [n, K] float64, rewards of the environment's steps from the turn's round on, padded

@@ -53,7 +53,7 @@ def bin_pack(
 
     Trees larger than `max_tokens` are cut, and each part stores its own copy of the common prefix.
     Items are placed first-fit decreasing. If several ranks or pipeline stages work at once, the
-    number of micro-batches is raised to a multiple that suits them, if that lowers the estimated
+    number of micro-batches is raised to a multiple of the number of ranks, if that lowers the estimated
     time in spite of the repeated prefixes.
 
     Args:
@@ -83,7 +83,7 @@ class _WorkEstimator:
     """Tokens and work of any range of consecutive sequences, from prefix sums over the forest."""
 
     def __init__(self, forest: PrefixForest, rows: Sequence[int], cost: CostModel) -> None:
-        self._shared = [*forest.shared, 0]
+        self._shared = [*forest.shared, 0]  # the 0 ends the last tree
         lengths = [len(ids) for ids in forest.sequences]
         stored = [length - shared for length, shared in zip(lengths, forest.shared, strict=True)]
         pairs = [
@@ -96,7 +96,7 @@ class _WorkEstimator:
         self._cost = cost
 
     def item(self, first: int, end: int) -> PackingItem:
-        """Return the item of sequences [first, end), with its own copy of the prefix shared with those before."""
+        """Return the item of sequences [first, end), with a copy of the prefix shared before `first`."""
         prefix = self._shared[first]
         tokens = self._tokens[end] - self._tokens[first] + prefix
         pairs = self._pairs[end] - self._pairs[first] + _causal_pairs(prefix)

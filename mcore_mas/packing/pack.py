@@ -204,9 +204,9 @@ def _make_microbatch(
     """Concatenate the items of a micro-batch.
 
     Args:
-        agent: of all sequences.
-        forest: of the agent.
-        by_leaf: the sequences that are prefixes of each of the forest's sequences.
+        agent: name of the agent that produced the sequences.
+        forest: prefix forest of the agent's sequences.
+        by_leaf: for each sequence of the forest, the samples whose tokens are a prefix of it.
         items: ranges of the forest's sequences.
     """
     segments: list[Segment] = []

@@ -85,8 +85,7 @@ def prefix_forest(
 
     Args:
         sequences: each [tokens] int64, in any order.
-        per_shared: cost of attention to a shared prefix, as in `CostModel`; sharing must save at
-            least as much.
+        per_shared: cost, in tokens for each later token, of attending to one more shared segment.
 
     Returns:
         The forest, and for each sequence the index of the forest's sequence that it is a prefix of
@@ -109,7 +108,7 @@ def prefix_forest(
 
 
 def unshared_forest(sequences: Sequence[Tensor]) -> tuple[PrefixForest, list[int]]:
-    """Build a forest in which no sequence shares anything; the result is that of `prefix_forest`."""
+    """Build a forest in which no sequence shares anything; it returns the same types as `prefix_forest`."""
     forest = PrefixForest(sequences=sequences, shared=[0] * len(sequences))
     return forest, list(range(len(sequences)))
 

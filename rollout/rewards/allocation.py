@@ -66,7 +66,7 @@ def locate(trajectory: Trajectory, turn: Turn | None = None) -> str:
 
 
 def unbranched(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory; raise RewardError if it is a tree, because turns off the path have no outcome."""
+    """Return the trajectory; raise RewardError if it is a tree, whose other branches have no outcome."""
     if trajectory.leaf or any(turn.node for turn in trajectory.turns):
         raise RewardError(
             f"{locate(trajectory)}: sampled as a tree, whose turns off the path have no outcome; "
@@ -106,7 +106,7 @@ def local_score(trajectory: Trajectory, turn: Turn, name: str) -> float | None:
 
 
 def rounds(turns: Sequence[Turn]) -> list[int]:
-    """Return the round of each turn: the number of earlier turns of the same agent."""
+    """Return for each turn the number of earlier turns of the same agent."""
     return [
         sum(earlier.agent == turn.agent for earlier in turns[:i]) for i, turn in enumerate(turns)
     ]
@@ -189,7 +189,7 @@ def discounts(
     `binary`: 1 if R is above `threshold`, else 0. `normalized`: R clipped to [-1, 1].
     `shaped`: as `turn_weighted`, then clipped to [-1, 1].
 
-    In the released code rounds beyond `max_turns` weigh more than 1. Here they weigh 1, as hops do
+    In Stronger-MAS's released code rounds beyond `max_turns` weigh more than 1. Here they weigh 1, as hops do
     in that code.
 
     Args:

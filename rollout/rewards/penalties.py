@@ -30,7 +30,7 @@ def _thinks_once(text: str) -> bool:
 
 
 ValidityRule = Literal["no_chinese", "one_thought"]
-# what a reply must keep to besides its role's parser   Dr.MAS, general_projection in
+# Rules that a reply must satisfy in addition to parsing. Source: Dr. MAS, general_projection in
 # agent_system/agent/utils.py
 VALIDITY_RULES: dict[ValidityRule, Callable[[str], bool]] = {
     "no_chinese": lambda text: re.search("[\u4e00-\u9fff]", text) is None,
@@ -41,16 +41,17 @@ VALIDITY_RULES: dict[ValidityRule, Callable[[str], bool]] = {
 def invalid_reply(
     turn: Turn, *, coef: Cost = 1.0, rules: Mapping[str, Sequence[ValidityRule]] | None = None
 ) -> float:
-    """Minus `coef` for a reply that the role's parser refused, or that breaks a rule.
+    """Return -coef if the role's parser refused the reply, or if it breaks a rule; else 0.
 
     Args:
-        rules: names in VALIDITY_RULES by agent; a reply that breaks one costs, and is used all the
-            same.
+        rules: names in VALIDITY_RULES by agent; a reply that breaks a rule is penalised but still used.
     """
     # r -= coef [malformed]   Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, format_weight phi
     # with phi = -1
-    kept = all(VALIDITY_RULES[rule](turn.text) for rule in (rules or {}).get(turn.agent, ()))
-    return 0.0 if turn.valid and kept else -coef
+    follows_rules = all(
+        VALIDITY_RULES[rule](turn.text) for rule in (rules or {}).get(turn.agent, ())
+    )
+    return 0.0 if turn.valid and follows_rules else -coef
 
 
 def overlong(
@@ -64,7 +65,7 @@ def overlong(
 
     Args:
         buffer: tokens before the limit in which the penalty grows from 0 to `coef`.
-        max_tokens: the limit of a reply by agent; in a run, each agent's own where not given.
+        max_tokens: limit of a reply by agent; a run fills in the agent's `max_tokens` if absent.
 
     Raises:
         RewardError: the turn's agent has no limit, or one below `buffer`.
