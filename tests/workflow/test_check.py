@@ -458,7 +458,7 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "orchestra.name='own_world:asks'",
             "orchestra 'own_world:asks': env.tell: Episode has no 'tell'",
         ),
-        ("orchestra.name='own_wrold:relay'", "No module named 'own_wrold'; nearest: own_world"),
+        ("orchestra.name='own_wrold:relay'", "No module named 'own_wrold'"),
         (
             "data.generator='own_world:tasks'",
             "data.generator: 'own_world:tasks' is of type function; expected a Gen",
