@@ -134,9 +134,7 @@ def test_the_package_brings_its_types_pages_and_ranges(installed: Path) -> None:
     assert "Description-Content-Type: text/markdown" in metadata and "\n# mcore-mas\n" in metadata
     assert "Requires-Dist: torch<3,>=" in metadata and "Provides-Extra: gpu" in metadata
     assert (installed / "mcore_mas" / "py.typed").is_file()
-    assert not {"workflow", "configs"} & {
-        path.name for path in installed.iterdir()
-    }
+    assert not {"workflow", "configs"} & {path.name for path in installed.iterdir()}
     shipped = installed / "mcore_mas" / "shipped"
     for file in (
         "configs/schema/run.json",
