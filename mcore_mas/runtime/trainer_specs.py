@@ -1,4 +1,4 @@
-"""Specifications of a policy's trainer and of its critic, made from the configuration of a run."""
+"""Specifications of the trainer and the critic of a policy, made from the config of a run."""
 
 from dataclasses import fields
 from typing import Any
@@ -10,10 +10,16 @@ from mcore_mas.megatron.spec import TrainerSpec
 from rollout.engines.sglang.arguments import cumem
 from rollout.records.seeds import derive_seed
 
+# fields of a TrainerSpec that have the same name in the config
+_RATE_FIELDS = frozenset(RateConfig.model_fields)
+_POLICY_FIELDS = (
+    {field.name for field in fields(TrainerSpec)} & PolicyConfig.model_fields.keys()
+) - _RATE_FIELDS
+
 
 def policy_spec(name: str, config: RunConfig) -> TrainerSpec:
-    """What the trainer of policy `name` needs to know."""
-    loss, policy = for_policy(config, name).loss, config.policies[name]
+    """Return the specification of the trainer of a policy."""
+    loss = for_policy(config, name).loss
     objective = Objective(
         loss=loss.name,
         options=loss.arguments,
@@ -21,36 +27,36 @@ def policy_spec(name: str, config: RunConfig) -> TrainerSpec:
         correction=loss.correction.name,
         correction_options=loss.correction.arguments,
     )
-    return _spec(name, config, policy, objective=objective)
+    return _make_spec(name, config, config.policies[name], objective=objective)
 
 
 def critic_spec(name: str, config: RunConfig) -> TrainerSpec:
-    """What the trainer of the critic of policy `name` needs to know: with adapters where the policy has them."""
-    critic, lora = config.policies[name].critic, config.policies[name].lora
+    """Return the specification of the critic of a policy, which trains adapters if the policy does."""
+    critic = config.policies[name].critic
     assert critic is not None
-    fresh = lora and lora.model_copy(update={"adapter": None})
-    return _spec(
-        name, config, critic, lora=fresh, objective=ValueObjective(clip=critic.clip), head="value"
-    )
+    lora = config.policies[name].lora
+    if lora is not None:
+        lora = lora.model_copy(update={"adapter": None})  # the policy's adapter is not the critic's
+    objective = ValueObjective(clip=critic.clip)
+    return _make_spec(name, config, critic, lora=lora, objective=objective, head="value")
 
 
-# settings that a trainer has by the names that they have in a config
-_OF_RATE = frozenset(RateConfig.model_fields)
-_OF_POLICY = {
-    field.name for field in fields(TrainerSpec)
-} & PolicyConfig.model_fields.keys() - _OF_RATE
+def _make_spec(name: str, config: RunConfig, rate: RateConfig, **overrides: Any) -> TrainerSpec:
+    """Return a specification with the settings that a policy and its critic have in common.
 
-
-def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> TrainerSpec:
-    """What a policy's trainer and its critic's have in common, and their `own` settings."""
+    Args:
+        name: the policy.
+        config: the run.
+        rate: learning rate and its schedule, of the policy or the critic.
+        overrides: other fields of the specification.
+    """
     policy = config.policies[name]
-    settings = {key: getattr(policy, key) for key in _OF_POLICY} | {
-        key: getattr(rate, key) for key in _OF_RATE
-    }
-    settings["deterministic"] = config.engine.deterministic
     engine = for_policy(config, name).engine
-    if engine.transport == "distributed":  # all of an NCCL group say the same
-        settings["cumem"] = cumem(engine.options, engine.environment)
+    settings = {field: getattr(policy, field) for field in _POLICY_FIELDS}
+    settings |= {field: getattr(rate, field) for field in _RATE_FIELDS}
+    settings["deterministic"] = config.engine.deterministic
     settings["lora_seed"] = derive_seed(config.seed, "lora", name)
     settings["decay_steps"] = rate.decay_steps or updates_in_schedule(config, name)
-    return TrainerSpec(**{**settings, **own})
+    if engine.transport == "distributed":  # NCCL needs the same setting in all ranks of a group
+        settings["cumem"] = cumem(engine.options, engine.environment)
+    return TrainerSpec(**{**settings, **overrides})

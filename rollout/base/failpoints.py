@@ -1,4 +1,4 @@
-"""Failpoints: named places at which a test kills, stops, slows or fails this process; by default they do nothing."""
+"""Failpoints: named places at which a test kills, stops, slows or fails this process. By default they do nothing."""
 
 import errno
 import os
@@ -8,38 +8,49 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-FAILPOINTS = "MCORE_MAS_FAILPOINTS"  # variable: `PLACE=ACTION` or `PLACE=ACTION@N`, several separated by `;`, or @FILE
+# environment variable: `PLACE=ACTION` or `PLACE=ACTION@N`, several separated by `;`, or `@FILE` with such a text
+FAILPOINTS = "MCORE_MAS_FAILPOINTS"
 
 _passes: Counter[str] = Counter()  # of this process, by order
 
 
 def failpoint(place: str) -> None:
-    """Pass `place`: do what the variable `FAILPOINTS` orders there, nothing where it is not set.
+    """Run the action that the variable `FAILPOINTS` orders at `place`.
 
-    PLACE may have wildcards; with `@N` the action happens at the N-th pass of this process alone. Actions are `kill`
-    and `stop` (of this process, by SIGKILL and SIGSTOP), `full` (the disk is), `sleep:SECONDS`, and `list:FILE`, which
-    appends the place to a file.
+    A place in an order may have wildcards. With `@N` the action runs at the N-th pass of this process only. Actions:
+
+    - `kill`, `stop`: send SIGKILL or SIGSTOP to this process;
+    - `full`: fail as on a full disk;
+    - `sleep:SECONDS`: wait;
+    - `list:FILE`: append the place to a file.
 
     Raises:
         OSError: ENOSPC, as ordered.
-        ValueError: an order that is none.
+        ValueError: the order has an unknown action.
     """
-    if orders := os.environ.get(FAILPOINTS):
-        if orders.startswith("@"):  # a file that a test may change while this process runs
-            orders = Path(orders[1:]).read_text(encoding="utf-8").strip()
-        for order in filter(None, orders.split(";")):
-            pattern, _, action = order.partition("=")
-            if fnmatchcase(place, pattern):
-                action, _, number = action.partition("@")
-                _passes[order] += 1
-                if not number or _passes[order] == int(number):
-                    _act(place, *action.split(":", 1))
+    orders = os.environ.get(FAILPOINTS)
+    if not orders:
+        return
+    if orders.startswith("@"):  # a file that a test may change while this process runs
+        orders = Path(orders[1:]).read_text(encoding="utf-8").strip()
+
+    for order in orders.split(";"):
+        pattern, _, action = order.partition("=")
+        if not order or not fnmatchcase(place, pattern):
+            continue
+        action, _, number = action.partition("@")
+        _passes[order] += 1
+        if not number or _passes[order] == int(number):
+            name, _, argument = action.partition(":")
+            _run_action(place, name, argument)
 
 
-def _act(place: str, action: str, argument: str = "") -> None:
+def _run_action(place: str, action: str, argument: str) -> None:
     match action:
-        case "kill" | "stop":
-            os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
         case "sleep":
