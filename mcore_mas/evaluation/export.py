@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
-from mcore_mas.runtime.checkpoint import newest
+from mcore_mas.runtime.checkpoint import newest_checkpoint
 from mcore_mas.runtime.recipe import identity_of
 from rollout.base.digests import check_tree
 from rollout.base.files import write_text
@@ -70,7 +70,11 @@ def export(
         shutil.copytree(source, to, dirs_exist_ok=True)
     else:
         checkpoints = run / "train" / "checkpoints"
-        found = newest(checkpoints, identity_of(config), note) if checkpoints.is_dir() else None
+        found = (
+            newest_checkpoint(checkpoints, identity_of(config), note)
+            if checkpoints.is_dir()
+            else None
+        )
         if found is None:
             raise ExportError(f"{run}: no finished model and no valid checkpoint; train it first")
         note(f"{policy} from {found.folder}")

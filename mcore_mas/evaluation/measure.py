@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from mcore_mas.equations.statistics import majority_score, mean_interval, pass_at
-from mcore_mas.runtime.full_disk import until_room
+from mcore_mas.runtime.full_disk import retry_while_full
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.json_files import read_json, write_json
 from rollout.records.files import read_scores, write_trajectories
@@ -238,7 +238,7 @@ class Shards:
         self._waiting.append(trajectory)
         if len(self._waiting) == _SIZE:
             path, taken = self._next()
-            await until_room(lambda: asyncio.to_thread(write_trajectories, path, taken), path)
+            await retry_while_full(lambda: asyncio.to_thread(write_trajectories, path, taken), path)
 
     def flush(self) -> None:
         """Write what has not filled a file."""

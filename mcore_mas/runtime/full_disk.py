@@ -1,4 +1,4 @@
-"""A full disk: what cannot be written is tried again until somebody has made room, for a while."""
+"""Retries of writes while a disk or a quota is full."""
 
 import asyncio
 import errno
@@ -12,33 +12,49 @@ from rollout.base.processes import say
 
 _T = TypeVar("_T")
 
-ROOM_S = 1800.0  # that somebody has to make room
-_FIRST_S, _MOST_S = 1.0, 60.0  # between two tries
+PATIENCE_S = 1800.0  # that a run waits for somebody to make room
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 
-async def until_room(write: Callable[[], Awaitable[_T]], path: Path) -> _T:
-    """What `write` comes to, which writes `path`: called again while a disk or a quota is full, of which a line tells.
+async def retry_while_full(write: Callable[[], Awaitable[_T]], path: Path) -> _T:
+    """Return the result of `write()`; call it again, with a warning, while the disk or the quota is full.
+
+    Args:
+        write: writes the file or folder `path`, and can be called again after a failure.
+        path: names what is written in the warning.
 
     Raises:
-        Exception: what `write` raises for another reason, or when there has been no room for `ROOM_S` seconds.
+        Exception: an error of `write` for another reason, or after there was no room for half an hour.
     """
-    time, pause = asyncio.get_running_loop().time, _FIRST_S
-    deadline = time() + ROOM_S
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + PATIENCE_S
+    pause_s = _FIRST_PAUSE_S
     while True:
         try:
             return await write()
-        except (
-            Exception
-        ) as error:  # Ray, safetensors and shutil have types of their own, without a number
-            if not any(why in str(error) for why in _FULL) or time() + pause > deadline:
+        except Exception as error:
+            if not _is_full(error) or loop.time() + pause_s > deadline:
                 raise
-            if pause == _FIRST_S:
-                there = next(folder for folder in path.absolute().parents if folder.exists())
-                free = shutil.disk_usage(there).free >> 20
-                say(
-                    f"{path}: the disk or a quota is full ({free} MiB are free); make room: it is tried again for "
-                    f"{ROOM_S / 60:.0f} minutes, and nothing is lost"
-                )
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _MOST_S)
+            if pause_s == _FIRST_PAUSE_S:
+                _warn(path)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _is_full(error: Exception) -> bool:
+    """Return True if an error says that the disk or the quota is full.
+
+    The message is read, because Ray, safetensors and shutil raise errors of their own without an errno.
+    """
+    return any(reason in str(error) for reason in _FULL)
+
+
+def _warn(path: Path) -> None:
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    free_mib = shutil.disk_usage(folder).free >> 20
+    say(
+        f"{path}: the disk or a quota is full ({free_mib} MiB are free); make room: it is tried again for "
+        f"{PATIENCE_S / 60:.0f} minutes, and nothing is lost"
+    )

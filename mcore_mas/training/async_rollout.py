@@ -18,7 +18,7 @@ from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import REQUIRED_COLUMN
 from mcore_mas.evaluation.measure import Scoreboard, measure
 from mcore_mas.runtime.errors import TrainingError
-from mcore_mas.runtime.full_disk import until_room
+from mcore_mas.runtime.full_disk import retry_while_full
 from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.metrics import StepMetrics
 from rollout.base.async_tasks import gather_or_cancel
@@ -153,7 +153,7 @@ class AsyncRollouts:
         write = partial(
             self.collected.write, step, trajectories, batches=batches, complete=complete
         )
-        await until_room(partial(asyncio.to_thread, write), self.collected.path(step))
+        await retry_while_full(partial(asyncio.to_thread, write), self.collected.path(step))
 
     def _batches(self, step: int, began: float) -> Iterator[list[Task]]:
         """The step's tasks, and with a filter further ones for as long as its deadline leaves time."""

@@ -17,12 +17,12 @@ from mcore_mas.config.models import check_layout
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
-from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints, Saved
+from mcore_mas.runtime.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from mcore_mas.runtime.cluster import joined_ray
 from mcore_mas.runtime.devices import find_devices
 from mcore_mas.runtime.engine_factory import make_players, make_renderers, open_remotes, world
 from mcore_mas.runtime.errors import TrainingError
-from mcore_mas.runtime.full_disk import until_room
+from mcore_mas.runtime.full_disk import retry_while_full
 from mcore_mas.runtime.local_ray import running_ray
 from mcore_mas.runtime.recipe import identity_digest, identity_of, input_digests
 from mcore_mas.runtime.stop_signal import StopSignal
@@ -141,7 +141,7 @@ class _Run:
     after_step: AfterStep | None
     stop: StopSignal
 
-    async def train(self, found: Saved | None, warnings: Sequence[str]) -> dict[str, Any]:
+    async def train(self, found: Checkpoint | None, warnings: Sequence[str]) -> dict[str, Any]:
         """Train from `found`, and again from the newest checkpoint after trainers are lost.
 
         Returns:
@@ -180,7 +180,7 @@ class _Run:
                 warnings = []
                 found = _checkpoints(self.config).newest(warnings.append)
 
-    def _session(self, log: Logbook, found: Saved | None) -> TrainingSession:
+    def _session(self, log: Logbook, found: Checkpoint | None) -> TrainingSession:
         config, engines, trainers = self.config, self.workers.engines, self.workers.trainers
         warning = truncated_sampling_warning(config.agents)
         if warning:
@@ -251,7 +251,7 @@ def _checkpoints(config: RunConfig) -> Checkpoints:
     return Checkpoints(config.folder / "train" / "checkpoints", identity, keep=keep, best=best)
 
 
-def _done(session: TrainingSession, written: Saved | None) -> dict[str, Any]:
+def _done(session: TrainingSession, written: Checkpoint | None) -> dict[str, Any]:
     """What evaluation and export need to know of a finished run: its model folders, and which step's they are."""
     config = session.config
     return {
@@ -269,7 +269,9 @@ def _model(config: RunConfig, policy: str) -> Path:
     return config.folder / "train" / "models" / policy
 
 
-async def _train(session: TrainingSession, found: Saved | None, *, again: bool) -> Saved | None:
+async def _train(
+    session: TrainingSession, found: Checkpoint | None, *, again: bool
+) -> Checkpoint | None:
     """Train and write the models; the checkpoint they are of, if it is not the last step's.
 
     Args:
@@ -291,11 +293,11 @@ async def _train(session: TrainingSession, found: Saved | None, *, again: bool) 
         await _restore(session, best)
     for policy, trainer in session.trainers.items():
         model, group = _model(session.config, policy), trainer.groups[policy]
-        await until_room(partial(group.write_model, model), model)
+        await retry_while_full(partial(group.write_model, model), model)
     return best
 
 
-async def _load(session: TrainingSession, found: Saved | None, *, again: bool) -> None:
+async def _load(session: TrainingSession, found: Checkpoint | None, *, again: bool) -> None:
     await asyncio.gather(*(group.ready() for group in session.groups.values()))
     loras = {policy: session.config.policies[policy].lora for policy in session.weight_sync}
     # of one that starts with an adapter, the engine has the base
@@ -314,14 +316,16 @@ async def _load(session: TrainingSession, found: Saved | None, *, again: bool) -
         await session.weight_sync[policy].push(0)
 
 
-async def _restore(session: TrainingSession, saved: Saved) -> None:
+async def _restore(session: TrainingSession, saved: Checkpoint) -> None:
     for name, group in session.groups.items():
         await group.restore(saved.folder / name)
     for policy, sync in session.weight_sync.items():  # by the number that these weights had
         await sync.push(saved.state.get("versions", {}).get(policy, [saved.step])[-1])
 
 
-def fork_run(train: Path, checkpoints: Checkpoints, found: Saved, steps: int) -> tuple[Saved, str]:
+def fork_run(
+    train: Path, checkpoints: Checkpoints, found: Checkpoint, steps: int
+) -> tuple[Checkpoint, str]:
     """Fork the run in `train` if `found`, which it goes on from, is of another recipe or other inputs.
 
     Killed at any point, it has kept all that there was, and the same command does it again.

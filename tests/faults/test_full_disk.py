@@ -18,7 +18,7 @@ from typing import TextIO
 import pytest
 
 from mcore_mas.runtime import user_terminal
-from mcore_mas.runtime.full_disk import ROOM_S, until_room
+from mcore_mas.runtime.full_disk import PATIENCE_S, retry_while_full
 from mcore_mas.tracking.metrics_log import MetricsLog
 from mcore_mas.tracking.progress import ProgressReporter
 from rollout.records.collection_log import CollectionLog
@@ -40,9 +40,9 @@ def test_it_waits_half_an_hour_and_no_longer(
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     with pytest.raises(OSError, match="quota"):
-        run_virtually(until_room(write, tmp_path / "not there" / "file"))
+        run_virtually(retry_while_full(write, tmp_path / "not there" / "file"))
     assert tries[:8] == [0, 1, 3, 7, 15, 31, 63, 123]
-    assert ROOM_S - 60 < tries[-1] <= ROOM_S == 1800
+    assert PATIENCE_S - 60 < tries[-1] <= PATIENCE_S == 1800
     said = capfd.readouterr().err
     free = r"the disk or a quota is full \(\d+ MiB are free\); make room: it is tried again for 30 minutes"
     assert re.fullmatch(rf"{tmp_path}/not there/file: {free}, and nothing is lost\n", said)
@@ -53,7 +53,7 @@ def test_what_is_no_full_disk_is_not_waited_for(tmp_path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with pytest.raises(PermissionError):
-        run_virtually(until_room(write, tmp_path / "file"))
+        run_virtually(retry_while_full(write, tmp_path / "file"))
 
 
 def told(folder: Path, gone: Callable[[], None] = lambda: None) -> None:
@@ -79,7 +79,7 @@ def told(folder: Path, gone: Callable[[], None] = lambda: None) -> None:
             (folder / name).symlink_to("/dev/full")
         metrics.append(1, {"x": 1.0})
         log.add_call("key", 1)
-        assert run_virtually(until_room(write, folder / "file")) == 7
+        assert run_virtually(retry_while_full(write, folder / "file")) == 7
         reporter.step(3, {"reward": 0.5})
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from mcore_mas.runtime.checkpoint import Saved
+from mcore_mas.runtime.checkpoint import Checkpoint
 from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.train import _load
@@ -154,7 +154,7 @@ def test_engines_of_a_run_that_goes_on_start_while_trainers_have_given_their_mem
         weight_sync={"learner": SimpleNamespace(push=lambda version: note(f"pushes {version}"))},
         memory=memory_of(said),
     )
-    saved = Saved(folder=Path("checkpoint"), step=3, state={}, metric=None) if found else None
+    saved = Checkpoint(folder=Path("checkpoint"), step=3, state={}, metric=None) if found else None
     asyncio.run(_load(cast("TrainingSession", session), saved, again=False))
     asleep = ["learner gives weights+kv_cache", "frozen gives kv_cache", *AFTER]
     assert said == ["loads", *([*BEFORE[:-1], *asleep, "restores", "pushes 3"] if found else [])]

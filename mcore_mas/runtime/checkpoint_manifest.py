@@ -1,0 +1,142 @@
+"""The manifest of a checkpoint: what the checkpoint belongs to, and the size and digest of every file."""
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError, safe_open
+
+from mcore_mas.runtime.recipe import Identity, differences
+from rollout.base.digests import sha256
+from rollout.base.json_files import read_json, unsealed
+
+CHECKPOINT_FORMAT = 2  # of the files in the folder of a checkpoint
+MANIFEST = "manifest.json"
+
+
+class ManifestError(ValueError):
+    """A manifest cannot be used; the message says why."""
+
+
+class _File(BaseModel):
+    bytes: int
+    sha256: str
+
+
+class _Manifest(BaseModel):
+    """The fields of a manifest and their types."""
+
+    run: str
+    models: dict[str, dict[str, Any]]
+    recipe: dict[str, Any] = {}
+    inputs: dict[str, str] = {}
+    step: int
+    metric: float | None
+    state: dict[str, Any]
+    files: dict[str, _File]
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint."""
+    return f"step_{step:06d}"
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        ManifestError: the manifest is missing, damaged or of another format.
+    """
+    try:
+        sealed_manifest = read_json(folder / MANIFEST)
+        version = sealed_manifest["format"]
+        _ = sealed_manifest["sha256"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise ManifestError(f"no readable {MANIFEST}") from None
+    if version != CHECKPOINT_FORMAT:
+        raise ManifestError(
+            f"written in format {version}, this version reads format {CHECKPOINT_FORMAT}"
+        )
+
+    try:
+        manifest = dict(unsealed(sealed_manifest))
+        _Manifest.model_validate(manifest, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ManifestError(f"{MANIFEST}: {field}: {first['msg']}") from None
+    except ValueError as error:
+        raise ManifestError(f"{MANIFEST}: {error}") from None
+    return manifest
+
+
+def validate_checkpoint(folder: Path, identity: Identity) -> str:
+    """Validate a checkpoint for a run; return the first problem, or ""."""
+    try:
+        manifest = read_manifest(folder)
+    except ManifestError as error:
+        return str(error)
+    if folder.name != step_name(manifest["step"]):
+        return f"{MANIFEST}: of step {manifest['step']}, under another's name"
+    return _check_identity(manifest, identity) or _check_files(folder, manifest)
+
+
+def _check_identity(manifest: Mapping[str, Any], identity: Identity) -> str:
+    """Return the first difference between what a checkpoint belongs to and a run, or ""."""
+    if manifest["run"] != identity.run:
+        return f"of run '{manifest['run']}', not '{identity.run}'"
+
+    models = manifest["models"]
+    for name, model in identity.models.items():
+        if name not in models:
+            return f"has no policy '{name}' (it has {', '.join(models)})"
+        as_json = json.loads(json.dumps(model))  # tuples become lists, as they are in the manifest
+        for key, value in as_json.items():
+            if models[name].get(key, value) != value:
+                return f"policy '{name}' has {key} {models[name][key]}, the run's model {value}"
+    surplus = set(models) - set(identity.models)
+    if surplus:
+        return f"has policy '{min(surplus)}', which the run does not have"
+
+    if identity.may_change:
+        return ""
+    difference = differences(manifest, identity)
+    if not difference:
+        return ""
+    return f"trained with {difference}; fork it with --adopt (trainer.resume=changed), or name the run anew"
+
+
+def _check_files(folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Validate the files of a checkpoint; return the first problem, or ""."""
+    files: Mapping[str, Mapping[str, Any]] = manifest["files"]
+    without_files = set(manifest["models"]) - {name.partition("/")[0] for name in files}
+    if without_files:
+        return f"{MANIFEST}: no files of policy '{min(without_files)}'"
+
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written"
+
+    # hashing releases the interpreter's lock
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        digests = threads.map(lambda name: sha256(folder / name), files)
+        for (name, expected), digest in zip(files.items(), digests, strict=True):
+            if digest != expected["sha256"]:
+                return f"{name} is not what was written"
+
+    for name in files:
+        if not name.endswith(".safetensors"):
+            continue
+        try:
+            with safe_open(str(folder / name), "np"):
+                pass
+        except SafetensorError as error:
+            return f"{name}: not a safetensors file ({error})"
+    return ""
