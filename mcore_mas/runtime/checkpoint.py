@@ -11,9 +11,9 @@ from typing import Any
 
 from mcore_mas.runtime.checkpoint_manifest import (
     CHECKPOINT_FORMAT,
-    MANIFEST,
+    CHECKPOINT_MANIFEST,
     ManifestError,
-    read_manifest,
+    read_checkpoint_manifest,
     step_name,
     validate_checkpoint,
 )
@@ -173,7 +173,7 @@ class Checkpoints:
 
     def differs(self, checkpoint: Checkpoint) -> str:
         """Describe the differences between a checkpoint's recipe and inputs and the run's, or "" if there are none."""
-        return differences(read_manifest(checkpoint.folder), self.identity)
+        return differences(read_checkpoint_manifest(checkpoint.folder), self.identity)
 
     def fork(self, checkpoint: Checkpoint, state: dict[str, Any], source: str) -> Checkpoint:
         """Make a checkpoint the only one, with this run's recipe and inputs.
@@ -234,7 +234,7 @@ class Checkpoints:
         """Write the manifest, and give the folder its name once everything in it is on disk."""
         for folder in {(partial / name).parent for name in manifest["files"]}:
             sync_folder(folder)
-        write_json(partial / MANIFEST, sealed(manifest))
+        write_json(partial / CHECKPOINT_MANIFEST, sealed(manifest))
         sync_folder(partial)
         partial.rename(self._folder / step_name(manifest["step"]))
         failpoint("checkpoint.there")
@@ -305,19 +305,19 @@ def _step_folders(folder: Path) -> list[Path]:
 def _epoch(folder: Path) -> int:
     """Return the epoch of the process that wrote a checkpoint; 0 if the manifest does not say."""
     with suppress(ManifestError, ValueError, TypeError):
-        return int(read_manifest(folder).get("epoch", 0))
+        return int(read_checkpoint_manifest(folder).get("epoch", 0))
     return 0
 
 
 def _read_checkpoint(folder: Path) -> Checkpoint:
-    manifest = read_manifest(folder)
+    manifest = read_checkpoint_manifest(folder)
     return Checkpoint(
         folder=folder, step=manifest["step"], state=manifest["state"], metric=manifest["metric"]
     )
 
 
 def _change_manifest(folder: Path, changes: dict[str, Any]) -> None:
-    write_json(folder / MANIFEST, sealed(read_manifest(folder) | changes))
+    write_json(folder / CHECKPOINT_MANIFEST, sealed(read_checkpoint_manifest(folder) | changes))
 
 
 def _unused_path(path: Path) -> Path:

@@ -15,7 +15,7 @@ from rollout.base.digests import sha256
 from rollout.base.json_files import read_json, unsealed
 
 CHECKPOINT_FORMAT = 2  # of the files in the folder of a checkpoint
-MANIFEST = "manifest.json"
+CHECKPOINT_MANIFEST = "manifest.json"
 
 
 class ManifestError(ValueError):
@@ -45,18 +45,18 @@ def step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_checkpoint_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint.
 
     Raises:
         ManifestError: the manifest is missing, damaged or of another format.
     """
     try:
-        sealed_manifest = read_json(folder / MANIFEST)
+        sealed_manifest = read_json(folder / CHECKPOINT_MANIFEST)
         version = sealed_manifest["format"]
         _ = sealed_manifest["sha256"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise ManifestError(f"no readable {MANIFEST}") from None
+        raise ManifestError(f"no readable {CHECKPOINT_MANIFEST}") from None
     if version != CHECKPOINT_FORMAT:
         raise ManifestError(
             f"written in format {version}, this version reads format {CHECKPOINT_FORMAT}"
@@ -68,20 +68,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise ManifestError(f"{MANIFEST}: {field}: {first['msg']}") from None
+        raise ManifestError(f"{CHECKPOINT_MANIFEST}: {field}: {first['msg']}") from None
     except ValueError as error:
-        raise ManifestError(f"{MANIFEST}: {error}") from None
+        raise ManifestError(f"{CHECKPOINT_MANIFEST}: {error}") from None
     return manifest
 
 
 def validate_checkpoint(folder: Path, identity: Identity) -> str:
     """Validate a checkpoint for a run; return the first problem, or ""."""
     try:
-        manifest = read_manifest(folder)
+        manifest = read_checkpoint_manifest(folder)
     except ManifestError as error:
         return str(error)
     if folder.name != step_name(manifest["step"]):
-        return f"{MANIFEST}: of step {manifest['step']}, under another's name"
+        return f"{CHECKPOINT_MANIFEST}: of step {manifest['step']}, under another's name"
     return _check_identity(manifest, identity) or _check_files(folder, manifest)
 
 
@@ -115,7 +115,7 @@ def _check_files(folder: Path, manifest: Mapping[str, Any]) -> str:
     files: Mapping[str, Mapping[str, Any]] = manifest["files"]
     without_files = set(manifest["models"]) - {name.partition("/")[0] for name in files}
     if without_files:
-        return f"{MANIFEST}: no files of policy '{min(without_files)}'"
+        return f"{CHECKPOINT_MANIFEST}: no files of policy '{min(without_files)}'"
 
     for name, expected in files.items():
         path = folder / name

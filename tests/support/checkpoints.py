@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from mcore_mas.runtime.checkpoint import Checkpoints, Written
-from mcore_mas.runtime.checkpoint_manifest import read_manifest
+from mcore_mas.runtime.checkpoint_manifest import read_checkpoint_manifest
 from mcore_mas.runtime.recipe import Identity
 from rollout.base.digests import Digest, write_chunks
 from rollout.base.json_files import sealed, write_json
@@ -58,4 +58,4 @@ def silent(line: str) -> None:
 
 def edit(folder: Path, **changes: object) -> None:
     """As another run or version would have written it."""
-    write_json(folder / "manifest.json", sealed(read_manifest(folder) | changes))
+    write_json(folder / "manifest.json", sealed(read_checkpoint_manifest(folder) | changes))

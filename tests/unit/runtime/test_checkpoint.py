@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.runtime.checkpoint import CheckpointError, Written
-from mcore_mas.runtime.checkpoint_manifest import read_manifest
+from mcore_mas.runtime.checkpoint_manifest import read_checkpoint_manifest
 from rollout.base.digests import Digest, write_chunks
 from rollout.base.json_files import sealed, write_json
 from rollout.base.ownership import owned
@@ -24,12 +24,16 @@ def test_what_an_owner_wrote_after_another_had_come_is_not_used(tmp_path: Path) 
     for steps in ((1, 2), (3,)):
         with owned(tmp_path):
             save(open_(tmp_path, keep=9), *steps)
-    epochs = [read_manifest(tmp_path / f"step_00000{step}")["epoch"] for step in (1, 2, 3)]
+    epochs = [
+        read_checkpoint_manifest(tmp_path / f"step_00000{step}")["epoch"] for step in (1, 2, 3)
+    ]
     assert epochs[0] == epochs[1] < epochs[2]
     with owned(tmp_path):
         save(open_(tmp_path, keep=9), 4)
     late = tmp_path / "step_000004"
-    write_json(late / "manifest.json", sealed({**read_manifest(late), "epoch": epochs[0]}))
+    write_json(
+        late / "manifest.json", sealed({**read_checkpoint_manifest(late), "epoch": epochs[0]})
+    )
     said: list[str] = []
     found = open_(tmp_path).newest(said.append)
     assert found is not None and found.step == 3
@@ -103,7 +107,7 @@ def test_the_manifest_says_whose_it_is_and_lists_every_file_with_its_digest(tmp_
     save(open_(tmp_path), 1, metrics=(0.25,))
     text = (tmp_path / "step_000001" / "manifest.json").read_text()
     assert len(json.loads(text)["sha256"]) == 64
-    assert read_manifest(tmp_path / "step_000001") == {
+    assert read_checkpoint_manifest(tmp_path / "step_000001") == {
         "format": 2,
         "epoch": 0,  # nobody owns the folder
         "run": "r",

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mcore_mas.runtime.checkpoint import CheckpointError, Checkpoints
-from mcore_mas.runtime.checkpoint_manifest import read_manifest
+from mcore_mas.runtime.checkpoint_manifest import read_checkpoint_manifest
 from mcore_mas.runtime.recipe import Identity
 from mcore_mas.training.train import fork_run
 from rollout.base.ownership import owned
@@ -81,7 +81,9 @@ def test_what_the_run_was_is_kept_and_each_goes_on_by_its_own_recipe(tmp_path: P
         *folder.glob("mlflow*"),
         *folder.glob("wandb*"),
     ]  # runs of its own there
-    assert read_manifest(folder / "checkpoints" / "step_000005")["forked_from"] == "train.1"
+    assert (
+        read_checkpoint_manifest(folder / "checkpoints" / "step_000005")["forked_from"] == "train.1"
+    )
 
     assert of(folder, 2).newest(silent) is not None  # without saying so again
     assert of(kept, 1).newest(silent) is not None
