@@ -1,4 +1,4 @@
-"""The training step, written as an algorithm box, and the session of parts that it works with."""
+"""The training step as an algorithm box, and the parts of a run that it works with."""
 
 import asyncio
 import time
@@ -29,146 +29,183 @@ from mcore_mas.training.weight_sync import Memory, WeightSync
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.processes import restart_metrics
 
-AfterStep = Callable[
-    [int, StepMetrics], Awaitable[bool]
-]  # told of each step's metrics; whether to take the next one
+# Callback with the number and the metrics of each step; training stops if it returns False.
+AfterStep = Callable[[int, StepMetrics], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSession:
-    """One run's parts, as `train` brings them up."""
+    """Parts of a run, as `train` starts them.
+
+    Attributes:
+        config: of the run.
+        rollouts: collects trajectories and gives every turn a reward.
+        trainers: by trained policy.
+        weight_sync: sends the weights of each trained policy to its engine.
+        memory: decides which of trainers and engines hold GPU memory.
+        checkpoints: saves and finds checkpoints.
+        logbook: reports metrics and traces.
+        stop: set by signals that end the run.
+        after_step: called after every step, if the caller follows the run.
+        credit_watch: checks the advantages of every step.
+    """
 
     config: RunConfig
     rollouts: AsyncRollouts
-    trainers: Mapping[
-        str, PolicyTrainer
-    ]  # by policy that trains, as are its weights' ways to its engine:
+    trainers: Mapping[str, PolicyTrainer]
     weight_sync: Mapping[str, WeightSync]
     memory: Memory
     checkpoints: Checkpoints
     logbook: Logbook
     stop: StopSignal = field(default_factory=StopSignal)
-    after_step: AfterStep | None = None  # of a run that somebody watches
+    after_step: AfterStep | None = None
     credit_watch: CreditWatch = field(default_factory=CreditWatch)
 
     @property
     def groups(self) -> dict[str, TrainerGroup]:
-        """All trainers and critics, by the folder that they have in a checkpoint."""
-        return {
-            name: group
-            for trainer in self.trainers.values()
-            for name, group in trainer.groups.items()
-        }
+        """All trainers and critics, by the name of their folder in a checkpoint."""
+        groups: dict[str, TrainerGroup] = {}
+        for trainer in self.trainers.values():
+            groups |= trainer.groups
+        return groups
 
     def validates_after(self, step: int) -> bool:
-        """Whether the run validates after a step, and traces some of what it played."""
+        """Return True if the run validates, and traces trajectories, after this step."""
         trainer = self.config.trainer
         return step + 1 == trainer.steps or (step + 1) % trainer.validate_every == 0
 
 
 async def step(session: TrainingSession, number: int) -> StepMetrics:
-    """One training step: roll out, score, assign credit, update every policy, sync its weights.
+    """Take one training step: roll out, score, assign credit, update every policy, sync its weights.
 
     Raises:
-        Abandoned: the run was told to stop while the team acted.
-        TrainingError, CreditError: as its parts.
+        Abandoned: the run was told to stop during the rollout.
+        TrainingError, CreditError: raised by a part of the step.
     """
-    began = time.perf_counter()
-    config, trainers = session.config, session.trainers
-    trained = config.in_turn(number)
-    async with session.memory.rollout(trained):  # engines awake, trainers offloaded
+    started = time.perf_counter()
+    config = session.config
+    trainers = session.trainers
+    trained_policies = config.in_turn(number)
+
+    # 1. Roll out: engines are awake, colocated trainers are offloaded.
+    async with session.memory.rollout(trained_policies):
         rollouts = await session.stop.run_until_stopped(session.rollouts.take(number))
     collected = time.perf_counter()
 
-    # of other policies, what theirs may be compared with
-    seen = [
-        s
-        for s in rollouts.samples
-        if s.policy in trained or config.advantage_of(s.agent).name not in OWN_TURNS_ONLY
-    ]
-    samples = _with_ages(session, seen)
-    batches = {
-        policy: trainers[policy].pack(samples, number) for policy in trained
-    }  # once per policy
-    await gather_or_cancel(
-        trainers[policy].score(batches[policy]) for policy in trained
-    )  # columns: reference, values
-    known = {
-        sample.id: sample for own in batches.values() for batch in own for sample in batch.samples
-    }
-    rules = {name: config.advantage_of(name) for name in config.agents}
-    credited = estimate([known.get(sample.id, sample) for sample in samples], rules)
-    session.credit_watch.check(config.trainer, number, credited)
-    if apart := session.credit_watch.scale_warning(credited, rules):
-        session.logbook.note(f"step {number}: {apart}")
-    if lost := describe_lost_trajectories(rollouts.groups):
-        session.logbook.note(f"step {number}: {lost}")
-    if session.validates_after(number):
-        session.logbook.trace(rollouts.groups, credited)
+    # 2. Score: pack once per policy, then compute reference log-probabilities and values.
+    samples = _with_ages(session, _samples_to_compare(config, rollouts, trained_policies))
+    batches = {policy: trainers[policy].pack(samples, number) for policy in trained_policies}
+    await gather_or_cancel(trainers[policy].score(batches[policy]) for policy in trained_policies)
+    scored = {}
+    for policy_batches in batches.values():
+        for batch in policy_batches:
+            scored |= {sample.id: sample for sample in batch.samples}
+    samples = [scored.get(sample.id, sample) for sample in samples]
 
+    # 3. Assign credit.
+    estimators = {agent: config.advantage_of(agent) for agent in config.agents}
+    credited = estimate(samples, estimators)
+    session.credit_watch.check(config.trainer, number, credited)
+    _note_warnings(session, number, rollouts, credited)
+
+    # 4. Update every policy and sync its weights, policies side by side.
     async def learn(policy: str) -> StepMetrics:
         async with session.memory.learning():
             metrics = await trainers[policy].update(batches[policy], credited, number)
-            await _settled(session)
-            return metrics | await session.weight_sync[policy].push(
-                number + 1, changed="grad_norm" in metrics
-            )
+            await _wait_for_one_version(session)
+            was_updated = "grad_norm" in metrics
+            sync_metrics = await session.weight_sync[policy].push(number + 1, changed=was_updated)
+            return metrics | sync_metrics
 
-    updates = dict(zip(trained, await gather_or_cancel(map(learn, trained)), strict=True))
-    metrics = _metrics(session, rollouts, credited, updates)
-    now = time.perf_counter()
-    metrics |= {
-        "time/collect_s": collected - began,
-        "time/update_s": now - collected,
-    } | speed_metrics(updates)
-    return metrics | {"time/tokens_per_s": metrics.get("rollout/tokens", 0.0) / (now - began)}
+    results = await gather_or_cancel(map(learn, trained_policies))
+    updates = dict(zip(trained_policies, results, strict=True))
+
+    finished = time.perf_counter()
+    metrics = _step_metrics(session, rollouts, credited, updates)
+    metrics["time/collect_s"] = collected - started
+    metrics["time/update_s"] = finished - collected
+    metrics |= speed_metrics(updates)
+    metrics["time/tokens_per_s"] = metrics.get("rollout/tokens", 0.0) / (finished - started)
+    return metrics
 
 
-async def _settled(session: TrainingSession) -> None:
-    """With `engine.deterministic`, wait until what is collected beside training has been sampled by one version.
+def _samples_to_compare(
+    config: RunConfig, rollouts: RolloutBatch, trained_policies: Sequence[str]
+) -> list[Sample]:
+    """Return the samples of the trained policies, and those that they may be compared with."""
+    return [
+        sample
+        for sample in rollouts.samples
+        if sample.policy in trained_policies
+        or config.advantage_of(sample.agent).name not in OWN_TURNS_ONLY
+    ]
+
+
+def _note_warnings(
+    session: TrainingSession, number: int, rollouts: RolloutBatch, credited: Sequence[Sample]
+) -> None:
+    """Write warnings about rewards and lost trajectories to the log; trace trajectories if the step validates."""
+    estimators = {agent: session.config.advantage_of(agent) for agent in session.config.agents}
+    warnings = [
+        session.credit_watch.scale_warning(credited, estimators),
+        describe_lost_trajectories(rollouts.groups),
+    ]
+    for warning in filter(None, warnings):
+        session.logbook.note(f"step {number}: {warning}")
+    if session.validates_after(number):
+        session.logbook.trace(rollouts.groups, credited)
+
+
+async def _wait_for_one_version(session: TrainingSession) -> None:
+    """With `engine.deterministic`, wait until the collection under way has been sampled by one version.
 
     Raises:
-        Stopped: the run was told to stop meanwhile. Saved now, the rest would be sampled by the next version.
+        Stopped: the run was told to stop meanwhile. If it saved a checkpoint now, the rest of the collection would be
+            sampled by the next version.
     """
-    if session.config.engine.deterministic and (under_way := session.rollouts.under_way.values()):
-        goes_on = "; the same command goes on from the newest checkpoint and from its files"
-        await session.stop.run_until_stopped(asyncio.wait(under_way), goes_on)
+    under_way = session.rollouts.under_way.values()
+    if session.config.engine.deterministic and under_way:
+        message = "; the same command goes on from the newest checkpoint and from its files"
+        await session.stop.run_until_stopped(asyncio.wait(under_way), message)
 
 
 def _with_ages(session: TrainingSession, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with the number of weight updates since they were begun."""
-    aged = []
+    """Set the age of every sample: the number of weight updates since its first token.
+
+    Raises:
+        TrainingError: a sample is older than the staleness of its policy allows.
+    """
+    result = []
     for sample in samples:
         sync = session.weight_sync.get(sample.policy)
         age = sync.age(sample.version) if sync else 0
-        if age > (allowed := session.config.staleness_of(sample.policy)):
+        allowed = session.config.staleness_of(sample.policy)
+        if age > allowed:
             raise TrainingError(
                 f"trajectory {sample.trajectory}, turn {sample.turn} ({sample.agent}): sampled by version "
                 f"{sample.version} of policy {sample.policy}, which is {age} hand-overs behind; "
                 f"its staleness allows {allowed}, and no collection may begin earlier than that"
             )
-        aged.append(replace(sample, age=age))
-    return aged
+        result.append(replace(sample, age=age))
+    return result
 
 
-def _metrics(
+def _step_metrics(
     session: TrainingSession,
     rollouts: RolloutBatch,
     credited: Sequence[Sample],
     updates: Mapping[str, StepMetrics],
 ) -> StepMetrics:
+    """Merge the metrics of the rollout, the credit and the updates."""
     metrics = rollout_metrics(rollouts.groups) | credit_metrics(credited)
     metrics |= {f"policy/{policy}/updates": 0.0 for policy in session.trainers}
     if session.config.ahead:
         metrics |= staleness_metrics([sample for sample in credited if sample.policy in updates])
-    for policy, own in updates.items():
-        metrics |= {
-            n if n.startswith("agent/") else f"policy/{policy}/{n}": value
-            for n, value in own.items()
-        }
-    return (
-        metrics
-        | session.rollouts.metrics()
-        | restart_metrics()
-        | {"rollout/batches": float(rollouts.batches)}
-    )
+    for policy, update_metrics in updates.items():
+        for name, value in update_metrics.items():
+            key = name if name.startswith("agent/") else f"policy/{policy}/{name}"
+            metrics[key] = value
+    metrics |= session.rollouts.metrics()
+    metrics |= restart_metrics()
+    metrics["rollout/batches"] = float(rollouts.batches)
+    return metrics
