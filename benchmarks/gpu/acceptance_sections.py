@@ -37,7 +37,6 @@ NEAR, NEAR_TE = 1e-3, 5e-2
 # of a training by each transport: where its processes are, and how many GPUs they take
 PLACES: dict[str, tuple[int, list[str]]] = {
     "disk": (5, ["cluster.pool=split", "policies.solver.tp=2"]),
-    "changed": (5, ["cluster.pool=split", "policies.solver.tp=2"]),
     "distributed": (5, ["cluster.pool=split", "policies.solver.tp=2"]),
     # which trains on one; afterwards each of the two policies is evaluated on a server of its own
     "tensor": (

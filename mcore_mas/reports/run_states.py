@@ -62,6 +62,7 @@ def read_run_config(run: Path) -> dict[str, Any]:
 def _read_run_state(run: Path) -> RunState:
     metrics_path = run / "train" / "metrics.jsonl"
     rows = read_json_lines(metrics_path)[0] if metrics_path.is_file() else []
+    scores = _read_scores(run)
     return RunState(
         run=run.name,
         steps=1 + max((row["step"] for row in rows), default=-1),
@@ -69,7 +70,7 @@ def _read_run_state(run: Path) -> RunState:
         done=(run / "train" / "done.json").is_file(),
         reward=_last_value(rows, "reward/mean"),
         accuracy=_last_value(rows, "validation/accuracy"),
-        scores=_read_scores(run),
+        scores=scores,
     )
 
 

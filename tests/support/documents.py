@@ -14,7 +14,7 @@ STORIES = {  # by page, the test that runs its blocks, or makes the page
     "own_team.md": "workflow/test_own_folder.py",
     "own_reward.md": "unit/test_own_reward_page.py",
     "to_slurm.md": "slurm/test_slurm_walk.py",
-    "api.md": "unit/api/test_objects.py",
+    "api.md": "unit/api/test_public_names.py",
     "catalogue.md": "unit/reports/test_catalogue.py",
 }
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)

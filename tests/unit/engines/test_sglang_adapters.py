@@ -350,5 +350,5 @@ def test_bad_settings_are_refused_in_one_line(overrides: list[str], message: str
 
 
 def test_the_embedded_engine_has_no_slots() -> None:
-    with pytest.raises(ValueError, match="adapters: slots is of name: sglang"):
+    with pytest.raises(ValueError, match="adapters: slots needs name: sglang"):
         EngineConfig(adapters="slots")
