@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import estimate
-from mcore_mas.credit.samples import Sample
+from mcore_mas.credit.samples import Sample, TurnId
 from mcore_mas.credit.watch import CreditWatch
 from mcore_mas.equations.advantages import OWN_TURNS_ONLY
 from mcore_mas.runtime.checkpoint import Checkpoints
@@ -96,7 +96,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     samples = _with_ages(session, _samples_to_compare(config, rollouts, trained_policies))
     batches = {policy: trainers[policy].pack(samples, number) for policy in trained_policies}
     await gather_or_cancel(trainers[policy].score(batches[policy]) for policy in trained_policies)
-    scored = {}
+    scored: dict[TurnId, Sample] = {}
     for policy_batches in batches.values():
         for batch in policy_batches:
             scored |= {sample.id: sample for sample in batch.samples}
