@@ -93,6 +93,10 @@ RUN_BY: dict[str, tuple[str, str]] = {
         "unit/tracking/test_mlflow_training.py",
         "a server",
     ),
+    r"mcore-mas run my_suite\.yaml tracking=wandb": (
+        "unit/tracking/test_writers.py",
+        "wandb is not installed",
+    ),
     r"mcore-mas (serve|studio|ui)( results/demo_math| --store .*)?|make ui|curl .*": (
         LONG,
         "a port that may be taken",
