@@ -115,25 +115,25 @@ def truncated_sampling_warning(agents: Mapping[str, CreditedAgentConfig]) -> str
     )
 
 
-def check_contrast(name: str, grouping: Grouping | None, sources: frozenset[str]) -> None:
+def check_several_votes(name: str, grouping: Grouping | None, sources: frozenset[str]) -> None:
     """Refuse an estimator or filter whose groups have one vote each in a run, so that nothing can be learned.
 
     Args:
         name: the estimator or filter, as the error names it.
         grouping: its peers and votes; None if it compares no turns.
-        sources: sources of several votes in the run, as `Grouping.contrast` names them.
+        sources: sources of several votes in the run, as `Grouping.vote_sources` names them.
 
     Raises:
         ValueError: every group has one vote.
     """
-    if grouping is None or grouping.contrast & sources:
+    if grouping is None or grouping.vote_sources & sources:
         return
     remedies = {
         "groups": "set trainer.group_size to 2 or more",
         "states": "take an environment that names its state, and a trainer.group_size of 2 or more",
         "trees": "set trainer.branching, of width 2 or more",
     }
-    ways_out = [*(remedies[source] for source in sorted(grouping.contrast)), "choose another"]
+    ways_out = [*(remedies[source] for source in sorted(grouping.vote_sources)), "choose another"]
     raise ValueError(
         f"{name} compares turns alike in {', '.join(grouping.peers)}, and a vote is {', '.join(grouping.vote)}: "
         f"this run makes one vote of each, from which nothing can be learned; {', or '.join(ways_out)}"

@@ -18,7 +18,7 @@ from mcore_mas.config.credit import (
     CreditedAgentConfig,
     FilterConfig,
     LossConfig,
-    check_contrast,
+    check_several_votes,
 )
 from mcore_mas.config.evaluation import EvaluationConfig
 from mcore_mas.config.policy import PolicyConfig, check_shared_bases, policies_on_base
@@ -172,8 +172,8 @@ class RunConfig(Section):
         return tuple(name for name in self.policies if name in played)
 
     @property
-    def contrasts(self) -> frozenset[str]:
-        """Sources of several votes per group, as `Grouping.contrast` names them."""
+    def vote_sources(self) -> frozenset[str]:
+        """Sources of several votes per group, as `Grouping.vote_sources` names them."""
         branching = self.trainer.branching
         sources = set()
         if self.trainer.group_size > 1:
@@ -423,17 +423,17 @@ def _check_credit(config: RunConfig) -> None:
             raise ValueError(
                 f"{label} plays a greedy trajectory, which reward 'tree_shaping' has no reward for"
             )
-        if required == "steps" and "trees" in config.contrasts:
+        if required == "steps" and "trees" in config.vote_sources:
             raise ValueError(
                 f"{label} needs rewards of steps in one line of time, and trees have none; choose another"
             )
         # with `lone: raw`, a turn without peers has an advantage too
         if agent.loss_weight and advantage.options.get("lone") != "raw":
             grouping = estimator_grouping(advantage.name, advantage.options)
-            check_contrast(label, grouping, config.contrasts)
+            check_several_votes(label, grouping, config.vote_sources)
     if config.filter is not None:
         grouping = filter_grouping(config.filter.name, config.filter.options)
-        check_contrast(f"filter '{config.filter.name}'", grouping, config.contrasts)
+        check_several_votes(f"filter '{config.filter.name}'", grouping, config.vote_sources)
 
     if config.reward.name == "local_team" and config.trainer.branching is not None:
         team_weight = config.reward.options.get("alpha", 1.0)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import count, islice
@@ -14,7 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mcore_mas.config.credit import AdvantageConfig, FilterConfig
 from mcore_mas.credit.samples import CreditError, Sample, TurnId
-from mcore_mas.equations.advantages import BY_TOKEN, OWN_TURNS_ONLY, REQUIRED_COLUMN
+from mcore_mas.equations.advantages import (
+    AGENT_LOCAL_ESTIMATORS,
+    REQUIRED_COLUMN,
+    TOKEN_LEVEL_ESTIMATORS,
+)
 from mcore_mas.equations.divergence import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
 
@@ -71,57 +75,82 @@ def columns(samples: Sequence[Sample]) -> Turns:
     )
 
 
-def estimate(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> list[Sample]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatorRun:
+    """One run of an estimator on the samples of a step.
+
+    Attributes:
+        estimator: config of the estimator.
+        indices: [n] indices of the samples that the estimator saw.
+        turns: the columns of these samples.
+        advantages: the result.
+    """
+
+    estimator: AdvantageConfig
+    indices: Sequence[int]
+    turns: Turns
+    advantages: Advantages
+
+
+def add_advantages(
+    samples: Sequence[Sample], estimators: Mapping[str, AdvantageConfig]
+) -> list[Sample]:
     """Add advantages to the samples; also add critic targets if an agent's estimator has a critic.
 
     Args:
         samples: all turns of a step.
-        rules: the estimator of each agent. Estimators compute over all turns
-            (those in OWN_TURNS_ONLY over the turns of their agents), and only the samples of their
-            agents are updated.
+        estimators: by agent. An estimator computes over all turns (those in AGENT_LOCAL_ESTIMATORS
+            over the turns of their agents), and only the samples of its agents are updated.
 
     Raises:
         CreditError: an agent has no estimator, or a turn lacks a value that the estimator requires.
     """
     result = list(samples)
-    for rule, indices, turns, estimated in assessments(samples, rules):
-        advantages = _token_rows(turns, estimated.values, by_token=rule.name in BY_TOKEN)
-        returns: list[tuple[float, ...]] | list[None] = [None] * len(indices)
-        if estimated.returns is not None:
-            returns = _token_rows(turns, estimated.returns, by_token=True)
-        for row, index in enumerate(indices):
-            if rules[samples[index].agent] == rule:
+    for run in run_estimators(samples, estimators):
+        is_by_token = run.estimator.name in TOKEN_LEVEL_ESTIMATORS
+        advantages = _token_rows(run.turns, run.advantages.values, by_token=is_by_token)
+        returns: list[tuple[float, ...]] | list[None] = [None] * len(run.indices)
+        if run.advantages.returns is not None:
+            returns = _token_rows(run.turns, run.advantages.returns, by_token=True)
+        for row, index in enumerate(run.indices):
+            if estimators[samples[index].agent] == run.estimator:
                 result[index] = replace(
                     samples[index], advantages=advantages[row], returns=returns[row]
                 )
     return result
 
 
-def assessments(
-    samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]
-) -> Iterator[tuple[AdvantageConfig, list[int], Turns, Advantages]]:
-    """Yield for every estimator: its config, the indices of the samples that it sees, their columns, its result."""
-    for rule in _distinct_rules(samples, rules):
+def run_estimators(
+    samples: Sequence[Sample], estimators: Mapping[str, AdvantageConfig]
+) -> Iterator[EstimatorRun]:
+    """Run every distinct estimator of the samples' agents once; the arguments are those of `add_advantages`."""
+    for estimator in _distinct_estimators(samples, estimators):
         indices = list(range(len(samples)))
-        if rule.name in OWN_TURNS_ONLY:
-            indices = [i for i in indices if rules[samples[i].agent] == rule and samples[i].tokens]
-        if indices:  # empty if every reply of these agents is masked
-            turns = columns([samples[i] for i in indices])
-            yield rule, indices, turns, assess(turns, rule)
+        if estimator.name in AGENT_LOCAL_ESTIMATORS:
+            indices = [
+                i
+                for i in indices
+                if estimators[samples[i].agent] == estimator and samples[i].tokens
+            ]
+        if not indices:  # every reply of these agents is masked
+            continue
+        turns = columns([samples[i] for i in indices])
+        advantages = run_estimator(turns, estimator)
+        yield EstimatorRun(estimator=estimator, indices=indices, turns=turns, advantages=advantages)
 
 
-def assess(turns: Turns, rule: AdvantageConfig) -> Advantages:
+def run_estimator(turns: Turns, estimator: AdvantageConfig) -> Advantages:
     """Run an estimator on the turns. A user's estimator may return the values alone.
 
     Raises:
         CreditError: the turns lack the column that the estimator requires.
     """
-    column = REQUIRED_COLUMN.get(rule.name)
+    column = REQUIRED_COLUMN.get(estimator.name)
     if column is not None and getattr(turns, column) is None:
         raise CreditError(
-            f"advantage '{rule.name}' needs {column} of every turn, and a turn has none"
+            f"advantage '{estimator.name}' needs {column} of every turn, and a turn has none"
         )
-    result = rule.call(turns)
+    result = estimator.call(turns)
     return result if isinstance(result, Advantages) else Advantages(result)
 
 
@@ -145,26 +174,26 @@ def reference_kl(samples: Sequence[Sample], kind: KLName) -> float:
     return float(kl_penalty(behaviour, reference, kind).double().mean())
 
 
-def keep(samples: Sequence[Sample], rule: FilterConfig) -> list[Sample]:
-    """Return the samples that pass the filter `rule`."""
+def filter_samples(samples: Sequence[Sample], filter_config: FilterConfig) -> list[Sample]:
+    """Return the samples that pass a filter, in the same order."""
     if not samples:
         return []
-    mask = rule.call(columns(samples)).tolist()
+    mask = filter_config.call(columns(samples)).tolist()
     return [sample for sample, passes in zip(samples, mask, strict=True) if passes]
 
 
-def _distinct_rules(
-    samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]
+def _distinct_estimators(
+    samples: Sequence[Sample], estimators: Mapping[str, AdvantageConfig]
 ) -> list[AdvantageConfig]:
     distinct: list[AdvantageConfig] = []
     for sample in samples:
-        if sample.agent not in rules:
+        if sample.agent not in estimators:
             raise CreditError(
-                f"trajectory {sample.trajectory}, turn {sample.turn}: agent '{sample.agent}' has no estimator; "
-                f"agents: {', '.join(rules)}"
+                f"trajectory {sample.trajectory}, turn {sample.turn}: agent '{sample.agent}' has no "
+                f"estimator; agents with one: {', '.join(estimators)}"
             )
-        if rules[sample.agent] not in distinct:
-            distinct.append(rules[sample.agent])
+        if estimators[sample.agent] not in distinct:
+            distinct.append(estimators[sample.agent])
     return distinct
 
 

@@ -215,7 +215,9 @@ def split(samples: Sequence[Sample], parts: int, *seed_path: int | str) -> list[
     return result
 
 
-def deal(samples: Sequence[Sample], turns: int, *seed_path: int | str) -> list[list[Sample]]:
+def mini_batches(
+    samples: Sequence[Sample], turns: int, *seed_path: int | str
+) -> list[list[Sample]]:
     """Split samples into mini-batches of at most `turns` turns, in an order seeded by `seed_path`."""
     order = sorted(
         samples, key=lambda s: derive_seed(*seed_path, "deal", s.trajectory, s.node, s.turn)

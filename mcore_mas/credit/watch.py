@@ -54,13 +54,18 @@ class CreditWatch:
                 "advantage, or raise trainer.signal_within (null: never stop)"
             )
 
-    def scale_warning(self, samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> str:
+    def scale_warning(
+        self, samples: Sequence[Sample], estimators: Mapping[str, AdvantageConfig]
+    ) -> str:
         """Return a warning if agents that are compared with each other have rewards of very different scales, or "".
 
         The scale of an agent is the range of its rewards in the step. Each pair of agents is
         reported once.
         """
-        groupings = [estimator_grouping(rule.name, rule.options) for rule in rules.values()]
+        groupings = [
+            estimator_grouping(estimator.name, estimator.options)
+            for estimator in estimators.values()
+        ]
         if all(grouping is None or "agent" in grouping.peers for grouping in groupings):
             return ""
         rewards = group_pairs((sample.agent, sample.reward) for sample in samples)

@@ -65,7 +65,7 @@ _BASELINES: dict[Baseline, Callable[[GroupStatistics], Tensor]] = {
     "others": lambda stats: (stats.score - stats.mean) * stats.size / (stats.size - 1).clamp(min=1),
     "second": _lead_over_second,
 }
-_SPREADS = {"team": grouping("task", "trajectory"), "agent": grouping("agent", "turn")}
+_STD_GROUPINGS = {"team": grouping("task", "trajectory"), "agent": grouping("agent", "turn")}
 
 
 def relative(
@@ -97,7 +97,7 @@ def relative(
     advantages = _BASELINES[baseline](statistics)
     groups = {"peers": statistics}
     if std != "none":
-        std_grouping = _SPREADS.get(std, statistics.grouping)
+        std_grouping = _STD_GROUPINGS.get(std, statistics.grouping)
         if std_grouping == statistics.grouping:
             std_statistics = statistics
         else:
@@ -408,9 +408,9 @@ ESTIMATORS: dict[str, Estimator] = {
 REQUIRED_COLUMN = {"gae": "values", "remax": "greedy", "gigpo": "steps"}
 # Estimators that are given only the turns of their own agents, because other turns may lack the
 # required column.
-OWN_TURNS_ONLY = frozenset({"gae", "remax"})
+AGENT_LOCAL_ESTIMATORS = frozenset({"gae", "remax"})
 # Estimators whose advantages have shape [T].
-BY_TOKEN = frozenset({"reinforce_pp", "reinforce_pp_baseline", "gae"})
+TOKEN_LEVEL_ESTIMATORS = frozenset({"reinforce_pp", "reinforce_pp_baseline", "gae"})
 _TREE_GROUPINGS = {"mcts": _SIBLINGS, "mars2": _NODES}
 
 

@@ -1,6 +1,6 @@
 """Token losses of a policy and of its critic, and their aggregation to the loss of an update.
 
-A policy loss maps a `Tokens` of N tokens, and the log-probabilities [N] of the old policy in the
+A policy loss maps a `TokenBatch` of N tokens, and the log-probabilities [N] of the old policy in the
 ratio, to (loss [N], statistics [N] by name). Statistics are averaged over all tokens; if the name
 ends in `_max` or `_min`, their maximum or minimum is taken. NaN marks tokens without the statistic.
 
@@ -36,7 +36,7 @@ Statistics = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
+class TokenBatch:
     """Inputs of a loss for N trained tokens. Log-probabilities are in nats, after temperature.
 
     Attributes:
@@ -66,19 +66,19 @@ class Tokens:
 Loss = Callable[..., tuple[Tensor, Statistics]]
 
 
-def cross_entropy(tokens: Tokens, old: Tensor) -> tuple[Tensor, Statistics]:
+def cross_entropy(tokens: TokenBatch, old: Tensor) -> tuple[Tensor, Statistics]:
     """Compute the negative log-likelihood [N], for supervised fine-tuning (SFT)."""
     return -tokens.logprobs, {}
 
 
-def reinforce(tokens: Tokens, old: Tensor) -> tuple[Tensor, Statistics]:
+def reinforce(tokens: TokenBatch, old: Tensor) -> tuple[Tensor, Statistics]:
     """Compute the policy-gradient loss −A log π [N], without ratio or clip   Williams 1992."""
     ratio = bounded_exp((tokens.logprobs - old).detach())
     return -tokens.advantages * tokens.logprobs, _ratio_statistics(tokens, old, ratio)
 
 
 def ppo_clip(
-    tokens: Tokens,
+    tokens: TokenBatch,
     old: Tensor,
     *,
     clip_low: Share = 0.2,
@@ -98,7 +98,7 @@ def ppo_clip(
 
 
 def gspo(
-    tokens: Tokens,
+    tokens: TokenBatch,
     old: Tensor,
     *,
     clip_low: Share = 3e-4,
@@ -137,7 +137,7 @@ def _clipped(
     return torch.minimum(single, bound), statistics
 
 
-def _ratio_statistics(tokens: Tokens, old: Tensor, ratio: Tensor) -> Statistics:
+def _ratio_statistics(tokens: TokenBatch, old: Tensor, ratio: Tensor) -> Statistics:
     return {
         # KL(π_old‖π), because the old policy sampled the tokens
         "kl": k3(old, tokens.logprobs.detach()),
@@ -180,7 +180,7 @@ class Objective:
     correction: str = "none"
     correction_options: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, tokens: Tokens) -> tuple[Tensor, Statistics]:
+    def __call__(self, tokens: TokenBatch) -> tuple[Tensor, Statistics]:
         """Compute the loss [N] of each token before token weights, and statistics [N] by name.
 
         If a token has a KL coefficient and its reference is NaN, its loss is NaN.
@@ -215,7 +215,7 @@ class Objective:
             )
         return loss - tokens.entropy_coef * tokens.entropy, statistics
 
-    def _old_logprobs(self, tokens: Tokens) -> Tensor:
+    def _old_logprobs(self, tokens: TokenBatch) -> Tensor:
         """Return the log-probabilities [N] of π_old."""
         if self.correction == "none":
             return tokens.behaviour

@@ -38,7 +38,7 @@ def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> fl
     return scores[list(answers).index(winner)]
 
 
-RESAMPLES = 10_000
+_BOOTSTRAP_RESAMPLES = 10_000
 _DRAWS_AT_ONCE = 1 << 22
 # 97.5 % quantiles of Student's t with 1, 2, ... 18 degrees of freedom
 _T_QUANTILES = (
@@ -72,8 +72,8 @@ def mean_interval(values: Sequence[float], name: str) -> tuple[float, float]:
     # same.
     chunk = max(1, _DRAWS_AT_ONCE // size)
     means = []
-    for start in range(0, RESAMPLES, chunk):
-        rows = min(chunk, RESAMPLES - start)
+    for start in range(0, _BOOTSTRAP_RESAMPLES, chunk):
+        rows = min(chunk, _BOOTSTRAP_RESAMPLES - start)
         means.append(samples[generator.integers(size, size=(rows, size))].mean(axis=1))
     low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
     return float(low), float(high)

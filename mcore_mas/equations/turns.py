@@ -142,7 +142,7 @@ class Grouping:
     vote: tuple[str, ...]  # key columns
 
     @property
-    def contrast(self) -> frozenset[str]:
+    def vote_sources(self) -> frozenset[str]:
         """Source of several votes per group: trajectories of a task ("groups") or branches of a tree ("trees").
 
         Where peers share a state, trajectories give several votes only if the environment names its

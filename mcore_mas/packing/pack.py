@@ -77,7 +77,7 @@ class PackedSamples:
     """Samples of a policy that are packed once per step, and whose columns are filled in as they become known.
 
     They are packed when a model first scores them. If no model scores them before credit is
-    assigned, packing waits until `train`, so that samples without a gradient are left out.
+    assigned, packing waits until `training_microbatches`, so that samples without a gradient are left out.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PackedSamples:
         """
         return unpack(self.microbatches, list(scores), self._samples)
 
-    def train(self, samples: Sequence[Sample]) -> list[Microbatch]:
+    def training_microbatches(self, samples: Sequence[Sample]) -> list[Microbatch]:
         """Return micro-batches of a subset of the samples, with their columns updated.
 
         Args:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.credit.assign import assess, columns, estimate
+from mcore_mas.credit.assign import add_advantages, columns, run_estimator
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.trajectory_terminal import plain_text
@@ -41,9 +41,9 @@ def print_credit(
         CreditError: the estimator is unknown, has no such option, or lacks what it needs; a turn
             has no reward; or no turn is of `task`.
     """
-    rule = _parse_rule(name, options)
+    estimator = _parse_estimator(name, options)
     samples = to_samples(group_trajectories(read_trajectories(file)))
-    samples = estimate(samples, {sample.agent: rule for sample in samples})
+    samples = add_advantages(samples, {sample.agent: estimator for sample in samples})
     tasks = list(dict.fromkeys(sample.task for sample in samples))
     if task is not None and task not in tasks:
         first_task = tasks[0] if tasks else "none"
@@ -53,7 +53,7 @@ def print_credit(
 
     shown_tasks = [task] if task is not None else tasks[:limit]
     shown_options = "".join(f" {key}={value}" for key, value in options.items())
-    groups = assess(columns(samples), rule).groups
+    groups = run_estimator(columns(samples), estimator).groups
     for shown_task in shown_tasks:
         rows = [i for i, sample in enumerate(samples) if sample.task == shown_task]
         console.print(plain_text(f"\ntask {shown_task}   {name}{shown_options}", style="bold"))
@@ -70,7 +70,7 @@ def print_credit(
         console.print(plain_text(text, style="dim"))
 
 
-def _parse_rule(name: str, options: Mapping[str, Any]) -> AdvantageConfig:
+def _parse_estimator(name: str, options: Mapping[str, Any]) -> AdvantageConfig:
     try:
         return AdvantageConfig(name=name, options=dict(options))
     except ValidationError as error:

@@ -16,7 +16,7 @@ from mcore_mas import SHIPPED
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import expand_braces
 from mcore_mas.config.run import GAIN, RunConfig
-from mcore_mas.equations.advantages import BY_TOKEN, ESTIMATORS
+from mcore_mas.equations.advantages import ESTIMATORS, TOKEN_LEVEL_ESTIMATORS
 from mcore_mas.equations.losses import LOSSES
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.page_templates import render_page
@@ -319,8 +319,8 @@ COMPUTED: Mapping[str, Callable[[RunConfig], Any]] = {
     "malformed reply": lambda config: config.reward.penalties.get("invalid", {}).get("coef", 0.0),
     "filter": lambda config: _chosen(config.filter),
     "correction": lambda config: _chosen(config.loss.correction),
-    "discount": partial(_of_estimators, BY_TOKEN, "gamma"),
-    "lambda": partial(_of_estimators, BY_TOKEN, "lam"),
+    "discount": partial(_of_estimators, TOKEN_LEVEL_ESTIMATORS, "gamma"),
+    "lambda": partial(_of_estimators, TOKEN_LEVEL_ESTIMATORS, "lam"),
     "tree weights": lambda config: [
         _of_estimators(("mcts", "mars2"), key, config) for key in ("gamma", "lam")
     ],

@@ -5,7 +5,12 @@ from pathlib import Path
 
 from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.credit.assign import assessments, estimate, keep, mean_advantages
+from mcore_mas.credit.assign import (
+    add_advantages,
+    filter_samples,
+    mean_advantages,
+    run_estimators,
+)
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.reports.trajectory_page import (
     GroupMember,
@@ -34,26 +39,28 @@ def compute_turn_credit(
         config = RunConfig.load(file.resolve().parents[2] / "config.yaml")
         samples = to_samples(group_trajectories(trajectories))
         if config.filter is not None:
-            samples = keep(samples, config.filter)
+            samples = filter_samples(samples, config.filter)
         kl = config.loss.kl
         if not samples or (kl.coef and kl.where == "reward"):
             return {}, {}
-        rules = {name: config.advantage_of(name) for name in config.agents}
-        advantages = mean_advantages(estimate(samples, rules))
-        return advantages, _peer_groups(samples, rules, advantages)
+        estimators = {name: config.advantage_of(name) for name in config.agents}
+        advantages = mean_advantages(add_advantages(samples, estimators))
+        return advantages, _peer_groups(samples, estimators, advantages)
     except (ConfigError, CreditError, IndexError):
         return {}, {}
 
 
 def _peer_groups(
-    samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig], advantages: TurnAdvantages
+    samples: Sequence[Sample],
+    estimators: Mapping[str, AdvantageConfig],
+    advantages: TurnAdvantages,
 ) -> TurnGroups:
     """Return the groups in which the estimator of a turn's agent compared the turn."""
     groups_of_turns: dict[tuple[str, str, int], list[PeerGroup]] = {}
-    for rule, indices, _, estimated in assessments(samples, rules):
-        for label, statistics in estimated.groups.items():
+    for run in run_estimators(samples, estimators):
+        for label, statistics in run.advantages.groups.items():
             groups: dict[tuple[str, int], PeerGroup] = {}  # by task and number of the group
-            for row, index in enumerate(indices):
+            for row, index in enumerate(run.indices):
                 sample = samples[index]
                 number = int(statistics.vote_group[statistics.vote[row]])
                 if (sample.task, number) not in groups:
@@ -73,6 +80,6 @@ def _peer_groups(
                     advantage=advantages.get(sample.id),
                 )
                 group.members.append(member)
-                if rules[sample.agent] == rule:
+                if estimators[sample.agent] == run.estimator:
                     groups_of_turns.setdefault(sample.id, []).append(group)
     return groups_of_turns

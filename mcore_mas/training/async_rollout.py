@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.credit.assign import keep
+from mcore_mas.credit.assign import filter_samples
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import REQUIRED_COLUMN
 from mcore_mas.evaluation.measure import Scoreboard, measure
@@ -132,7 +132,7 @@ class AsyncRollouts:
                 raise TrainingError(problem)
 
             collected_samples = to_samples(collected)
-            samples += keep(collected_samples, wanted) if wanted else collected_samples
+            samples += filter_samples(collected_samples, wanted) if wanted else collected_samples
             tasks = list(dict.fromkeys(sample.task for sample in samples))
             last = len(tasks) >= per_step or (resumed.complete and number == resumed.count)
             batch = None if last else next(batches, None)

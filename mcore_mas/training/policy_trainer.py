@@ -13,8 +13,13 @@ from torch import Tensor
 
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.credit.assign import penalise, reference_kl
-from mcore_mas.credit.samples import Sample, align, deal, split, weigh
-from mcore_mas.equations.divergence import BOUNDS, AdaptiveKL, describe_disagreement, is_gap_metric
+from mcore_mas.credit.samples import Sample, align, mini_batches, split, weigh
+from mcore_mas.equations.divergence import (
+    GAP_BOUNDS,
+    AdaptiveKL,
+    describe_disagreement,
+    is_gap_metric,
+)
 from mcore_mas.equations.losses import explained_variance
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
@@ -77,7 +82,8 @@ class PolicyTrainer:
         own = [replace(sample, entropy_coef=entropy) for sample in samples if self._learns(sample)]
         seed = self._config.seed
         if trainer.minibatch is not None:
-            return [self._batch(part) for part in deal(own, trainer.minibatch, seed, step)]
+            parts = mini_batches(own, trainer.minibatch, seed, step)
+            return [self._batch(part) for part in parts]
         return [self._batch(part) for part in split(own, trainer.updates_per_step, seed, step)]
 
     def _learns(self, sample: Sample) -> bool:
@@ -214,7 +220,7 @@ class PolicyTrainer:
 
     def _check_agreement(self, metrics: Mapping[str, float]) -> None:
         if found := describe_disagreement(
-            metrics, BOUNDS[self._precision] | self._config.trainer.agreement
+            metrics, GAP_BOUNDS[self._precision] | self._config.trainer.agreement
         ):
             raise TrainingError(
                 f"policy {self._policy}, {found}, more than {self._precision} rounds; engine and trainer do not hold "
@@ -231,8 +237,8 @@ def step_places(config: RunConfig, policy: str) -> list[int] | None:
 
 
 async def _packed(pack: PackedSamples, samples: Sequence[Sample]) -> list[Microbatch]:
-    """`PackedSamples.train`, which takes seconds for a large step: what is collected ahead goes on."""
-    return await asyncio.to_thread(pack.train, samples)
+    """`PackedSamples.training_microbatches`, which takes seconds for a large step: what is collected ahead goes on."""
+    return await asyncio.to_thread(pack.training_microbatches, samples)
 
 
 async def _scores(

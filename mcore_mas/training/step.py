@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.credit.assign import estimate
+from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import Sample, TurnId
 from mcore_mas.credit.watch import CreditWatch
-from mcore_mas.equations.advantages import OWN_TURNS_ONLY
+from mcore_mas.equations.advantages import AGENT_LOCAL_ESTIMATORS
 from mcore_mas.runtime.checkpoint import Checkpoints
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.stop_signal import StopSignal
@@ -104,7 +104,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
 
     # 3. Assign credit.
     estimators = {agent: config.advantage_of(agent) for agent in config.agents}
-    credited = estimate(samples, estimators)
+    credited = add_advantages(samples, estimators)
     session.credit_watch.check(config.trainer, number, credited)
     _note_warnings(session, number, rollouts, credited)
 
@@ -137,7 +137,7 @@ def _samples_to_compare(
         sample
         for sample in rollouts.samples
         if sample.policy in trained_policies
-        or config.advantage_of(sample.agent).name not in OWN_TURNS_ONLY
+        or config.advantage_of(sample.agent).name not in AGENT_LOCAL_ESTIMATORS
     ]
 
 

@@ -65,7 +65,7 @@ def locate(trajectory: Trajectory, turn: Turn | None = None) -> str:
     return f"trajectory {trajectory.id}, turn {turn.index}{node} ({turn.agent})"
 
 
-def unbranched(trajectory: Trajectory) -> Trajectory:
+def require_no_tree(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory; raise RewardError if it is a tree, whose other branches have no outcome."""
     if trajectory.leaf or any(turn.node for turn in trajectory.turns):
         raise RewardError(
@@ -77,7 +77,7 @@ def unbranched(trajectory: Trajectory) -> Trajectory:
 
 def outcome(trajectory: Trajectory) -> float:
     """Return the outcome of a trajectory; raise RewardError if it is missing or not finite, or for a tree."""
-    value = unbranched(trajectory).outcome
+    value = require_no_tree(trajectory).outcome
     if value is None or not math.isfinite(value):
         raise RewardError(
             f"{locate(trajectory)}: completed with outcome {value}; its environment must give a number"
@@ -105,7 +105,7 @@ def local_score(trajectory: Trajectory, turn: Turn, name: str) -> float | None:
     return score_of(trajectory, turn, name)
 
 
-def rounds(turns: Sequence[Turn]) -> list[int]:
+def agent_turn_counts(turns: Sequence[Turn]) -> list[int]:
     """Return for each turn the number of earlier turns of the same agent."""
     return [
         sum(earlier.agent == turn.agent for earlier in turns[:i]) for i, turn in enumerate(turns)
@@ -213,7 +213,10 @@ def discounts(
 
     def rewards(trajectory: Trajectory) -> list[float]:
         team = outcome(trajectory)
-        return [rules[mode](team, hop, turn) for hop, turn in enumerate(rounds(trajectory.turns))]
+        return [
+            rules[mode](team, hop, turn)
+            for hop, turn in enumerate(agent_turn_counts(trajectory.turns))
+        ]
 
     return allocate(group, rewards)
 
@@ -282,7 +285,7 @@ def majority(group: Group) -> Group:
 
 
 def _answer(trajectory: Trajectory) -> str:
-    answer = unbranched(trajectory).answer
+    answer = require_no_tree(trajectory).answer
     if answer is None:
         raise RewardError(
             f"{locate(trajectory)}: its environment reports no answer, so it cannot vote"

@@ -76,7 +76,7 @@ def turn_difference(
     def rewards(trajectory: Trajectory) -> list[float]:
         result: list[float] = []
         previous = 0.0
-        for i, turn in enumerate(allocation.unbranched(trajectory).turns):
+        for i, turn in enumerate(allocation.require_no_tree(trajectory).turns):
             if turn.agent in scored:
                 value = allocation.score_of(trajectory, turn, metric)
                 for member in trajectory.turns[len(result) : i + 1]:
@@ -110,7 +110,7 @@ FORMULAS: dict[Formula, Callable[[float, float], float]] = {
 
 
 def _rounds(turns: Sequence[Turn], i: int) -> list[int]:
-    number = allocation.rounds(turns)
+    number = allocation.agent_turn_counts(turns)
     return [j for j in range(len(turns)) if number[j] < number[i]]
 
 
@@ -156,7 +156,7 @@ def shaping(
     """
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
-        turns = allocation.unbranched(trajectory).turns
+        turns = allocation.require_no_tree(trajectory).turns
         raw = [allocation.local_score(trajectory, turn, measure) for turn in turns]
         last = dict(zip((turn.agent for turn in turns), raw, strict=True))
         shaped: list[float | None] = []

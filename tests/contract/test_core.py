@@ -7,7 +7,7 @@ import torch
 
 from mcore_mas.equations.divergence import KL_ESTIMATES
 from mcore_mas.equations.filters import FILTERS
-from mcore_mas.equations.losses import LOSSES, Tokens
+from mcore_mas.equations.losses import LOSSES, TokenBatch
 from tests.support.turns import make_turns
 
 ROWS = [
@@ -40,7 +40,7 @@ def test_a_filter_keeps_the_same_turns_in_whatever_order_they_come(name: str) ->
 def test_a_loss_is_a_number_a_token_whose_statistics_have_no_gradient(name: str) -> None:
     zeros = torch.zeros(4, dtype=torch.float64)
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64, requires_grad=True)
-    tokens = Tokens(
+    tokens = TokenBatch(
         logprobs=logprobs,
         behaviour=logprobs.detach(),
         advantages=torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64),

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.equations.divergence import BOUNDS, describe_disagreement
+from mcore_mas.equations.divergence import GAP_BOUNDS, describe_disagreement
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
@@ -34,8 +34,8 @@ TABLE = """
 Engine: a Hugging Face model in bfloat16, sampling token by token with torch's eager attention. Trainer: Megatron in
 bfloat16, on the packed sequences. Both have the weights of one tiny model (width 64), trained on a small language for
 {steps} steps from random weights, of which the engine may have a tensor as it was. {tokens} tokens in each row; nats.
-A run stops beyond mean {mean}, k3 {k3} or p99 {p99} (`BOUNDS` in `mcore_mas/equations/divergence.py`). In float32 the
-bound is {maximum} on the maximum.
+A run stops beyond mean {mean}, k3 {k3} or p99 {p99} (`GAP_BOUNDS` in `mcore_mas/equations/divergence.py`). In float32
+the bound is {maximum} on the maximum.
 
 | layers | the engine's weights | mean | k3 | p99 | max | beyond 1 nat | run |
 |---|---|---|---|---|---|---|---|
@@ -167,7 +167,7 @@ def compared(
 
 def stops(metrics: Mapping[str, float]) -> str:
     """Why a run in bfloat16 would stop, or ""."""
-    return describe_disagreement(metrics, BOUNDS["bfloat16"])
+    return describe_disagreement(metrics, GAP_BOUNDS["bfloat16"])
 
 
 def section(folder: Path) -> str:
@@ -186,7 +186,7 @@ def section(folder: Path) -> str:
                 f"{figure:.1e}" if figure < 0.01 else f"{figure:.3f}" for figure in figures
             )
             rows += f"| {layers} | {name} | {numbers} | {outliers:.0f} | {verdict} |\n"
-    bounds, maximum = BOUNDS["bfloat16"], BOUNDS["float32"]["max"]
+    bounds, maximum = GAP_BOUNDS["bfloat16"], GAP_BOUNDS["float32"]["max"]
     return (
         TABLE.format(steps=STEPS + 1, tokens=ROWS * REPLY, maximum=maximum, **bounds) + rows + NOTE
     )

@@ -24,7 +24,7 @@ from statistics import fmean
 
 from mcore_mas.config.cold_start import BaseModelConfig
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.credit.assign import estimate
+from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import Sample, to_samples, weigh
 from mcore_mas.equations.losses import Objective
 from mcore_mas.equations.statistics import mean_interval
@@ -349,7 +349,9 @@ async def learn(lesson: Lesson, model: Path) -> tuple[list[float], list[float], 
     for step in range(STEPS):
         groups = await lesson.play(player, step=step, group_size=TRAINED)
         curve.append(fmean(right(groups)))
-        samples = weigh(estimate(to_samples(groups), rules), dict.fromkeys(lesson.agents, 1.0))
+        samples = weigh(
+            add_advantages(to_samples(groups), rules), dict.fromkeys(lesson.agents, 1.0)
+        )
         for _ in range(UPDATES):
             trainer.update(pack(samples, 8192))
         await engine.load_weights(trainer.model.weights(), step + 1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.credit.assign import estimate
+from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import Sample
 
 Key = Callable[[Sample], Any]
@@ -336,7 +336,7 @@ def largest_differences(batches: int = 25) -> dict[str, float]:
         samples = ragged(rng, tree=tree)
         for name, options, expected in cases(rng, samples, tree=tree):
             rule = AdvantageConfig(name=name, options=options)
-            made = estimate(samples, {sample.agent: rule for sample in samples})
+            made = add_advantages(samples, {sample.agent: rule for sample in samples})
             got = [a for sample in made for a in sample.advantages or ()]
             apart = max(abs(a - b) / (1 + abs(b)) for a, b in zip(got, expected, strict=True))
             worst[name] = max(worst.get(name, 0.0), apart)

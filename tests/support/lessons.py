@@ -20,7 +20,7 @@ from typing import Any
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.credit.assign import estimate
+from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import Sample, to_samples, weigh
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
@@ -328,7 +328,7 @@ async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[di
         failed = [
             t.error for group in groups for t in group.trajectories if t.status is Status.FAILED
         ]
-        samples = estimate(
+        samples = add_advantages(
             to_samples([allocate(group) for group in groups]),
             dict.fromkeys(config.agents, config.advantage),
         )

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from mcore_mas.api.rewards import allocator_of
 from mcore_mas.cli.main import app
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.credit.assign import estimate, mean_advantages
+from mcore_mas.credit.assign import add_advantages, mean_advantages
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.base_model import make_tiny_model
 from rollout.records.files import write_trajectories
@@ -134,7 +134,7 @@ def test_a_turn_is_compared_with_the_median_of_its_agents(
         for n, (one, other) in enumerate(paid)
     ]
     rule = AdvantageConfig(name="own_credit:median", options={"scale": 2.0})
-    found = mean_advantages(estimate(to_samples([group(*played)]), {"a": rule, "b": rule}))
+    found = mean_advantages(add_advantages(to_samples([group(*played)]), {"a": rule, "b": rule}))
     assert [found[(t.id, "", n)] for n in (0, 1) for t in played] == [
         0.0,
         0.0,

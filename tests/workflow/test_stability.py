@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.credit.assign import estimate
+from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.reports.study import MetricsError, lemma_factors, norms, skills, study_stability
@@ -69,7 +69,7 @@ def test_lemma_factors_by_hand_are_the_second_moments_of_grpo() -> None:
     assert lemma_factors([rescued().trajectories, flat.trajectories])["solver"] == pytest.approx(
         3.0 / 6
     )
-    credited = estimate(
+    credited = add_advantages(
         to_samples([rescued()]), dict.fromkeys(("solver", "rescuer"), AdvantageConfig(name="grpo"))
     )
     measured = credit_metrics(credited)

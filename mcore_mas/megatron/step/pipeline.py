@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_mas.equations.divergence import gap_statistics, histogram_quantile, log_histogram
-from mcore_mas.equations.losses import Tokens
+from mcore_mas.equations.losses import TokenBatch
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
 from mcore_mas.megatron.device import rank_device, use_triton
 from mcore_mas.megatron.model.decoder import PackedGPTModel
@@ -303,7 +303,7 @@ class Pipeline:
     def _policy_loss(self, predicted: _Output, given: _Input) -> tuple[Tensor, TokenStatistics]:
         logprobs, entropy = predicted
         batch = given.whole
-        tokens = Tokens(
+        tokens = TokenBatch(
             logprobs=logprobs,
             behaviour=batch.behaviour,
             advantages=batch.advantages,

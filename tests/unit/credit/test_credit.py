@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_mas.config.credit import AdvantageConfig, FilterConfig
-from mcore_mas.credit.assign import columns, estimate, keep
+from mcore_mas.credit.assign import add_advantages, columns, filter_samples
 from mcore_mas.credit.samples import CreditError, Sample, step_rewards, to_samples
 from mcore_mas.equations.advantages import discounted_returns, whiten
 from mcore_mas.equations.turns import Turns
@@ -33,11 +33,11 @@ def team() -> list[Sample]:
 
 
 def test_every_agent_has_its_own_rule_under_one_policy() -> None:
-    rules = {
+    estimators = {
         "solver": AdvantageConfig(name="rloo"),
         "verifier": AdvantageConfig(name="drmas", options={"std": "agent", "eps": 1e-12}),
     }
-    got = estimate(team(), rules)
+    got = add_advantages(team(), estimators)
     assert [len(s.advantages or ()) for s in got] == [2] * 5
     by_turn = [s.advantages[0] for s in got]
     # RLOO sees all turns: votes 3, 2, 1/2.  Dr. MAS's verifier: 5 and 4
@@ -52,16 +52,16 @@ def test_children_of_different_parents_are_no_siblings_though_their_parents_are_
         sample("a", node.count("."), "solver", reward, node=node)
         for node, reward in rewards.items()
     ]
-    rules = {"solver": AdvantageConfig(name="mcts")}
-    whole = [s.advantages[0] for s in estimate(tree, rules) if s.advantages]
+    estimators = {"solver": AdvantageConfig(name="mcts")}
+    whole = [s.advantages[0] for s in add_advantages(tree, estimators) if s.advantages]
     assert whole == [-4.0, 4.0, 2 - (1 + 4) / 2, 4 - (1 + 2) / 2, 7 - (5 + 9) / 2, 9 - (5 + 7) / 2]
-    alone = [s.advantages[0] for s in estimate(tree[2:], rules) if s.advantages]
+    alone = [s.advantages[0] for s in add_advantages(tree[2:], estimators) if s.advantages]
     assert alone == [-2.0, 2.0, -2.0, 2.0]  # each against its one sibling
     above = [
         sample("a", 0, "solver", 3.0),
         *tree[:2],
     ]  # a turn before the first branching is the parent of 0 and 1
-    assert [s.advantages[0] for s in estimate(above, rules) if s.advantages] == [
+    assert [s.advantages[0] for s in add_advantages(above, estimators) if s.advantages] == [
         0.0,
         1 - (3 + 5) / 2,
         5 - (3 + 1) / 2,
@@ -70,13 +70,13 @@ def test_children_of_different_parents_are_no_siblings_though_their_parents_are_
 
 def test_a_critics_agents_get_returns_and_others_need_none() -> None:
     gae = AdvantageConfig(name="gae", options={"gamma": 0.5, "lam": 1.0})
-    rules = {"solver": AdvantageConfig(name="grpo"), "verifier": gae}
+    estimators = {"solver": AdvantageConfig(name="grpo"), "verifier": gae}
     samples = team()
     for i in (1, 3):
         samples[i] = sample(
             samples[i].trajectory, 1, "verifier", samples[i].reward, values=(1.0, 2.0), policy="q"
         )
-    got = estimate(samples, rules)
+    got = add_advantages(samples, estimators)
     # returns to go: 2.5, 5 and 2, 4; advantages before whitening: 1.5, 3, 1, 2
     assert got[1].returns == pytest.approx((2.5, 5.0))
     assert got[3].returns == pytest.approx((2.0, 4.0))
@@ -87,23 +87,23 @@ def test_a_critics_agents_get_returns_and_others_need_none() -> None:
     assert [*got[1].advantages, *got[3].advantages] == pytest.approx(expected)
     assert got[0].returns is None
     with pytest.raises(CreditError, match="advantage 'gae' needs values of every turn"):
-        estimate(team(), rules)
+        add_advantages(team(), estimators)
 
 
 def test_remax_needs_the_greedy_outcome() -> None:
     samples = [sample("a", 0, "solver", 1.0, scores={"greedy": 0.25})]
-    assert estimate(samples, {"solver": AdvantageConfig(name="remax")})[0].advantages == (
+    assert add_advantages(samples, {"solver": AdvantageConfig(name="remax")})[0].advantages == (
         0.75,
         0.75,
     )
     with pytest.raises(CreditError, match="advantage 'remax' needs greedy"):
-        estimate(team()[:1], {"solver": AdvantageConfig(name="remax")})
+        add_advantages(team()[:1], {"solver": AdvantageConfig(name="remax")})
 
 
 def test_a_masked_turn_is_a_peer_whose_advantage_nobody_else_gets() -> None:
     """Two turns, one of them masked, have two tokens: an advantage by turn is none by token."""
     samples = [sample("a", 0, "solver", 1.0, trained=(False, False)), sample("b", 0, "solver", 0.0)]
-    got = estimate(samples, {"solver": AdvantageConfig(name="dr_grpo")})
+    got = add_advantages(samples, {"solver": AdvantageConfig(name="dr_grpo")})
     assert [s.advantages for s in got] == [(), (-0.5, -0.5)]
 
 
@@ -113,7 +113,9 @@ def test_a_step_in_which_every_reply_is_masked_goes_on(name: str) -> None:
         sample(place, 0, "solver", 1.0, trained=(False, False), scores={"greedy": 0.0})
         for place in "ab"
     ]
-    assert not any(s.advantages for s in estimate(samples, {"solver": AdvantageConfig(name=name)}))
+    assert not any(
+        s.advantages for s in add_advantages(samples, {"solver": AdvantageConfig(name=name)})
+    )
 
 
 def test_penalties_are_taken_from_the_score() -> None:
@@ -122,7 +124,8 @@ def test_penalties_are_taken_from_the_score() -> None:
     assert turns.scores.tolist() == [0.5, 1.0]
     assert turns.token_rewards().tolist() == [-0.25, 0.75, 0.0, 1.0]
     assert [
-        s.advantages[0] for s in estimate(samples, {"solver": AdvantageConfig(name="dr_grpo")})
+        s.advantages[0]
+        for s in add_advantages(samples, {"solver": AdvantageConfig(name="dr_grpo")})
     ] == [-0.25, 0.25]
 
 
@@ -146,12 +149,12 @@ def test_alike_states_join_the_first_that_is_near_enough() -> None:
     assert columns(other_task).cluster_states(0.75).tolist() == [0, 0, 1, 0, 2]  # type: ignore[misc]
 
 
-def test_an_agent_without_a_rule_is_named() -> None:
+def test_an_agent_without_an_estimator_is_named() -> None:
     with pytest.raises(
         CreditError,
-        match=r"trajectory a, turn 1: agent 'verifier' has no estimator; agents: solver",
+        match=r"trajectory a, turn 1: agent 'verifier' has no estimator; agents with one: solver",
     ):
-        estimate(team(), {"solver": AdvantageConfig(name="grpo")})
+        add_advantages(team(), {"solver": AdvantageConfig(name="grpo")})
 
 
 def own_estimator(turns: Turns, *, factor: float = 2.0) -> torch.Tensor:
@@ -163,7 +166,7 @@ def test_an_estimator_of_ones_own_may_give_values_alone() -> None:
     rule = AdvantageConfig(
         name="tests.unit.credit.test_credit:own_estimator", options={"factor": 3.0}
     )
-    got = estimate([sample("a", 0, "solver", 0.5)], {"solver": rule})[0]
+    got = add_advantages([sample("a", 0, "solver", 0.5)], {"solver": rule})[0]
     assert got.advantages == (1.5, 1.5)
     assert got.returns is None
 
@@ -197,7 +200,7 @@ def test_a_turn_that_no_step_followed_has_no_return() -> None:
     with pytest.raises(
         CreditError, match="advantage 'gigpo' needs steps of every turn, and a turn has none"
     ):
-        estimate(samples, {"s": AdvantageConfig(name="gigpo")})
+        add_advantages(samples, {"s": AdvantageConfig(name="gigpo")})
 
 
 def test_d10_a_masked_turn_with_a_reward_counts_for_its_peers_alone() -> None:
@@ -208,16 +211,16 @@ def test_d10_a_masked_turn_with_a_reward_counts_for_its_peers_alone() -> None:
         sample("c", 0, "s", 0.5),
     ]
     rule = {"s": AdvantageConfig(name="dr_grpo")}
-    assert [s.advantages for s in estimate(samples, rule)] == [(0.5, 0.5), (), (0.0, 0.0)]
-    assert [s.has_gradient for s in estimate(samples, rule)] == [True, False, False]
+    assert [s.advantages for s in add_advantages(samples, rule)] == [(0.5, 0.5), (), (0.0, 0.0)]
+    assert [s.has_gradient for s in add_advantages(samples, rule)] == [True, False, False]
     values = [replace(s, values=(0.0, 0.0)) for s in (samples[0], samples[2])]
-    got = estimate([values[0], samples[1], values[1]], {"s": AdvantageConfig(name="gae")})
+    got = add_advantages([values[0], samples[1], values[1]], {"s": AdvantageConfig(name="gae")})
     assert [len(s.advantages or ()) for s in got] == [2, 0, 2]
 
 
 def test_nothing_is_nothing() -> None:
-    assert estimate([], {}) == []
-    assert keep([], FilterConfig(name="informative")) == []
+    assert add_advantages([], {}) == []
+    assert filter_samples([], FilterConfig(name="informative")) == []
 
 
 def test_keep_leaves_out_what_the_filter_says() -> None:
@@ -226,4 +229,4 @@ def test_keep_leaves_out_what_the_filter_says() -> None:
         sample("d", 0, "solver", 1.0, task="u"),
         sample("e", 0, "solver", 1.0, task="u"),
     ]
-    assert {s.task for s in keep(samples, FilterConfig(name="informative"))} == {"t"}
+    assert {s.task for s in filter_samples(samples, FilterConfig(name="informative"))} == {"t"}

@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_mas.equations.advantages import (
+    AGENT_LOCAL_ESTIMATORS,
     ESTIMATORS,
-    OWN_TURNS_ONLY,
 )
 from mcore_mas.equations.turns import reverse_scan
 from tests.support.turns import make_turns
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(ESTIMATORS) - OWN_TURNS_ONLY - {"reinforce_pp", "reinforce_pp_baseline"})
+    "name",
+    sorted(set(ESTIMATORS) - AGENT_LOCAL_ESTIMATORS - {"reinforce_pp", "reinforce_pp_baseline"}),
 )
 def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
     rows = [
@@ -34,7 +35,7 @@ def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
     assert among[:3].tolist() == pytest.approx(alone.tolist())
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - OWN_TURNS_ONLY))
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - AGENT_LOCAL_ESTIMATORS))
 @pytest.mark.parametrize("score", [-0.01, 0.1 + 0.2, 0.7])
 def test_equal_scores_have_advantages_of_exactly_zero(name: str, score: float) -> None:
     for n in (2, 3, 7, 11):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mcore_mas.equations.advantages import (
+    AGENT_LOCAL_ESTIMATORS,
     ESTIMATORS,
-    OWN_TURNS_ONLY,
     StepCredit,
     discounted_returns,
     gigpo,
@@ -309,7 +309,7 @@ def test_an_estimator_says_whom_it_compared() -> None:
             of: (group.grouping.peers, group.grouping.vote)
             for of, group in ESTIMATORS[name](turns).groups.items()
         }
-        for name in sorted(set(ESTIMATORS) - OWN_TURNS_ONLY)
+        for name in sorted(set(ESTIMATORS) - AGENT_LOCAL_ESTIMATORS)
     }
     turn, team = ("trajectory", "node", "turn"), (("task",), ("trajectory",))
     assert compared == {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_mas.equations.divergence import (
-    BOUNDS,
+    GAP_BOUNDS,
     describe_disagreement,
     gap_statistics,
     histogram_quantile,
@@ -60,8 +60,8 @@ def test_a_quantile_is_at_most_five_percent_too_large() -> None:
 
 
 def test_in_float32_one_token_is_enough() -> None:
-    assert not describe_disagreement(metrics_of(*[1e-5] * 2000), BOUNDS["float32"])
-    said = describe_disagreement(metrics_of(2e-4, *[0.0] * 2000), BOUNDS["float32"])
+    assert not describe_disagreement(metrics_of(*[1e-5] * 2000), GAP_BOUNDS["float32"])
+    said = describe_disagreement(metrics_of(2e-4, *[0.0] * 2000), GAP_BOUNDS["float32"])
     assert said.startswith("agent/solver: the trainer")
     assert said.endswith(
         "mean 1e-07, k3 1e-11, p99 1e-07, max 0.0002 (bound 0.0001) nats over 2001 tokens"
@@ -78,7 +78,7 @@ def test_a_trainer_that_gives_no_number_does_not_agree() -> None:
         0.25,
     )
     metrics = {f"agent/solver/{name}": value for name, value in rows.items()}
-    assert describe_disagreement(metrics, BOUNDS["float32"]).startswith("agent/solver: ")
+    assert describe_disagreement(metrics, GAP_BOUNDS["float32"]).startswith("agent/solver: ")
     unsampled = summarise(
         [{"loss": torch.zeros(4), **gap_statistics(trainer, torch.full((4,), math.nan))}]
     )
@@ -99,11 +99,11 @@ def test_a_trainer_that_gives_no_number_does_not_agree() -> None:
 )
 def test_in_bfloat16_the_distribution_counts(gaps: list[float], beyond: set[str]) -> None:
     metrics = metrics_of(*gaps)
-    own = {figure: {figure: bound} for figure, bound in BOUNDS["bfloat16"].items()}
+    own = {figure: {figure: bound} for figure, bound in GAP_BOUNDS["bfloat16"].items()}
     assert {
         figure for figure, bound in own.items() if describe_disagreement(metrics, bound)
     } == beyond
-    assert bool(describe_disagreement(metrics, BOUNDS["bfloat16"])) == bool(beyond)
+    assert bool(describe_disagreement(metrics, GAP_BOUNDS["bfloat16"])) == bool(beyond)
 
 
 def test_agents_are_judged_one_by_one() -> None:
@@ -111,7 +111,7 @@ def test_agents_are_judged_one_by_one() -> None:
         name.replace("solver", "verifier"): value
         for name, value in metrics_of(*[0.001] * 2000).items()
     }
-    said = describe_disagreement(right | metrics_of(*[0.2] * 2000), BOUNDS["bfloat16"])
+    said = describe_disagreement(right | metrics_of(*[0.2] * 2000), GAP_BOUNDS["bfloat16"])
     assert said.startswith("agent/solver: ")
     assert "mean 0.2 (bound 0.03), k3 0.021 (bound 0.005), p99 0.21 (bound 0.3), max 0.2" in said
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_mas.equations.losses import (
     LOSSES,
     Objective,
-    Tokens,
+    TokenBatch,
     ValueObjective,
     cross_entropy,
     explained_variance,
@@ -31,7 +31,7 @@ def doubles(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def tokens(ratios: list[float], advantages: list[float], **columns: Any) -> Tokens:
+def tokens(ratios: list[float], advantages: list[float], **columns: Any) -> TokenBatch:
     """Tokens whose probability is `ratios` times the sampler's."""
     n = len(ratios)
     zeros = torch.zeros(n, dtype=torch.float64)
@@ -44,10 +44,10 @@ def tokens(ratios: list[float], advantages: list[float], **columns: Any) -> Toke
         "kl_coef": zeros,
         "entropy_coef": zeros,
     }
-    return Tokens(**known | columns)
+    return TokenBatch(**known | columns)
 
 
-def gradient(loss: Tensor, at: Tokens) -> list[float]:
+def gradient(loss: Tensor, at: TokenBatch) -> list[float]:
     (result,) = torch.autograd.grad(loss.sum(), at.logprobs)
     return result.tolist()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.credit.assign import estimate
+from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import to_samples
 from retrieval.client import Passage
 from rollout.engines import EngineClient
@@ -194,7 +194,7 @@ def test_d10_a_tool_agents_branch_is_paid_by_its_own_round(order: str) -> None:
     rules = dict.fromkeys(("tool", "planner"), AdvantageConfig(name="at_grpo"))
     for more in (0.0, 7.0):
         samples = [replace(sample, reward=sample.reward + more) for sample in to_samples([group])]
-        found = [s.advantages[0] for s in estimate(samples, rules) if s.agent == "tool"]  # type: ignore[index]
+        found = [s.advantages[0] for s in add_advantages(samples, rules) if s.agent == "tool"]  # type: ignore[index]
         half = (
             0.5**0.5 if order == "sequential" else 0.0
         )  # simultaneous: both branches' sums are equal here
@@ -460,7 +460,7 @@ def test_d5_trajectories_without_a_tree_are_compared_where_they_meet_in_a_state(
     assert anchors[0][:2] == anchors[1][:2] and anchors[0][2:] != anchors[1][2:]
     trajectories = tuple(replace(t, id=str(i), sample=i) for i, t in enumerate(played))
     samples = to_samples([local_team(Group(task=TASK, trajectories=trajectories))])
-    credited = estimate(
+    credited = add_advantages(
         samples, dict.fromkeys(("tool", "planner"), AdvantageConfig(name="at_grpo"))
     )
     found = [[s.advantages[0] for s in credited if s.trajectory == t.id] for t in trajectories]  # type: ignore[index]

@@ -196,7 +196,7 @@ def test_what_is_found_out_later_becomes_columns_of_the_same_places() -> None:
         replace(s, reference=row, advantages=(float(i),) * 3, weight=0.5 + i)
         for i, (s, row) in enumerate(zip(samples, rows, strict=True))
     ]
-    (batch,) = packs.train(credited[::-1])  # in any order
+    (batch,) = packs.training_microbatches(credited[::-1])  # in any order
     (anew,) = pack(credited, 100)
     assert same(batch, anew)
     assert batch.reference is not None and torch.equal(batch.reference, reference[0])
@@ -207,19 +207,19 @@ def test_what_is_not_trained_gives_its_segments_up() -> None:
     packs = PackedSamples(turns(), 100)
     (laid,) = packs.microbatches
     assert [segment.tokens for segment in laid.segments] == [10, 2, 2, 2, 5]
-    (batch,) = packs.train([turns()[1]])
+    (batch,) = packs.training_microbatches([turns()[1]])
     assert batch.segments == (Segment(tokens=10), Segment(tokens=2, parent=0))
     assert batch.token_ids.tolist() == [*PROMPT, 5, 5]
     assert batch.position_ids.tolist() == list(range(12))
     assert batch.predictors.tolist() == [9, 10, 11]
     assert batch.labels.tolist() == [5, 5, 6]
     assert batch.unshared == 12
-    assert packs.train([]) == []
+    assert packs.training_microbatches([]) == []
 
 
 def test_what_nobody_scores_is_packed_without_what_is_not_trained() -> None:
     samples = turns()
-    (batch,) = PackedSamples(samples, 100).train(samples[3:])
+    (batch,) = PackedSamples(samples, 100).training_microbatches(samples[3:])
     (alone,) = pack(samples[3:], 100)
     assert same(batch, alone)
 

@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.credit.assign import estimate
+from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.runtime.engine_factory import _engine_settings
 from mcore_mas.runtime.trainer_specs import policy_spec
@@ -101,7 +101,7 @@ def gaps(folder: Path, model: Path, replay: bool) -> list[float]:
         )
         assert all(bool(sample.routing) == replay for sample in samples)
         batches = trainer.pack(samples, step)
-        metrics = asyncio.run(trainer.update(batches, estimate(samples, rules), step))
+        metrics = asyncio.run(trainer.update(batches, add_advantages(samples, rules), step))
         assert metrics["grad_norm"] > 0
         found.append(metrics["agent/solver/logprob_gap_k3"])
         asyncio.run(engine.load_weights(list(group.trainer.model.weights()), step + 1))
