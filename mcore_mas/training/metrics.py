@@ -2,10 +2,11 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 
 from mcore_mas.credit.samples import Sample
+from mcore_mas.equations.losses import explained_variance
 from rollout.records.grouping import group_pairs
 from rollout.records.trajectory import Group, Status, Trajectory, Turn
 
@@ -20,6 +21,10 @@ _CHAT_SCORES = {
     "chat/calls": "tool_calls",
     "chat/roots": "root",
 }
+
+# Metrics of an update that are summed over the updates of a step, beside names that end with
+# _count.
+_SUMMED = frozenset({"grad_spikes", "skipped_updates", "tokens", "flops", "device_s", "peak_flops"})
 
 
 def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
@@ -184,6 +189,49 @@ def _device_speed(prefix: str, rows: Sequence[tuple[float, float, float]]) -> St
     if rows and not math.isnan(peak_flops):
         metrics[f"{prefix}time/mfu"] = flops / peak_flops
     return metrics
+
+
+def merge_updates(rows: Sequence[Mapping[str, float]]) -> StepMetrics:
+    """Merge the metrics of a step's updates.
+
+    Counts are summed; of minima and maxima the extreme is taken; all others are averaged.
+    """
+    values_by_name = group_pairs(item for row in rows for item in row.items())
+    return {name: _reduction(name)(values) for name, values in values_by_name.items()}
+
+
+def _reduction(name: str) -> Callable[[Sequence[float]], float]:
+    """Return the function that merges the values of a metric, by the last part of its name."""
+    last_part = name.rpartition("/")[2]
+    if last_part in _SUMMED or last_part.endswith("_count"):
+        return sum
+    if last_part.endswith("_max"):
+        return max
+    if last_part.endswith("_min"):
+        return min
+    return fmean
+
+
+def critic_metrics(metrics: Mapping[str, float]) -> StepMetrics:
+    """Rename the metrics of a critic's update, and add the explained variance of returns.
+
+    NAME becomes critic/NAME, and agent/AGENT/NAME becomes agent/AGENT/critic/NAME. The explained
+    variance is left out where all returns are equal.
+    """
+    groups: dict[str, dict[str, float]] = defaultdict(dict)
+    for path, value in metrics.items():
+        prefix, _, name = path.rpartition("/")
+        groups[prefix][name] = value
+
+    renamed: StepMetrics = {}
+    for prefix, group in groups.items():
+        if "return_squared" in group:
+            explained = explained_variance(group)
+            if not math.isnan(explained):
+                group["explained_variance"] = explained
+        for name, value in group.items():
+            renamed[f"{prefix}/critic/{name}" if prefix else f"critic/{name}"] = value
+    return renamed
 
 
 def mean_success(groups: Sequence[Group]) -> float:

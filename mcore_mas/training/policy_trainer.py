@@ -1,13 +1,11 @@
-"""One policy's trainer: its specification; its samples are packed once a step, scored, and trained on."""
+"""Trainer of one policy: pack its samples once per step, score them, and update the weights."""
 
 import asyncio
 import math
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
-from statistics import fmean
 
 from torch import Tensor
 
@@ -20,26 +18,36 @@ from mcore_mas.equations.divergence import (
     describe_disagreement,
     is_gap_metric,
 )
-from mcore_mas.equations.losses import explained_variance
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.trainer_group import TrainerGroup
-from mcore_mas.training.metrics import StepMetrics
-from rollout.records.grouping import group_pairs
+from mcore_mas.training.metrics import StepMetrics, critic_metrics, merge_updates
 
 
 @dataclass(slots=True, kw_only=True)
 class UpdateBatch:
-    """What a policy learns from in one optimizer step, packed for its trainer and for its critic."""
+    """Samples of one optimizer step of a policy, packed for its trainer and for its critic.
+
+    Attributes: samples: of the policy, all with tokens that carry loss. `score` replaces them by
+        samples with scores. packed: micro-batches for the trainer. critic_packed: micro-batches for
+        the critic; the same object as `packed` unless the critic's ranks need
+            another layout.
+    """
 
     samples: list[Sample]
     packed: PackedSamples
-    valued: PackedSamples  # for the critic; the same one where both have the same layout
+    critic_packed: PackedSamples
 
 
 class PolicyTrainer:
-    """Trains one policy and, where it has one, its critic."""
+    """Trainer of one policy and of its critic, if it has one.
+
+    A step calls `pack`, `score` and `update`, in this order.
+
+    Attributes: kl: adaptive coefficient of the KL term, replaced in every step; None if the
+        coefficient is constant.
+    """
 
     def __init__(
         self,
@@ -50,139 +58,208 @@ class PolicyTrainer:
         critic: TrainerGroup | None = None,
         kl: Mapping[str, float] | None = None,
     ) -> None:
-        """`kl` is the coefficient of the KL term, if it adapts, as a checkpoint has it; None: the config's."""
-        self._policy, self._config = policy, for_policy(config, policy)
-        self._group, self._critic = group, critic
-        self._aligned = {name: config.advantage_of(name).align for name in config.agents}
+        """Store the parts of the trainer; the ranks of `group` and `critic` may still be starting.
+
+        Args: policy: name of the policy. config: of the run. group: ranks of the policy. critic:
+            ranks of its critic. kl: fields of the adaptive KL coefficient from a checkpoint; None
+            starts it as the config says.
+        """
+        self._policy = policy
+        self._config = for_policy(config, policy)
+        self._group = group
+        self._critic = critic
+        self._turns_per_task = {name: config.advantage_of(name).align for name in config.agents}
         self._precision = config.precision_of(policy)
-        self._places = step_places(config, policy)
-        self._lost = (
-            0  # steps in a row in which no gradient was finite, so that every update was left out
-        )
-        self.kl: AdaptiveKL | None = None  # replaced in each step
-        own = self._config.loss.kl
-        if own.target is not None:
-            start = AdaptiveKL(coefficient=own.coef, target=own.target, horizon=own.horizon)
-            self.kl = AdaptiveKL(**kl) if kl else start
+        self._schedule_positions = schedule_positions(config, policy)
+        # Number of the latest steps without any finite gradient, whose updates were all skipped.
+        self._steps_without_gradient = 0
+
+        self.kl: AdaptiveKL | None = None
+        kl_config = self._config.loss.kl
+        if kl_config.target is not None:
+            if kl:
+                self.kl = AdaptiveKL(**kl)
+            else:
+                self.kl = AdaptiveKL(
+                    coefficient=kl_config.coef,
+                    target=kl_config.target,
+                    horizon=kl_config.horizon,
+                )
 
     @property
     def groups(self) -> dict[str, TrainerGroup]:
-        """The trainer's ranks and the critic's, by name."""
-        critic = {} if self._critic is None else {f"{self._policy}.critic": self._critic}
-        return {self._policy: self._group, **critic}
+        """Ranks of the policy and of its critic, by the name of their folder in a checkpoint."""
+        groups = {self._policy: self._group}
+        if self._critic is not None:
+            groups[f"{self._policy}.critic"] = self._critic
+        return groups
 
     @property
     def kl_coef(self) -> float:
-        """The factor of the KL term or penalty in this step."""
+        """Coefficient of the KL term or penalty in this step."""
         return self.kl.coefficient if self.kl else self._config.loss.kl.coef
 
     def pack(self, samples: Sequence[Sample], step: int) -> list[UpdateBatch]:
-        """The policy's samples, in as many parts as the step has updates; each is packed when it is first needed."""
-        trainer, entropy = self._config.trainer, self._config.loss.entropy
-        own = [replace(sample, entropy_coef=entropy) for sample in samples if self._learns(sample)]
-        seed = self._config.seed
-        if trainer.minibatch is not None:
-            parts = mini_batches(own, trainer.minibatch, seed, step)
-            return [self._batch(part) for part in parts]
-        return [self._batch(part) for part in split(own, trainer.updates_per_step, seed, step)]
+        """Split the policy's samples of a step into one batch per optimizer step.
 
-    def _learns(self, sample: Sample) -> bool:
+        `PackedSamples` packs a batch when its micro-batches are first needed.
+        """
+        trainer = self._config.trainer
+        seed = self._config.seed
+        entropy_coef = self._config.loss.entropy
+        policy_samples = [
+            replace(sample, entropy_coef=entropy_coef)
+            for sample in samples
+            if self._is_trained(sample)
+        ]
+        if trainer.minibatch is not None:
+            parts = mini_batches(policy_samples, trainer.minibatch, seed, step)
+        else:
+            parts = split(policy_samples, trainer.updates_per_step, seed, step)
+        return [self._make_batch(part) for part in parts]
+
+    def _is_trained(self, sample: Sample) -> bool:
         return sample.policy == self._policy and sample.tokens > 0
 
-    def _batch(self, samples: list[Sample]) -> UpdateBatch:
-        tokens = self._config.trainer.microbatch_tokens
-        packed = PackedSamples(samples, tokens, self._group.cost_model)
-        spread = self._critic is not None and self._critic.cost_model.spread
-        valued = (
-            PackedSamples(samples, tokens, self._critic.cost_model)
-            if self._critic and spread
-            else packed
-        )
-        return UpdateBatch(samples=samples, packed=packed, valued=valued)
+    def _make_batch(self, samples: list[Sample]) -> UpdateBatch:
+        max_tokens = self._config.trainer.microbatch_tokens
+        packed = PackedSamples(samples, max_tokens, self._group.cost_model)
+        critic_packed = packed
+        if self._critic is not None and self._critic.cost_model.spread:
+            critic_packed = PackedSamples(samples, max_tokens, self._critic.cost_model)
+        return UpdateBatch(samples=samples, packed=packed, critic_packed=critic_packed)
 
     async def score(self, batches: Sequence[UpdateBatch]) -> None:
-        """Add what the frozen reference and the critic say of the samples' tokens, where the policy asks for it."""
-        kl, coef = self._config.loss.kl, self.kl_coef
-        if coef and batches:
-            rows = await _scores(
+        """Set reference log-probabilities and the critic's values of all samples, as configured.
+
+        With a KL penalty in the reward, also set the penalty of each token; with a KL term in the
+        loss, its coefficient.
+        """
+        if not batches:
+            return
+
+        if self.kl_coef:
+            rows_by_batch = await _score_packed(
                 [batch.packed for batch in batches], partial(self._group.score, reference=True)
             )
-            for batch, own in zip(batches, rows, strict=True):
+            for batch, rows in zip(batches, rows_by_batch, strict=True):
                 batch.samples = [
-                    replace(s, reference=row) for s, row in zip(batch.samples, own, strict=True)
+                    self._with_reference(sample, row)
+                    for sample, row in zip(batch.samples, rows, strict=True)
                 ]
+
+        if self._critic is not None:
+            rows_by_batch = await _score_packed(
+                [batch.critic_packed for batch in batches], self._critic.score
+            )
+            for batch, rows in zip(batches, rows_by_batch, strict=True):
                 batch.samples = [
-                    penalise(s, coef, kl.estimate)
-                    if kl.where == "reward"
-                    else replace(s, kl_coef=coef)
-                    for s in batch.samples
+                    replace(sample, values=row)
+                    for sample, row in zip(batch.samples, rows, strict=True)
                 ]
-        if self._critic is not None and batches:
-            rows = await _scores([batch.valued for batch in batches], self._critic.score)
-            for batch, own in zip(batches, rows, strict=True):
-                batch.samples = [
-                    replace(s, values=row) for s, row in zip(batch.samples, own, strict=True)
-                ]
+
+    def _with_reference(self, sample: Sample, reference: tuple[float, ...]) -> Sample:
+        """Set the reference log-probabilities of a sample, and its KL penalty or coefficient."""
+        kl_config = self._config.loss.kl
+        sample = replace(sample, reference=reference)
+        if kl_config.where == "reward":
+            return penalise(sample, self.kl_coef, kl_config.estimate)
+        return replace(sample, kl_coef=self.kl_coef)
 
     async def update(
         self, batches: Sequence[UpdateBatch], credited: Sequence[Sample], step: int
     ) -> StepMetrics:
-        """Train policy and critic on the samples with their advantages, an optimizer step for each batch.
+        """Take one optimizer step per batch and pass, for the policy and its critic.
 
-        Raises:
-            TrainingError: the trainer does not see the log-probabilities that the engine sampled with, or no gradient
-                has been finite for `trainer.signal_within` steps.
+        Args:
+            batches: of `pack`.
+            credited: samples of the step with advantages, those of other policies included.
+            step: number of the training step.
+
+        Raises: TrainingError: the trainer does not compute the log-probabilities that the engine
+            sampled with, or no
+                gradient has been finite for `trainer.signal_within` steps.
         """
         config = self._config
-        samples = align([s for s in credited if self._learns(s)], self._aligned, config.seed, step)
-        weights = {name: agent.loss_weight for name, agent in config.agents.items()}
-        loss = config.loss
-        of = {sample.id: number for number, batch in enumerate(batches) for sample in batch.samples}
-        parts = [
-            weigh([s for s in samples if of[s.id] == number], weights, loss.aggregation, loss.norm)
-            for number in range(len(batches))
-        ]
-        critic = config.policies[self._policy].critic
-        waits = critic is not None and step < critic.head_start
-        trained = [
-            await _packed(batch.packed, [s for s in part if s.has_gradient and not waits])
-            for batch, part in zip(batches, parts, strict=True)
-        ]
-        passes = config.trainer.passes
-        scored = len(parts) * passes > 1 and config.loss.correction.name != "none"
-        if scored:
-            trained = [await self._with_proximal(microbatches) for microbatches in trained]
-        rows = list[StepMetrics]()
-        updates = list(zip(batches, parts, trained, strict=True)) * passes
-        place = None if self._places is None else self._places[step]
-        for number, (batch, part, microbatches) in enumerate(updates):
-            row = await self._update_once(batch, part, microbatches, place)
-            if (
-                number < len(parts)
-                if scored
-                else all(earlier["skipped_updates"] for earlier in rows)
-            ):
+        samples = align(
+            [sample for sample in credited if self._is_trained(sample)],
+            self._turns_per_task,
+            config.seed,
+            step,
+        )
+        weighed = self._weigh_by_batch(batches, samples)
+        microbatches = await self._microbatches_to_train(batches, weighed, step)
+
+        # With several updates and a correction, all batches are scored by the weights at the start
+        # of the step.
+        corrects = len(batches) * config.trainer.passes > 1 and (
+            config.loss.correction.name != "none"
+        )
+        if corrects:
+            microbatches = [await self._with_proximal(batch) for batch in microbatches]
+
+        position = None
+        if self._schedule_positions is not None:
+            position = self._schedule_positions[step]
+
+        rows: list[StepMetrics] = []
+        updates = list(zip(batches, weighed, microbatches, strict=True)) * config.trainer.passes
+        for number, (batch, batch_samples, batch_microbatches) in enumerate(updates):
+            row = await self._update_once(batch, batch_samples, batch_microbatches, position)
+            # Once an update has changed the weights, gaps are also due to this change, unless the
+            # proximal log-probabilities are of the weights before it.
+            weights_are_unchanged = all(earlier["skipped_updates"] for earlier in rows)
+            compares_engine = number < len(batches) if corrects else weights_are_unchanged
+            if compares_engine:
                 self._check_agreement(row)
-            else:  # seen in the first pass, or scored by weights that the earlier updates have changed
+            else:
                 row = {name: value for name, value in row.items() if not is_gap_metric(name)}
             rows.append(row)
         self._check_finite([row["grad_norm"] for row in rows if "grad_norm" in row], step)
-        rows = rows or [{"skipped_updates": 1.0}]
-        metrics = merge_updates(rows) | {
-            "updates": len(rows) - sum(row["skipped_updates"] for row in rows)
-        }
+
+        if not rows:
+            rows = [{"skipped_updates": 1.0}]
+        metrics = merge_updates(rows)
+        metrics["updates"] = len(rows) - sum(row["skipped_updates"] for row in rows)
         if self.kl and samples:
             measured = reference_kl(samples, config.loss.kl.estimate)
-            metrics |= {"reference_kl": measured, "kl_coef": self.kl.coefficient}
+            metrics["reference_kl"] = measured
+            metrics["kl_coef"] = self.kl.coefficient
             self.kl = self.kl.update(measured, len(samples))
         return metrics
 
+    def _weigh_by_batch(
+        self, batches: Sequence[UpdateBatch], samples: Sequence[Sample]
+    ) -> list[list[Sample]]:
+        """Return the samples of each batch, with the weights of their tokens in its update."""
+        loss = self._config.loss
+        loss_weights = {name: agent.loss_weight for name, agent in self._config.agents.items()}
+        batch_of = {
+            sample.id: number for number, batch in enumerate(batches) for sample in batch.samples
+        }
+        members: list[list[Sample]] = [[] for _ in batches]
+        for sample in samples:
+            members[batch_of[sample.id]].append(sample)
+        return [weigh(part, loss_weights, loss.aggregation, loss.norm) for part in members]
+
+    async def _microbatches_to_train(
+        self, batches: Sequence[UpdateBatch], weighed: Sequence[list[Sample]], step: int
+    ) -> list[list[Microbatch]]:
+        """Return each batch's micro-batches to train; none while the critic has a head start."""
+        critic = self._config.policies[self._policy].critic
+        is_frozen = critic is not None and step < critic.head_start
+        result = []
+        for batch, samples in zip(batches, weighed, strict=True):
+            trained = [sample for sample in samples if sample.has_gradient and not is_frozen]
+            result.append(await _pack_in_thread(batch.packed, trained))
+        return result
+
     async def _with_proximal(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """With the log-probabilities under the weights at the start of the step, which several updates leave behind."""
+        """Set log-probabilities under the weights at the start of the step."""
         scores = await self._group.score(microbatches)
         return [
-            replace(batch, proximal=score)
-            for batch, score in zip(microbatches, scores, strict=True)
+            replace(microbatch, proximal=score)
+            for microbatch, score in zip(microbatches, scores, strict=True)
         ]
 
     async def _update_once(
@@ -190,103 +267,108 @@ class PolicyTrainer:
         batch: UpdateBatch,
         samples: Sequence[Sample],
         microbatches: list[Microbatch],
-        at: int | None,
+        position: int | None,
     ) -> StepMetrics:
-        """One optimizer step of the policy beside one of the critic, at place `at` of their learning rates."""
-        updates = [self._group.update(microbatches, at)] if microbatches else []
+        """Take one optimizer step of the policy and one of the critic, side by side.
+
+        Args:
+            batch: whose samples are trained.
+            samples: of the batch, with returns for the critic.
+            microbatches: for the policy; [] if no sample has a gradient.
+            position: in the learning rate schedules; None uses the number of updates so far.
+        """
+        metrics: StepMetrics = {"skipped_updates": 1.0}
+        updates = []
+        if microbatches:
+            metrics = {
+                "tokens_saved": tokens_saved(microbatches),
+                "flops": self._group.cost_model.flops(*microbatches),
+            }
+            updates.append(self._group.update(microbatches, position))
         if self._critic is not None:
-            valued = await _packed(batch.valued, [s for s in samples if s.returns is not None])
-            updates.append(_update_critic(self._critic, valued, at))
-        counts = {
-            "tokens_saved": tokens_saved(microbatches),
-            "flops": self._group.cost_model.flops(*microbatches),
-        }
-        metrics = counts if microbatches else {"skipped_updates": 1.0}
-        for own in await asyncio.gather(*updates):
-            metrics |= own
+            critic_samples = [sample for sample in samples if sample.returns is not None]
+            critic_microbatches = await _pack_in_thread(batch.critic_packed, critic_samples)
+            updates.append(_update_critic(self._critic, critic_microbatches, position))
+        for update_metrics in await asyncio.gather(*updates):
+            metrics |= update_metrics
         return metrics
 
-    def _check_finite(self, norms: Sequence[float], step: int) -> None:
-        """Count the steps in a row in which all of a step's gradient `norms` are not finite."""
-        within = self._config.trainer.signal_within
-        if norms:
-            self._lost = 0 if any(map(math.isfinite, norms)) else self._lost + 1
-        if within is not None and self._lost >= within:
+    def _check_finite(self, grad_norms: Sequence[float], step: int) -> None:
+        """Raise TrainingError if no gradient has been finite for `trainer.signal_within` steps.
+
+        Args:
+            grad_norms: of the updates of this step; [] leaves the count of such steps as it is.
+            step: number of the training step.
+        """
+        limit = self._config.trainer.signal_within
+        if grad_norms:
+            if any(map(math.isfinite, grad_norms)):
+                self._steps_without_gradient = 0
+            else:
+                self._steps_without_gradient += 1
+        if limit is not None and self._steps_without_gradient >= limit:
             raise TrainingError(
-                f"step {step}: no gradient of policy {self._policy} was finite in {self._lost} steps, so every update "
-                "was left out; lower policies.<name>.lr, go back to an older checkpoint, or train it without bf16 "
+                f"step {step}: no gradient of policy {self._policy} was finite in "
+                f"{self._steps_without_gradient} steps, so every update was skipped; lower "
+                "policies.<name>.lr, go back to an older checkpoint, or train it without bf16 "
                 "(trainer.signal_within: null never stops)"
             )
 
     def _check_agreement(self, metrics: Mapping[str, float]) -> None:
-        if found := describe_disagreement(
-            metrics, GAP_BOUNDS[self._precision] | self._config.trainer.agreement
-        ):
+        """Raise TrainingError if log-probabilities of trainer and engine differ too much."""
+        bounds = GAP_BOUNDS[self._precision] | self._config.trainer.agreement
+        disagreement = describe_disagreement(metrics, bounds)
+        if disagreement:
             raise TrainingError(
-                f"policy {self._policy}, {found}, more than {self._precision} rounds; engine and trainer do not hold "
-                "the same weights: keep engine.verify on to find the tensor, or, if their kernels are known to "
-                "differ by as much, widen trainer.agreement"
+                f"policy {self._policy}, {disagreement}, which is more than the rounding error of "
+                f"{self._precision}; engine and trainer do not hold the same weights: keep "
+                "engine.verify on to find the tensor, or, if their kernels are known to differ by as "
+                "much, widen trainer.agreement"
             )
 
 
-def step_places(config: RunConfig, policy: str) -> list[int] | None:
-    """Where the updates of each step stand in the policy's schedule; None: where their own number says."""
+def schedule_positions(config: RunConfig, policy: str) -> list[int] | None:
+    """Return the position of each step's updates in the policy's learning rate schedule.
+
+    With `trainer.minibatch` a step has any number of updates, and the schedule advances once per
+    step that trains the policy. Otherwise the schedule advances with every update, and the result
+    is None.
+    """
     trainer = for_policy(config, policy).trainer
-    trained = (int(policy in config.in_turn(step)) for step in range(trainer.steps))
-    return [0, *accumulate(trained)] if trainer.minibatch else None
+    if not trainer.minibatch:
+        return None
+    is_trained = (int(policy in config.in_turn(step)) for step in range(trainer.steps))
+    return [0, *accumulate(is_trained)]
 
 
-async def _packed(pack: PackedSamples, samples: Sequence[Sample]) -> list[Microbatch]:
-    """`PackedSamples.training_microbatches`, which takes seconds for a large step: what is collected ahead goes on."""
-    return await asyncio.to_thread(pack.training_microbatches, samples)
+async def _pack_in_thread(packed: PackedSamples, samples: Sequence[Sample]) -> list[Microbatch]:
+    """Call `PackedSamples.train` in a thread.
+
+    Packing takes seconds for a large step, and the event loop collects other steps meanwhile.
+    """
+    return await asyncio.to_thread(packed.train, samples)
 
 
-async def _scores(
+async def _score_packed(
     packs: Sequence[PackedSamples], score: Callable[[list[Microbatch]], Awaitable[list[Tensor]]]
 ) -> list[list[tuple[float, ...]]]:
-    """What a model says of each completion token, by pack and sample, in one pass over all of them."""
-    own = await asyncio.to_thread(
-        lambda: [microbatch for pack in packs for microbatch in pack.microbatches]
-    )
-    scores = iter(await score(own))
-    return [pack.unpack(islice(scores, len(pack.microbatches))) for pack in packs]
+    """Score all packs in one call; return a number per completion token of each sample, by pack."""
+
+    def all_microbatches() -> list[Microbatch]:
+        return [microbatch for packed in packs for microbatch in packed.microbatches]
+
+    # The first access packs, which takes seconds for a large step.
+    microbatches = await asyncio.to_thread(all_microbatches)
+    scores = iter(await score(microbatches))
+    return [packed.unpack(islice(scores, len(packed.microbatches))) for packed in packs]
 
 
 async def _update_critic(
-    critic: TrainerGroup, microbatches: list[Microbatch], at: int | None
+    critic: TrainerGroup, microbatches: list[Microbatch], position: int | None
 ) -> StepMetrics:
+    """Take one optimizer step of a critic; return its metrics, {} without micro-batches."""
     if not microbatches:
         return {}
-    return critic_metrics(
-        await critic.update(microbatches, at) | {"flops": critic.cost_model.flops(*microbatches)}
-    )
-
-
-def critic_metrics(metrics: Mapping[str, float]) -> StepMetrics:
-    """A critic's metrics beside those of its policy, by agent and in all, with the variance of returns it explains."""
-    groups: dict[str, dict[str, float]] = defaultdict(dict)
-    for name, value in metrics.items():
-        whose, _, what = name.rpartition("/")
-        groups[whose][what] = value
-    for own in groups.values():
-        explained = explained_variance(own) if "return_squared" in own else math.nan
-        if not math.isnan(explained):  # it is where all returns are equal
-            own["explained_variance"] = explained
-    return {
-        f"{whose}/critic/{what}".lstrip("/"): value
-        for whose, own in groups.items()
-        for what, value in own.items()
-    }
-
-
-def merge_updates(rows: Sequence[Mapping[str, float]]) -> StepMetrics:
-    """The metrics of a step's updates as one: extremes and counts by their names, everything else by its mean."""
-    columns = group_pairs(item for row in rows for item in row.items())
-    return {name: _reduction(name.rpartition("/")[2])(values) for name, values in columns.items()}
-
-
-def _reduction(name: str) -> Callable[[Sequence[float]], float]:
-    counted = ("grad_spikes", "skipped_updates", "tokens", "flops", "device_s", "peak_flops")
-    if name in counted or name.endswith("_count"):
-        return sum
-    return max if name.endswith("_max") else min if name.endswith("_min") else fmean
+    metrics = await critic.update(microbatches, position)
+    metrics["flops"] = critic.cost_model.flops(*microbatches)
+    return critic_metrics(metrics)

@@ -10,14 +10,15 @@ import pytest
 from mcore_mas.credit.samples import Sample
 from mcore_mas.training.metrics import (
     credit_metrics,
+    critic_metrics,
     describe_lost_trajectories,
     mean_success,
+    merge_updates,
     rollout_metrics,
     speed_metrics,
     staleness_metrics,
     valid_turn_share,
 )
-from mcore_mas.training.policy_trainer import merge_updates
 from rollout.records.trajectory import Status
 from tests.support.played import failed, group, trajectory, turn
 
@@ -187,3 +188,37 @@ def test_speed_is_of_all_seconds_of_all_devices() -> None:
     # of a device whose peak nobody knows there is no share, nor of all of them
     assert speed_metrics({"solver": solver})["time/mfu"] == pytest.approx(200 / 989)
     assert speed_metrics({"solver": {"skipped_updates": 1.0}}) == {}
+
+
+def test_updates_of_a_step_are_merged_by_the_names_of_their_metrics() -> None:
+    first = {"a/logprob_gap_count": 2.0, "loss": 1.0, "ratio_max": 3.0, "ratio_min": 0.5}
+    second = {"a/logprob_gap_count": 3.0, "loss": 2.0, "ratio_max": 2.0, "ratio_min": 0.25}
+    assert merge_updates([first, second]) == {
+        "a/logprob_gap_count": 5.0,
+        "loss": 1.5,
+        "ratio_max": 3.0,
+        "ratio_min": 0.25,
+    }
+
+
+def test_a_critic_explains_variance_only_where_returns_differ() -> None:
+    update = {
+        "grad_norm": 0.25,
+        # values 1 and 2, returns 1 and 3, so errors 0 and 1
+        "agent/solver/value_error": 0.5,
+        "agent/solver/value_error_squared": 0.5,
+        "agent/solver/return": 2.0,
+        "agent/solver/return_squared": 5.0,
+        # values 1 and 2, returns 3 and 3
+        "agent/verifier/value_error": 1.5,
+        "agent/verifier/value_error_squared": 2.5,
+        "agent/verifier/return": 3.0,
+        "agent/verifier/return_squared": 9.0,
+    }
+    metrics = critic_metrics(update)
+    assert metrics["critic/grad_norm"] == 0.25
+    assert metrics["agent/solver/critic/return"] == 2.0
+    assert metrics["agent/solver/critic/explained_variance"] == pytest.approx(1 - 0.25 / 1)
+    assert "agent/verifier/critic/explained_variance" not in metrics
+    assert len(metrics) == len(update) + 1
+    assert critic_metrics({}) == {}
