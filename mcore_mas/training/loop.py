@@ -1,11 +1,11 @@
-"""Training loop around the step: validation, checkpoints, reports, and a clean stop on a signal."""
+"""Training loop around `step`: validation, reports, checkpoints, and a clean stop on a signal."""
 
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mcore_mas.runtime.checkpoint import CheckpointError, Write, Written
 from mcore_mas.runtime.stop_signal import Abandoned, Stopped
@@ -15,35 +15,39 @@ from rollout.base.async_tasks import cancel_tasks
 from rollout.base.digests import Digest
 from rollout.base.processes import ProcessLost
 
+# The metric that the best checkpoints are chosen by.
 _BEST_BY = "validation/accuracy"
 
 
 async def train_steps(
     session: TrainingSession, first: int, unreported: Mapping[str, float] | None = None
 ) -> None:
-    """Take steps `first` up to the configured number, with a checkpoint after every few and after the last.
+    """Take all steps from `first`; save a checkpoint after every few and after the last.
 
-    A signal to stop ends training with the state after the last finished update saved: a collection or a validation
-    under way is abandoned, an update is not.
+    A request to stop cancels a rollout or a validation, because both can be done again, but waits
+    for an update. The state after the last finished update is then saved.
 
     Args:
-        unreported: metrics of step `first` - 1, whose validation was abandoned.
+        session: parts of the run.
+        first: number of the first step to take.
+        unreported: metrics of step `first` - 1, if its validation was cancelled by a request to
+            stop. The validation is done now.
 
     Raises:
-        TrainingError: the trainer does not see the log-probabilities that the engine sampled with, or a checkpoint
-            cannot be written.
-        Stopped: one of the signals came.
+        TrainingError: raised by a step, or a checkpoint cannot be written.
+        Stopped: the run was told to stop.
     """
     session.stop.listen()
     try:
-        await _begin(session, first, unreported)
+        await _start(session, first, unreported)
         try:
             for number in range(first, session.config.trainer.steps):
-                await _take(session, number)
+                await _take_step(session, number)
         finally:
             await cancel_tasks(session.rollouts.under_way.values())
     except ProcessLost:
-        await session.checkpoints.abandon()  # who was to write it may hang
+        # The checkpoint that is being written may wait for the lost process forever.
+        await session.checkpoints.abandon()
         raise
     except BaseException:
         with suppress(CheckpointError, ProcessLost):
@@ -52,118 +56,138 @@ async def train_steps(
     await session.checkpoints.finish()
 
 
-async def _begin(
+async def _start(
     session: TrainingSession, first: int, unreported: Mapping[str, float] | None
 ) -> None:
-    """Make up a validation that was abandoned, or validate what training starts from."""
+    """Validate before the first step of a run, or repeat a validation that was cancelled."""
     if unreported is not None:
         metrics = dict(unreported)
-        await _report(session, first - 1, metrics)
+        await _validate_and_report(session, first - 1, metrics)
         if _BEST_BY in metrics:
             session.checkpoints.rate(first, metrics[_BEST_BY])
-    elif first == 0 and session.rollouts.validation:
+        return
+
+    if first == 0 and session.rollouts.validation:
         try:
-            start = await session.stop.run_until_stopped(_validate(session))
+            start_metrics = await session.stop.run_until_stopped(_validate(session))
         except Abandoned:
-            await _leave(session, 0)
-        session.logbook.report(-1, start)
+            await _save_and_stop(session, 0)
+        session.logbook.report(-1, start_metrics)
 
 
-async def _take(session: TrainingSession, number: int) -> None:
-    """One step, and all that is due after it."""
-    trainer, checkpoints = session.config.trainer, session.checkpoints
+async def _take_step(session: TrainingSession, number: int) -> None:
+    """Take a step, then validate, report and save a checkpoint if they are due."""
     try:
         metrics = await step(session, number)
     except Abandoned:
-        await _leave(session, number)
-    await _report(session, number, metrics)
-    if session.after_step and not await session.after_step(number, metrics):
-        session.stop.request()
-    last = number + 1 == trainer.steps
-    if session.stop.requested and not last:
-        await _leave(session, number + 1, metrics.get(_BEST_BY))
-    best = _BEST_BY in metrics and checkpoints.is_best(metrics[_BEST_BY])
-    if last or best or (number + 1) % trainer.checkpoint_every == 0:
-        await _save(session, number + 1, metrics.get(_BEST_BY))
-    if trainer.keep_trajectories is not None:  # a run that goes on reads those since its checkpoint
-        session.rollouts.collected.prune(
-            min(number + 1 - trainer.keep_trajectories, checkpoints.newest_step)
-        )
+        await _save_and_stop(session, number)
+    await _validate_and_report(session, number, metrics)
+
+    if session.after_step is not None:
+        goes_on = await session.after_step(number, metrics)
+        if not goes_on:
+            session.stop.request()
+
+    trainer = session.config.trainer
+    steps = number + 1
+    accuracy = metrics.get(_BEST_BY)
+    is_last = steps == trainer.steps
+    if session.stop.requested and not is_last:
+        await _save_and_stop(session, steps, accuracy=accuracy)
+    is_best = accuracy is not None and session.checkpoints.is_best(accuracy)
+    if is_last or is_best or steps % trainer.checkpoint_every == 0:
+        await _save(session, steps, accuracy=accuracy)
+
+    if trainer.keep_trajectories is not None:
+        # A restart reads the trajectories of all steps since its checkpoint.
+        oldest = min(steps - trainer.keep_trajectories, session.checkpoints.newest_step)
+        session.rollouts.collected.prune(oldest)
 
 
-async def _report(session: TrainingSession, number: int, metrics: StepMetrics) -> None:
-    """Validate, if it is time, and report the step."""
+async def _validate_and_report(session: TrainingSession, number: int, metrics: StepMetrics) -> None:
+    """Add validation metrics to `metrics` if the step validates, and report them.
+
+    This comes before the step's checkpoint. A step that is taken again replaces its reported row,
+    but a row that was never reported would be missing for good.
+    """
     if session.rollouts.validation and session.validates_after(number):
         try:
             metrics |= await session.stop.run_until_stopped(_validate(session))
         except Abandoned:
-            await _leave(session, number + 1, unreported=metrics)
-    # before the checkpoint: a step that is taken again drops its row, a lost row is lost
+            await _save_and_stop(session, number + 1, unreported=metrics)
     session.logbook.report(number, metrics)
 
 
 async def _validate(session: TrainingSession) -> StepMetrics:
+    """Play the validation tasks; return their metrics as validation/NAME."""
     async with session.memory.rollout():
         board = await session.rollouts.validate()
-    if lost := board.losses():
-        session.logbook.note(f"validation: {lost}")
+    losses = board.losses()
+    if losses:
+        session.logbook.note(f"validation: {losses}")
     return {f"validation/{name}": value for name, value in board.metrics().items()}
 
 
-async def _leave(
+async def _save_and_stop(
     session: TrainingSession,
     steps: int,
-    metric: float | None = None,
+    *,
+    accuracy: float | None = None,
     unreported: Mapping[str, float] | None = None,
 ) -> NoReturn:
-    """Save the state after `steps` steps, if it is not yet, and stop."""
-    if not steps:
+    """Save the state after `steps` steps, if it is not saved yet, and raise Stopped."""
+    if steps == 0:
         raise Stopped(
-            f"stopped by {session.stop.sender} before the end of the first step; the same command starts again"
+            f"stopped by {session.stop.sender} before the end of the first step; the same command "
+            "starts again"
         )
     await session.checkpoints.finish()
     if not session.checkpoints.has(steps):
-        await _save(session, steps, metric, unreported)
+        await _save(session, steps, accuracy=accuracy, unreported=unreported)
         await session.checkpoints.finish()
     raise Stopped(
-        f"stopped by {session.stop.sender} after step {steps}; the same command goes on from its checkpoint"
+        f"stopped by {session.stop.sender} after step {steps}; the same command goes on from its "
+        "checkpoint"
     )
 
 
 async def _save(
     session: TrainingSession,
     steps: int,
-    metric: float | None,
+    *,
+    accuracy: float | None = None,
     unreported: Mapping[str, float] | None = None,
 ) -> None:
-    """Begin the checkpoint of the state after `steps` steps; training goes on while it is written."""
-    await session.checkpoints.save(
-        steps, _state(session, steps, unreported), _writer(session), metric
-    )
+    """Begin a checkpoint of the state after `steps` steps; it is written in the background.
 
-
-def _state(
-    session: TrainingSession, steps: int, unreported: Mapping[str, float] | None = None
-) -> dict[str, Any]:
-    """What a run goes on with after `steps` steps, besides what its ranks write."""
-    # which hand-overs turns may be behind that are trained after this
-    versions = {
-        name: s.versions[-1 - session.config.staleness_of(name) :]
-        for name, s in session.weight_sync.items()
-    }
-    for name, own in versions.items():
-        session.weight_sync[name].versions[:] = own
-    return {
+    Args:
+        session: parts of the run.
+        steps: number of steps taken.
+        accuracy: validation accuracy of this state, if known.
+        unreported: metrics of the last step, if it was not validated and reported.
+    """
+    _forget_old_versions(session)
+    state = {
         "kl": {
-            policy: asdict(trainer.kl) for policy, trainer in session.trainers.items() if trainer.kl
+            policy: asdict(trainer.kl)
+            for policy, trainer in session.trainers.items()
+            if trainer.kl is not None
         },
         "unreported": unreported,
-        "versions": versions,
+        "versions": {policy: list(sync.versions) for policy, sync in session.weight_sync.items()},
     }
+    await session.checkpoints.save(steps, state, _checkpoint_writer(session), accuracy)
 
 
-def _writer(session: TrainingSession) -> Write:
-    """What has the ranks write their part of a checkpoint."""
+def _forget_old_versions(session: TrainingSession) -> None:
+    """Drop versions of the weights that are older than any turn of a later step may be."""
+    for policy, sync in session.weight_sync.items():
+        needed = session.config.staleness_of(policy) + 1
+        sync.versions[:] = sync.versions[-needed:]
+
+
+def _checkpoint_writer(session: TrainingSession) -> Write:
+    """Return a function that lets all ranks write their part of a checkpoint."""
     groups = session.groups
 
     async def write(folder: Path) -> Written:
@@ -171,11 +195,11 @@ def _writer(session: TrainingSession) -> Write:
         return written
 
     async def written() -> dict[str, Digest]:
-        done = await asyncio.gather(*(group.written() for group in groups.values()))
-        return {
-            f"{name}/{file}": own[file]
-            for name, own in zip(groups, done, strict=True)
-            for file in own
-        }
+        digests: dict[str, Digest] = {}
+        results = await asyncio.gather(*(group.written() for group in groups.values()))
+        for name, group_digests in zip(groups, results, strict=True):
+            for file, digest in group_digests.items():
+                digests[f"{name}/{file}"] = digest
+        return digests
 
     return write
