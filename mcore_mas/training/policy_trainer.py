@@ -342,11 +342,11 @@ def schedule_positions(config: RunConfig, policy: str) -> list[int] | None:
 
 
 async def _pack_in_thread(packed: PackedSamples, samples: Sequence[Sample]) -> list[Microbatch]:
-    """Call `PackedSamples.train` in a thread.
+    """Call `PackedSamples.training_microbatches` in a thread.
 
     Packing takes seconds for a large step, and the event loop collects other steps meanwhile.
     """
-    return await asyncio.to_thread(packed.train, samples)
+    return await asyncio.to_thread(packed.training_microbatches, samples)
 
 
 async def _score_packed(

@@ -27,10 +27,11 @@ from mcore_mas.runtime.local_ray import running_ray
 from mcore_mas.runtime.recipe import identity_digest, identity_of, input_digests
 from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.logbook import Logbook, open_logbook
-from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
+from mcore_mas.training.async_rollout import AsyncRollouts
 from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import AfterStep, TrainingSession
+from mcore_mas.training.task_schedule import TaskSchedule
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 from mcore_mas.training.workers import RunWorkers
 from rollout.base.digests import tree_sha256
@@ -198,7 +199,9 @@ class _Run:
                 config=config,
                 team=build_team(config.agents, {**make_players(config, engines), **self.remotes}),
                 make_env=self.make_env,
-                schedule=Schedule(self.tasks["train"], config.trainer.tasks_per_step, config.seed),
+                schedule=TaskSchedule(
+                    self.tasks["train"], config.trainer.tasks_per_step, config.seed
+                ),
                 validation=tuple(self.tasks["validation"]),
                 collected=CollectedSteps(
                     config.folder / "train",

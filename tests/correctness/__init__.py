@@ -62,7 +62,7 @@ EVALUATION = {  # what must hold of an evaluation at the papers' scale
         "tests/unit/evaluation/test_evaluate.py::TestPlacement::test_all_gpus_serve",
     ),
     "a validation measures by the same rules, with evaluation's sampling": (
-        "tests/unit/training/test_experience.py::test_a_validation_measures_by_the_rules_of_an_evaluation",
+        "tests/unit/training/test_async_rollout.py::test_a_validation_has_the_rules_of_an_evaluation",
     ),
     "pass@k and maj@k": (
         "tests/unit/evaluation/test_measure.py::test_pass_at_k_is_the_mean_best_of_all_draws",

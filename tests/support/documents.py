@@ -88,7 +88,7 @@ RUN_BY: dict[str, tuple[str, str]] = {
         "workflow/test_paper_targets.py",
         "a hub and gigabytes; there a hub of its own",
     ),
-    r"mcore-mas replay .*": ("unit/training/test_experience.py", "a trajectory that failed"),
+    r"mcore-mas replay .*": ("unit/training/test_async_rollout.py", "a trajectory that failed"),
     r"mcore-mas run my_suite\.yaml tracking\.uri=http://host:5000": (
         "unit/tracking/test_mlflow_training.py",
         "a server",

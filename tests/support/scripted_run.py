@@ -5,8 +5,8 @@ from pathlib import Path
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.training.async_rollout import Schedule
 from mcore_mas.training.step import TrainingSession
+from mcore_mas.training.task_schedule import TaskSchedule
 from rollout.records.trajectory import Task
 from tests.support.scripted_engine import Script, ScriptedEngine
 from tests.support.simulated import Log, make_session, with_engines
@@ -44,7 +44,8 @@ def make_run(tmp_path: Path, script: Script, *overrides: str) -> TrainingSession
     session = with_engines(
         make_session(config, tmp_path, tasks, engines, {}, Log()), engines, Bytes()
     )
-    return replace(session, rollouts=replace(session.rollouts, schedule=Schedule(tasks, 2, seed=1)))
+    schedule = TaskSchedule(tasks, 2, seed=1)
+    return replace(session, rollouts=replace(session.rollouts, schedule=schedule))
 
 
 def box(answer: object) -> bytes:

@@ -16,10 +16,11 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel
 from mcore_mas.runtime.checkpoint import Checkpoints
 from mcore_mas.runtime.recipe import Identity
-from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
+from mcore_mas.training.async_rollout import AsyncRollouts
 from mcore_mas.training.collected_steps import CollectedSteps
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.step import TrainingSession
+from mcore_mas.training.task_schedule import TaskSchedule
 from mcore_mas.training.weight_sync import Memory, WeightSync
 from rollout.base.digests import Digest
 from rollout.config.agents import build_player, build_team
@@ -129,14 +130,14 @@ class SimulatedGang:
     cost_model = CostModel()
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
-        self.updates: list[list] = []  # micro-batches of each
-        self.places: list[int | None] = []  # in the schedule of the learning rate, of each
+        self.updates: list[list] = []  # micro-batches of each update
+        self.schedule_positions: list[int | None] = []  # of each update
         self._seconds = seconds
 
-    async def update(self, microbatches, at=None):
+    async def update(self, microbatches, schedule_position=None):
         await asyncio.sleep(self._seconds(len(self.updates)))
         self.updates.append(list(microbatches))
-        self.places.append(at)
+        self.schedule_positions.append(schedule_position)
         return {"grad_norm": 1.0, "skipped_updates": 0.0}
 
     async def export(self, route: SyncRoute, version: int) -> WeightUpdate:
@@ -219,7 +220,7 @@ def make_session(
         config=config,
         team=build_team(config.agents, players_of(config, engines, Text())),
         make_env=build_env(config.env),
-        schedule=Schedule(tasks, config.trainer.tasks_per_step, config.seed),
+        schedule=TaskSchedule(tasks, config.trainer.tasks_per_step, config.seed),
         validation=(),
         collected=CollectedSteps(folder, first_step=first_step),
     )
