@@ -1,4 +1,4 @@
-"""Whole trainings whose tracking server hangs or is down: they end well, in time, with all of their steps."""
+"""Train whole runs whose tracking server hangs or is down: they end in time, with all steps."""
 
 from __future__ import annotations
 
@@ -33,31 +33,29 @@ for config in map(Path, sys.argv[1:]):
 def test_a_training_whose_server_hangs_or_is_down_ends_well_with_all_its_steps(
     tmp_path: Path,
 ) -> None:
-    """One after the other, in a process that ends, too."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections and says nothing
-        runs = {}
+    """Train both runs in one process, which also has to end in time."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
+        runs = []
         for name, port in (("hangs", silent.getsockname()[1]), ("down", free_port("127.0.0.1"))):
             (tmp_path / name).mkdir()
             settings = ("policies.solver.tp=1", "data.validation=1", "trainer.steps=2")
-            runs[port] = make_run(
-                tmp_path / name, *settings, f"tracking.uri=http://127.0.0.1:{port}"
-            )
+            tracking = f"tracking.uri=http://127.0.0.1:{port}"
+            runs.append(make_run(tmp_path / name, *settings, tracking))
         command = [
             sys.executable,
             "-c",
             TRAIN,
-            *(str(run / "config.yaml") for run in runs.values()),
+            *(str(run / "config.yaml") for run in runs),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         gone = time.time()
     assert done.returncode == 0, done.stderr[-3000:]
-    for port, run in runs.items():
+    for run in runs:
         rows = metrics_of(run)
         assert [row["step"] for row in rows] == [-1, 0, 1]
         ended = float((run / "ended").read_text())
         assert ended - rows[-1][STEP_TIME] < 120  # models are written, and MLflow has 30 s
         assert (run / "train" / "done.json").is_file()
-        assert re.search(
-            rf"MLflow does not take metrics \(.*port={port}\)", done.stdout + done.stderr
-        )
+        warning = rf"MLflow does not (take metrics|answer).*{re.escape(str(run))}"
+        assert re.search(warning, done.stdout + done.stderr)
     assert gone - ended < 60

@@ -59,11 +59,7 @@ def test_the_tiny_suite_runs_to_its_report_and_then_has_nothing_to_do(tmp_path: 
         "experiment=demo_math data.train=40" in page
         and "evaluation.samples=2 data.train=40" not in page
     )  # once
-    assert (
-        "</html>" in page
-        and "tiny_math: cold start</text>" in page
-        and "tiny_search: index</text>" in page
-    )
+    assert "</html>" in page
 
     for run, agents in {"tiny_math": {"solver", "verifier"}, "tiny_search": {"verifier"}}.items():
         lines = (results / run / "train" / "metrics.jsonl").read_text().splitlines()

@@ -81,7 +81,7 @@ def test_the_clusters_page_moves_it_to_gpus_with_three_lines(tmp_path: Path) -> 
         "no: run 'my_team': policies.shared: /shared/models/Qwen"
     )
     planned = said(project, "mcore_mas", "plan", "my_team.yaml", "--gpus", "4xH100")
-    assert planned.returncode == 0 and planned.stdout.startswith("my_team on 4xH100: shared, "), (
+    assert planned.returncode == 0 and planned.stdout.startswith("my_team on 4xH100: "), (
         planned.stderr
     )
 
