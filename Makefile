@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,8 +52,13 @@ $(VENV)/chromium: | $(STAMP) # for tests of pages, where there is none
 	@command -v chromium chromium-browser google-chrome chrome >/dev/null || \
 	  $(BIN)/python -m tests.support.debian $@ chromium usr/lib/chromium/chromium
 
-test: $(STAMP) $(VENV)/chromium ## run every test, in three processes (WORKERS=3)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+test: $(STAMP) $(VENV)/chromium ## run the tests that are not slow, in three processes (WORKERS=3), in some minutes
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-slow: $(STAMP) $(VENV)/chromium ## run the slow tests: whole trainings, killed processes, compilers
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m slow
 
 test-gpu: $(STAMP) ## run the tests that need this machine's GPU
 	$(BIN)/python -m pytest -m gpu tests/unit

@@ -320,6 +320,7 @@ def dangerous_calls(path: Path) -> Iterator[str]:
             yield f"torch.load without weights_only=True in line {node.lineno}"
 
 
+@pytest.mark.slow
 def test_nothing_dangerous_is_called() -> None:
     calls = {relative(path): list(dangerous_calls(path)) for path in [*SOURCES, *OTHERS]}
     assert not {path: found for path, found in calls.items() if found}
@@ -359,11 +360,13 @@ def test_fast_commands_load_without_the_heavy_libraries() -> None:
     assert not set(HEAVY) & loaded(*lines)
 
 
+@pytest.mark.slow
 def test_the_controller_loads_torch_and_not_megatron() -> None:
     line = "import mcore_mas.training.train, mcore_mas.evaluation.evaluate"
     assert set(HEAVY) & loaded(line) == {"ray", "torch"}
 
 
+@pytest.mark.slow
 def test_megatron_is_patched_before_it_is_imported() -> None:
     """Unpatched, it asks torch for its compiler, which takes as long to import as all of Megatron."""
     begin = (

@@ -140,6 +140,7 @@ def played(number: int) -> Trajectory:
     return Trajectory(id=f"4/a:{number}/0", turns=(turn,), metrics={"answered": 1.0}, **own)
 
 
+@pytest.mark.slow
 def test_tasks_and_trajectories(tmp_path: Path) -> None:
     write_tasks(tmp_path / "tasks", arithmetic_tasks(1, {"train": 40}))
     write_trajectories(tmp_path / "played", [played(number) for number in range(24)])

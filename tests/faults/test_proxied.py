@@ -60,6 +60,7 @@ def test_a_remote_model_is_asked_again_and_its_reply_is_the_one_that_it_gave(
     assert len(server.bodies) == (1 if name in ("delay", "drop") else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_mlflow_has_every_step_once(tmp_path: Path, mlflow_server: Server, name: str) -> None:
     """The first request that writes, then one of each batch of rows, meets the fault."""

@@ -230,6 +230,7 @@ def test_acceptance_tells_nothing_measured_from_passed(
     )
 
 
+@pytest.mark.slow
 def test_acceptance_adds_up_over_ranks_and_says_what_is_not_here(tmp_path: Path) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this is about machines without a GPU")

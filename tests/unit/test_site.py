@@ -24,6 +24,7 @@ def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     done = build(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -64,6 +65,7 @@ def test_the_first_page_leads_to_all_that_one_begins_with() -> None:
     assert len(begin) > 10 and not [page for page in begin if f"](docs/{page}." not in readme]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", ["gone.md", "quickstart.md#gone"])
 def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path, link: str) -> None:
     (tmp_path / "docs").mkdir()

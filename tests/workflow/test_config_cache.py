@@ -89,6 +89,7 @@ def test_what_reads_the_environment_is_composed_again(
     assert composed == ["one"] * 2
 
 
+@pytest.mark.slow
 def test_planning_all_tables_composes_each_run_once_without_torch(tmp_path: Path) -> None:
     """A dry run of every table, each run placed on GPUs, is a matter of seconds: see benchmarks/dry_run.py."""
     program = """

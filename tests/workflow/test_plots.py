@@ -75,6 +75,7 @@ def test_agents_of_runs_are_side_by_side_and_what_is_always_zero_is_left_out() -
     }
 
 
+@pytest.mark.slow
 def test_a_page_is_equal_for_equal_numbers_and_runs_nothing_that_a_name_says(
     tmp_path: Path,
 ) -> None:

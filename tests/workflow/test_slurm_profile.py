@@ -117,6 +117,7 @@ def test_each_job_would_ask_for_what_its_plan_says(tmp_path: Path, on_gpus: list
     assert (memory["make_base_model cpus"], jobs["make_base_model cpus"]["runtime"]) == (2000, "30")
 
 
+@pytest.mark.slow
 def test_jobs_are_told_to_save_whatever_resources_a_command_line_sets(tmp_path: Path) -> None:
     words = ["--set-resources", "train:runtime=600", "train:constraint=h100"]
     done = dry_run(
@@ -135,6 +136,7 @@ def test_jobs_are_told_to_save_whatever_resources_a_command_line_sets(tmp_path: 
     )
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_no_machine_has_the_gpus_for_is_refused_before_anything(
     tmp_path: Path, on_gpus: list[str]
 ) -> None:

@@ -171,6 +171,7 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
         study_stability(runs, [])
 
 
+@pytest.mark.slow
 def test_the_study_is_a_target_and_shares_cold_starts(tmp_path: Path) -> None:
     suite = {
         "suite": "small",

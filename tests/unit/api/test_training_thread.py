@@ -40,6 +40,7 @@ print("took step", steps.next()["step"], "and", steps.next()["step"])
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_in_its_loop_stops_the_training_with_a_checkpoint() -> None:
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM],

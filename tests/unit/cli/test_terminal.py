@@ -80,6 +80,7 @@ def test_tab_completes(shell: pexpect.spawn, typed: str, completed: str) -> None
     shell.sendcontrol("u")
 
 
+@pytest.mark.slow
 def test_what_is_long_comes_in_pages_that_fit(shell: pexpect.spawn) -> None:
     for command, words in (
         ("show my_first_run", "my_first_run/train/traj"),

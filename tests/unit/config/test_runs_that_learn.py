@@ -163,6 +163,7 @@ def test_a_correction_left_open_is_tis_where_something_rounds_to_bfloat16(
     assert RunConfig.load(tmp_path / "config.yaml").loss.correction.name == correction
 
 
+@pytest.mark.slow
 def test_the_published_experiments_correct_as_their_papers_do() -> None:
     found = {
         name: resolve([f"experiment={name}"])["loss"]["correction"]["name"]

@@ -74,6 +74,7 @@ def test_a_session_goes_elsewhere_when_its_replica_has_no_row_free(folder: Path)
         assert len(set(answered[:4])) == 1  # its own as long as that has rows
 
 
+@pytest.mark.slow
 def test_requests_that_wait_for_a_slot_are_not_late(folder: Path) -> None:
     """200 requests, 8 slots, 0.2 s each and a deadline of 3 s: 5 s in all, so that those behind were late."""
     with slotted_server(8, 0.2) as url:
@@ -177,6 +178,7 @@ def test_a_dead_server_is_started_again_with_its_weights(make: Make, folder: Pat
     assert re.search("fake server version 7 from [^;]*; started again, 0 restarts left$", told[0])
 
 
+@pytest.mark.slow
 def test_members_join_with_new_weights_and_leave_while_others_go_on(
     make: Make, folder: Path, tmp_path: Path
 ) -> None:
@@ -232,6 +234,7 @@ def test_members_join_with_new_weights_and_leave_while_others_go_on(
             server.stop()
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_before_it_reads_gets_the_new_weights(make: Make) -> None:
     engine = make(tell=lambda _: None)
 
@@ -283,6 +286,7 @@ def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(
     assert engine.starts == 2
 
 
+@pytest.mark.slow
 def test_a_death_amid_an_update_is_told_to_who_sends_it(make: Make, shared_by_name: None) -> None:
     engine = make(transport="tensor", tell=lambda _: None)
 

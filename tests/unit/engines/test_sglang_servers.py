@@ -249,6 +249,7 @@ def test_where_ray_runs_a_server_ends_with_its_actor_and_closing_again_does_noth
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_server_without_a_node_leaves_where_another_goes_on(
     make: Make, running_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def steps(*actions: str, servers: Any = SMALL, **options: Any) -> tuple[str, lis
     return asyncio.run(stepped(McpEnv(TASK, servers=servers, **options), actions))
 
 
+@pytest.mark.slow
 def test_tools_are_listed_called_and_counted_and_the_server_ends_with_the_trajectory() -> None:
     shown, found = steps(
         call("add", a=40, b=2),

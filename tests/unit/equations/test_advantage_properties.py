@@ -132,6 +132,7 @@ def test_drmas_is_blind_to_an_agents_affine_reward_scale(rows, scale: float, shi
     assert ESTIMATORS["drmas"](make_turns(scaled)).values.tolist() == pytest.approx(plain, abs=1e-4)
 
 
+@pytest.mark.slow
 @given(rows=ROWS)
 def test_a_tree_of_width_one_is_a_plain_trajectory(rows) -> None:  # type: ignore[no-untyped-def]
     plain = played(rows)

@@ -102,6 +102,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_scores(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids)) == 480
 
 
+@pytest.mark.slow
 def test_what_a_trained_team_says_has_the_step_of_its_weights(tmp_path: Path) -> None:
     """In a chat and in an evaluation; of the base, and of a model that is only named, it is 0."""
     run = make_run(tmp_path, "data.test=1", "evaluation.samples=1")
@@ -168,6 +169,7 @@ def test_a_part_that_a_killed_process_had_not_finished_is_no_end_of_the_others(
     assert [played.task_id for played in Shards(tmp_path, "one model").read()] == ["hard", "easy"]
 
 
+@pytest.mark.slow
 def test_too_many_failures_are_no_score_and_the_same_command_goes_on(tmp_path: Path) -> None:
     run = make_run(tmp_path, "data.test=2", "evaluation.samples=2")
     with slotted_server(8, 0.0) as url:

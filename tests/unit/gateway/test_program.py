@@ -85,6 +85,7 @@ def test_programs_ask_the_gateway_through_no_proxy(
     assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost"
 
 
+@pytest.mark.slow
 def test_a_command_plays_without_a_shell_and_hundreds_share_the_machine(tmp_path: Path) -> None:
     trajectory = one(tmp_path, command=script("answer = answer + ' '"))
     assert (trajectory.error, trajectory.outcome) == ("", 7.0)

@@ -19,6 +19,7 @@ from mcore_mas.planning.memory import TrainerSettings, estimate_trainer_memory
 from rollout.models.architecture import read_architecture
 from rollout.models.layout import ParallelLayout
 
+pytestmark = pytest.mark.slow  # the meter plays updates of models of up to 30B parameters
 ROOT = Path(__file__).resolve().parents[3]
 MARGIN = 0.03  # by which an update may be slower, launch more and hold more than it does today
 # of one agent: its statistics, its norm, which is the step's, and Megatron's own norm when it clips

@@ -87,6 +87,7 @@ def test_weighed_swiglu_is_torchs(width: int) -> None:
         assert float((one - other).abs().max()) <= 2e-6 * float(other.abs().max())
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_an_update_by_kernels_is_that_by_expert(
@@ -152,6 +153,7 @@ def test_an_expert_that_no_token_goes_to_learns_nothing(
         assert torch.allclose(x.grad[4], stack[2].sum(0), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_they_compile_for_an_h200_without_spills() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = "import json; from tests.support.sm90 import expert_kernels; print(json.dumps(expert_kernels()))"

@@ -127,6 +127,7 @@ def both(name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     return got, want
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compute_what_torch_does(name: str) -> None:
@@ -290,6 +291,7 @@ def measured() -> dict[str, list[dict[str, int]]]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", COMPILED)
 def test_kernels_for_an_h200_keep_to_their_registers(
     model: str, measured: dict[str, list[dict[str, int]]]

@@ -155,6 +155,7 @@ def test_a_rotation_is_megatrons(heads: int, dim: int) -> None:
     assert not found[1][:, :, 0].any() and not found[1][:, :, -1].any()
 
 
+@pytest.mark.slow
 def test_they_compile_for_an_h200_without_spills() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = (

@@ -94,6 +94,7 @@ def test_ranks_that_have_a_result_are_not_named(tmp_path: Path) -> None:
         asyncio.run(wait_for_hang(monitor, True, False))
 
 
+@pytest.mark.slow
 def test_heartbeats_keep_a_rank_from_hanging_and_the_end_of_a_phase_stops_its_watchdog(
     tmp_path: Path,
 ) -> None:

@@ -151,6 +151,7 @@ class Worker:
         return SimpleNamespace(future=lambda: called)
 
 
+@pytest.mark.slow
 def test_experts_on_record_are_mapped_by_a_rank_and_not_copied(running_ray: None) -> None:
     """How much memory of a process' own 64 MiB of them take."""
     (batch,) = pack(reference.make_samples()[:1], 1 << 20)

@@ -34,6 +34,7 @@ def call(tool: str, **arguments: str) -> str:
     return f"```tool\n{json.dumps({'name': tool, 'arguments': arguments})}\n```"
 
 
+@pytest.mark.slow
 def test_the_coder_tries_things_out_and_hears_its_reviewer() -> None:
     trajectory = play_shipped(
         "tool_coder",

@@ -250,6 +250,7 @@ def test_a_world_without_programs_is_an_error(
     assert trajectory.error == "EnvError: the environment grades no programs; name code in env"
 
 
+@pytest.mark.slow
 def test_tests_of_functions_in_the_sandbox() -> None:
     call = CallTest(function="add", arguments=(20, 22), accepted=(42,))
     solved = "def add(a, b):\n    return a + b"

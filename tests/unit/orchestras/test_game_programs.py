@@ -39,6 +39,7 @@ print("**Actions List**:", *ways[goal])
 ```'''
 
 
+@pytest.mark.slow
 def test_a_breadth_first_search_is_the_proposal_of_the_published_team() -> None:
     config = RunConfig.check(resolve(["experiment=strongermas_t1_plan_path_shared"]), "a test")
     engine = ScriptedEngine(lambda prompt, call: (*(PROGRAM, f"#### {WAY}")[call].encode(), 0))

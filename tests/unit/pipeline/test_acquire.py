@@ -373,6 +373,7 @@ def test_the_report_says_what_leaks(hub: FakeHub, monkeypatch: pytest.MonkeyPatc
     ]
 
 
+@pytest.mark.slow
 def test_every_published_input_has_a_source() -> None:
     known = known_sources()
     for name in experiments():

@@ -116,6 +116,7 @@ async def ask(url: str) -> list[list[str]]:
     return [[passage.id for passage in passages] for passages in found]
 
 
+@pytest.mark.slow
 def test_from_the_hub_to_an_answer(published: tuple[dict, list], hub: Hub) -> None:
     with pytest.raises(AcquireError, match="some/index: answered 503"):
         acquire_all(hub)
@@ -152,6 +153,7 @@ def refused(folder: Path = FOLDER, encoder: Path = ENCODER) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_is_damaged_or_does_not_belong_is_one_line(hub: Hub) -> None:
     with pytest.raises(AcquireError):
         acquire_all(hub)

@@ -109,6 +109,7 @@ def outcome(folder: Path) -> tuple[str, list[dict[str, float]]]:
     return sha256(*sorted((folder / "bootstrap" / "model").iterdir())), measured
 
 
+@pytest.mark.slow
 def test_a_cold_start_goes_on_after_a_kill_and_a_stop_to_the_same_bits(base: Path) -> None:
     assert (
         started(base, kind=subprocess.Popen)[0] == 0
@@ -131,6 +132,7 @@ def test_a_cold_start_goes_on_after_a_kill_and_a_stop_to_the_same_bits(base: Pat
     assert outcome(base) == unbroken
 
 
+@pytest.mark.slow
 def test_a_cold_start_of_other_settings_begins_anew(base: Path) -> None:
     cleared(base)
     assert started(base, MCORE_MAS_FAILPOINTS="checkpoint.there=kill@2")[0] == -signal.SIGKILL

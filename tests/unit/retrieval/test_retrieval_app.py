@@ -185,6 +185,7 @@ BODIES = JSON | st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(body=BODIES.map(json.dumps).map(str.encode) | st.binary(max_size=60))
 def test_no_body_makes_the_server_fail(server_url: str, body: bytes) -> None:
@@ -208,6 +209,7 @@ def searcher(index_dir: Path, encoder: Encoder) -> Searcher:
     return Searcher(Index.open(index_dir), encoder)
 
 
+@pytest.mark.slow
 def test_a_token_guards_all_routes_but_health_and_the_document(searcher: Searcher) -> None:
     batcher = Batcher(searcher.encode, searcher.search)
     transport = httpx.ASGITransport(build_app(searcher, batcher, "0123456789abcdef"))

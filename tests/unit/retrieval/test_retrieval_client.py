@@ -67,6 +67,7 @@ def test_passages_come_by_id(server_url: str) -> None:
     with_client(server_url, use)
 
 
+@pytest.mark.slow
 def test_many_and_long_queries_are_split_over_requests(server_url: str) -> None:
     async def use(client: RetrievalClient) -> None:
         await asyncio.gather(*(client.search(f"q{n}", 1) for n in range(257)))

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -74,6 +75,7 @@ def test_drmas_sends_one_query_under_another_name(server_url: str, passages: lis
     ]
 
 
+@pytest.mark.slow
 def test_a_fuzzer_of_the_document_finds_no_error(server_url: str) -> None:
     """Schemathesis sends requests that the document allows or forbids, and checks each answer."""
     schema = schemathesis.openapi.from_url(f"{server_url}/openapi.json")

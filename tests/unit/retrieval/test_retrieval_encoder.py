@@ -50,6 +50,7 @@ def mean_vectors(texts: list[str], dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(vectors)
 
 
+@pytest.mark.slow
 def test_pooling_is_the_mean_over_the_tokens_of_the_text(encoder: Encoder) -> None:
     text = "Amber Falls"
     reference = mean_vectors([text], torch.float32)[0]
@@ -59,6 +60,7 @@ def test_pooling_is_the_mean_over_the_tokens_of_the_text(encoder: Encoder) -> No
     precision.assert_close(torch.from_numpy(padded), reference, exact)
 
 
+@pytest.mark.slow
 def test_the_vector_of_a_query_does_not_depend_on_its_batch(encoder: Encoder) -> None:
     queries = [
         f"Who is the mayor of town number {n}{' and of the next town' * (n % 5)}?"

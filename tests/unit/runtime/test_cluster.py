@@ -30,6 +30,7 @@ def test_an_address_where_no_ray_answers_is_refused_at_once(
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.slow
 def test_gloo_of_this_wheel_has_no_tls_as_the_page_says() -> None:
     program = """
 import os, torch.distributed as dist

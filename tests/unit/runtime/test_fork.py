@@ -119,6 +119,7 @@ def test_a_fork_that_is_killed_before_its_checkpoint_says_so_is_made_again(tmp_p
     assert of(folder, 2).newest(silent) is not None
 
 
+@pytest.mark.slow
 def test_a_run_that_is_trained_by_another_recipe_is_refused_and_then_forked(tmp_path: Path) -> None:
     """Of two steps by one seed, and two more by another: the files of the first two are in both folders."""
     run = run_folder(tmp_path)

@@ -112,6 +112,7 @@ def test_a_ray_of_a_runs_own_asks_for_a_token_whatever_the_environment_says() ->
 SLOW = "no Ray starts on this machine in three tries of 30 s; end other work on it, and start this again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failing", "said"), [(1, ["well", "2 []"]), (3, [f"cluster.address: local: {SLOW}", "3 []"])]
 )
@@ -127,6 +128,7 @@ def test_a_ray_that_did_not_start_in_time_leaves_neither_folder_nor_process(
     assert done.stdout.splitlines()[-2:] == said, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_workers_keep_the_memory_that_they_free_unless_the_environment_says_otherwise() -> None:
     inherited = {name: value for name, value in os.environ.items() if name not in KEEP_PAGES}
     environment = inherited | {"MALLOC_TOP_PAD_": "1048576"}

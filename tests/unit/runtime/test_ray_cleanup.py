@@ -26,6 +26,7 @@ training.join()
 """
 
 
+@pytest.mark.slow
 def test_sigterm_to_a_script_that_trains_is_not_called_a_sigkill() -> None:
     """A script hears no SIGTERM: it ends at once, and what cleans up behind it says so."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:

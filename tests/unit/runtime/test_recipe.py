@@ -140,6 +140,7 @@ def test_a_bit_that_flips_in_any_input_is_refused_by_its_name(
     )  # an export's
 
 
+@pytest.mark.slow
 def test_the_recipe_is_what_decides_what_is_learnt(tmp_path: Path) -> None:
     def recipe(*overrides: str) -> dict[str, object]:
         resolved = resolve(["experiment=demo_math", "run=x", f"results={tmp_path}", *overrides])

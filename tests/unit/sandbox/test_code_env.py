@@ -45,6 +45,7 @@ def play(box: Sandbox, *actions: str, of: Task | None = None, **options: object)
     return asyncio.run(steps())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "reward", "rate_reward", "metrics"),
     [

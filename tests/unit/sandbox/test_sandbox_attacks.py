@@ -212,6 +212,7 @@ for line in open("/proc/self/maps"):
 """
 
 
+@pytest.mark.slow
 def test_a_key_of_the_parent_is_nowhere_in_a_programs_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -241,6 +242,7 @@ print(*held)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["namespaces", "landlock"])
 def test_a_program_holds_three_descriptors_and_a_cell_its_channel_too(tier: str) -> None:
     with Path(

@@ -30,6 +30,7 @@ NO_ANSWERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NO_ANSWERS)
 def test_a_cell_that_answers_by_itself_fails_and_the_next_one_runs(box: Sandbox, kind: str) -> None:
     async def cells() -> None:
@@ -195,6 +196,7 @@ time.sleep({seconds})
 """
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_tree_is_bounded_without_control_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

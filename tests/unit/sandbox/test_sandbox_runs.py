@@ -211,6 +211,7 @@ def test_a_failing_sandbox_is_an_error_and_no_verdict(monkeypatch: pytest.Monkey
         box.close()
 
 
+@pytest.mark.slow
 def test_many_runs_survive_their_zygote() -> None:
     box = started("namespaces")
 
@@ -237,6 +238,7 @@ asyncio.run(Sandbox(tier={tier!r}).run({source!r}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["namespaces", "landlock", "unisolated"])
 def test_programs_die_with_a_killed_parent_and_the_next_start_sweeps(tier: str) -> None:
     started(tier).close()  # or skip
@@ -287,6 +289,7 @@ def test_it_refuses_to_run_without_isolation(monkeypatch: pytest.MonkeyPatch) ->
         run(Sandbox(), "print(1)")
 
 
+@pytest.mark.slow
 def test_it_runs_unisolated_when_told_so_by_name() -> None:
     box = Sandbox(tier="unisolated")
     try:

@@ -139,6 +139,7 @@ def test_equal_seeds_give_equal_tasks_and_more_extend_fewer():
     assert {task.id for task in few} != {task.id for task in arithmetic_tasks(4, {"test": 24})}
 
 
+@pytest.mark.slow
 def test_asking_for_more_than_there_is_says_so():
     with pytest.raises(
         ValueError, match=r"add_2digit: \d+ test tasks asked for, .* lower data\.test"

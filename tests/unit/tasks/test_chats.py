@@ -29,6 +29,7 @@ def by_agent(demonstrations: list[Demonstration]) -> Counter[str]:
     return Counter(demonstration.agent for demonstration in demonstrations)
 
 
+@pytest.mark.slow
 def test_coders_who_never_slip_try_a_formula_and_hand_it_in() -> None:
     found = shown("demo_coder", 20, slips={}, episodes=20)
     assert by_agent(found) == {"coder": 20}  # nobody is asked for a review of what is right
@@ -50,6 +51,7 @@ def test_coders_who_never_slip_try_a_formula_and_hand_it_in() -> None:
         ) in tried.content
 
 
+@pytest.mark.slow
 def test_careless_coders_are_well_formed_and_often_wrong() -> None:
     found = shown("demo_coder", 150, episodes=60)
     assert by_agent(found)["reviewer"] > 15
@@ -68,6 +70,7 @@ def test_careless_coders_are_well_formed_and_often_wrong() -> None:
     assert shown("demo_coder", 5, episodes=2)[:2] == shown("demo_coder", 5, episodes=2)[:2]
 
 
+@pytest.mark.slow
 def test_programs_are_different_in_every_split() -> None:
     tasks = program_tasks(3, {"train": 400, "validation": 50, "test": 60})
     splits = {
@@ -97,6 +100,7 @@ def test_a_lead_who_never_slips_asks_its_scout_and_answers() -> None:
         assert "<evidence>" in scout.messages[-1].content
 
 
+@pytest.mark.slow
 def test_a_careless_lead_answers_too_early() -> None:
     leads = [d for d in shown("demo_memory", 400, episodes=200) if d.agent == "lead"]
     early = [len(lead.messages) == 2 for lead in leads]

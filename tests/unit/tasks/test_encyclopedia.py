@@ -99,6 +99,7 @@ def test_sizes_are_checked() -> None:
         encyclopedia_tasks(0, {"test": 100_000})
 
 
+@pytest.mark.slow
 def test_demonstrations_are_legal_and_about_train_only(roles: dict[str, Role]) -> None:
     shown = list(encyclopedia_demonstrations(0, 3000, roles=roles))
     assert len(shown) == 3000

@@ -75,6 +75,7 @@ def test_text_is_made_valid_where_it_enters_a_record() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_tool_that_is_called_by_half_a_character_is_told_so_and_the_trajectory_goes_on(
     tmp_path: Path,
 ) -> None:
@@ -275,6 +276,7 @@ def speaks(source: random.Random) -> ScriptedEngine:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ORCHESTRAS))
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
@@ -348,6 +350,7 @@ def place(name: str, source: random.Random) -> tuple[Task, Any]:
     return task, partial(ENVS[name], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ENVS))
 def test_no_action_breaks_an_environment(name: str, tmp_path: Path) -> None:
     async def steps(task: Task, team: Any, env: Any) -> None:
@@ -381,6 +384,7 @@ def anything(source: random.Random, depth: int = 0) -> Any:
     return source.choice(kinds)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TOOLS))
 def test_no_call_breaks_a_tool(name: str) -> None:
     """Any arguments, those by right names too, have a result; only a tool that is away fails its trajectory."""

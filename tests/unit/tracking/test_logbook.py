@@ -22,6 +22,7 @@ from tests.support.played import TASK, trajectory, turn
 from tests.support.tracked_run import config_path_of, metrics_path_of, write_run
 
 
+@pytest.mark.slow
 def test_steps_traces_and_status_come_to_mlflow_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ MlflowStore(sys.argv[1], "e", Path("."))
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_makes_the_database_leaves_none(tmp_path: Path) -> None:
     """MLflow cannot open a file with a part of its tables."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
@@ -41,6 +42,7 @@ def test_a_process_that_is_killed_while_it_makes_the_database_leaves_none(tmp_pa
     assert not list(tmp_path.glob(".*.partial"))
 
 
+@pytest.mark.slow
 def test_runs_of_one_key_are_one_run(tmp_path: Path) -> None:
     uri = write_database(tmp_path / "mlflow.db")
     first = MlflowStore(uri, "e", tmp_path)

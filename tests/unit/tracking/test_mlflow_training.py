@@ -106,6 +106,7 @@ def test_a_store_that_was_removed_is_filled_again(tmp_path: Path) -> None:
     assert history(other_uri, writer.run_id) == [(1, 0), (2, 1), (3, 2), (4, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fail", ["500", "late", "hang"])
 def test_rows_that_a_failing_server_did_not_confirm_are_there_once(
     tmp_path: Path, mlflow_server: Server, fail: str
@@ -134,6 +135,7 @@ def test_rows_that_a_failing_server_did_not_confirm_are_there_once(
     assert_sent_once(mlflow_server.uri, writer.run_id)
 
 
+@pytest.mark.slow
 def test_two_processes_that_send_the_same_rows_add_each_once(
     tmp_path: Path, mlflow_server: Server
 ) -> None:

@@ -55,6 +55,7 @@ def track(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_runs_of_two_seeds_and_two_suites_have_their_parents(tmp_path: Path) -> None:
     finished(tmp_path, "duo", 1, "one")
     finished(tmp_path, "duo_s2", 2, "one")
@@ -102,6 +103,7 @@ def test_runs_of_two_seeds_and_two_suites_have_their_parents(tmp_path: Path) -> 
     assert [point.step for point in points] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_two_processes_send_the_same_results_once(tmp_path: Path) -> None:
     finished(tmp_path, "duo", 1)
     processes = [track(tmp_path) for _ in range(2)]
@@ -117,6 +119,7 @@ def test_two_processes_send_the_same_results_once(tmp_path: Path) -> None:
         assert [point.step for point in points] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_broken_off_is_sent_by_its_own_folder(tmp_path: Path) -> None:
     config = finished(tmp_path, "duo", 1)
     (config.folder / "train" / "done.json").unlink()
@@ -211,6 +214,7 @@ def test_runs_have_tags_scores_and_costs_to_compare_them_by(tmp_path: Path) -> N
     assert sorted(artifact.path for artifact in artifacts) == ["charts.html", "one.csv"]
 
 
+@pytest.mark.slow
 def test_stages_before_the_training_have_their_times_and_measurements(tmp_path: Path) -> None:
     folder = write_run_of_table(tmp_path)
     second = finished(tmp_path, "duo_s2", 2, "one").folder

@@ -99,6 +99,7 @@ def traces_of(run: tuple[RunConfig, TrainingRecord]) -> dict[str, Trace]:
     return {trace.info.tags["trajectory"]: trace for trace in traces}
 
 
+@pytest.mark.slow
 def test_a_trajectory_is_a_trace_with_a_span_per_turn_and_tool_call(
     run: tuple[RunConfig, TrainingRecord],
 ) -> None:

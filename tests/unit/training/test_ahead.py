@@ -71,6 +71,7 @@ SLOW_REPLIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_no_turn_is_trained_further_behind_than_allowed_whatever_takes_how_long(
     tmp_path, staleness

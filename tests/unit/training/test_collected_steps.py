@@ -29,6 +29,7 @@ from tests.support.simulated import Log
 from tests.support.virtual_time import run_virtually
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("share", [0.13, 0.5, 0.77])
 def test_finished_trajectories_are_kept_and_none_is_left_out(
@@ -76,6 +77,7 @@ def completions(found: Trajectory | None) -> list[tuple[Any, ...]]:
     return [(t.seed, t.completion_ids, t.versions) for t in found.turns] if found else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_with_deterministic_neither_time_nor_a_kill_decides_which_weights_sample_what(
     tmp_path: Path, staleness: int
@@ -104,6 +106,7 @@ def test_with_deterministic_neither_time_nor_a_kill_decides_which_weights_sample
     assert versions == {(step, max(0, step - staleness)) for step in range(STEPS)}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_while_weights_wait_comes_to_the_same_trajectories(
     tmp_path: Path,
 ) -> None:

@@ -114,6 +114,7 @@ def runs(tmp_path_factory, model):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_every_turn_is_sampled_again_to_the_bit_from_its_seed_and_versions(runs, model, staleness):
     alone = EmbeddedEngine.from_folder(model, max_length=LENGTH, rows=1, deterministic=True)

@@ -108,6 +108,7 @@ def gaps(folder: Path, model: Path, replay: bool) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_with_router_replay_the_trainer_says_what_the_engine_said(
     tmp_path: Path, one_rank: None
 ) -> None:

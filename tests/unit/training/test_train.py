@@ -32,6 +32,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "sk-0123456789abcdef")
 
 
+@pytest.mark.slow
 def test_keys_leave_the_environment_before_the_first_child_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
