@@ -20,7 +20,7 @@ import httpx
 from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
 from rollout.teams.team import Team
-from tests.support.gateway import opened
+from tests.support.gateway import open_session
 
 REPLY_TOKENS = 100
 
@@ -73,13 +73,13 @@ async def clients(url: str, key: str, chats: int, turns: int, words: int, apart_
 
 async def hold_chats(team: Team, chats: int, turns: int, words: int, apart_s: float) -> None:
     """Have clients in another process hold chats with agent `a` through the gateway, and see that all are one path."""
-    async with opened(team, most_turns=chats * turns) as (url, key, seat, _):
+    async with open_session(team, max_turns=chats * turns) as (url, key, team_session, _):
         arguments = json.dumps([url, key, chats, turns, words, apart_s])
         child = subprocess.Popen([sys.executable, __file__, arguments])
         while child.poll() is None:
             await asyncio.sleep(0.1)
-        assert child.returncode == 0 and len(seat.turns) == chats * turns
-        assert not any("root" in turn.scores for turn in seat.turns)
+        assert child.returncode == 0 and len(team_session.turns) == chats * turns
+        assert not any("root" in turn.scores for turn in team_session.turns)
 
 
 if __name__ == "__main__":

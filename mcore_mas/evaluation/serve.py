@@ -20,7 +20,7 @@ from rollout.base.http_server import has_token, listen, listener_url, server_con
 from rollout.base.ownership import owned
 from rollout.base.processes import say
 from rollout.environments.protocol import Env, Step
-from rollout.gateway.app import Entrance, gateway_app
+from rollout.gateway.app import GatewayHandlers, gateway_app
 from rollout.gateway.dialects import ChatReply, ChatRequest, GatewayError
 from rollout.gateway.sessions import GatewayCall, GatewaySession
 from rollout.records.trajectory import Task
@@ -81,27 +81,29 @@ class ServedTeam:
             )
         return self.collector.team.agents.get(model)
 
-    async def ask(self, asked: ChatRequest) -> GatewayCall:
+    async def start_call(self, asked: ChatRequest) -> GatewayCall:
         """Have the team, or one of its agents, reply.
 
         Raises:
             GatewayError: nobody can.
         """
         if self.agent(asked.model) is None:
-            call = GatewayCall(head=ChatReply(id=str(next(self.numbers)), model=asked.model))
-            return call.start(self._play(asked, call.head))
-        return await GatewaySession(self._seat(), own_sampling=True).ask(asked)
+            call = GatewayCall(
+                partial_reply=ChatReply(id=str(next(self.numbers)), model=asked.model)
+            )
+            return call.start(self._play(asked, call.partial_reply))
+        return await GatewaySession(self._seat(), honor_sampling=True).start_call(asked)
 
-    async def count(self, asked: ChatRequest) -> int:
+    async def count_tokens(self, asked: ChatRequest) -> int:
         """How many tokens an agent would be asked with; GatewayError if nobody can say."""
         if self.agent(asked.model) is None:
             raise GatewayError(
                 400,
                 f"'{self.config.run}' is a whole team, which reads as it plays; its agents can say",
             )
-        return await GatewaySession(self._seat(), own_sampling=True).count(asked)
+        return await GatewaySession(self._seat(), honor_sampling=True).count_tokens(asked)
 
-    def unread(self, call: GatewayCall) -> None:
+    def abandon(self, call: GatewayCall) -> None:
         """Nobody waits for the reply any more: it is given up."""
         call.task.cancel()
 
@@ -115,10 +117,10 @@ class ServedTeam:
             raise GatewayError(
                 400, f"'{self.config.run}' is a whole team, which takes no tools; its agents do"
             )
-        if asked.previous:
+        if asked.previous_id:
             raise GatewayError(
                 404,
-                f"no response '{asked.previous[:80]}': each call of a whole team stands by itself",
+                f"no response '{asked.previous_id[:80]}': each call of a whole team stands by itself",
             )
         texts = [message.text for message in asked.messages]
         if not any(texts):
@@ -141,12 +143,12 @@ class ServedTeam:
             raise episode.failure
         if env.handed_in is None:
             raise GatewayError(503, f"the team came to no answer: {episode.error}")
-        text, stop = asked.cut(env.handed_in)
+        text, stop = asked.cut_at_stop(env.handed_in)
         return replace(
             head,
             text=text,
             finish="stop_sequence" if stop else "stop",
-            stop=stop,
+            stop_sequence=stop,
             prompt_tokens=sum(len(turn.prompt_ids) for turn in seat.turns),
             completion_tokens=sum(len(turn.completion_ids) for turn in seat.turns),
         )
@@ -189,7 +191,7 @@ def serve(
                 raise GatewayError(401, "a bearer token is required")
             return served
 
-        app = gateway_app(Entrance(find, most_calls), "")
+        app = gateway_app(GatewayHandlers(find, most_calls), "")
         url = listener_url(listener)
         say(f"{', '.join(served.models)} at {url}/v1 (Anthropic: {url}); Ctrl-C ends it")
         server = uvicorn.Server(

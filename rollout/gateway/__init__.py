@@ -1,1 +1,1 @@
-"""Gateway: agent programs of others speak OpenAI's or Anthropic's HTTP dialect to a trajectory's policies."""
+"""HTTP gateway through which agent programs call a trajectory's agents in OpenAI's or Anthropic's API."""

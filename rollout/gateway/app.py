@@ -1,4 +1,4 @@
-"""HTTP application of a gateway: routes, keys, limits, and failures as statuses in the caller's dialect."""
+"""HTTP application of the gateway: routes, keys and limits, and failures as errors of the caller's API."""
 
 from __future__ import annotations
 
@@ -28,268 +28,321 @@ from rollout.base.http_server import (
     read_body,
 )
 from rollout.gateway.completions import COMPLETIONS
-from rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth
+from rollout.gateway.dialects import (
+    ChatReply,
+    ChatRequest,
+    Dialect,
+    GatewayError,
+    StreamEvent,
+    StreamStep,
+)
 from rollout.gateway.messages import MESSAGES, parse_count
 from rollout.gateway.responses import RESPONSES
 from rollout.gateway.sessions import GatewayCall, GatewaySession
 
 DIALECTS = (COMPLETIONS, RESPONSES, MESSAGES)
-_COUNT = MESSAGES.path + "/count_tokens"
 MAX_CALL_BYTES = 16 << 20
-_RETRIES = "x-stainless-retry-count"  # with it the clients of OpenAI and Anthropic say how often they have asked before
-_OFF_LOOP_BYTES = 64 << 10  # of a body, from which on another thread reads it
-_AGENT = "/a/{agent}"  # in an address, before the dialect's path: who answers, whatever the call names as its model
+_OFF_LOOP_BYTES = 64 << 10  # larger bodies are parsed on another thread
+_COUNT_PATH = MESSAGES.path + "/count_tokens"
+# In a URL before the dialect's path: the agent that answers, whatever model the call names.
+_AGENT_PREFIX = "/a/{agent}"
+# OpenAI's and Anthropic's clients send the number of earlier attempts in this header.
+_RETRY_HEADER = "x-stainless-retry-count"
+_HTTP_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+_CLIENT_CLOSED_REQUEST = 499
 
 
-class Answering(Protocol):
-    """What answers calls: a trajectory's session."""
+class ChatBackend(Protocol):
+    """Object that answers calls: a trajectory's session or a served team."""
 
     @property
     def models(self) -> list[str]:
-        """The names that calls may ask for."""
+        """Model names that calls may use."""
 
     def agent(self, model: str) -> object:
-        """Who answers as `model`; GatewayError if nobody does."""
+        """Return the agent that answers under this model name; raise GatewayError without one."""
 
-    async def ask(self, asked: ChatRequest) -> GatewayCall:
-        """Have somebody reply (see `GatewaySession`)."""
+    async def start_call(self, request: ChatRequest) -> GatewayCall:
+        """Start the reply to a call (see `GatewaySession.start_call`)."""
 
-    async def count(self, asked: ChatRequest) -> int:
-        """How many tokens somebody would be asked with; GatewayError if nobody can say."""
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of prompt tokens of a call; raise GatewayError if it is not known."""
 
-    def unread(self, call: GatewayCall) -> None:
-        """Nobody waits for the reply any more."""
+    def abandon(self, call: GatewayCall) -> None:
+        """Record that nobody waits for the reply any more."""
 
 
 @dataclass(slots=True)
-class Entrance:
-    """Who may come in."""
+class GatewayHandlers:
+    """Handlers of the gateway's endpoints, which limit the number of calls in progress.
 
-    find: Callable[[Request], Answering]  # what answers a request; raises GatewayError
-    most_calls: int  # that are answered at a time
-    calls: int = 0  # that are under way
-    refused: bool = (
-        False  # whether there were too many once: who asks again need not have been heard before
-    )
+    Attributes:
+        find_backend: returns the backend of an HTTP request; raises GatewayError without one.
+        max_calls: number of calls that are answered concurrently.
+        calls_in_progress: number of calls that are answered now.
+        has_refused_calls: True once a call was refused because there were too many. A client's retry
+            then need not mean that an earlier call was answered.
+    """
 
-    async def answer(self, dialect: Dialect, request: Request) -> Response:
+    find_backend: Callable[[Request], ChatBackend]
+    max_calls: int
+    calls_in_progress: int = 0
+    has_refused_calls: bool = False
+
+    async def answer(self, dialect: Dialect, http_request: Request) -> Response:
         """Answer a call in its dialect."""
-        session, asked = await self._read(dialect.parse, request)
-        if request.headers.get(_RETRIES, "0") != "0" and not self.refused:
-            asked = replace(asked, again=True)
-        if self.calls >= self.most_calls:
-            self.refused = True
-            raise GatewayError(429, f"{self.calls} calls are under way, which is as many as may be")
+        backend, request = await self._read_call(dialect.parse, http_request)
+        is_retry = http_request.headers.get(_RETRY_HEADER, "0") != "0"
+        if is_retry and not self.has_refused_calls:
+            request = replace(request, is_retry=True)
+
+        if self.calls_in_progress >= self.max_calls:
+            self.has_refused_calls = True
+            raise GatewayError(429, f"the limit of {self.max_calls} calls in progress is reached")
+
         call = None
-        self.calls += 1
+        self.calls_in_progress += 1
         try:
-            call = await session.ask(asked)
-            if not await _awaited(request, session, call, asked.stream):
-                return Response(status_code=499)  # nobody is there to read it
+            call = await backend.start_call(request)
+            if not await _wait_for_reply(http_request, backend, call, stream=request.stream):
+                return Response(status_code=_CLIENT_CLOSED_REQUEST)
         finally:
-            if call is not None and asked.stream and not call.task.done():
-                call.task.add_done_callback(self._ended)
+            if call is not None and request.stream and not call.task.done():
+                call.task.add_done_callback(self._on_stream_sampled)
             else:
-                self.calls -= 1
-        if not asked.stream:
-            return JSONResponse(dialect.render(call.whole()))
+                self.calls_in_progress -= 1
+
+        if not request.stream:
+            return JSONResponse(dialect.render(call.result()))
         if call.task.done():
-            call.whole()  # what is wrong with it is a status
-        return _Stream(_streamed(dialect, call, asked), session, call)
+            call.result()  # raises an error while it can still be an HTTP status
+        return _ReplyStream(dialect, request, backend, call)
 
-    async def count(self, request: Request) -> Response:
-        """Say how many tokens Anthropic's Messages would be asked with."""
-        session, asked = await self._read(parse_count, request)
-        return JSONResponse({"input_tokens": await session.count(asked)})
+    async def count_tokens(self, http_request: Request) -> Response:
+        """Return the number of prompt tokens of a call in Anthropic's Messages API."""
+        backend, request = await self._read_call(parse_count, http_request)
+        return JSONResponse({"input_tokens": await backend.count_tokens(request)})
 
-    async def _read(
-        self, parse: Callable[[bytes], ChatRequest], request: Request
-    ) -> tuple[Answering, ChatRequest]:
-        session = self.find(request)
-        body = await read_body(request, MAX_CALL_BYTES)
-        asked = await asyncio.to_thread(parse, body) if len(body) > _OFF_LOOP_BYTES else parse(body)
-        if agent := request.path_params.get("agent"):
-            asked = replace(asked, model=agent)
-        return session, asked
+    async def list_models(self, http_request: Request) -> Response:
+        """Return the models that calls may use."""
+        models = [_render_model(name) for name in self.find_backend(http_request).models]
+        return JSONResponse({"object": "list", "data": models, "has_more": False})
 
-    def _ended(self, task: asyncio.Task[ChatReply]) -> None:
-        self.calls -= 1
+    async def show_model(self, http_request: Request) -> Response:
+        """Return one model; raise GatewayError if there is none of this name."""
+        name = http_request.path_params["model"]
+        self.find_backend(http_request).agent(name)
+        return JSONResponse(_render_model(name))
+
+    async def refuse(self, http_request: Request) -> Response:
+        """Refuse a request to a path that the gateway does not have."""
+        paths = ", ".join([*(dialect.path for dialect in DIALECTS), _COUNT_PATH])
+        path = http_request.url.path[:200]
+        raise GatewayError(
+            404, f"there is no endpoint {http_request.method} {path}; paths of the gateway: {paths}"
+        )
+
+    async def _read_call(
+        self, parse: Callable[[bytes], ChatRequest], http_request: Request
+    ) -> tuple[ChatBackend, ChatRequest]:
+        backend = self.find_backend(http_request)
+        body = await read_body(http_request, MAX_CALL_BYTES)
+        if len(body) > _OFF_LOOP_BYTES:
+            request = await asyncio.to_thread(parse, body)
+        else:
+            request = parse(body)
+        agent = http_request.path_params.get("agent")
+        if agent:
+            request = replace(request, model=agent)
+        return backend, request
+
+    def _on_stream_sampled(self, task: asyncio.Task[ChatReply]) -> None:
+        self.calls_in_progress -= 1
 
 
-async def _awaited(request: Request, session: Answering, call: GatewayCall, stream: bool) -> bool:
-    """Wait until a reply is whole, or of a stream begins; False where the caller has gone before."""
-    gone = asyncio.create_task(_gone(request))
-    ready = asyncio.create_task(call.begun.wait()) if stream else call.task
-    there = False
+async def _wait_for_reply(
+    http_request: Request, backend: ChatBackend, call: GatewayCall, *, stream: bool
+) -> bool:
+    """Wait until a reply is complete, or until a stream has its first output.
+
+    Returns:
+        False if the caller has closed the connection before; the call is then abandoned.
+    """
+    disconnected = asyncio.create_task(_wait_for_disconnect(http_request))
+    ready = asyncio.create_task(call.has_output.wait()) if stream else call.task
+    has_reply = False
     try:
-        await asyncio.wait({ready, gone}, return_when=asyncio.FIRST_COMPLETED)
-        there = call.task.done() or call.begun.is_set()
-    finally:  # cancelled where the caller's connection ends
-        gone.cancel()
+        await asyncio.wait({ready, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        has_reply = call.task.done() or call.has_output.is_set()
+    finally:  # also if this handler is cancelled because the connection has ended
+        disconnected.cancel()
         if stream:
             ready.cancel()
-        if not there:
-            session.unread(call)
-    return there
+        if not has_reply:
+            backend.abandon(call)
+    return has_reply
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _wait_for_disconnect(http_request: Request) -> None:
+    while True:
+        message = await http_request.receive()
+        if message["type"] == "http.disconnect":
+            return
 
 
-class _Stream(StreamingResponse):
-    """A reply as it grows; the caller may leave before its end."""
+class _ReplyStream(StreamingResponse):
+    """A reply as server-sent events; the call is abandoned if its reader leaves before the end."""
 
-    def __init__(self, events: AsyncIterator[str], session: Answering, call: GatewayCall) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._session, self._call = session, call
+    def __init__(
+        self, dialect: Dialect, request: ChatRequest, backend: ChatBackend, call: GatewayCall
+    ) -> None:
+        self._dialect = dialect
+        self._request = request
+        self._backend = backend
+        self._call = call
+        self._was_read = False
+        super().__init__(self._events(), media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            if not self._call.read:
-                self._session.unread(self._call)
+            if not self._was_read:
+                self._backend.abandon(self._call)
+
+    async def _events(self) -> AsyncIterator[str]:
+        """Yield the text of the events; a failure is the last event."""
+        dialect = self._dialect
+        previous = None
+        events_sent = 0
+        try:
+            async for reply in self._call.snapshots():
+                step = StreamStep(previous=previous, reply=reply, events_sent=events_sent)
+                events = list(dialect.stream(step, self._request))
+                # One write for all: asyncio logs warnings about several writes to a closed
+                # connection.
+                yield "".join(_render_event(event) for event in events)
+                previous = reply
+                events_sent += len(events)
+            yield dialect.end_of_stream
+            self._was_read = True
+        except Exception as error:
+            body = dialect.render_error(_gateway_error(error))
+            yield _render_event(StreamEvent("error", {"type": "error", **body}))
 
 
-async def _streamed(dialect: Dialect, call: GatewayCall, asked: ChatRequest) -> AsyncIterator[str]:
-    """The events of a stream; a failure is the last of them."""
-
-    def written(name: str, data: object) -> str:
-        return (
-            f"event: {name}\n" if name else ""
-        ) + f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-    before, sent = None, 0
-    try:
-        async for reply in call.replies():
-            events = list(dialect.stream(Growth(before=before, now=reply, sent=sent), asked))
-            # in one write: asyncio complains where several follow each other to a caller who has gone
-            yield "".join(written(name, data) for name, data in events)
-            before, sent = reply, sent + len(events)
-        yield dialect.last
-        call.read = True
-    except Exception as error:
-        yield written("error", {"type": "error", **dialect.error(_told(error))})
+def _render_event(event: StreamEvent) -> str:
+    data = f"data: {json.dumps(event.data, ensure_ascii=False)}\n\n"
+    return f"event: {event.name}\n{data}" if event.name else data
 
 
-def _told(error: Exception) -> GatewayError:
-    """What a program is told of an error; of anything but those that are expected nothing, it is raised again."""
+def _gateway_error(error: Exception) -> GatewayError:
+    """Return the error that the program gets for a failure; raise unexpected failures again."""
     if isinstance(error, GatewayError):
         return error
     if isinstance(error, ClientDisconnect):
-        return GatewayError(400, "the body ended too early")  # told to nobody
+        return GatewayError(400, "the connection was closed before the end of the body")
     if isinstance(error, BodyTooLarge):
         return GatewayError(413, str(error))
     if isinstance(error, PromptTooLong):
         return GatewayError(400, str(error), "context_length_exceeded")
     if isinstance(error, (EngineError, EnvError, Unusable)):
-        return GatewayError(503, "no reply can be had: the trajectory has failed")
+        return GatewayError(503, "there is no reply, because the trajectory has failed")
     raise error
 
 
-def _guarded(
+def _with_error_responses(
     handler: Callable[[Request], Awaitable[Response]], dialect: Dialect | None
-) -> Callable[..., object]:
-    """The handler with its failures as statuses, in its dialect; None: in the caller's."""
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler with its failures as HTTP responses.
 
-    async def answer(request: Request) -> Response:
+    Args:
+        dialect: API that writes the errors; None: the API whose headers the request has.
+    """
+
+    async def answer(http_request: Request) -> Response:
         try:
-            return await handler(request)
-        except Exception as error:
-            told = _told(error)
-            headers = {"Retry-After": "1"} if told.status == 429 else {"x-should-retry": "false"}
-            spoken = MESSAGES if "anthropic-version" in request.headers else COMPLETIONS
-            body = (dialect or spoken).error(told)
-            return JSONResponse(body, status_code=told.status, headers=headers)
+            return await handler(http_request)
+        except Exception as failure:
+            error = _gateway_error(failure)
+            api = dialect
+            if api is None:
+                is_anthropic = "anthropic-version" in http_request.headers
+                api = MESSAGES if is_anthropic else COMPLETIONS
+            # The vendors' clients retry by themselves; only a crowded gateway is worth a retry.
+            headers = {"Retry-After": "1"} if error.status == 429 else {"x-should-retry": "false"}
+            body = api.render_error(error)
+            return JSONResponse(body, status_code=error.status, headers=headers)
 
     return answer
 
 
-def _model(name: str) -> dict[str, object]:
-    """A model, as OpenAI's and Anthropic's APIs write it."""
+def _render_model(name: str) -> dict[str, object]:
+    """Return a model with the fields that OpenAI's API has and those that Anthropic's API has."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "mcore-mas"}
     return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
-def gateway_app(entrance: Entrance, prefix: str) -> Starlette:
-    """The HTTP application; its addresses begin with `prefix`, whose parameters `entrance.find` reads."""
+def gateway_app(handlers: GatewayHandlers, prefix: str) -> Starlette:
+    """Return the HTTP application.
 
-    async def models(request: Request) -> Response:
-        listed = [_model(name) for name in entrance.find(request).models]
-        return JSONResponse({"object": "list", "data": listed, "has_more": False})
-
-    async def model(request: Request) -> Response:
-        name = request.path_params["model"]
-        entrance.find(request).agent(name)
-        return JSONResponse(_model(name))
-
-    async def nowhere(request: Request) -> Response:
-        paths = ", ".join([*(dialect.path for dialect in DIALECTS), _COUNT])
-        raise GatewayError(
-            404, f"nothing answers {request.method} {request.url.path[:200]}; known: {paths}"
-        )
-
+    Args:
+        prefix: beginning of all paths, whose parameters `handlers.find_backend` reads.
+    """
     routes = []
-    for place in (prefix, prefix + _AGENT):
+
+    def add_route(
+        path: str,
+        handler: Callable[[Request], Awaitable[Response]],
+        dialect: Dialect | None,
+        methods: list[str],
+    ) -> None:
+        routes.append(Route(path, _with_error_responses(handler, dialect), methods=methods))
+
+    for base in (prefix, prefix + _AGENT_PREFIX):
         for dialect in DIALECTS:
-            call = _guarded(partial(entrance.answer, dialect), dialect)
-            routes.append(Route(place + dialect.path, call, methods=["POST"]))
-        routes.append(Route(place + _COUNT, _guarded(entrance.count, MESSAGES), methods=["POST"]))
-        routes.append(Route(place + "/v1/models", _guarded(models, None)))
-        routes.append(Route(place + "/v1/models/{model:path}", _guarded(model, None)))
-    every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    return Starlette(
-        routes=[*routes, Route("/{path:path}", _guarded(nowhere, None), methods=every)]
-    )
+            answer = partial(handlers.answer, dialect)
+            add_route(base + dialect.path, answer, dialect, ["POST"])
+        add_route(base + _COUNT_PATH, handlers.count_tokens, MESSAGES, ["POST"])
+        add_route(base + "/v1/models", handlers.list_models, None, ["GET"])
+        add_route(base + "/v1/models/{model:path}", handlers.show_model, None, ["GET"])
+    add_route("/{path:path}", handlers.refuse, None, _HTTP_METHODS)
+    return Starlette(routes=routes)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenSession:
+    """A session that the gateway answers for, and the key that its calls must carry."""
+
+    key: str
+    session: GatewaySession
 
 
 class Gateway:
-    """A gateway on loopback for the trajectories of one event loop, each behind an address and a key of its own."""
+    """HTTP server on loopback for the trajectories of one event loop.
 
-    def __init__(self, most_calls: int = 16384) -> None:
-        self.url = ""
-        self._open: dict[str, tuple[str, GatewaySession]] = {}  # key and session, by name
-        self._app = gateway_app(Entrance(self._find, most_calls), "/s/{session}")
-        self._users, self._lock = 0, asyncio.Lock()
+    Each trajectory has a URL and a key of its own.
+    """
+
+    def __init__(self, max_calls: int = 16384) -> None:
+        self.url = ""  # "" while the gateway does not listen
+        self._sessions: dict[str, _OpenSession] = {}  # by the name in their URLs
+        handlers = GatewayHandlers(self._find_session, max_calls)
+        self._app = gateway_app(handlers, "/s/{session}")
+        self._users = 0
+        self._lock = asyncio.Lock()
         self._listening = AsyncExitStack()
-        self._failure = ""  # why the server has ended
-
-    def _find(self, request: Request) -> GatewaySession:
-        key, session = self._open.get(request.path_params["session"], ("", None))
-        if session is None or not has_token(request, key):
-            raise GatewayError(401, "no such session, or not its key")
-        return session
-
-    def _fail(self, reason: str) -> None:
-        """Fail the trajectories of all open sessions, and of those that open until the gateway is not used any more."""
-        self._failure = f"gateway: {reason}"
-        for _, session in self._open.values():
-            session.fail(EngineError(self._failure))
+        self._failure = ""  # reason why the server has ended
 
     @asynccontextmanager
-    async def opened(self, session: GatewaySession) -> AsyncIterator[tuple[str, str]]:
-        """Have the gateway answer for a session until the block ends; its address and key."""
-        name, key = secrets.token_urlsafe(12), f"sk-{secrets.token_urlsafe(24)}"
-        self._open[name] = key, session
-        if self._failure:
-            session.fail(EngineError(self._failure))
-        try:
-            yield f"{self.url}/s/{name}", key
-        finally:
-            del self._open[name]
-            await session.close()
-
-    @asynccontextmanager
-    async def in_use(self) -> AsyncIterator[Gateway]:
-        """Listen at least until the block ends: from the first user's coming to the last one's going."""
+    async def running(self) -> AsyncIterator[Gateway]:
+        """Return a context in which the gateway listens; it closes when its last user has left."""
         async with self._lock:
             if not self.url:
                 listener = open_listener("127.0.0.1", 0)
                 self.url = listener_url(listener)
                 await self._listening.enter_async_context(
-                    answering(self._app, listener, self._fail)
+                    answering(self._app, listener, self._fail_sessions)
                 )
             self._users += 1
         try:
@@ -298,10 +351,37 @@ class Gateway:
             self._users -= 1
             async with self._lock:
                 if not self._users:
-                    self.url = self._failure = ""
+                    self.url = ""
+                    self._failure = ""
                     await self._listening.aclose()
+
+    @asynccontextmanager
+    async def serve_session(self, session: GatewaySession) -> AsyncIterator[tuple[str, str]]:
+        """Return a context in which the gateway answers for a session; yield its URL and key."""
+        name = secrets.token_urlsafe(12)
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        self._sessions[name] = _OpenSession(key, session)
+        if self._failure:
+            session.fail(EngineError(self._failure))
+        try:
+            yield f"{self.url}/s/{name}", key
+        finally:
+            del self._sessions[name]
+            await session.close()
+
+    def _find_session(self, http_request: Request) -> GatewaySession:
+        entry = self._sessions.get(http_request.path_params["session"])
+        if entry is None or not has_token(http_request, entry.key):
+            raise GatewayError(401, "there is no such session, or the key is not its key")
+        return entry.session
+
+    def _fail_sessions(self, reason: str) -> None:
+        """Fail open sessions, and those that open before the last user has left."""
+        self._failure = f"gateway: {reason}"
+        for entry in self._sessions.values():
+            entry.session.fail(EngineError(self._failure))
 
 
 def shared_gateway() -> AbstractAsyncContextManager[Gateway]:
-    """The gateway of the running event loop, which listens as long as somebody uses it."""
-    return per_loop("gateway", Gateway).in_use()
+    """Return a context with the running event loop's gateway, which listens while it has users."""
+    return per_loop("gateway", Gateway).running()

@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions: requests, replies and streams."""
+"""OpenAI's Chat Completions API: requests, replies and streams."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -7,26 +7,26 @@ from pydantic import BaseModel, Field
 
 from rollout.gateway import dialects
 from rollout.gateway.dialects import (
-    Body,
     ChatReply,
     ChatRequest,
     Content,
     Dialect,
-    Event,
+    RequestBody,
+    StreamEvent,
+    StreamStep,
     TextFormat,
 )
 from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system", "function": "tool"}
-_FINISH: dict[str | None, str] = {"stop_sequence": "stop"}
-_DELTAS = {"reasoning": "reasoning_content", "text": "content"}
+_DELTA_KEYS = {"reasoning": "reasoning_content", "text": "content"}
 
 
 class _Function(dialects.ToolSpec):
     arguments: str = "{}"
 
 
-class _Call(BaseModel):
+class _ToolCall(BaseModel):
     id: str = ""
     function: _Function
 
@@ -35,7 +35,7 @@ class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content = None
     reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -48,7 +48,9 @@ class _StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class _Completions(Body):
+class _CompletionsBody(RequestBody):
+    """Body of a request. A field of type None or of one literal is refused with any other value."""
+
     messages: list[_Message] = Field(min_length=1)
     tools: list[_Tool] | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -56,58 +58,83 @@ class _Completions(Body):
     stop: str | list[str] | None = None
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
-    functions: None = None  # what tools were called before
+    functions: None = None  # deprecated by OpenAI in favour of `tools`
     response_format: TextFormat | None = None
     stream_options: _StreamOptions | None = None
 
 
-def _message(said: _Message) -> Message:
-    calls = said.tool_calls if said.role == "assistant" and said.tool_calls else ()
-    return Message(
-        role=_ROLES.get(said.role, said.role),
-        content=dialects.text_of(said.content),
-        reasoning=said.reasoning_content or "",
-        calls=tuple(
-            ToolUse(
-                id=call.id,
-                name=call.function.name,
-                arguments=dialects.arguments_of(call.function.arguments),
-            )
-            for call in calls
-        ),
-        answers=said.tool_call_id or "",
-    )
-
-
 def _parse(body: bytes) -> ChatRequest:
-    asked: _Completions = dialects.read(_Completions, body)
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    return asked.request(
-        [_message(said) for said in asked.messages],
-        [tool.function for tool in asked.tools or ()],
-        max_tokens=asked.max_completion_tokens or asked.max_tokens,
-        stop=tuple(filter(None, stop)),
-        usage=bool(asked.stream_options and asked.stream_options.include_usage),
+    parsed = dialects.parse_body(_CompletionsBody, body)
+    stops = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
+    include_usage = parsed.stream_options is not None and parsed.stream_options.include_usage
+    return parsed.chat_request(
+        [_parse_message(message) for message in parsed.messages],
+        [tool.function for tool in parsed.tools or ()],
+        max_tokens=parsed.max_completion_tokens or parsed.max_tokens,
+        stop=tuple(stop for stop in stops if stop),
+        include_usage=bool(include_usage),
     )
 
 
-def _usage(reply: ChatReply) -> dict[str, Any]:
-    return {
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+def _parse_message(message: _Message) -> Message:
+    calls: list[ToolUse] = []
+    if message.role == "assistant":
+        calls = [_parse_call(call) for call in message.tool_calls or ()]
+    return Message(
+        role=_ROLES.get(message.role, message.role),
+        content=dialects.content_text(message.content),
+        reasoning=message.reasoning_content or "",
+        calls=tuple(calls),
+        answers=message.tool_call_id or "",
+    )
+
+
+def _parse_call(call: _ToolCall) -> ToolUse:
+    arguments = dialects.tool_arguments(call.function.arguments)
+    return ToolUse(id=call.id, name=call.function.name, arguments=arguments)
+
+
+def _render(reply: ChatReply) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["content"] = reply.text or None
+        message["tool_calls"] = _render_calls(reply)
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": _finish_reason(reply),
     }
+    return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
-def _calls(reply: ChatReply) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in reply.calls
-    ]
+def _stream(step: StreamStep, request: ChatRequest) -> Iterator[StreamEvent]:
+    reply = step.reply
+    head = _head(reply, "chat.completion.chunk")
+
+    def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> StreamEvent:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return StreamEvent("", {**head, "choices": [choice]})
+
+    if step.previous is None:
+        yield chunk({"role": "assistant", "content": ""})
+
+    calls = _render_calls(reply)
+    first_call = len(reply.blocks) - len(calls)  # index of its block
+    for delta in step.block_deltas():
+        if delta.block.call is None:
+            yield chunk({_DELTA_KEYS[delta.block.kind]: delta.text})
+        else:
+            call_index = delta.index - first_call
+            yield chunk({"tool_calls": [{**calls[call_index], "index": call_index}]})
+
+    if reply.finish is None:
+        return
+    yield chunk({}, _finish_reason(reply))
+    if request.include_usage:
+        yield StreamEvent("", {**head, "choices": [], "usage": _usage(reply)})
 
 
 def _head(reply: ChatReply, kind: str) -> dict[str, Any]:
@@ -119,39 +146,27 @@ def _head(reply: ChatReply, kind: str) -> dict[str, Any]:
     }
 
 
-def _render(reply: ChatReply) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
-    message |= {"reasoning_content": reply.reasoning} if reply.reasoning else {}
-    message |= {"content": reply.text or None, "tool_calls": _calls(reply)} if reply.calls else {}
-    finish = _FINISH.get(reply.finish, reply.finish)
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
-    return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+def _finish_reason(reply: ChatReply) -> str | None:
+    return "stop" if reply.finish == "stop_sequence" else reply.finish
 
 
-def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
-    reply = growth.now
-    head = _head(reply, "chat.completion.chunk")
-
-    def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
-        return "", {
-            **head,
-            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}],
+def _render_calls(reply: ChatReply) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
         }
+        for call in reply.calls
+    ]
 
-    if growth.before is None:
-        yield chunk({"role": "assistant", "content": ""})
-    calls = _calls(reply)
-    for news in growth.news:
-        if news.block.call is None:
-            yield chunk({_DELTAS[news.block.kind]: news.text})
-        else:
-            number = news.index - len(reply.blocks)  # from the last
-            yield chunk({"tool_calls": [{**calls[number], "index": number + len(calls)}]})
-    if reply.finish is None:
-        return
-    yield chunk({}, _FINISH.get(reply.finish, reply.finish))
-    if asked.usage:
-        yield "", {**head, "choices": [], "usage": _usage(reply)}
+
+def _usage(reply: ChatReply) -> dict[str, int]:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+    }
 
 
 COMPLETIONS = Dialect(
@@ -159,6 +174,6 @@ COMPLETIONS = Dialect(
     parse=_parse,
     render=_render,
     stream=_stream,
-    error=dialects.openai_error,
-    last="data: [DONE]\n\n",
+    render_error=dialects.openai_error,
+    end_of_stream="data: [DONE]\n\n",
 )

@@ -1,13 +1,14 @@
-"""Dialects of a gateway: what is asked and what is answered, in terms that the dialects share.
+"""Terms that the HTTP APIs of the gateway share: requests, replies, stream events and errors.
 
-What cannot be read, or not be answered, raises a GatewayError that says so.
+A `Dialect` translates between one API and these terms. The dialects are in `completions.py`,
+`responses.py` and `messages.py`. A call that cannot be read or answered raises a `GatewayError`.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -16,20 +17,8 @@ from rollout.models.tool_calls import ToolSchema
 from rollout.records.trajectory import Message, ToolUse
 
 Finish = Literal["stop", "length", "tool_calls", "stop_sequence"]
-Event = tuple[str, Any]  # of a stream: its name, "" where the dialect gives it none, and its data
-
-
-class GatewayError(Exception):
-    """A call that cannot be answered, with its HTTP status and the name that a dialect's errors have for it."""
-
-    def __init__(self, status: int, message: str, code: str = "") -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = _ERROR_KINDS.get(status, "api_error")
-        self.code = code  # OpenAI's
-
-
-# what an error of a status is called
+_Model = TypeVar("_Model", bound=BaseModel)
+_TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 _ERROR_KINDS: dict[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -41,126 +30,194 @@ _ERROR_KINDS: dict[int, str] = {
 }
 
 
+class GatewayError(Exception):
+    """A call that cannot be answered.
+
+    Attributes:
+        status: HTTP status of the response.
+        kind: type of the error in the vendors' APIs, such as "not_found_error".
+        code: code of the error in OpenAI's APIs, "" if there is none.
+    """
+
+    def __init__(self, status: int, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = _ERROR_KINDS.get(status, "api_error")
+        self.code = code
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A call of a program, as its dialect's parser read it."""
+    """A call of a program, in the terms that all dialects share.
+
+    Attributes:
+        sampling: `temperature` and `top_p`, as far as the call gives them.
+        stop: texts that end the reply.
+        include_usage: True if a stream ends with the token counts.
+        store: True if a later call may refer to the reply by its id.
+        previous_id: id of the reply that `messages` follow, "" for none.
+        is_retry: True if the caller has sent the same call before and got no answer.
+    """
 
     model: str
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
     max_tokens: int | None = None
-    sampling: dict[str, float] = field(
-        default_factory=dict
-    )  # temperature and top_p, where they are given
+    sampling: dict[str, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     stream: bool = False
-    usage: bool = True  # whether a stream ends with the number of tokens
-    kept: bool = False  # whether a later call may name the reply as the one it comes after
-    previous: str = ""  # id of the reply that `messages` come after
-    again: bool = False  # whether the caller has made this call before, and read no answer
+    include_usage: bool = True
+    store: bool = False
+    previous_id: str = ""
+    is_retry: bool = False
 
-    def cut(self, text: str) -> tuple[str, str | None]:
-        """The text up to the first of the stops in it, and that stop; all of it, and None, where there is none."""
-        ends = [(end, stop) for stop in self.stop if (end := text.find(stop)) >= 0]
-        end, stop = min(ends, default=(len(text), None))
-        return text[:end], stop
+    def cut_at_stop(self, text: str) -> tuple[str, str | None]:
+        """Return the text before the first stop, and that stop; the whole text and None without."""
+        first_end = len(text)
+        first_stop = None
+        for stop in sorted(self.stop):
+            end = text.find(stop)
+            if 0 <= end < first_end:
+                first_end = end
+                first_stop = stop
+        return text[:first_end], first_stop
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a reply."""
+    """A part of a reply: its thoughts, its text or a tool call."""
 
     kind: Literal["reasoning", "text", "call"]
-    text: str  # of a call its arguments
+    text: str  # of a call: its arguments as JSON
     call: ToolUse | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """An agent's reply, as the dialects write it, or as much of one as is known while it is sampled."""
+    """An agent's reply, or as much of it as has been sampled.
+
+    Attributes:
+        created: Unix time in seconds.
+        finish: reason why the reply ended; None while it is sampled.
+        stop_sequence: stop of the request that ended the text, or None.
+    """
 
     id: str
     model: str
-    created: int = field(default_factory=lambda: int(time.time()))  # Unix time
+    created: int = field(default_factory=lambda: int(time.time()))
     text: str = ""
     reasoning: str = ""
     calls: tuple[ToolUse, ...] = ()
-    finish: Finish | None = None  # None: it is not whole
-    stop: str | None = None  # of the call's stops the one that cut the text
+    finish: Finish | None = None
+    stop_sequence: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
     @property
     def blocks(self) -> list[Block]:
-        """Its thoughts, its text and its calls; of a whole reply without calls always a text."""
-        thoughts = [Block("reasoning", self.reasoning)] if self.reasoning else []
-        texts = [Block("text", self.text)] if self.text or (self.finish and not self.calls) else []
-        return [*thoughts, *texts, *(Block("call", call.arguments, call) for call in self.calls)]
+        """Thoughts, text and calls; a complete reply without calls always has a text."""
+        blocks = []
+        if self.reasoning:
+            blocks.append(Block("reasoning", self.reasoning))
+        if self.text or (self.finish and not self.calls):
+            blocks.append(Block("text", self.text))
+        blocks += [Block("call", call.arguments, call) for call in self.calls]
+        return blocks
 
-    def begins(self, reasoning: str, text: str) -> bool:
-        """Whether a reply with these thoughts and words goes on from this one."""
-        return text.startswith(self.text) and (
-            reasoning == self.reasoning if self.text else reasoning.startswith(self.reasoning)
-        )
+    def is_prefix_of(self, reasoning: str, text: str) -> bool:
+        """Return True if a reply of these thoughts and this text continues this one."""
+        if self.text:
+            return reasoning == self.reasoning and text.startswith(self.text)
+        return reasoning.startswith(self.reasoning)
 
     @property
     def message(self) -> Message:
-        """As a program will repeat it."""
+        """The reply as the program repeats it in its next call."""
         return Message(role="assistant", content=self.text, calls=self.calls)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockNews:
-    """What a stream has to say of one block."""
+class StreamEvent:
+    """A server-sent event of a stream; its name is "" in a dialect without names."""
 
-    index: int  # of the block
-    block: Block
-    text: str  # what is new of its text
-    begins: bool  # nothing was said of it yet
-    ends: bool  # nothing more will be
+    name: str
+    data: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
-    """What a stream goes on by; only the latest block grows."""
+class BlockDelta:
+    """New text of one block of a streamed reply."""
 
-    before: ChatReply | None  # what was streamed; None: nothing, not even that there is a reply
-    now: ChatReply
-    sent: int  # events so far
+    index: int  # of the block in the reply
+    block: Block  # with all of its text so far
+    text: str  # new
+    opens: bool  # True at the first delta of the block
+    closes: bool  # True at the last delta of the block
 
-    @property
-    def news(self) -> list[BlockNews]:
-        """What is new, block by block; GatewayError if the reply does not begin with what was streamed."""
-        old, new, found = (
-            self.before.blocks if self.before else [],
-            self.now.blocks,
-            list[BlockNews](),
-        )
-        for index, block in enumerate(new):
-            begins, ended = index >= len(old), index < len(old) - 1
-            known = "" if begins else old[index].text
-            if not block.text.startswith(known) or (ended and block != old[index]):
-                raise GatewayError(503, "the reply does not go on as it began")
-            if not ended:
-                ends = bool(self.now.finish) or index < len(new) - 1
-                found.append(BlockNews(index, block, block.text[len(known) :], begins, ends))
-        return found
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStep:
+    """One step of a stream: the reply as it was streamed so far, and as it is now."""
+
+    previous: ChatReply | None  # None at the first step
+    reply: ChatReply
+    events_sent: int
+
+    def block_deltas(self) -> list[BlockDelta]:
+        """Return the blocks that are new or have grown; only the last block of a reply grows.
+
+        Raises:
+            GatewayError: the reply does not begin with the text that was streamed.
+        """
+        old_blocks = self.previous.blocks if self.previous else []
+        new_blocks = self.reply.blocks
+        last_old = len(old_blocks) - 1
+        last_new = len(new_blocks) - 1
+
+        deltas = []
+        for index, block in enumerate(new_blocks):
+            is_new = index > last_old
+            is_closed = index < last_old
+            old_text = "" if is_new else old_blocks[index].text
+            if not block.text.startswith(old_text) or (is_closed and block != old_blocks[index]):
+                raise GatewayError(503, "the reply does not continue the text that was streamed")
+            if is_closed:
+                continue
+            deltas.append(
+                BlockDelta(
+                    index=index,
+                    block=block,
+                    text=block.text[len(old_text) :],
+                    opens=is_new,
+                    closes=bool(self.reply.finish) or index < last_new,
+                )
+            )
+        return deltas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How one API writes requests, replies, streams and errors."""
+    """Translation between one HTTP API and the terms of this module.
 
-    path: str  # below a session's address
-    parse: Callable[[bytes], ChatRequest]  # raises GatewayError
+    Attributes:
+        path: URL path of the API, below a session's address.
+        parse: reads a request's body; raises GatewayError.
+        render: writes a complete reply.
+        stream: writes the events of one step of a stream.
+        render_error: writes an error.
+        end_of_stream: text after the last event of a stream.
+    """
+
+    path: str
+    parse: Callable[[bytes], ChatRequest]
     render: Callable[[ChatReply], dict[str, Any]]
-    stream: Callable[[Growth, ChatRequest], Iterator[Event]]
-    error: Callable[[GatewayError], dict[str, Any]]
-    last: str = ""  # what ends a stream
+    stream: Callable[[StreamStep, ChatRequest], Iterator[StreamEvent]]
+    render_error: Callable[[GatewayError], dict[str, Any]]
+    end_of_stream: str = ""
 
 
 class ContentPart(BaseModel):
-    """A part of a message's content: text, by any of its names, or what a parser picks up itself."""
+    """A part of a message's content; a dialect reads the fields of the types that it knows."""
 
     model_config = ConfigDict(extra="allow")
     type: str
@@ -168,17 +225,20 @@ class ContentPart(BaseModel):
 
 
 Content = str | list[ContentPart] | None
-_TEXTS = {"text", "input_text", "output_text", "refusal"}
 
 
-def text_of(content: Content) -> str:
-    """The text of a message's content."""
-    if content is None or isinstance(content, str):
-        return content or ""
+def content_text(content: Content) -> str:
+    """Return the text of a message's content; raise GatewayError if a part is not text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
     for part in content:
-        if part.type not in _TEXTS:
+        if part.type not in _TEXT_PARTS:
             raise GatewayError(
-                400, f"a content part of type '{part.type[:40]}'; the agents here read text only"
+                400,
+                f"a content part has the type '{part.type[:40]}'; the agents of this gateway read "
+                "text only",
             )
     return "\n".join(part.text for part in content)
 
@@ -191,8 +251,8 @@ class ToolSpec(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
-    def told(self) -> ToolSchema:
-        """As a model is told of it."""
+    def tool_schema(self) -> ToolSchema:
+        """Return the tool as models are shown it; raise GatewayError if JSON cannot express it."""
         parameters = self.parameters or {"type": "object", "properties": {}}
         try:
             json.dumps(parameters)
@@ -202,76 +262,81 @@ class ToolSpec(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """The form of a reply; nothing here holds a model to a grammar."""
+    """Format of a reply; only text is supported, since no grammar constrains the sampling."""
 
     type: Literal["text"]
 
 
-class Body(BaseModel):
-    """What the dialects' requests have in common; what is not named in them is not read."""
+class RequestBody(BaseModel):
+    """Fields that the requests of all dialects share; unknown fields are ignored."""
 
     model: str = Field(min_length=1, max_length=200)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
 
-    def request(
+    def chat_request(
         self,
         messages: Sequence[Message],
         tools: Iterable[ToolSpec] | None,
         *,
         system: str | None = None,
-        **own: Any,
+        **fields: Any,
     ) -> ChatRequest:
-        """What is asked, with the fields that are the dialect's `own`; `system` is said before the messages."""
-        opening = [Message(role="system", content=system)] if system else []
+        """Return the request in the terms that all dialects share.
+
+        Args:
+            messages: the conversation.
+            tools: tools that the agent may call.
+            system: system prompt that precedes the messages.
+            fields: further fields of `ChatRequest`, which only this dialect has.
+
+        Raises:
+            GatewayError: the conversation does not ask for a reply, or a tool cannot be expressed.
+        """
+        if system:
+            messages = [Message(role="system", content=system), *messages]
         return ChatRequest(
             model=self.model,
-            messages=conversation([*opening, *messages]),
-            tools=tuple(tool.told() for tool in tools or ()),
+            messages=_conversation(messages),
+            tools=tuple(tool.tool_schema() for tool in tools or ()),
             sampling=self.model_dump(include={"temperature", "top_p"}, exclude_none=True),
             stream=bool(self.stream),
-            **own,
+            **fields,
         )
 
 
-def read(model: type[Any], body: bytes) -> Any:
-    """A body as an instance of `model`."""
+def parse_body(model: type[_Model], body: bytes) -> _Model:
+    """Return a JSON body as an instance of `model`; raise GatewayError with its first problem."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise GatewayError(400, f"{place}: {first['msg']}" if place else first["msg"]) from None
+        problem = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, problem["loc"]))
+        message = f"{key}: {problem['msg']}" if key else problem["msg"]
+        raise GatewayError(400, message) from None
 
 
-def arguments_of(given: str | dict[str, Any]) -> str:
-    """The arguments of a tool call that a program repeats, as records write them."""
+def tool_arguments(arguments: str | dict[str, Any]) -> str:
+    """Return the arguments of a tool call as normalized JSON.
+
+    Args:
+        arguments: a JSON object, or its text; "" is an empty object.
+
+    Raises:
+        GatewayError: the arguments are not a JSON object.
+    """
     try:
-        value = from_json(given or "{}") if isinstance(given, str) else given
+        value = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
         if isinstance(value, dict):
             return json.dumps(value, ensure_ascii=False)
-    except ValueError:
+    except ValueError:  # no JSON, or an integer with more digits than Python converts
         pass
-    raise GatewayError(400, "the arguments of a tool call are no JSON object")
-
-
-def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with those of the system at the beginning as one, which is all that most chat templates know."""
-    systems = next(
-        (n for n, message in enumerate(messages) if message.role != "system"), len(messages)
-    )
-    opening = "\n\n".join(message.content for message in messages[:systems])
-    said = (*([Message(role="system", content=opening)] if opening else ()), *messages[systems:])
-    if not said or said[-1].role == "assistant":
-        raise GatewayError(
-            400, "expected messages that end with one of the user, a tool or the system"
-        )
-    return said
+    raise GatewayError(400, "the arguments of a tool call are not a JSON object")
 
 
 def openai_error(error: GatewayError) -> dict[str, Any]:
-    """The body of an error as OpenAI's APIs write it."""
+    """Return the body of an error in OpenAI's APIs."""
     return {
         "error": {
             "message": str(error),
@@ -280,3 +345,22 @@ def openai_error(error: GatewayError) -> dict[str, Any]:
             "code": error.code or None,
         }
     }
+
+
+def _conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Merge the system messages at the beginning into one, since most chat templates allow one.
+
+    Raises:
+        GatewayError: there are no messages, or the assistant has the last word.
+    """
+    start = 0
+    while start < len(messages) and messages[start].role == "system":
+        start += 1
+    system_prompt = "\n\n".join(message.content for message in messages[:start])
+
+    conversation = tuple(messages[start:])
+    if system_prompt:
+        conversation = (Message(role="system", content=system_prompt), *conversation)
+    if not conversation or conversation[-1].role == "assistant":
+        raise GatewayError(400, "the last message must be of the user, of a tool or of the system")
+    return conversation

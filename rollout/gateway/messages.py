@@ -1,4 +1,4 @@
-"""Anthropic's Messages: requests, replies and streams."""
+"""Anthropic's Messages API: requests, replies, streams and the counting of tokens."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from rollout.gateway import dialects
-from rollout.gateway.dialects import ChatReply, ChatRequest, Content, ContentPart, Event
+from rollout.gateway.dialects import (
+    ChatReply,
+    ChatRequest,
+    Content,
+    ContentPart,
+    Dialect,
+    GatewayError,
+    RequestBody,
+    StreamEvent,
+    StreamStep,
+)
 from rollout.records.trajectory import Message, ToolUse
 
 _STOP_REASONS: dict[str | None, str] = {
@@ -15,11 +25,18 @@ _STOP_REASONS: dict[str | None, str] = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
 }
-_THOUGHTS = ("thinking", "redacted_thinking")
+_THOUGHT_TYPES = ("thinking", "redacted_thinking")
+
+# type of a block's deltas, and their key for the new text, by the kind of the block
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 class _Block(ContentPart):
-    """A part of a message; which fields it has depends on its type."""
+    """A part of a message; its type decides which of these fields it has."""
 
     thinking: str = ""
     id: str = ""
@@ -29,19 +46,25 @@ class _Block(ContentPart):
     content: Content = None
 
 
-class _Said(BaseModel):
+class _Message(BaseModel):
     role: Literal["user", "assistant", "system"]
     content: str | list[_Block]
 
 
 class _Tool(dialects.ToolSpec):
+    """A tool of the program, or one that Anthropic defines and the program runs.
+
+    Tools that Anthropic's servers run, such as `web_search_20250305`, are refused.
+    """
+
     type: str = Field(default="custom", pattern=r"^(custom|(memory|bash|text_editor)_\d{8})$")
-    # none of those that Anthropic defines, and the client runs
     parameters: dict[str, Any] | None = Field(None, alias="input_schema")
 
 
-class _CountBody(dialects.Body):
-    messages: list[_Said] = Field(min_length=1)
+class _CountBody(RequestBody):
+    """Body of a request to count tokens, which need not limit the reply."""
+
+    messages: list[_Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     system: Content = None
     tools: list[_Tool] | None = None
@@ -52,59 +75,80 @@ class _MessagesBody(_CountBody):
     max_tokens: int = Field(ge=1)
 
 
-def _messages(said: _Said) -> Iterator[Message]:
-    """What a message says: results of tools, each by itself, before the rest."""
-    blocks = (
-        [_Block(type="text", text=said.content)] if isinstance(said.content, str) else said.content
+def parse_count(body: bytes) -> ChatRequest:
+    """Parse a request to count the tokens of a call; `max_tokens` may be missing."""
+    return _parse_as(_CountBody, body)
+
+
+def _parse(body: bytes) -> ChatRequest:
+    return _parse_as(_MessagesBody, body)
+
+
+def _parse_as(model: type[_CountBody], body: bytes) -> ChatRequest:
+    parsed = dialects.parse_body(model, body)
+    messages: list[Message] = []
+    for message in parsed.messages:
+        messages += _parse_message(message)
+    return parsed.chat_request(
+        messages,
+        parsed.tools,
+        system=dialects.content_text(parsed.system),
+        max_tokens=parsed.max_tokens,
+        stop=tuple(stop for stop in parsed.stop_sequences or () if stop),
     )
-    kinds = ("tool_result",) if said.role == "user" else ("tool_use", *_THOUGHTS)
-    rest: list[ContentPart] = [block for block in blocks if block.type not in kinds]
+
+
+def _parse_message(message: _Message) -> list[Message]:
+    blocks = message.content
+    if isinstance(blocks, str):
+        blocks = [_Block(type="text", text=blocks)]
+    if message.role == "user":
+        return _parse_user_blocks(blocks)
+    return _parse_model_blocks(message.role, blocks)
+
+
+def _parse_user_blocks(blocks: list[_Block]) -> list[Message]:
+    """Return a message per tool result, and then one with the user's text, if there is any."""
+    messages = []
+    text_blocks: list[ContentPart] = []
     for block in blocks:
-        if block.type == kinds[0] == "tool_result":
-            yield Message(
-                role="tool", content=dialects.text_of(block.content), answers=block.tool_use_id
-            )
-    calls = [
-        ToolUse(id=block.id, name=block.name, arguments=dialects.arguments_of(block.input))
-        for block in blocks
-        if block.type == kinds[0] == "tool_use"
-    ]
-    if rest or calls or said.role == "assistant":
-        thoughts = "".join(block.thinking for block in blocks if block.type in kinds[1:])
-        yield Message(
-            role=said.role, content=dialects.text_of(rest), reasoning=thoughts, calls=tuple(calls)
-        )
+        if block.type != "tool_result":
+            text_blocks.append(block)
+            continue
+        result = dialects.content_text(block.content)
+        messages.append(Message(role="tool", content=result, answers=block.tool_use_id))
+
+    if text_blocks:
+        messages.append(Message(role="user", content=dialects.content_text(text_blocks)))
+    return messages
 
 
-def _parse(body: bytes, kind: type[_CountBody] = _MessagesBody) -> ChatRequest:
-    asked: _CountBody = dialects.read(kind, body)
-    return asked.request(
-        [message for said in asked.messages for message in _messages(said)],
-        asked.tools,
-        system=dialects.text_of(asked.system),
-        max_tokens=asked.max_tokens,
-        stop=tuple(filter(None, asked.stop_sequences or ())),
+def _parse_model_blocks(role: str, blocks: list[_Block]) -> list[Message]:
+    """Return one message with the text, the thoughts and the tool calls of these blocks.
+
+    A system message that has no text and no calls is left out; an empty reply of the assistant is not.
+    """
+    text_blocks: list[ContentPart] = []
+    thoughts = []
+    calls = []
+    for block in blocks:
+        if block.type == "tool_use":
+            arguments = dialects.tool_arguments(block.input)
+            calls.append(ToolUse(id=block.id, name=block.name, arguments=arguments))
+        elif block.type in _THOUGHT_TYPES:
+            thoughts.append(block.thinking)
+        else:
+            text_blocks.append(block)
+
+    if not (text_blocks or calls or role == "assistant"):
+        return []
+    message = Message(
+        role=role,
+        content=dialects.content_text(text_blocks),
+        reasoning="".join(thoughts),
+        calls=tuple(calls),
     )
-
-
-def _block(block: dialects.Block) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """A block as it is at first and as it is whole, and what of it grows."""
-    if block.call is not None:
-        use: dict[str, Any] = {
-            "type": "tool_use",
-            "id": block.call.id,
-            "name": block.call.name,
-            "input": {},
-        }
-        return use, {**use, "input": json.loads(block.text)}, "partial_json"
-    if block.kind == "text":
-        return {"type": "text", "text": ""}, {"type": "text", "text": block.text}, "text"
-    thought = {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {**thought, "thinking": ""}, thought, "thinking"
-
-
-def _usage(reply: ChatReply) -> dict[str, int]:
-    return {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
+    return [message]
 
 
 def _render(reply: ChatReply) -> dict[str, Any]:
@@ -113,39 +157,68 @@ def _render(reply: ChatReply) -> dict[str, Any]:
         "type": "message",
         "role": "assistant",
         "model": reply.model,
-        "content": [_block(block)[1] for block in reply.blocks],
+        "content": [_render_block(block) for block in reply.blocks],
         "stop_reason": _STOP_REASONS.get(reply.finish, reply.finish),
-        "stop_sequence": reply.stop,
+        "stop_sequence": reply.stop_sequence,
         "usage": _usage(reply),
     }
 
 
-_DELTAS = {"thinking": "thinking_delta", "text": "text_delta", "partial_json": "input_json_delta"}
+def _render_block(block: dialects.Block) -> dict[str, Any]:
+    if block.call is not None:
+        return {
+            "type": "tool_use",
+            "id": block.call.id,
+            "name": block.call.name,
+            "input": json.loads(block.text),
+        }
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    return {"type": "thinking", "thinking": block.text, "signature": ""}
 
 
-def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
-    whole, events = _render(growth.now), list[dict[str, Any]]()
-    if growth.before is None:
-        start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-        events.append({"type": "message_start", "message": start})
-    for news in growth.news:
-        empty, _, kind = _block(news.block)
-        if news.begins:
-            events.append(
-                {"type": "content_block_start", "index": news.index, "content_block": empty}
-            )
-        delta = {"type": _DELTAS[kind], kind: news.text}
-        events.append({"type": "content_block_delta", "index": news.index, "delta": delta})
-        if news.ends:
-            events.append({"type": "content_block_stop", "index": news.index})
-    if growth.now.finish:
-        ends = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        events.append({"type": "message_delta", "delta": ends, "usage": _usage(growth.now)})
-        events.append({"type": "message_stop"})
-    yield from ((event["type"], event) for event in events)
+def _render_empty_block(block: dialects.Block) -> dict[str, Any]:
+    """Return a block as a stream opens it, before its first delta."""
+    if block.call is not None:
+        return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": {}}
+    if block.kind == "text":
+        return {"type": "text", "text": ""}
+    return {"type": "thinking", "thinking": "", "signature": ""}
 
 
-def _error(error: dialects.GatewayError) -> dict[str, Any]:
+def _stream(step: StreamStep, request: ChatRequest) -> Iterator[StreamEvent]:
+    def event(kind: str, **fields: Any) -> StreamEvent:
+        return StreamEvent(kind, {"type": kind, **fields})
+
+    message = _render(step.reply)
+    if step.previous is None:
+        opening = {**message, "content": [], "stop_reason": None, "stop_sequence": None}
+        yield event("message_start", message=opening)
+
+    for delta in step.block_deltas():
+        index = delta.index
+        if delta.opens:
+            empty_block = _render_empty_block(delta.block)
+            yield event("content_block_start", index=index, content_block=empty_block)
+        delta_type, key = _DELTAS[delta.block.kind]
+        yield event("content_block_delta", index=index, delta={"type": delta_type, key: delta.text})
+        if delta.closes:
+            yield event("content_block_stop", index=index)
+
+    if step.reply.finish:
+        ending = {
+            "stop_reason": message["stop_reason"],
+            "stop_sequence": message["stop_sequence"],
+        }
+        yield event("message_delta", delta=ending, usage=_usage(step.reply))
+        yield event("message_stop")
+
+
+def _usage(reply: ChatReply) -> dict[str, int]:
+    return {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
+
+
+def _render_error(error: GatewayError) -> dict[str, Any]:
     return {
         "type": "error",
         "error": {"type": error.kind, "message": str(error)},
@@ -153,11 +226,10 @@ def _error(error: dialects.GatewayError) -> dict[str, Any]:
     }
 
 
-def parse_count(body: bytes) -> ChatRequest:
-    """What `count_tokens` is asked: a call of Messages that need not say how long its reply may be."""
-    return _parse(body, _CountBody)
-
-
-MESSAGES = dialects.Dialect(
-    path="/v1/messages", parse=_parse, render=_render, stream=_stream, error=_error
+MESSAGES = Dialect(
+    path="/v1/messages",
+    parse=_parse,
+    render=_render,
+    stream=_stream,
+    render_error=_render_error,
 )

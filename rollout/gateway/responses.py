@@ -1,18 +1,33 @@
-"""OpenAI's Responses: requests, replies and streams."""
+"""OpenAI's Responses API: requests, replies and streams."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from rollout.gateway import dialects
-from rollout.gateway.dialects import ChatReply, ChatRequest, Content, Event, GatewayError
+from rollout.gateway.dialects import (
+    BlockDelta,
+    ChatReply,
+    ChatRequest,
+    Content,
+    Dialect,
+    GatewayError,
+    RequestBody,
+    StreamEvent,
+    StreamStep,
+)
 from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system"}
-_FIXED: dict[str, Any] = {  # of every response
-    **dict.fromkeys(("error", "instructions", "temperature", "top_p")),
+
+# fields that are the same in every response
+_CONSTANT_FIELDS: dict[str, Any] = {
+    "error": None,
+    "instructions": None,
+    "temperature": None,
+    "top_p": None,
     "metadata": {},
     "parallel_tool_calls": True,
     "tool_choice": "auto",
@@ -21,7 +36,7 @@ _FIXED: dict[str, Any] = {  # of every response
 
 
 class _Item(BaseModel):
-    """An item of the input; which fields it has depends on its type."""
+    """An item of the input; its type decides which of these fields it has."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
@@ -34,119 +49,125 @@ class _Item(BaseModel):
 
 
 class _Tool(dialects.ToolSpec):
-    type: Literal["function"]  # tools of OpenAI's own servers are not here
+    type: Literal["function"]  # tools that OpenAI's servers run are refused
 
 
-class _Text(BaseModel):
+class _TextOptions(BaseModel):
     format: dialects.TextFormat | None = None
 
 
-class _ResponsesBody(dialects.Body):
+class _ResponsesBody(RequestBody):
+    """Body of a request. A field of type None or of one literal is refused with any other value."""
+
     input: str | list[_Item]
     instructions: str | None = None
     tools: list[_Tool] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     previous_response_id: str | None = None
-    text: _Text | None = None
+    text: _TextOptions | None = None
     background: Literal[False] | None = None
-    conversation: None = None  # which servers of OpenAI's would keep
-    prompt: None = None  # likewise
+    conversation: None = None  # kept by OpenAI's servers, as is `prompt`
+    prompt: None = None
     top_logprobs: Literal[0] | None = None
     store: bool | None = None
 
 
-def _messages(items: list[_Item]) -> list[Message]:
-    """The items as messages: what an assistant thought, said and called in a row is one."""
-    messages: list[Message] = []
-    thought, words, calls = (
-        "",
-        list[str](),
-        list[ToolUse](),
-    )  # of one assistant; of words one text, which may be empty
-    for item in [*items, _Item(type="end")]:
-        if item.type == "reasoning":
-            parts = item.content or item.summary
-            thought += "\n".join(part.text for part in parts) if isinstance(parts, list) else ""
-        elif item.type == "function_call":
-            calls.append(
-                ToolUse(
-                    id=item.call_id, name=item.name, arguments=dialects.arguments_of(item.arguments)
-                )
-            )
-        elif item.type == "message" and item.role == "assistant" and not calls and not words:
-            words = [dialects.text_of(item.content)]
-        else:
-            if words or calls:
-                said = "".join(words)
-                messages.append(
-                    Message(role="assistant", content=said, reasoning=thought, calls=tuple(calls))
-                )
-            thought, words, calls = "", [], []
-            if item.type == "function_call_output":
-                messages.append(
-                    Message(
-                        role="tool", content=dialects.text_of(item.output), answers=item.call_id
-                    )
-                )
-            elif item.type == "message" and item.role == "assistant":
-                words = [dialects.text_of(item.content)]
-            elif item.type == "message":
-                messages.append(
-                    Message(
-                        role=_ROLES.get(item.role, item.role),
-                        content=dialects.text_of(item.content),
-                    )
-                )
-            elif item.type != "end":
-                raise GatewayError(
-                    400, f"an input item of type '{item.type[:40]}', which is not known here"
-                )
-    return messages
+class _AssistantMessage:
+    """An assistant's message under construction from consecutive items: thoughts, text and calls."""
+
+    def __init__(self) -> None:
+        self.reasoning = ""
+        self.text: str | None = None
+        self.calls: list[ToolUse] = []
+
+    @property
+    def has_output(self) -> bool:
+        """True if there is a text, even an empty one, or a call."""
+        return self.text is not None or bool(self.calls)
+
+    def message(self) -> Message:
+        """Return the finished message."""
+        return Message(
+            role="assistant",
+            content=self.text or "",
+            reasoning=self.reasoning,
+            calls=tuple(self.calls),
+        )
 
 
 def _parse(body: bytes) -> ChatRequest:
-    asked: _ResponsesBody = dialects.read(_ResponsesBody, body)
-    items = [_Item(content=asked.input)] if isinstance(asked.input, str) else asked.input
-    return asked.request(
-        _messages(items),
-        asked.tools,
-        system=asked.instructions,
-        max_tokens=asked.max_output_tokens,
-        kept=asked.store is not False,
-        previous=(asked.previous_response_id or "").removeprefix("resp_"),
+    parsed = dialects.parse_body(_ResponsesBody, body)
+    items = [_Item(content=parsed.input)] if isinstance(parsed.input, str) else parsed.input
+    return parsed.chat_request(
+        _parse_items(items),
+        parsed.tools,
+        system=parsed.instructions,
+        max_tokens=parsed.max_output_tokens,
+        store=parsed.store is not False,
+        previous_id=(parsed.previous_response_id or "").removeprefix("resp_"),
     )
 
 
-def _item(reply: ChatReply, index: int) -> dict[str, Any]:
-    """A block of a reply as an item of the output."""
-    block = reply.blocks[index]
-    if block.call is not None:
-        named = {
-            "call_id": block.call.id,
-            "name": block.call.name,
-            "arguments": block.text,
-            "status": "completed",
-        }
-        return {"id": f"fc_{reply.id}_{index}", "type": "function_call", **named}
-    if block.kind == "reasoning":
-        thought = [{"type": "reasoning_text", "text": block.text}]
-        return {"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": thought}
-    part = {"type": "output_text", "text": block.text, "annotations": []}
-    head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": "completed"}
-    return {**head, "content": [part]}
+def _parse_items(items: list[_Item]) -> list[Message]:
+    """Convert input items to messages.
+
+    An assistant's thoughts, one text and the calls behind it become one message. Thoughts without a
+    text or a call are dropped.
+    """
+    messages: list[Message] = []
+    reply = _AssistantMessage()
+
+    for item in items:
+        if item.type == "reasoning":
+            parts = item.content or item.summary
+            if isinstance(parts, list):
+                reply.reasoning += "\n".join(part.text for part in parts)
+            continue
+        if item.type == "function_call":
+            arguments = dialects.tool_arguments(item.arguments)
+            reply.calls.append(ToolUse(id=item.call_id, name=item.name, arguments=arguments))
+            continue
+
+        is_reply_text = item.type == "message" and item.role == "assistant"
+        if is_reply_text and not reply.has_output:
+            reply.text = dialects.content_text(item.content)
+            continue
+
+        if reply.has_output:
+            messages.append(reply.message())
+        reply = _AssistantMessage()
+        if is_reply_text:
+            reply.text = dialects.content_text(item.content)
+        else:
+            messages.append(_parse_item(item))
+
+    if reply.has_output:
+        messages.append(reply.message())
+    return messages
+
+
+def _parse_item(item: _Item) -> Message:
+    """Convert an item that is no part of an assistant's message."""
+    if item.type == "function_call_output":
+        result = dialects.content_text(item.output)
+        return Message(role="tool", content=result, answers=item.call_id)
+    if item.type == "message":
+        role = _ROLES.get(item.role, item.role)
+        return Message(role=role, content=dialects.content_text(item.content))
+    raise GatewayError(400, f"input items of type '{item.type[:40]}' are not supported")
 
 
 def _render(reply: ChatReply) -> dict[str, Any]:
-    cut = reply.finish == "length"
+    is_cut = reply.finish == "length"
     return {
         "id": f"resp_{reply.id}",
         "object": "response",
-        **_FIXED,
+        **_CONSTANT_FIELDS,
         "created_at": reply.created,
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "model": reply.model,
-        "output": [_item(reply, index) for index in range(len(reply.blocks))],
+        "output": [_render_item(reply, index) for index in range(len(reply.blocks))],
         "usage": {
             "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
@@ -157,54 +178,104 @@ def _render(reply: ChatReply) -> dict[str, Any]:
     }
 
 
-def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
-    numbers, reply = count(growth.sent), growth.now
+def _render_item(reply: ChatReply, index: int) -> dict[str, Any]:
+    """Return the reply's block of this index as an output item."""
+    block = reply.blocks[index]
+    if block.call is not None:
+        return {
+            "id": f"fc_{reply.id}_{index}",
+            "type": "function_call",
+            "call_id": block.call.id,
+            "name": block.call.name,
+            "arguments": block.text,
+            "status": "completed",
+        }
+    if block.kind == "reasoning":
+        thought = {"type": "reasoning_text", "text": block.text}
+        return {"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": [thought]}
+    part = {"type": "output_text", "text": block.text, "annotations": []}
+    return {
+        "id": f"msg_{reply.id}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
 
-    def event(kind: str, **fields: Any) -> Event:
-        return kind, {"type": kind, "sequence_number": next(numbers), **fields}
 
-    whole = _render(reply)
-    if growth.before is None:
-        begun = {
-            **whole,
+def _stream(step: StreamStep, request: ChatRequest) -> Iterator[StreamEvent]:
+    sequence_numbers = count(step.events_sent)
+
+    def event(kind: str, **fields: Any) -> StreamEvent:
+        data = {"type": kind, "sequence_number": next(sequence_numbers), **fields}
+        return StreamEvent(kind, data)
+
+    response = _render(step.reply)
+    if step.previous is None:
+        opening = {
+            **response,
             "status": "in_progress",
             "output": [],
             "usage": None,
             "incomplete_details": None,
         }
-        yield event("response.created", response=begun)
-        yield event("response.in_progress", response=begun)
-    for news in growth.news:
-        item, text = whole["output"][news.index], news.block.text
-        place: dict[str, Any] = {"output_index": news.index, "item_id": item["id"]}
-        empty: dict[str, Any]
-        if news.block.call is not None:
-            empty, kind = {"arguments": ""}, "response.function_call_arguments"
-            ended = {"arguments": text, "name": item["name"]}
+        yield event("response.created", response=opening)
+        yield event("response.in_progress", response=opening)
+
+    for delta in step.block_deltas():
+        item = response["output"][delta.index]
+        if delta.block.call is None:
+            yield from _stream_text(event, delta, item)
         else:
-            part = item["content"][0]
-            empty, kind, ended = {"content": []}, f"response.{part['type']}", {"text": text}
-            place |= {"content_index": 0}
-        logs: dict[str, Any] = {"logprobs": []} if kind == "response.output_text" else {}
-        if news.begins:
-            added = {**item, "status": "in_progress", **empty}
-            yield event("response.output_item.added", output_index=news.index, item=added)
-            if "content_index" in place:
-                yield event("response.content_part.added", **place, part={**part, "text": ""})
-        yield event(f"{kind}.delta", **place, delta=news.text, **logs)
-        if not news.ends:
-            continue
-        yield event(f"{kind}.done", **place, **ended, **logs)
-        if "content_index" in place:
-            yield event("response.content_part.done", **place, part=part)
-        yield event("response.output_item.done", output_index=news.index, item=item)
-    if reply.finish:
-        yield event(
-            "response.incomplete" if reply.finish == "length" else "response.completed",
-            response=whole,
-        )
+            yield from _stream_call(event, delta, item)
+
+    if step.reply.finish == "length":
+        yield event("response.incomplete", response=response)
+    elif step.reply.finish:
+        yield event("response.completed", response=response)
 
 
-RESPONSES = dialects.Dialect(
-    path="/v1/responses", parse=_parse, render=_render, stream=_stream, error=dialects.openai_error
+def _stream_call(
+    event: Callable[..., StreamEvent], delta: BlockDelta, item: dict[str, Any]
+) -> Iterator[StreamEvent]:
+    kind = "response.function_call_arguments"
+    position = {"output_index": delta.index, "item_id": item["id"]}
+    if delta.opens:
+        opening = {**item, "status": "in_progress", "arguments": ""}
+        yield event("response.output_item.added", output_index=delta.index, item=opening)
+
+    yield event(f"{kind}.delta", **position, delta=delta.text)
+
+    if delta.closes:
+        yield event(f"{kind}.done", **position, arguments=delta.block.text, name=item["name"])
+        yield event("response.output_item.done", output_index=delta.index, item=item)
+
+
+def _stream_text(
+    event: Callable[..., StreamEvent], delta: BlockDelta, item: dict[str, Any]
+) -> Iterator[StreamEvent]:
+    """Yield the events of a text or of thoughts, which are the only part of their item."""
+    (part,) = item["content"]
+    kind = f"response.{part['type']}"
+    position = {"output_index": delta.index, "item_id": item["id"], "content_index": 0}
+    extra: dict[str, Any] = {"logprobs": []} if kind == "response.output_text" else {}
+    if delta.opens:
+        opening = {**item, "status": "in_progress", "content": []}
+        yield event("response.output_item.added", output_index=delta.index, item=opening)
+        yield event("response.content_part.added", **position, part={**part, "text": ""})
+
+    yield event(f"{kind}.delta", **position, delta=delta.text, **extra)
+
+    if delta.closes:
+        yield event(f"{kind}.done", **position, text=delta.block.text, **extra)
+        yield event("response.content_part.done", **position, part=part)
+        yield event("response.output_item.done", output_index=delta.index, item=item)
+
+
+RESPONSES = Dialect(
+    path="/v1/responses",
+    parse=_parse,
+    render=_render,
+    stream=_stream,
+    render_error=dialects.openai_error,
 )

@@ -1,8 +1,10 @@
-"""Sessions of a gateway: the calls that an agent program makes in one trajectory, each a turn of a chat.
+"""Sessions of the gateway: calls of an agent program in one trajectory, each of which becomes a turn.
 
-A call repeats the whole conversation. The longest part of it that ends with a reply of an agent here, compared by what
-is said (not by ids of calls, spaces around a reply, thoughts, or how JSON is written), is gone on from, token by token:
-the sampled ids stand for the reply. Where a program has rewritten a reply the call is a `root`.
+A call carries its whole conversation. `GatewaySession` finds the longest beginning of the
+conversation that ends with a reply of this session, and continues that reply's chat with its sampled
+token ids. Conversations are compared by content: ids of calls, spaces around a reply, thoughts and
+the formatting of JSON do not count. If the program has rewritten a reply, the chat is tokenized anew
+and the turn has the score `root`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import chain
 from typing import Any, TypeVar
 
 import jinja2
@@ -25,338 +26,424 @@ from rollout.base.errors import Defect, EngineError, PromptTooLong
 from rollout.environments.protocol import after_thought
 from rollout.environments.tools import Tool
 from rollout.gateway.dialects import ChatReply, ChatRequest, Finish, GatewayError
-from rollout.models.tool_calls import CALL_MARKS, thought_and_text
-from rollout.records.trajectory import Message
+from rollout.models.tool_calls import CALL_MARKS, ToolFormat, thought_and_text
+from rollout.records.trajectory import Message, ToolUse, Turn
 from rollout.teams.chat import Chat
 from rollout.teams.roles import Agent, AgentReply
 from rollout.teams.team import TeamSession
 
 _T = TypeVar("_T")
-_OFF_LOOP_CHARS = 20_000  # of a conversation, from which on another thread compares it
+_OFF_LOOP_CHARS = 20_000  # longer conversations are compared on another thread
+_DIGEST_BYTES = 16
+_THOUGHT_END = "</think>"
 
 
 @dataclass(slots=True)
-class _Said:
-    """A reply that an agent gave."""
+class _KnownReply:
+    """A reply that an agent has given in this session."""
 
-    chat: Chat  # as it stood then; it is not moved on
-    goes_on: bool = False  # whether another reply has come after it in the same chat
+    chat: Chat  # as it was after the reply; it is copied and never continued itself
+    has_successor: bool = False  # True if a later reply of the same chat follows
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a call stands among the chats of its session."""
+class _Match:
+    """Result of comparing a call's conversation with the replies of its session."""
 
-    key: bytes  # digest of all that is asked
-    said: _Said | None  # the latest reply that it goes on from
-    read: int  # messages up to that, itself included
+    key: bytes  # digest of everything that the call asks
+    reply: _KnownReply | None  # latest reply that the conversation continues
+    known_messages: int  # number of messages up to that reply, including it
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GatewayCall:
-    """A call that is being answered."""
+    """A call whose reply is being sampled, or has been.
 
-    head: ChatReply  # what is known of the reply before it is whole
-    task: asyncio.Task[ChatReply] = field(init=False)  # what the whole reply comes from
-    begun: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # set as soon as there is anything to stream
-    _grown: asyncio.Event = field(default_factory=asyncio.Event)
-    wanted: bool = (
-        True  # whether somebody waits for it; sampling of a stream that nobody wants ends
-    )
-    ended: bool = False  # whether it was ended so
-    read: bool = False  # whether a stream of it was, to its end
-    turn: int = -1  # its number in the trajectory, once it is whole
+    Attributes:
+        partial_reply: the reply as far as its text is final.
+        task: task whose result is the complete reply.
+        has_output: set once there is something to stream, or the task has ended.
+        has_reader: True if somebody waits for the reply. The sampling of a stream without a reader
+            ends early.
+        is_aborted: True if the sampling ended early.
+        turn: index of the reply's turn in the trajectory; -1 until it is complete.
+    """
 
-    def start(self, work: Coroutine[Any, Any, ChatReply]) -> GatewayCall:
-        """Have the reply come from `work`."""
-        self.task = asyncio.create_task(work)
-        self.task.add_done_callback(lambda _: self._tell())
+    partial_reply: ChatReply
+    task: asyncio.Task[ChatReply] = field(init=False)
+    has_output: asyncio.Event = field(default_factory=asyncio.Event)
+    has_reader: bool = True
+    is_aborted: bool = False
+    turn: int = -1
+    _has_grown: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def start(self, reply: Coroutine[Any, Any, ChatReply]) -> GatewayCall:
+        """Start the coroutine that returns the complete reply; return this call."""
+        self.task = asyncio.create_task(reply)
+        self.task.add_done_callback(lambda _: self._wake_readers())
         return self
 
-    def _tell(self) -> None:
-        self.begun.set()
-        self._grown.set()
+    def update(self, raw: str, end_marks: Sequence[str]) -> bool:
+        """Update the partial reply.
 
-    def hear(self, raw: str, stops: Sequence[str]) -> bool:
-        """Take the reply so far, which has been sampled up to `raw`; whether to go on."""
-        reasoning, text = settled(raw, stops)
-        if (reasoning, text) != (self.head.reasoning, self.head.text) and self.head.begins(
-            reasoning, text
-        ):
-            self.head = replace(self.head, reasoning=reasoning, text=text)
-            self._tell()
-        self.ended |= not self.wanted
-        return not self.ended
+        Args:
+            raw: text sampled so far.
+            end_marks: marks that may end the text (see `settled_text`).
 
-    def whole(self) -> ChatReply:
-        """The reply, which is there; GatewayError if the trajectory has ended."""
+        Returns:
+            True if the sampling should continue.
+        """
+        current = self.partial_reply
+        reasoning, text = settled_text(raw, end_marks)
+        has_changed = (reasoning, text) != (current.reasoning, current.text)
+        if has_changed and current.is_prefix_of(reasoning, text):
+            self.partial_reply = replace(current, reasoning=reasoning, text=text)
+            self._wake_readers()
+        if not self.has_reader:
+            self.is_aborted = True
+        return not self.is_aborted
+
+    def result(self) -> ChatReply:
+        """Return the complete reply of a finished task; raise GatewayError if it was cancelled."""
         if self.task.cancelled():
             raise GatewayError(503, "the trajectory has ended")
         return self.task.result()
 
-    async def replies(self) -> AsyncIterator[ChatReply]:
-        """The reply as it grows, the last time whole.
+    async def snapshots(self) -> AsyncIterator[ChatReply]:
+        """Yield the reply whenever it has grown, and at last the complete reply.
 
         Raises:
-            GatewayError: the trajectory has ended, or the reply does not go on as it began.
+            GatewayError: the trajectory has ended.
         """
         while not self.task.done():
-            self._grown.clear()
-            yield self.head
-            await self._grown.wait()
-        yield self.whole()
+            self._has_grown.clear()
+            yield self.partial_reply
+            await self._has_grown.wait()
+        yield self.result()
+
+    def _wake_readers(self) -> None:
+        self.has_output.set()
+        self._has_grown.set()
 
 
-def settled(raw: str, marks: Sequence[str]) -> tuple[str, str]:
-    """Thoughts and text of a reply that is not whole, as far as they are sure to stay.
+def settled_text(raw: str, end_marks: Sequence[str]) -> tuple[str, str]:
+    """Return the thoughts and the text of an incomplete reply that later tokens cannot change.
 
     Args:
-        raw: as sampled.
-        marks: what ends the text that is sure: the caller's stops, and what calls begin with.
+        raw: text sampled so far.
+        end_marks: marks at which the text may end: the caller's stops and the beginnings of tool
+            calls. Text that may be the first part of a mark is held back.
     """
-    thought, text = thought_and_text(raw)
-    ends = list[int]()
-    for mark in (*marks, "</think>"):
-        part = next(size for size in range(len(mark) - 1, -1, -1) if text.endswith(mark[:size]))
-        ends.append(text.find(mark) if mark in text else len(text) - part)
-    return thought, text[: min(ends)].rstrip()
+    thoughts, text = thought_and_text(raw)
+    end = len(text)
+    for mark in (*end_marks, _THOUGHT_END):
+        position = text.find(mark)
+        if position < 0:
+            position = len(text) - _overlap(text, mark)
+        end = min(end, position)
+    return thoughts, text[:end].rstrip()
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return the length of the longest proper prefix of `mark` with which the text ends."""
+    for size in range(len(mark) - 1, 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0
 
 
 @dataclass(eq=False)
 class GatewaySession:
-    """A trajectory's session, as HTTP calls of a program use it.
+    """A trajectory's session, which answers the HTTP calls of an agent program.
 
     Attributes:
-        failure: what an engine or parser raised, which the trajectory fails by whatever the program makes of it.
-        overlong: the latest prompt that left no room for its reply; the program was told, and may go on.
+        team: session of the trajectory with its team.
+        aliases: agents by the model names that the program uses; `*` stands for any other name.
+        max_turns: number of calls that are answered.
+        honor_sampling: True if a call may set `temperature` and `top_p`. In training the agent's own
+            values hold, because the trainer must know the sampling distribution.
+        failure: future of the error that fails the trajectory, such as an EngineError, whatever the
+            program makes of it.
+        overlong: latest prompt that left no room for a reply. The program gets the error, and may
+            continue.
     """
 
-    team: TeamSession  # the trajectory's
+    team: TeamSession
     _: KW_ONLY
-    aliases: Mapping[str, str] = field(
-        default_factory=dict
-    )  # agents by programs' names for models; `*` is any other
-    most_turns: int = 1000  # calls that are answered
-    own_sampling: bool = (
-        False  # whether a call's temperature and top_p are heeded; in training they are the agent's
-    )
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    max_turns: int = 1000
+    honor_sampling: bool = False
 
     def __post_init__(self) -> None:
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.overlong: PromptTooLong | None = None
         self._agents = {agent.name: agent for agent in self.team.agents}
-        self._name = secrets.token_hex(6)  # of replies' ids
-        self._said: dict[
-            bytes, _Said
-        ] = {}  # by digest of the conversation up to the reply, as the program knows it
-        self._given: dict[
-            str, tuple[Message, ...]
-        ] = {}  # by a reply's id, the conversation up to it
+        self._id = secrets.token_hex(6)  # prefix of the replies' ids
+        # by digest of the conversation up to the reply, as the program repeats it
+        self._known_replies: dict[bytes, _KnownReply] = {}
+        self._stored_conversations: dict[str, tuple[Message, ...]] = {}  # by id of the last reply
+        self._calls: dict[bytes, list[GatewayCall]] = defaultdict(list)  # by digest of the request
         self._running: set[asyncio.Task[ChatReply]] = set()
-        self._calls: dict[bytes, list[GatewayCall]] = defaultdict(
-            list
-        )  # by digest of all that is asked
-        self._asked = 0  # calls so far
+        self._calls_made = 0
 
     @property
     def models(self) -> list[str]:
-        """The names that calls may ask for."""
+        """Model names that calls may use: those of the agents and their aliases."""
         return [*self._agents, *(name for name in self.aliases if name != "*")]
 
     def agent(self, model: str) -> Agent:
-        """Who answers as `model`."""
-        name = (
-            model if model in self._agents else self.aliases.get(model, self.aliases.get("*", ""))
-        )
+        """Return the agent that answers under this model name.
+
+        Raises:
+            GatewayError: there is none.
+        """
+        if model in self._agents:
+            return self._agents[model]
+        name = self.aliases.get(model, self.aliases.get("*", ""))
         if name not in self._agents:
-            known = ", ".join(self.models)
+            known_models = ", ".join(self.models)
             raise GatewayError(
-                404, f"no model '{model[:80]}'; the agents here: {known}", "model_not_found"
+                404,
+                f"there is no model '{model[:80]}'; agents of this session: {known_models}",
+                "model_not_found",
             )
         return self._agents[name]
 
-    async def ask(self, asked: ChatRequest) -> GatewayCall:
-        """Have an agent reply; the same call again gets the reply that nobody has read, if there is one.
+    async def start_call(self, request: ChatRequest) -> GatewayCall:
+        """Start the reply of an agent, or return an equal earlier call whose reply nobody has read.
 
-        So does one whose caller says that it has read no answer. Where the same was asked several times, as for several
-        samples, nobody knows whose answer was lost, and it is a new sample.
+        A retry also gets the reply of the earlier call, if there was only one. If there were
+        several, as for several samples, it is not known whose answer was lost, so that a retry is a
+        new sample.
 
-        The reply is sampled to its end and written down, also where the program does not wait for it, unless that
-        leaves a stream.
+        A reply is sampled to its end and recorded even if the program stops waiting for it. Only the
+        sampling of a stream ends when its reader leaves.
 
         Raises:
-            GatewayError: nobody can answer it.
+            GatewayError: the call cannot be answered.
         """
-        agent = self.agent(asked.model)
-        if asked.previous:
-            if asked.previous not in self._given:
-                raise GatewayError(404, f"no response '{asked.previous[:80]}' in this session")
-            earlier, news = self._given[asked.previous], asked.messages
-            if news[0].role == "system":  # in place of the earlier one
-                earlier, news = (news[0], *(m for m in earlier if m.role != "system")), news[1:]
-            asked = replace(asked, messages=earlier + news)
-        place = await _maybe_far(self._place, agent.name, asked)
-        same = self._calls[place.key]
-        for call in reversed(same):
-            if not call.ended and (
-                not call.wanted or (asked.again and len(same) == 1 and call.turn >= 0)
-            ):
-                call.wanted = True
+        agent = self.agent(request.model)
+        if request.previous_id:
+            request = self._with_stored_messages(request)
+        match = await off_loop_if_long(self._match, agent.name, request)
+
+        equal_calls = self._calls[match.key]
+        for call in reversed(equal_calls):
+            is_lost = request.is_retry and len(equal_calls) == 1 and call.turn >= 0
+            if not call.is_aborted and (is_lost or not call.has_reader):
+                call.has_reader = True
                 return call
-        if self._asked >= self.most_turns:
+
+        if self._calls_made >= self.max_turns:
             raise GatewayError(
-                403, "this session has had all the calls that it may make", "turns_exhausted"
+                403,
+                f"this session has made all of its {self.max_turns} calls",
+                "turns_exhausted",
             )
-        call = GatewayCall(head=ChatReply(id=f"{self._name}_{self._asked}", model=asked.model))
-        self._asked += 1
-        same.append(call)
-        self._running.add(call.start(self._reply(asked, agent, place, call)).task)
-        call.task.add_done_callback(self._ended)
+        reply_id = f"{self._id}_{self._calls_made}"
+        self._calls_made += 1
+        call = GatewayCall(partial_reply=ChatReply(id=reply_id, model=request.model))
+        call.start(self._reply(request, agent, match, call))
+        call.task.add_done_callback(self._on_call_done)
+        self._running.add(call.task)
+        equal_calls.append(call)
         return call
 
-    async def count(self, asked: ChatRequest) -> int:
-        """How many tokens an agent would be asked with; GatewayError if nobody can say."""
-        agent = self.agent(asked.model)
-        chat, news = self._chat(asked, agent, await _maybe_far(self._place, agent.name, asked), "")
-        with _refused_templates():
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of prompt tokens of a call; raise GatewayError if it is not known."""
+        agent = self.agent(request.model)
+        match = await off_loop_if_long(self._match, agent.name, request)
+        chat_id = match.reply.chat.id if match.reply is not None else ""
+        chat, new_messages = self._open_chat(request, agent, match, chat_id)
+        with _template_errors():
             try:
-                return await chat.prompt_tokens(news)
+                return await chat.prompt_tokens(new_messages)
             except EngineError as error:
                 raise GatewayError(400, f"agent '{agent.name}': {error}") from None
 
     def fail(self, error: Exception) -> None:
-        """Have the trajectory fail, unless it does already."""
+        """Fail the trajectory with this error, unless it has failed already."""
         if not self.failure.done():
             self.failure.set_result(error)
 
-    def unread(self, call: GatewayCall) -> None:
-        """Keep a reply that its caller did not wait for, for whoever asks the same again; of a stream, end it."""
-        call.wanted = False
+    def abandon(self, call: GatewayCall) -> None:
+        """Record that the reader of a call has left.
+
+        The reply is kept for an equal call. The sampling of a stream ends.
+        """
+        call.has_reader = False
 
     async def close(self) -> None:
-        """End the calls that are under way; replies that nobody has read do not train, and have the score `unread`."""
+        """Cancel running calls; exclude replies that nobody has read from training."""
         await cancel_tasks(self._running)
-        for call in chain.from_iterable(self._calls.values()):
-            if not call.wanted and call.turn >= 0:
-                self.team.mask(call.turn)
+        for equal_calls in self._calls.values():
+            for call in equal_calls:
+                if not call.has_reader and call.turn >= 0:
+                    self.team.mask(call.turn)
 
-    def _ended(self, task: asyncio.Task[ChatReply]) -> None:
+    def _on_call_done(self, task: asyncio.Task[ChatReply]) -> None:
         self._running.discard(task)
-        error = None if task.cancelled() else task.exception()
+        if task.cancelled():
+            return
+        error = task.exception()
         if isinstance(error, PromptTooLong):
             self.overlong = error
         elif isinstance(error, Exception) and not isinstance(error, GatewayError):
             self.fail(error)
 
-    def _place(self, agent: str, asked: ChatRequest) -> _Place:
-        """Find the longest part of a conversation that this session knows."""
-        found, read, digest = None, 0, b""
-        for number, digest in enumerate(_digests(agent, asked), start=1):
-            if (
-                asked.messages[number - 1].role == "assistant"
-                and (said := self._said.get(digest)) is not None
-            ):
-                found, read = said, number
-        own = repr((asked.max_tokens, asked.stop, asked.sampling))
-        return _Place(hashlib.blake2b(digest + own.encode(), digest_size=16).digest(), found, read)
+    def _with_stored_messages(self, request: ChatRequest) -> ChatRequest:
+        """Return the request with the conversation that its `previous_id` stands for.
+
+        A new system message replaces that of the stored conversation.
+        """
+        if request.previous_id not in self._stored_conversations:
+            raise GatewayError(
+                404, f"there is no response '{request.previous_id[:80]}' in this session"
+            )
+        stored = self._stored_conversations[request.previous_id]
+        if request.messages[0].role != "system":
+            return replace(request, messages=stored + request.messages)
+        system, *new_messages = request.messages
+        stored_dialogue = [message for message in stored if message.role != "system"]
+        return replace(request, messages=(system, *stored_dialogue, *new_messages))
+
+    def _match(self, agent: str, request: ChatRequest) -> _Match:
+        """Find the longest beginning of the conversation that ends with a known reply."""
+        reply = None
+        known_messages = 0
+        digest = b""
+        for number, digest in enumerate(_conversation_digests(agent, request), start=1):
+            is_reply = request.messages[number - 1].role == "assistant"
+            if is_reply and digest in self._known_replies:
+                reply = self._known_replies[digest]
+                known_messages = number
+
+        settings = repr((request.max_tokens, request.stop, request.sampling))
+        key = hashlib.blake2b(digest + settings.encode(), digest_size=_DIGEST_BYTES).digest()
+        return _Match(key, reply, known_messages)
 
     async def _reply(
-        self, asked: ChatRequest, agent: Agent, place: _Place, call: GatewayCall
+        self, request: ChatRequest, agent: Agent, match: _Match, call: GatewayCall
     ) -> ChatReply:
-        goes_on = place.said is not None and not place.said.goes_on
-        chat, news = self._chat(
-            asked, agent, place, "" if goes_on else self.team.new_chat_id(agent.name)
-        )
-        if place.said is not None:
-            place.said.goes_on = True
-        chat.stops = asked.stop
-        if asked.stream:
-            chat.hear = lambda raw, form: call.hear(
-                raw, (*asked.stop, *(CALL_MARKS[form] if asked.tools else ()))
-            )
-        with _refused_templates():
-            reply = await chat.go_on(news)
-        if any(message.role == "assistant" for message in news):
-            self.team.score(reply.turn, root=1.0)
-        call.turn = reply.turn
-        given, cut = self._give(asked, reply, call.head)
-        if call.ended:
-            self.team.mask(reply.turn)
-            return given
-        whole = replace(asked, messages=(*asked.messages, given.message))
-        if asked.kept:
-            self._given[given.id] = whole.messages
-        if not cut:
-            *_, key = await _maybe_far(_digests, agent.name, whole)
-            self._said[key] = _Said(chat)
-        return given
+        known_reply = match.reply
+        if known_reply is None or known_reply.has_successor:  # a new chat, or a branch of one
+            chat_id = self.team.new_chat_id(agent.name)
+        else:
+            chat_id = known_reply.chat.id
+        if known_reply is not None:
+            known_reply.has_successor = True
 
-    def _chat(
-        self, asked: ChatRequest, agent: Agent, place: _Place, name: str
+        def update_call(raw: str, tool_format: ToolFormat) -> bool:
+            call_marks = CALL_MARKS[tool_format] if request.tools else ()
+            return call.update(raw, (*request.stop, *call_marks))
+
+        chat, new_messages = self._open_chat(request, agent, match, chat_id)
+        on_text = update_call if request.stream else None
+        with _template_errors():
+            agent_reply = await chat.go_on(new_messages, stops=request.stop, on_text=on_text)
+        if any(message.role == "assistant" for message in new_messages):
+            self.team.score(agent_reply.turn, root=1.0)
+
+        call.turn = agent_reply.turn
+        reply = _chat_reply(
+            request, agent_reply, self.team.turn(agent_reply.turn), call.partial_reply
+        )
+        if call.is_aborted:
+            self.team.mask(agent_reply.turn)
+            return reply
+
+        conversation = (*request.messages, reply.message)
+        if request.store:
+            self._stored_conversations[reply.id] = conversation
+        if reply.stop_sequence is None:  # a text without its stop cannot stand for the tokens
+            answered = replace(request, messages=conversation)
+            digests = await off_loop_if_long(_conversation_digests, agent.name, answered)
+            self._known_replies[digests[-1]] = _KnownReply(chat)
+        return reply
+
+    def _open_chat(
+        self, request: ChatRequest, agent: Agent, match: _Match, chat_id: str
     ) -> tuple[Chat, list[Message]]:
-        """The chat that a call goes on with, under a `name` or that which it has, and what is new in it."""
-        limits: dict[str, Any] = asked.sampling if self.own_sampling else {}
-        if asked.max_tokens is not None:
-            limits = {**limits, "max_tokens": min(asked.max_tokens, agent.sampling.max_tokens)}
+        """Return a chat that continues from the known reply, and the messages that follow it."""
+        limits: dict[str, Any] = dict(request.sampling) if self.honor_sampling else {}
+        if request.max_tokens is not None:
+            limits["max_tokens"] = min(request.max_tokens, agent.sampling.max_tokens)
         agent = replace(agent, sampling=replace(agent.sampling, **limits))
-        tools = [Tool(schema=schema, run=_elsewhere) for schema in asked.tools]
-        said, news = place.said, list(asked.messages[place.read :])
-        system = "" if asked.messages[0].role == "system" else agent.role.system
-        chat = Chat(self.team, agent, name or (said.chat.id if said else ""), system, tools)
-        if said is None:
-            return chat, news
-        chat.take_over(said.chat)
-        theirs, ours = (
-            asked.messages[place.read - 1].calls,
-            [call for call in said.chat.messages[-1].calls if call.name],
-        )
-        ids = {their.id: our.id for their, our in zip(theirs, ours, strict=True)}
-        return chat, [
-            replace(message, answers=ids.get(message.answers, message.answers)) for message in news
-        ]
+        tools = [Tool(schema=schema, run=_run_nowhere) for schema in request.tools]
+        has_system = request.messages[0].role == "system"
+        chat = Chat(self.team, agent, chat_id, "" if has_system else agent.role.system, tools)
 
-    def _give(
-        self, asked: ChatRequest, reply: AgentReply, head: ChatReply
-    ) -> tuple[ChatReply, bool]:
-        """A reply as the program gets it, and whether that is cut at one of its stops."""
-        turn = self.team.turn(reply.turn)
-        message = reply.message or Message(role="assistant", content=reply.text)
-        text = "\n".join(
-            [after_thought(message.content), *(c.arguments for c in message.calls if not c.name)]
-        ).strip()
-        text += (
-            message.text[len(message.text.rstrip()) :] if text else ""
-        )  # spaces, which may be of a stop
-        said, stop = asked.cut(text)
-        said, reasoning = said if stop else said.rstrip(), message.reasoning
-        if not head.begins(reasoning, said):  # what was streamed as text proved to be a thought
-            said, reasoning = f"{head.text}</think>\n\n{said}", head.reasoning
-        calls = tuple(
-            replace(call, id=f"call_{call.id.replace('.', '_')}")
-            for call in message.calls
-            if call.name
-        )
-        finish: Finish = (
-            "length" if turn.finish_reason == "length" else "tool_calls" if calls else "stop"
-        )
-        given = replace(
-            head,
-            text=said,
-            reasoning=reasoning,
-            calls=calls,
-            finish="stop_sequence" if stop and not calls else finish,
-            stop=stop,
-            prompt_tokens=len(turn.prompt_ids),
-            completion_tokens=len(turn.completion_ids),
-        )
-        return given, stop is not None
+        new_messages = list(request.messages[match.known_messages :])
+        if match.reply is None:
+            return chat, new_messages
+        chat.take_over(match.reply.chat)
+        program_calls = request.messages[match.known_messages - 1].calls
+        chat_calls = [call for call in match.reply.chat.messages[-1].calls if call.name]
+        return chat, _with_chat_ids(new_messages, program_calls, chat_calls)
+
+
+def _with_chat_ids(
+    messages: Sequence[Message], program_calls: Sequence[ToolUse], chat_calls: Sequence[ToolUse]
+) -> list[Message]:
+    """Replace the program's ids of tool calls by the chat's ids in the results of the calls."""
+    chat_ids = {}
+    for program_call, chat_call in zip(program_calls, chat_calls, strict=True):
+        chat_ids[program_call.id] = chat_call.id
+    return [
+        replace(message, answers=chat_ids.get(message.answers, message.answers))
+        for message in messages
+    ]
+
+
+def _chat_reply(
+    request: ChatRequest, agent_reply: AgentReply, turn: Turn, partial_reply: ChatReply
+) -> ChatReply:
+    """Return the complete reply that the program gets, with its text cut at the request's stops.
+
+    Args:
+        partial_reply: as it was streamed; the complete reply continues it.
+    """
+    message = agent_reply.message or Message(role="assistant", content=agent_reply.text)
+    unreadable_calls = [call.arguments for call in message.calls if not call.name]
+    text = "\n".join([after_thought(message.content), *unreadable_calls]).strip()
+    if text:
+        trailing_space = message.text[len(message.text.rstrip()) :]
+        text += trailing_space  # a stop may begin in it
+    text, stop = request.cut_at_stop(text)
+    if stop is None:
+        text = text.rstrip()
+
+    reasoning = message.reasoning
+    if not partial_reply.is_prefix_of(reasoning, text):
+        # the model has ended a thought behind text that was streamed already: it remains text
+        text = f"{partial_reply.text}{_THOUGHT_END}\n\n{text}"
+        reasoning = partial_reply.reasoning
+
+    calls = tuple(
+        replace(call, id=f"call_{call.id.replace('.', '_')}") for call in message.calls if call.name
+    )
+    finish: Finish = "stop"
+    if stop and not calls:
+        finish = "stop_sequence"
+    elif turn.finish_reason == "length":
+        finish = "length"
+    elif calls:
+        finish = "tool_calls"
+    return replace(
+        partial_reply,
+        text=text,
+        reasoning=reasoning,
+        calls=calls,
+        finish=finish,
+        stop_sequence=stop,
+        prompt_tokens=len(turn.prompt_ids),
+        completion_tokens=len(turn.completion_ids),
+    )
 
 
 @contextmanager
-def _refused_templates() -> Iterator[None]:
-    """Messages that a model's chat template refuses are the caller's fault."""
+def _template_errors() -> Iterator[None]:
+    """Turn an error of the model's chat template about the caller's messages into a GatewayError."""
     try:
         yield
     except Defect as error:
@@ -367,34 +454,38 @@ def _refused_templates() -> Iterator[None]:
         raise
 
 
-async def _elsewhere(**arguments: object) -> str:
+async def _run_nowhere(**arguments: object) -> str:
     raise NotImplementedError("the program calls its tools itself")
 
 
-async def _maybe_far(
-    function: Callable[[str, ChatRequest], _T], agent: str, asked: ChatRequest
+async def off_loop_if_long(
+    function: Callable[[str, ChatRequest], _T], agent: str, request: ChatRequest
 ) -> _T:
-    """What a function gives that looks at a whole conversation; of a long one on another thread."""
-    if sum(message.size for message in asked.messages) > _OFF_LOOP_CHARS:
-        return await asyncio.to_thread(function, agent, asked)
-    return function(agent, asked)
+    """Call a function of a whole conversation; on another thread if the conversation is long."""
+    if sum(message.size for message in request.messages) > _OFF_LOOP_CHARS:
+        return await asyncio.to_thread(function, agent, request)
+    return function(agent, request)
 
 
-def _number(written: str) -> float:
-    """A number of JSON; 1.0 is 1, as JavaScript writes it."""
-    number = float(written)
-    return int(number) if number.is_integer() else number
-
-
-def _digests(agent: str, asked: ChatRequest) -> list[bytes]:
-    """Of an agent's conversation up to each of its messages, by what they say, however it is written."""
-    tools = json.dumps([tool.function for tool in asked.tools], sort_keys=True)
-    so_far, found = hashlib.blake2b(json.dumps([agent, tools]).encode(), digest_size=16), []
-    for message in asked.messages:
+def _conversation_digests(agent: str, request: ChatRequest) -> list[bytes]:
+    """Return a digest of the conversation up to each message, equal if the contents are equal."""
+    tools = json.dumps([tool.function for tool in request.tools], sort_keys=True)
+    digest = hashlib.blake2b(json.dumps([agent, tools]).encode(), digest_size=_DIGEST_BYTES)
+    digests = []
+    for message in request.messages:
         calls = [
-            (call.name, json.loads(call.arguments, parse_float=_number)) for call in message.calls
+            (call.name, json.loads(call.arguments, parse_float=_parse_float))
+            for call in message.calls
         ]
-        content = after_thought(message.content) if message.role == "assistant" else message.content
-        so_far.update(json.dumps([message.role, content, calls], sort_keys=True).encode())
-        found.append(so_far.digest())
-    return found
+        content = message.content
+        if message.role == "assistant":
+            content = after_thought(content)
+        digest.update(json.dumps([message.role, content, calls], sort_keys=True).encode())
+        digests.append(digest.digest())
+    return digests
+
+
+def _parse_float(literal: str) -> float:
+    """Parse a JSON number; 1.0 becomes 1, as JavaScript writes it."""
+    number = float(literal)
+    return int(number) if number.is_integer() else number

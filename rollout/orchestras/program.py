@@ -166,8 +166,8 @@ async def program(
         without_proxy("127.0.0.1", "localhost")
     )  # for clients of a function, and of commands
     async with shared_gateway() as gateway:
-        session = GatewaySession(team, aliases=models or {}, most_turns=rules.most_calls)
-        async with gateway.opened(session) as (url, key):
+        session = GatewaySession(team, aliases=models or {}, max_turns=rules.most_calls)
+        async with gateway.serve_session(session) as (url, key):
             job = Job(
                 task=task, problem=problem, openai_url=f"{url}/v1", anthropic_url=url, key=key
             )

@@ -70,9 +70,6 @@ class Chat:
         self.messages = [Message(role="system", content=system)] if system else []
         self.latest: AgentReply | None = None
         self.full = False
-        # called with replies as they grow (see `ChatState`)
-        self.hear: Callable[[str, ToolFormat], bool] | None = None
-        self.stops: tuple[str, ...] = ()  # texts that end replies (see `ChatState`)
         self._host = host
         self._agent = agent
         self._tools = {tool.schema.name: tool for tool in tools}
@@ -114,8 +111,24 @@ class Chat:
         self.latest = other.latest
         self._state = replace(self._state, before=other._state.before)
 
-    async def go_on(self, messages: Sequence[Message]) -> AgentReply:
-        """Reply to the messages of a caller that keeps the conversation and makes the tool calls."""
+    async def go_on(
+        self,
+        messages: Sequence[Message],
+        *,
+        stops: tuple[str, ...] = (),
+        on_text: Callable[[str, ToolFormat], bool] | None = None,
+    ) -> AgentReply:
+        """Reply to the messages of a caller that keeps the conversation and makes the tool calls.
+
+        Args:
+            messages: new messages of the conversation.
+            stops: texts that end the reply (see `ChatState.stops`).
+            on_text: called with the reply as it grows (see `ChatState.hear`).
+
+        Raises:
+            PromptTooLong: the messages leave no room for a reply.
+        """
+        self._state = replace(self._state, stops=stops, hear=on_text)
         self.messages += messages
         reply = await self._reply()
         if self.full:
@@ -193,8 +206,9 @@ class Chat:
     async def _take_turn(self) -> AgentReply:
         while True:
             try:
-                state = replace(self._state, hear=self.hear, stops=self.stops)
-                turn, reply = await self._host.take_turn(self._agent, tuple(self.messages), state)
+                turn, reply = await self._host.take_turn(
+                    self._agent, tuple(self.messages), self._state
+                )
                 break
             except PromptTooLong:
                 make_room = WHEN_FULL.get(self._agent.chats.when_full)

@@ -19,7 +19,7 @@ from rollout.rewards.coach import Coach
 from tests.faults.proxy import NAMES, FaultProxy
 from tests.support.chat_server import chat_server, says
 from tests.support.coached import config, group, trajectory, turn
-from tests.support.gateway import opened, scripted
+from tests.support.gateway import open_session, scripted_team
 from tests.support.mlflow_server import STEPS, Server, assert_sent_once
 from tests.support.tracked_run import open_writer, step_row, write_run
 
@@ -88,17 +88,17 @@ def until_it_works(call: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "garbage"])
 def test_a_gateways_caller_reads_what_was_sampled_once(tmp_path: Path, name: str) -> None:
     """OpenAI's client asks again by itself. On the loopback no letter changes, and nobody else answers."""
-    team, _ = scripted(tmp_path, lambda prompt, n: f"reply {n}")
+    team, _ = scripted_team(tmp_path, lambda prompt, n: f"reply {n}")
 
     async def run(proxy: FaultProxy) -> tuple[str | None, list[str]]:
-        async with opened(team) as (url, key, seat, _):
+        async with open_session(team) as (url, key, team_session, _):
             proxy._target = urlsplit(url)
             through = proxy.url + urlsplit(url).path
             async with AsyncOpenAI(base_url=f"{through}/v1", api_key=key, timeout=20) as api:
                 reply = await api.chat.completions.create(
                     model="a", messages=[{"role": "user", "content": "q"}]
                 )
-            return reply.choices[0].message.content, [turn.text for turn in seat.turns]
+            return reply.choices[0].message.content, [turn.text for turn in team_session.turns]
 
     with FaultProxy("http://127.0.0.1:1").running() as proxy:
         proxy.faulty = (name, 1)

@@ -1,4 +1,4 @@
-"""A gateway before a team of agents `a` and `b`: on scripted replies, or on a tiny model of bytes that samples."""
+"""Sessions of a gateway for a team of the agents `a` and `b`, on scripted replies or on a tiny model of bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.templates import renderer_of
 
 
 def team_of(engine: Any, renderer: Renderer, *, max_tokens: int = 24, **client: Any) -> Team:
-    """Agents `a` and `b` on one policy, who say anything."""
+    """Return a team of agents `a` and `b` on one policy, whose every non-empty reply is usable."""
     role = Role(name="r", system="", user="{said}", parse=lambda text: text or None)
     agents = {
         name: Agent(
@@ -37,10 +37,10 @@ def team_of(engine: Any, renderer: Renderer, *, max_tokens: int = 24, **client: 
     return Team(agents, {"p": EngineClient(engine=engine, renderer=renderer, **client)})
 
 
-def scripted(
+def scripted_team(
     folder: Path, reply: Callable[[str, int], str], kind: str = "qwen2.5"
 ) -> tuple[Team, ScriptedEngine]:
-    """A team whose replies are made from (prompt, number of the call)."""
+    """Return a team whose replies are `reply(prompt, number of the call)`, and its engine."""
     renderer = renderer_of(kind, folder)
 
     def ids(prompt: tuple[int, ...], call: int) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ def scripted(
 
 
 def tiny_model(folder: Path, positions: int = 4096) -> Qwen2ForCausalLM:
-    """A random model of the bytes that `renderer_of` writes, saved beside the tokenizer in `folder`."""
+    """Return a random model of bytes, saved beside the tokenizer of `renderer_of` in `folder`."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=259,
@@ -73,7 +73,7 @@ def tiny_model(folder: Path, positions: int = 4096) -> Qwen2ForCausalLM:
 def sampling_team(
     folder: Path, *, max_length: int = 4096, **settings: Any
 ) -> tuple[Team, LocalEngine, Any]:
-    """A team on the embedded engine, the engine, and Hugging Face's model of the same weights."""
+    """Return a team on the embedded engine, that engine, and Hugging Face's model of its weights."""
     renderer = renderer_of("qwen2.5", folder)
     model = tiny_model(folder, max_length)
     engine = LocalEngine(folder, max_length=max_length, rows=32)
@@ -81,11 +81,11 @@ def sampling_team(
 
 
 @asynccontextmanager
-async def opened(
+async def open_session(
     team: Team, **settings: Any
 ) -> AsyncIterator[tuple[str, str, TeamSession, GatewaySession]]:
-    """A session of a trajectory behind the gateway: its address and key, and what the trajectory has of it."""
-    seat = team.session(1, 2, "t", 0)
-    session = GatewaySession(seat, **settings)
-    async with shared_gateway() as gateway, gateway.opened(session) as (url, key):
-        yield url, key, seat, session
+    """Serve a trajectory's session; yield its URL, its key, the team's session and the gateway's."""
+    team_session = team.session(1, 2, "t", 0)
+    session = GatewaySession(team_session, **settings)
+    async with shared_gateway() as gateway, gateway.serve_session(session) as (url, key):
+        yield url, key, team_session, session

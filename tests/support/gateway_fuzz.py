@@ -1,4 +1,4 @@
-"""Random programs against a gateway before a tiny model that samples, and whether all of that is accounted for.
+"""Random agent programs at a gateway with a tiny model, and an account of every sampled token.
 
 `python -m tests.support.gateway_fuzz 1000` plays a thousand sessions.
 """
@@ -21,7 +21,7 @@ import torch
 
 from rollout.engines import TokenCallback
 from rollout.records.trajectory import Completion, Sampling, Turn
-from tests.support.gateway import opened, sampling_team
+from tests.support.gateway import open_session, sampling_team
 
 Row = tuple[
     tuple[int, ...], tuple[int, ...], tuple[float, ...]
@@ -34,38 +34,38 @@ _TOOLS = [
 
 @dataclass(slots=True)
 class Report:
-    """What came of it."""
+    """Statuses, turns and moves of all sessions."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     turns: list[Turn] = field(default_factory=list)
     unaccounted: list[Row] = field(
         default_factory=list
-    )  # completions that are no turn, and turns that nobody sampled
+    )  # completions without a turn, and turns without a completion
     moves: Counter[str] = field(default_factory=Counter)
 
 
 class Recorder:
-    """An engine that remembers what it gave."""
+    """An engine that counts the completions that it returns."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.given: Counter[Row] = Counter()
+        self.completions: Counter[Row] = Counter()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         completion: Completion = await self._engine.generate(prompt_ids, sampling)
-        self.given[tuple(prompt_ids), completion.token_ids, completion.logprobs] += 1
+        self.completions[tuple(prompt_ids), completion.token_ids, completion.logprobs] += 1
         return completion
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, hear: TokenCallback | None
     ) -> Completion:
         completion: Completion = await self._engine.stream(prompt_ids, sampling, hear)
-        self.given[tuple(prompt_ids), completion.token_ids, completion.logprobs] += 1
+        self.completions[tuple(prompt_ids), completion.token_ids, completion.logprobs] += 1
         return completion
 
 
 class Player:
-    """A program that does what programs do, and some that they should not."""
+    """An agent program that makes random calls, valid and invalid ones."""
 
     def __init__(
         self, http: httpx.AsyncClient, url: str, key: str, report: Report, seed: int
@@ -124,7 +124,7 @@ class Player:
         await self._ask([*chat, self._user()])
 
     async def rewrites(self) -> None:
-        """With other words, a made-up tool call, or JSON of another form in the history."""
+        """Send a history with changed words, an invented tool call, or reformatted JSON."""
         chat = (
             [dict(message) for message in self._random.choice(self._chats)] if self._chats else []
         )
@@ -150,7 +150,7 @@ class Player:
         )
 
     async def leaves(self) -> None:
-        """Gives a call up, and perhaps makes it again."""
+        """Leave a call before its reply, and perhaps make it again."""
         messages = [self._user()]
         await self._ask(
             messages, self._random.choice([0.001, 0.01, 0.05]), stream=self._random.random() < 0.5
@@ -228,7 +228,7 @@ _MOVES = [name for name in vars(Player) if not name.startswith("_") and name != 
 
 
 async def fuzz(folder: Path, sessions: int, seed: int = 0) -> tuple[Report, Any]:
-    """Play random programs side by side; what came of it, and Hugging Face's model of the same weights."""
+    """Play random programs concurrently; return a report, and Hugging Face's model of the weights."""
     team, engine, model = sampling_team(folder, max_tokens=12, max_length=1024)
     report, slots = Report(), asyncio.Semaphore(_AT_ONCE)
     recorder = Recorder(engine)
@@ -237,22 +237,25 @@ async def fuzz(folder: Path, sessions: int, seed: int = 0) -> tuple[Report, Any]
     limits = httpx.Limits(max_connections=200)
 
     async def one(number: int) -> None:
-        async with slots, opened(team) as (url, key, seat, session):
+        async with slots, open_session(team) as (url, key, team_session, session):
             await Player(http, url, key, report, seed * 10**6 + number).play()
             await session.close()
-            report.turns += seat.turns
+            report.turns += team_session.turns
 
     async with httpx.AsyncClient(trust_env=False, timeout=60, limits=limits) as http:
         await asyncio.gather(*(one(number) for number in range(sessions)))
     written = Counter(
         (turn.prompt_ids, turn.completion_ids, turn.logprobs) for turn in report.turns
     )
-    report.unaccounted = _unaccounted(recorder.given, written)
+    report.unaccounted = _unaccounted(recorder.completions, written)
     return report, model
 
 
 def _unaccounted(given: Counter[Row], written: Counter[Row]) -> list[Row]:
-    """What was given and not written, or the other way; of what ended at a stop the first tokens are written."""
+    """Return completions without a turn and turns without a completion.
+
+    A turn that ended at a stop has the first tokens of its completion.
+    """
     lost, made_up = list((given - written).elements()), list[Row]()
     for prompt, tokens, logprobs in (written - given).elements():
         size = len(tokens)
@@ -267,7 +270,7 @@ def _unaccounted(given: Counter[Row], written: Counter[Row]) -> list[Row]:
 
 @torch.no_grad()
 def worst_logprob(model: Any, turns: Sequence[Turn]) -> float:
-    """How far what was written down is from Hugging Face's model in float64, relative to the log-probability."""
+    """Return the largest relative error of the turns' log-probabilities against the model in float64."""
     model = model.double()
     gaps = [0.0]
     for turn in turns:
@@ -287,7 +290,7 @@ def worst_logprob(model: Any, turns: Sequence[Turn]) -> float:
 
 
 def main() -> None:
-    """Play as many sessions as the command line says."""
+    """Play the number of sessions that the command line gives, and print the report."""
     with tempfile.TemporaryDirectory() as folder:
         report, model = asyncio.run(fuzz(Path(folder), int(sys.argv[1])))
         worst = worst_logprob(model, report.turns)

@@ -1,4 +1,4 @@
-"""Chat completions through the gateway, with OpenAI's own client: tokens, chats, tools, streams, errors, retries."""
+"""Chat Completions through the gateway with OpenAI's client: tokens, tools, streams, errors and retries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollout.gateway.app import Gateway
 from rollout.gateway.sessions import GatewayCall, GatewaySession
 from rollout.rewards.penalties import mask_truncated
 from rollout.teams.team import Team
-from tests.support.gateway import opened, sampling_team, scripted
+from tests.support.gateway import open_session, sampling_team, scripted_team
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -39,19 +39,22 @@ def user(text: str) -> dict[str, str]:
 
 
 def play(team: Team, program: Any, **settings: Any) -> Any:
-    """What a program with OpenAI's client comes to, and the turns that were written down."""
+    """Run a program with OpenAI's client; return its result and the recorded turns."""
 
     async def run() -> Any:
-        async with opened(team, **settings) as (url, key, seat, session), client(url, key) as api:
-            came = await program(api)
+        async with (
+            open_session(team, **settings) as (url, key, team_session, session),
+            client(url, key) as api,
+        ):
+            result = await program(api)
             await session.close()
-            return came, seat.turns
+            return result, team_session.turns
 
     return asyncio.run(run())
 
 
 def test_a_call_is_a_turn_of_the_agent_that_it_names(tmp_path: Path) -> None:
-    team, engine = scripted(tmp_path, lambda prompt, n: f"reply {n}")
+    team, engine = scripted_team(tmp_path, lambda prompt, n: f"reply {n}")
 
     async def program(api: AsyncOpenAI) -> Any:
         assert sorted([model.id async for model in api.models.list()]) == ["a", "b"]
@@ -71,9 +74,9 @@ def test_a_call_is_a_turn_of_the_agent_that_it_names(tmp_path: Path) -> None:
 
 
 def test_a_call_that_continues_a_chat_goes_on_from_its_tokens(tmp_path: Path) -> None:
-    """Two tools side by side: with other ids, other JSON and no thoughts in what the program repeats."""
-    said = [f"<think>\nhm\n</think>\n\nlook {CALL}{CALL}", "  both  ", "end"]
-    team, _ = scripted(tmp_path, lambda prompt, n: said[n])
+    """The program repeats two tool calls with other ids and other JSON, and without the thoughts."""
+    replies = [f"<think>\nhm\n</think>\n\nlook {CALL}{CALL}", "  both  ", "end"]
+    team, _ = scripted_team(tmp_path, lambda prompt, n: replies[n])
 
     async def program(api: AsyncOpenAI) -> None:
         chat: list[Any] = [user("one?")]
@@ -113,8 +116,8 @@ def test_a_call_that_continues_a_chat_goes_on_from_its_tokens(tmp_path: Path) ->
     assert turns[0].scores["tool_calls"] == 2.0
 
 
-def test_what_a_program_rewrites_is_a_root(tmp_path: Path) -> None:
-    team, _ = scripted(tmp_path, lambda prompt, n: f"r{n}")
+def test_a_rewritten_conversation_is_a_root(tmp_path: Path) -> None:
+    team, _ = scripted_team(tmp_path, lambda prompt, n: f"r{n}")
 
     async def program(api: AsyncOpenAI) -> None:
         ask: Any = api.chat.completions.create
@@ -122,7 +125,7 @@ def test_what_a_program_rewrites_is_a_root(tmp_path: Path) -> None:
         await ask(model="a", messages=chat)
         chat += [{"role": "assistant", "content": "r0"}, user("and?")]
         await ask(model="a", messages=chat)
-        await ask(model="a", messages=chat)  # again: a branch, another sample
+        await ask(model="a", messages=chat)  # an equal call: another sample, a branch of the chat
         await ask(model="a", messages=[*chat, {"role": "assistant", "content": "other"}, user("?")])
         await ask(
             model="a",
@@ -137,8 +140,8 @@ def test_what_a_program_rewrites_is_a_root(tmp_path: Path) -> None:
     assert all(turn.prompt_ids[: len(start)] == start for turn in turns[1:4])
 
 
-def test_streams_carry_the_same_reply(tmp_path: Path) -> None:
-    team, _ = scripted(tmp_path, lambda prompt, n: f"{'long ' * 20}{CALL}")
+def test_a_stream_has_the_text_the_calls_and_the_usage_of_the_reply(tmp_path: Path) -> None:
+    team, _ = scripted_team(tmp_path, lambda prompt, n: f"{'long ' * 20}{CALL}")
 
     async def program(api: AsyncOpenAI) -> Any:
         text, arguments, finish, usage, names = "", "", None, None, []
@@ -159,8 +162,8 @@ def test_streams_carry_the_same_reply(tmp_path: Path) -> None:
                     arguments += call.function.arguments or ""
         return text, json.loads(arguments), finish, usage.completion_tokens, names
 
-    came, (turn,) = play(team, program)
-    assert came == (
+    result, (turn,) = play(team, program)
+    assert result == (
         ("long " * 20).strip(),
         {"a": 1},
         "tool_calls",
@@ -169,15 +172,15 @@ def test_streams_carry_the_same_reply(tmp_path: Path) -> None:
     )
 
 
-def test_a_stop_ends_the_turn_and_the_program_gets_what_is_before_it(tmp_path: Path) -> None:
-    team, _ = scripted(tmp_path, lambda prompt, n: "Thought\nObservation: made up")
+def test_a_stop_ends_the_turn_and_the_program_gets_the_text_before_it(tmp_path: Path) -> None:
+    team, _ = scripted_team(tmp_path, lambda prompt, n: "Thought\nObservation: made up")
 
     async def program(api: AsyncOpenAI) -> Any:
         ask: Any = api.chat.completions.create
         reply = await ask(model="a", messages=[user("q")], stop=["Observation:"])
-        said = reply.choices[0].message.content
+        text = reply.choices[0].message.content
         await ask(
-            model="a", messages=[user("q"), {"role": "assistant", "content": said}, user("4")]
+            model="a", messages=[user("q"), {"role": "assistant", "content": text}, user("4")]
         )
         return reply
 
@@ -196,7 +199,9 @@ def test_a_stop_ends_the_turn_and_the_program_gets_what_is_before_it(tmp_path: P
         "stop",
         True,
     )
-    assert mask_truncated(turns[0]) == 0.0  # nothing cut it off: it trains, its stop too
+    assert (
+        mask_truncated(turns[0]) == 0.0
+    )  # the turn is not truncated: it trains, including its stop
     assert turns[1].scores["root"] == 1.0 and [m.content for m in turns[1].messages] == [
         "q",
         "Thought\n",
@@ -205,14 +210,18 @@ def test_a_stop_ends_the_turn_and_the_program_gets_what_is_before_it(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "says"),
+    ("call", "error", "message"),
     [
-        ({"model": "nobody"}, openai.NotFoundError, "no model 'nobody'; the agents here: a, b"),
+        (
+            {"model": "nobody"},
+            openai.NotFoundError,
+            "there is no model 'nobody'; agents of this session: a, b",
+        ),
         ({"messages": []}, openai.BadRequestError, "messages"),
         (
             {"messages": [{"role": "assistant", "content": "x"}]},
             openai.BadRequestError,
-            "end with one of the user",
+            "the last message must be of the user",
         ),
         (
             {"messages": [{"role": "king", "content": "x"}]},
@@ -225,7 +234,7 @@ def test_a_stop_ends_the_turn_and_the_program_gets_what_is_before_it(tmp_path: P
         (
             {"messages": [{"role": "system", "content": ""}]},
             openai.BadRequestError,
-            "end with one of the user",
+            "the last message must be of the user",
         ),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
         (
@@ -260,19 +269,19 @@ def test_a_stop_ends_the_turn_and_the_program_gets_what_is_before_it(tmp_path: P
                 ]
             },
             openai.BadRequestError,
-            "no JSON object",
+            "not a JSON object",
         ),
     ],
 )
-def test_bad_calls_are_refused_in_one_line(
-    tmp_path: Path, call: dict[str, Any], error: type[openai.APIStatusError], says: str
+def test_invalid_calls_are_refused_with_a_message(
+    tmp_path: Path, call: dict[str, Any], error: type[openai.APIStatusError], message: str
 ) -> None:
     team, _, _ = sampling_team(tmp_path, max_length=512)
 
     async def program(api: AsyncOpenAI) -> None:
         with pytest.raises(error) as caught:
             await api.chat.completions.create(**{"model": "a", "messages": [user("hi")], **call})
-        assert says in str(caught.value)
+        assert message in str(caught.value)
         assert set(caught.value.body) == {"message", "type", "param", "code"}  # type: ignore[arg-type]
 
     _, turns = play(team, program)
@@ -283,17 +292,19 @@ def test_keys_paths_bodies_and_the_number_of_calls_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout.gateway.app.MAX_CALL_BYTES", 1000)
-    team, _ = scripted(tmp_path, lambda prompt, n: "x")
+    team, _ = scripted_team(tmp_path, lambda prompt, n: "x")
 
     async def run() -> list[int]:
         async with (
-            opened(team, most_turns=1) as (url, key, _, _),
+            open_session(team, max_turns=1) as (url, key, _, _),
             httpx.AsyncClient(trust_env=False) as http,
         ):
 
-            async def post(place: str, body: bytes, key: str = key) -> int:
+            async def post(address: str, body: bytes, key: str = key) -> int:
                 return (
-                    await http.post(place, content=body, headers={"Authorization": f"Bearer {key}"})
+                    await http.post(
+                        address, content=body, headers={"Authorization": f"Bearer {key}"}
+                    )
                 ).status_code
 
             good, body = (
@@ -309,32 +320,33 @@ def test_keys_paths_bodies_and_the_number_of_calls_are_limited(
                 await post(good, b"[" * 900),
                 await post(good, body * 20),
                 await post(good, body),
-                await post(f"{url}/a/b/v1/chat/completions", body),  # the address says who answers
+                await post(f"{url}/a/b/v1/chat/completions", body),  # the URL names the agent
                 await post(f"{url}/a/b/v1/chat/completions", body),
             ]
 
     assert asyncio.run(run()) == [401, 401, 404, 400, 400, 400, 413, 404, 200, 403]
 
 
-def test_a_reply_that_nobody_read_is_given_to_whoever_asks_again(
+def test_an_unread_reply_is_returned_to_an_equal_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller that leaves, and comes again, gets the reply of its first call; one that never comes again is masked."""
+    """A caller that leaves and repeats its call gets the first reply; a reply that stays unread is masked."""
     team, engine, _ = sampling_team(tmp_path, max_tokens=60)
     begun, left, may_reply = asyncio.Semaphore(0), asyncio.Semaphore(0), asyncio.Event()
-    generate, unread = engine.generate, GatewaySession.unread
+    generate = engine.generate
+    abandon = GatewaySession.abandon
 
-    async def held(*asked: Any) -> Any:
+    async def generate_later(*asked: Any) -> Any:
         begun.release()
         await may_reply.wait()
         return await generate(*asked)
 
-    def noticed(session: GatewaySession, call: GatewayCall) -> None:
-        unread(session, call)
+    def abandon_and_release(session: GatewaySession, call: GatewayCall) -> None:
+        abandon(session, call)
         left.release()
 
-    monkeypatch.setattr(engine, "generate", held)
-    monkeypatch.setattr(GatewaySession, "unread", noticed)
+    monkeypatch.setattr(engine, "generate", generate_later)
+    monkeypatch.setattr(GatewaySession, "abandon", abandon_and_release)
 
     async def program(api: AsyncOpenAI) -> Any:
         ask: Any = api.chat.completions.create
@@ -347,7 +359,7 @@ def test_a_reply_that_nobody_read_is_given_to_whoever_asks_again(
         again = await ask(model="a", messages=[user("retried")])
         other = await ask(
             model="a", messages=[user("retried")]
-        )  # read before, so this is another sample
+        )  # the first reply was read, so that this is another sample
         return again, other
 
     (again, other), turns = play(team, program)
@@ -361,52 +373,52 @@ def test_a_reply_that_nobody_read_is_given_to_whoever_asks_again(
     assert engine.core.stats.decode_tokens + 3 >= sum(len(turn.completion_ids) for turn in turns)
 
 
-def test_a_retry_gets_the_reply_to_a_call_that_was_made_once_and_else_another_sample(
+def test_a_retry_gets_the_earlier_reply_only_if_the_call_was_made_once(
     tmp_path: Path,
 ) -> None:
-    """What is asked twice for two samples has two replies, also where one of the calls is a client's retry."""
-    team, _ = scripted(tmp_path, lambda prompt, n: f"reply {n}")
+    """A retry of a call that was made twice is a new sample: nobody knows which answer was lost."""
+    team, _ = scripted_team(tmp_path, lambda prompt, n: f"reply {n}")
 
     async def program(api: AsyncOpenAI) -> list[str]:
         async def ask(question: str, retry: int = 0) -> str:
-            told: Any = {
+            call: Any = {
                 "messages": [user(question)],
                 "extra_headers": {"x-stainless-retry-count": str(retry)},
             }
             return str(
-                (await api.chat.completions.create(model="a", **told)).choices[0].message.content
+                (await api.chat.completions.create(model="a", **call)).choices[0].message.content
             )
 
         once = [await ask("once"), await ask("once", 1), await ask("once", 2)]
         return [*once, await ask("twice"), await ask("twice"), await ask("twice", 1)]
 
-    said, turns = play(team, program)
-    assert said == ["reply 0"] * 3 + ["reply 1", "reply 2", "reply 3"]
+    texts, turns = play(team, program)
+    assert texts == ["reply 0"] * 3 + ["reply 1", "reply 2", "reply 3"]
     assert [turn.text for turn in turns] == ["reply 0", "reply 1", "reply 2", "reply 3"]
 
 
-def test_a_retry_of_a_call_that_was_refused_is_a_sample_of_its_own(tmp_path: Path) -> None:
-    team, engine = scripted(tmp_path, lambda prompt, n: f"reply {n}")
-    seat = team.session(1, 2, "t", 0)
+def test_a_retry_of_a_refused_call_is_a_new_sample(tmp_path: Path) -> None:
+    team, engine = scripted_team(tmp_path, lambda prompt, n: f"reply {n}")
+    team_session = team.session(1, 2, "t", 0)
     may_reply, generate = asyncio.Event(), engine.generate
 
-    async def held(*asked: Any) -> Any:
+    async def generate_later(*asked: Any) -> Any:
         await may_reply.wait()
         return await generate(*asked)
 
-    engine.generate = held  # type: ignore[method-assign]
+    engine.generate = generate_later  # type: ignore[method-assign]
 
     async def run() -> set[str]:
-        gateway = Gateway(most_calls=1)
+        gateway = Gateway(max_calls=1)
         async with (
-            gateway.in_use(),
-            gateway.opened(GatewaySession(seat)) as (url, key),
+            gateway.running(),
+            gateway.serve_session(GatewaySession(team_session)) as (url, key),
             client(url, key).with_options(max_retries=3) as api,
         ):
             ask: Any = partial(api.chat.completions.create, model="a", messages=[user("q")])
             asking = [asyncio.create_task(ask()) for _ in range(2)]
-            await asyncio.sleep(0.3)  # one of them is refused, and comes again in a second
+            await asyncio.sleep(0.3)  # one of them is refused; its client retries after a second
             may_reply.set()
-            return {(await one).choices[0].message.content for one in asking}
+            return {(await task).choices[0].message.content for task in asking}
 
     assert asyncio.run(run()) == {"reply 0", "reply 1"}

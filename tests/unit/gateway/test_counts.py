@@ -1,4 +1,4 @@
-"""Counting the tokens of a prompt before it is sent."""
+"""Counting the tokens of a prompt with Anthropic's `count_tokens`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import httpx
 
-from tests.support.gateway import opened, scripted
+from tests.support.gateway import open_session, scripted_team
 
 TOOL = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
-def test_a_count_is_what_the_same_call_reads_and_changes_nothing(tmp_path: Path) -> None:
-    team, engine = scripted(tmp_path, lambda prompt, n: f"<think>\nhm\n</think>\n\nreply {n}")
+def test_a_count_equals_the_calls_prompt_tokens_and_changes_nothing(tmp_path: Path) -> None:
+    team, engine = scripted_team(tmp_path, lambda prompt, n: f"<think>\nhm\n</think>\n\nreply {n}")
 
     async def run() -> None:
         async with (
-            opened(team) as (url, key, seat, _),
+            open_session(team) as (url, key, team_session, _),
             httpx.AsyncClient(base_url=url, trust_env=False) as api,
         ):
 
@@ -26,26 +26,26 @@ def test_a_count_is_what_the_same_call_reads_and_changes_nothing(tmp_path: Path)
                 return await api.post(path, json=body, headers={"x-api-key": token})
 
             chat: list[Any] = [{"role": "user", "content": "40 + 2?"}]
-            asked = {"model": "a", "messages": chat, "system": "S", "tools": [TOOL]}
+            call = {"model": "a", "messages": chat, "system": "S", "tools": [TOOL]}
             for turn in range(3):
-                counted = (await post("/v1/messages/count_tokens", asked)).json()
-                assert len(engine.calls) == len(seat.turns) == turn
-                said = (await post("/v1/messages", asked | {"max_tokens": 99})).json()
-                assert counted == {"input_tokens": said["usage"]["input_tokens"]}
-                assert counted["input_tokens"] == len(seat.turns[-1].prompt_ids)
+                counted = (await post("/v1/messages/count_tokens", call)).json()
+                assert len(engine.calls) == len(team_session.turns) == turn
+                reply = (await post("/v1/messages", call | {"max_tokens": 99})).json()
+                assert counted == {"input_tokens": reply["usage"]["input_tokens"]}
+                assert counted["input_tokens"] == len(team_session.turns[-1].prompt_ids)
                 chat += [
-                    {"role": "assistant", "content": said["content"]},
+                    {"role": "assistant", "content": reply["content"]},
                     {"role": "user", "content": "sure?"},
                 ]
-            assert {turn.chat for turn in seat.turns} == {"a/0"}
-            wrong = [
+            assert {turn.chat for turn in team_session.turns} == {"a/0"}
+            refusals = [
                 (
-                    await post("/v1/messages/count_tokens", asked, "sk-no"),
+                    await post("/v1/messages/count_tokens", call, "sk-no"),
                     401,
                     "authentication_error",
                 ),
                 (
-                    await post("/v1/messages/count_tokens", asked | {"model": "z"}),
+                    await post("/v1/messages/count_tokens", call | {"model": "z"}),
                     404,
                     "not_found_error",
                 ),
@@ -55,19 +55,19 @@ def test_a_count_is_what_the_same_call_reads_and_changes_nothing(tmp_path: Path)
                     "invalid_request_error",
                 ),
                 (
-                    await post("/v1/messages/count_tokens", asked | {"max_tokens": 0}),
+                    await post("/v1/messages/count_tokens", call | {"max_tokens": 0}),
                     400,
                     "invalid_request_error",
                 ),
                 (
-                    await post("/v1/messages/count_tokens", asked | {"messages": chat[:2]}),
+                    await post("/v1/messages/count_tokens", call | {"messages": chat[:2]}),
                     400,
                     "invalid_request_error",
                 ),
             ]
-            for reply, status, kind in wrong:
-                assert (reply.status_code, reply.json()["error"]["type"]) == (status, kind)
-            named = await post("/a/b/v1/messages/count_tokens", asked)
+            for refusal, status, kind in refusals:
+                assert (refusal.status_code, refusal.json()["error"]["type"]) == (status, kind)
+            named = await post("/a/b/v1/messages/count_tokens", call)
             assert named.json()["input_tokens"] > 0
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""One conversation with a tool in three dialects, with the vendors' own clients: the same tokens, whole or streamed."""
+"""A conversation with a tool in all three APIs, with the vendors' clients: the same tokens in each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import openai
 import pytest
 
 from rollout.records.trajectory import Turn
-from tests.support.gateway import opened, sampling_team, scripted
+from tests.support.gateway import open_session, sampling_team, scripted_team
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
-SAID = [f"<think>\nhm\n</think>\n\nLet me see.{CALL}", "It is 42.", "Yes."]
+REPLIES = [f"<think>\nhm\n</think>\n\nLet me see.{CALL}", "It is 42.", "Yes."]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 ADD = {"name": "add", "description": "Add."}
 Program = Callable[[Any, Any, bool], Awaitable[list[Any]]]
@@ -126,27 +126,27 @@ PROGRAMS: dict[str, Program] = {
 
 
 def play(
-    folder: Path, program: Program, stream: bool, said: Sequence[str] = SAID
+    folder: Path, program: Program, stream: bool, replies: Sequence[str] = REPLIES
 ) -> tuple[list[Any], tuple[Turn, ...]]:
-    team, _ = scripted(folder, lambda prompt, n: said[n])
+    team, _ = scripted_team(folder, lambda prompt, n: replies[n])
 
     async def run() -> Any:
         async with (
-            opened(team) as (url, key, seat, _),
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as one,
-            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as other,
+            open_session(team) as (url, key, team_session, _),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as openai_client,
+            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as anthropic_client,
         ):
-            return await program(one, other, stream), seat.turns
+            return await program(openai_client, anthropic_client, stream), team_session.turns
 
     return asyncio.run(run())  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_the_dialects_are_one_conversation(tmp_path: Path, stream: bool) -> None:
+def test_all_dialects_play_the_same_conversation(tmp_path: Path, stream: bool) -> None:
     played = {name: play(tmp_path / name, program, stream) for name, program in PROGRAMS.items()}
     ids = set()
-    for came, turns in played.values():
-        assert came == ["Let me see.", "add", {"a": 40, "b": 2}, "It is 42.", "Yes."]
+    for result, turns in played.values():
+        assert result == ["Let me see.", "add", {"a": 40, "b": 2}, "It is 42.", "Yes."]
         assert [turn.chat for turn in turns] == ["a/0"] * 3
         assert not any("root" in turn.scores for turn in turns)
         assert [m.role for m in turns[2].messages] == [
@@ -158,11 +158,11 @@ def test_the_dialects_are_one_conversation(tmp_path: Path, stream: bool) -> None
             "user",
         ]
         ids.add((turns[2].prompt_ids, turns[2].completion_ids))
-    assert len(ids) == 1  # what was sampled and what it was sampled from
+    assert len(ids) == 1  # equal prompts and equal completions
 
 
-def test_an_empty_reply_is_gone_on_from_in_every_dialect(tmp_path: Path) -> None:
-    """And a conversation may be the system's alone."""
+def test_every_dialect_continues_from_an_empty_reply(tmp_path: Path) -> None:
+    """The conversation begins with a system message alone."""
 
     async def completions(one: openai.AsyncOpenAI, _: Any) -> None:
         chat: list[Any] = [{"role": "system", "content": "q"}]
@@ -204,14 +204,14 @@ def test_an_empty_reply_is_gone_on_from_in_every_dialect(tmp_path: Path) -> None
         assert [turn.chat for turn in (first, second)] == ["a/0", "a/0"]
 
 
-def test_tools_that_anthropic_defines_and_the_client_runs_need_no_schema(tmp_path: Path) -> None:
+def test_anthropics_client_tools_need_no_schema(tmp_path: Path) -> None:
     prompts: list[str] = []
-    team, _ = scripted(tmp_path, lambda prompt, n: prompts.append(prompt) or "ok")
+    team, _ = scripted_team(tmp_path, lambda prompt, n: prompts.append(prompt) or "ok")
     hi: Any = {"model": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 
     async def run() -> None:
         async with (
-            opened(team) as (url, key, _, _),
+            open_session(team) as (url, key, _, _),
             anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as api,
         ):
             await api.beta.messages.create(
@@ -219,7 +219,7 @@ def test_tools_that_anthropic_defines_and_the_client_runs_need_no_schema(tmp_pat
             )
             with pytest.raises(
                 anthropic.BadRequestError, match=r"tools\.0\.type"
-            ):  # one that its servers run
+            ):  # a tool of Anthropic's servers
                 await api.messages.create(
                     **hi, tools=[{"type": "web_search_20250305", "name": "web_search"}]
                 )
@@ -228,87 +228,105 @@ def test_tools_that_anthropic_defines_and_the_client_runs_need_no_schema(tmp_pat
     assert len(prompts) == 1 and '"name": "memory"' in prompts[0]
 
 
-def test_a_model_is_found_by_both_vendors_clients(tmp_path: Path) -> None:
-    team, _ = scripted(tmp_path, lambda prompt, n: "ok")
+def test_both_vendors_clients_find_the_models(tmp_path: Path) -> None:
+    team, _ = scripted_team(tmp_path, lambda prompt, n: "ok")
 
     async def run(aliases: dict[str, str]) -> list[Any]:
         async with (
-            opened(team, aliases=aliases) as (url, key, seat, _),
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as one,
-            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as other,
+            open_session(team, aliases=aliases) as (url, key, team_session, _),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as openai_client,
+            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as anthropic_client,
         ):
-            found = await one.models.retrieve("a"), await other.models.retrieve("b")
-            assert (found[0].id, found[0].object, found[1].id, found[1].type) == (
+            openai_model = await openai_client.models.retrieve("a")
+            anthropic_model = await anthropic_client.models.retrieve("b")
+            assert (
+                openai_model.id,
+                openai_model.object,
+                anthropic_model.id,
+                anthropic_model.type,
+            ) == (
                 "a",
                 "model",
                 "b",
                 "model",
             )
-            assert [model.id async for model in other.models.list()] == ["a", "b"]
-            told: list[Any] = []
-            for api in (one, other):
+            assert [model.id async for model in anthropic_client.models.list()] == ["a", "b"]
+            answers: list[Any] = []
+            for api in (openai_client, anthropic_client):
                 try:
-                    told.append((await api.models.retrieve("maker/gpt-9")).id)
+                    answers.append((await api.models.retrieve("maker/gpt-9")).id)
                 except (openai.NotFoundError, anthropic.NotFoundError) as error:
-                    told.append(error.body)
-            assert seat.turns == ()
-            return told
+                    answers.append(error.body)
+            assert team_session.turns == ()
+            return answers
 
-    why = "no model 'maker/gpt-9'; the agents here: a, b"
+    message = "there is no model 'maker/gpt-9'; agents of this session: a, b"
     assert asyncio.run(run({})) == [
-        {"message": why, "type": "not_found_error", "param": None, "code": "model_not_found"},
-        {"type": "error", "error": {"type": "not_found_error", "message": why}, "request_id": None},
+        {"message": message, "type": "not_found_error", "param": None, "code": "model_not_found"},
+        {
+            "type": "error",
+            "error": {"type": "not_found_error", "message": message},
+            "request_id": None,
+        },
     ]
     assert asyncio.run(run({"*": "a"})) == ["maker/gpt-9"] * 2
 
 
+async def errors_of_invalid_calls(url: str, key: str) -> list[tuple[int, str]]:
+    """Make invalid calls in two APIs; return the status and the type of each error."""
+    long = "x" * 999
+    hi: Any = [{"role": "user", "content": "hi"}]
+    long_message: Any = [{"role": "user", "content": long}]
+    reference: Any = [{"type": "item_reference", "id": "1"}]
+    errors = []
+    async with (
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as openai_client,
+        anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as anthropic_client,
+    ):
+        respond: Any = openai_client.responses.create
+        for arguments in (
+            {"model": "nobody", "input": "hi"},
+            {"model": "a", "input": reference},
+            {"model": "a", "input": long},
+            {"model": "a", "input": "hi", "previous_response_id": "resp_9"},
+        ):
+            with pytest.raises(openai.APIStatusError) as refusal:
+                await respond(**arguments)
+            body: Any = refusal.value.body
+            errors.append((refusal.value.status_code, body["type"]))
+
+        create: Any = anthropic_client.messages.create
+        for arguments in (
+            {"model": "nobody", "max_tokens": 5, "messages": hi},
+            {"model": "a", "max_tokens": 0, "messages": hi},
+            {"model": "a", "max_tokens": 5, "messages": long_message},
+        ):
+            with pytest.raises(anthropic.APIStatusError) as refused:
+                await create(**arguments)
+            body = refused.value.body
+            errors.append((refused.value.status_code, body["error"]["type"]))
+    return errors
+
+
 def test_errors_have_each_dialects_shape(tmp_path: Path) -> None:
-    """A wrong model, a wrong key, something that is no request, and a prompt without room."""
+    """The errors of a wrong model, a wrong key, an invalid request and a prompt that is too long."""
     team, _, _ = sampling_team(tmp_path, max_length=256)
 
-    async def run() -> list[Any]:
-        told: list[Any] = []
-        async with opened(team) as (url, key, _, _):
-            long = "x" * 999
-            for right in (key, "sk-wrong"):
-                async with (
-                    openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=right, max_retries=0) as one,
-                    anthropic.AsyncAnthropic(base_url=url, api_key=right, max_retries=0) as other,
-                ):
-                    hi: Any = [{"role": "user", "content": "hi"}]
-                    calls: list[Callable[[], Awaitable[Any]]] = [
-                        lambda: one.responses.create(model="nobody", input="hi"),
-                        lambda: one.responses.create(
-                            model="a", input=[{"type": "item_reference", "id": "1"}]
-                        ),
-                        lambda: one.responses.create(model="a", input=long),
-                        lambda: one.responses.create(
-                            model="a", input="hi", previous_response_id="resp_9"
-                        ),
-                        lambda: other.messages.create(model="nobody", max_tokens=5, messages=hi),  # noqa: B023
-                        lambda: other.messages.create(model="a", max_tokens=0, messages=hi),  # noqa: B023
-                        lambda: other.messages.create(
-                            model="a", max_tokens=5, messages=[{"role": "user", "content": long}]
-                        ),
-                    ]
-                    for call in calls:
-                        with pytest.raises(
-                            (openai.APIStatusError, anthropic.APIStatusError)
-                        ) as caught:
-                            await call()
-                        body: Any = caught.value.body
-                        error = (
-                            body["error"]
-                            if isinstance(caught.value, anthropic.APIStatusError)
-                            else body
-                        )
-                        told.append((caught.value.status_code, error["type"]))
-        return told
+    async def run() -> list[tuple[int, str]]:
+        async with open_session(team) as (url, key, _, _):
+            errors = await errors_of_invalid_calls(url, key)
+            return errors + await errors_of_invalid_calls(url, "sk-wrong")
 
-    told = asyncio.run(run())
-    bad, missing, secret = (
-        (400, "invalid_request_error"),
-        (404, "not_found_error"),
-        (401, "authentication_error"),
-    )
-    assert told == [missing, bad, bad, missing, missing, bad, bad, *[secret] * 7]
+    bad_request = (400, "invalid_request_error")
+    missing = (404, "not_found_error")
+    wrong_key = (401, "authentication_error")
+    assert asyncio.run(run()) == [
+        missing,
+        bad_request,
+        bad_request,
+        missing,
+        missing,
+        bad_request,
+        bad_request,
+        *[wrong_key] * 7,
+    ]

@@ -1,4 +1,4 @@
-"""What a chat is tokenised, by team.chat and through the gateway: every text once, whatever it has grown to."""
+"""Tokenization of chats, by `team.chat` and through the gateway: every text is tokenized once."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from benchmarks import chat_tokenising, gateway_overhead
 from benchmarks.support.gateway import Paced, clients
 from rollout.engines import EngineClient
 from rollout.gateway.dialects import ChatRequest
-from rollout.gateway.sessions import _maybe_far
+from rollout.gateway.sessions import off_loop_if_long
 from rollout.models import chat_template
 from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Message, ToolUse
-from tests.support.gateway import opened, team_of
+from tests.support.gateway import open_session, team_of
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import renderer_of
 
 
 @pytest.fixture
-def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Characters of every text that any renderer tokenises."""
+def tokenized_chars(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that collects the length of every text that a renderer tokenizes."""
     sizes: list[int] = []
     encode = Renderer._encode
 
@@ -37,16 +37,16 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_a_turn_of_a_chat_tokenises_what_is_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenised: list[int]
+def test_a_turn_of_a_chat_tokenizes_the_new_text_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenized_chars: list[int]
 ) -> None:
     renderer = renderer_of("qwen2.5", tmp_path)
     monkeypatch.setattr(chat_tokenising, "TURNS", 12)
     raw, ids = chat_tokenising.reply(renderer)
     client = EngineClient(engine=ScriptedEngine(lambda prompt, call: ids), renderer=renderer)
-    tokenised.clear()
+    tokenized_chars.clear()
     asyncio.run(chat_tokenising.chat(client, raw))
-    first, *later = tokenised
+    first, *later = tokenized_chars
     assert len(later) == chat_tokenising.TURNS - 1 and first > len(
         chat_tokenising.OPENING[1].content
     )
@@ -56,8 +56,8 @@ def test_a_turn_of_a_chat_tokenises_what_is_new(
     assert set(later) == {len(chat_tokenising.RESULT) + tags}
 
 
-def test_the_gateway_tokenises_what_team_chat_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenised: list[int]
+def test_the_gateway_tokenizes_the_same_texts_as_team_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenized_chars: list[int]
 ) -> None:
     for name, value in {"CHATS": 2, "TURNS": 3, "WORDS": 20}.items():
         monkeypatch.setattr(gateway_overhead, name, value)
@@ -66,37 +66,37 @@ def test_the_gateway_tokenises_what_team_chat_does(
     team = team_of(Paced(renderer, 0.0), renderer, max_tokens=100)
 
     async def through_the_gateway() -> None:
-        async with opened(team, most_turns=6) as (url, key, seat, _):
+        async with open_session(team, max_turns=6) as (url, key, team_session, _):
             await clients(url, key, 2, 3, 20, 0.0)
-            assert len(seat.turns) == 6 and not any("root" in turn.scores for turn in seat.turns)
+            assert len(team_session.turns) == 6 and not any(
+                "root" in turn.scores for turn in team_session.turns
+            )
 
-    tokenised.clear()
+    tokenized_chars.clear()
     asyncio.run(gateway_overhead.directly(team))
-    directly = sorted(tokenised)
-    tokenised.clear()
+    directly = sorted(tokenized_chars)
+    tokenized_chars.clear()
     asyncio.run(through_the_gateway())
-    assert sorted(tokenised) == directly and len(directly) == 6
+    assert sorted(tokenized_chars) == directly and len(directly) == 6
 
 
-def test_a_prompt_that_was_just_tokenised_is_not_tokenised_again(
-    tmp_path: Path, tokenised: list[int]
-) -> None:
+def test_a_recent_prompt_is_not_tokenized_again(tmp_path: Path, tokenized_chars: list[int]) -> None:
     renderer = renderer_of("qwen2.5", tmp_path)
-    tokenised.clear()
+    tokenized_chars.clear()
     first, second = (
         [Message(role="user", content=text)] for text in ("What is 2 + 3?", "What is 7 + 9?")
     )
     assert renderer.render(first) == renderer.render(first) != renderer.render(second)
-    assert len(tokenised) == 2
+    assert len(tokenized_chars) == 2
 
 
-def test_a_conversation_of_long_calls_is_compared_off_the_event_loop() -> None:
+def test_a_conversation_with_long_calls_is_compared_off_the_event_loop() -> None:
     def on_loop(*_: Any) -> bool:
         return threading.current_thread() is threading.main_thread()
 
-    for size, near in ((10, True), (30_000, False)):
-        written = ToolUse(id="1", name="write", arguments=json.dumps({"text": "x" * size}))
-        asked = ChatRequest(
-            model="a", messages=(Message(role="assistant", content="", calls=(written,)),)
+    for size, is_on_loop in ((10, True), (30_000, False)):
+        call = ToolUse(id="1", name="write", arguments=json.dumps({"text": "x" * size}))
+        request = ChatRequest(
+            model="a", messages=(Message(role="assistant", content="", calls=(call,)),)
         )
-        assert asyncio.run(_maybe_far(on_loop, "a", asked)) is near
+        assert asyncio.run(off_loop_if_long(on_loop, "a", request)) is is_on_loop

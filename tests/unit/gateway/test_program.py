@@ -32,7 +32,7 @@ from rollout.teams.team import Team
 from rollout.teams.tree import Branching
 from tests.support.agent_programs import alive, script
 from tests.support.chat_server import chat_server, says
-from tests.support.gateway import scripted
+from tests.support.gateway import scripted_team
 from tests.support.play import SEED, STEP, TASK, Adder, collect
 
 PROGRAMS = "tests.support.agent_programs"
@@ -42,7 +42,7 @@ HASTY = ProgramRules(deadline_s=0.2)
 def play(
     folder: Path, *, group_size: int = 1, reply: Any = lambda prompt, n: "7", **options: Any
 ) -> Group:
-    team, _ = scripted(folder / "model", reply)
+    team, _ = scripted_team(folder / "model", reply)
     orchestra = partial(program, **options)
     played = collect(
         [TASK],
@@ -220,16 +220,16 @@ def test_agents_behind_other_peoples_apis_play_beside_trained_ones(tmp_path: Pat
     """One policy is trained here, the other is a remote model, whose turns are text and do not train."""
 
     async def run() -> tuple[Turn, ...]:
-        team, _ = scripted(tmp_path, lambda prompt, n: "7")
+        team, _ = scripted_team(tmp_path, lambda prompt, n: "7")
         with chat_server(says("5", prompt=9, reply=2)) as server:
             remote = RemoteConfig(model="friend", url=server.url, retries=0, timeout_s=5.0)
             voice = RemoteClient(remote, tmp_path / "remote")
             agents = {**team.agents, "b": replace(team.agents["b"], policy="friend")}
-            seat = Team(agents, {**team.policies, "friend": voice}).session(1)
+            team_session = Team(agents, {**team.policies, "friend": voice}).session(1)
             orchestra = partial(program, call=f"{PROGRAMS}:two_numbers", models={"gpt-4o": "a"})
-            await orchestra(TASK, seat, Adder(TASK))
+            await orchestra(TASK, team_session, Adder(TASK))
             await voice.aclose()
-            return seat.turns
+            return team_session.turns
 
     own, other = sorted(asyncio.run(run()), key=lambda turn: turn.agent)
     assert (own.agent, own.text, own.masked, len(own.completion_ids)) == ("a", "7", False, 2)
@@ -238,7 +238,7 @@ def test_agents_behind_other_peoples_apis_play_beside_trained_ones(tmp_path: Pat
 
 def test_a_program_that_makes_its_calls_in_one_order_grows_as_a_tree(tmp_path: Path) -> None:
     """Each of its two calls is sampled twice, and one sample goes on; a branch repeats what came before it."""
-    team, engine = scripted(tmp_path, lambda prompt, n: str(n))
+    team, engine = scripted_team(tmp_path, lambda prompt, n: str(n))
     orchestra = partial(program, call=f"{PROGRAMS}:in_turn")
     played = collect(
         [TASK], team, Adder, orchestra, group_size=1, seed=SEED, step=STEP, tree=Branching(width=2)
@@ -259,7 +259,7 @@ def test_a_crash_may_count_as_a_wrong_answer(tmp_path: Path) -> None:
         async def step(self, action: str) -> Any:
             return await super().step(action or "0")
 
-    team, _ = scripted(tmp_path, lambda prompt, n: "7")
+    team, _ = scripted_team(tmp_path, lambda prompt, n: "7")
     orchestra = partial(
         program, call=f"{PROGRAMS}:broken", models={"*": "a"}, rules=ProgramRules(crash="wrong")
     )

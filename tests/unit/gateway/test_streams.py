@@ -1,4 +1,4 @@
-"""Streams: text comes as it is sampled, ends as the whole reply would, and whoever leaves ends the sampling."""
+"""Streams: text is sent as it is sampled and equals the complete reply; leaving ends the sampling."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import anthropic
 import openai
 import pytest
 
-from rollout.gateway.sessions import settled
+from rollout.gateway.sessions import settled_text
 from rollout.records.trajectory import Completion, Sampling, Turn
-from tests.support.gateway import opened, sampling_team, team_of
+from tests.support.gateway import open_session, sampling_team, team_of
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import renderer_of
 
@@ -55,51 +55,51 @@ STREAMS: dict[str, Callable[[Clients], Deltas]] = {
 
 
 def play(folder: Path, program: Callable[[Clients, Any], Awaitable[Any]], max_tokens: int) -> Any:
-    """What comes of a program, and the turns, of a model that says about as many bytes as it may."""
+    """Run a program with a random model; return its result, the turns and the number of sampled tokens."""
     team, engine, _ = sampling_team(folder, max_tokens=max_tokens)
 
     async def run() -> Any:
         async with (
-            opened(team) as (url, key, seat, session),
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as one,
-            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as other,
+            open_session(team) as (url, key, team_session, session),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as openai_client,
+            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as anthropic_client,
         ):
-            came = await program((one, other), seat)
+            result = await program((openai_client, anthropic_client), team_session)
             await session.close()
-            return came, seat.turns, engine.core.stats.decode_tokens
+            return result, team_session.turns, engine.core.stats.decode_tokens
 
     return asyncio.run(run())
 
 
 @pytest.mark.parametrize("dialect", STREAMS)
-def test_a_stream_brings_what_the_whole_reply_would(tmp_path: Path, dialect: str) -> None:
+def test_a_stream_has_the_text_of_the_complete_reply(tmp_path: Path, dialect: str) -> None:
     async def whole(clients: Clients, _: Any) -> str:
         reply = await clients[0].chat.completions.create(model="a", messages=QUESTION)
         return reply.choices[0].message.content or ""
 
-    async def streamed(clients: Clients, seat: Any) -> tuple[str, int]:
+    async def streamed(clients: Clients, team_session: Any) -> tuple[str, int]:
         early, text = 0, ""
         async for delta in STREAMS[dialect](clients):
             text += delta
-            early += not seat.turns  # which are written down when they are whole
+            early += not team_session.turns  # a turn is recorded when its reply is complete
         return text, early
 
-    told: tuple[Turn, ...]
+    streamed_turns: tuple[Turn, ...]
     text, turns, _ = play(tmp_path, whole, 200)
-    (came, early), told, _ = play(tmp_path, streamed, 200)
-    assert came == text and early > 2
-    assert [(t.prompt_ids, t.completion_ids, t.logprobs, t.text, t.masked) for t in told] == [
-        (t.prompt_ids, t.completion_ids, t.logprobs, t.text, False) for t in turns
-    ]
+    (streamed_text, early), streamed_turns, _ = play(tmp_path, streamed, 200)
+    assert streamed_text == text and early > 2
+    assert [
+        (t.prompt_ids, t.completion_ids, t.logprobs, t.text, t.masked) for t in streamed_turns
+    ] == [(t.prompt_ids, t.completion_ids, t.logprobs, t.text, False) for t in turns]
 
 
 @pytest.mark.parametrize("dialect", STREAMS)
-def test_who_leaves_a_stream_ends_its_sampling(tmp_path: Path, dialect: str) -> None:
-    async def leaves(clients: Clients, seat: Any) -> None:
+def test_leaving_a_stream_ends_its_sampling(tmp_path: Path, dialect: str) -> None:
+    async def leaves(clients: Clients, team_session: Any) -> None:
         async for _ in STREAMS[dialect](clients):
             break
         async with asyncio.timeout(60):
-            while not seat.turns:
+            while not team_session.turns:
                 await asyncio.sleep(0.01)
 
     _, (turn,), sampled = play(tmp_path, leaves, 3000)
@@ -112,39 +112,44 @@ def test_who_leaves_a_stream_ends_its_sampling(tmp_path: Path, dialect: str) -> 
     assert 0 < len(turn.completion_ids) == len(turn.logprobs) == sampled < 3000
 
 
-class Spelling(ScriptedEngine):
-    """Tells every token by itself."""
+class TokenwiseEngine(ScriptedEngine):
+    """A scripted engine that streams one token at a time."""
 
     async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Any) -> Completion:
-        whole = await self.generate(prompt_ids, sampling)
-        for place in range(len(whole.token_ids)):
-            hear(place, whole.token_ids[place : place + 1])
+        completion = await self.generate(prompt_ids, sampling)
+        for position, token in enumerate(completion.token_ids):
+            hear(position, (token,))
             await asyncio.sleep(0)
-        return whole
+        return completion
 
 
 @pytest.mark.parametrize("dialect", STREAMS)
-def test_text_that_proves_to_be_a_thought_stays_in_its_stream(tmp_path: Path, dialect: str) -> None:
-    """A model may end a thought that it has not begun, after its words have gone; the chat goes on all the same."""
+def test_streamed_text_stays_text_if_the_model_then_ends_a_thought(
+    tmp_path: Path, dialect: str
+) -> None:
+    """A model may end a thought that it has not begun, after its text was streamed; the chat continues."""
     renderer = renderer_of("qwen2.5", tmp_path)
     team = team_of(
-        Spelling(lambda prompt, n: (*renderer.encode("so</think>yes"), renderer.stop[0])), renderer
+        TokenwiseEngine(lambda prompt, n: (*renderer.encode("so</think>yes"), renderer.stop[0])),
+        renderer,
     )
 
     async def run() -> tuple[str, Any]:
         async with (
-            opened(team) as (url, key, seat, _),
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as one,
-            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as other,
+            open_session(team) as (url, key, team_session, _),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as openai_client,
+            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as anthropic_client,
         ):
-            text = "".join([delta async for delta in STREAMS[dialect]((one, other))])
+            text = "".join(
+                [delta async for delta in STREAMS[dialect]((openai_client, anthropic_client))]
+            )
             chat: Any = [
                 *QUESTION,
                 {"role": "assistant", "content": text},
                 {"role": "user", "content": "?"},
             ]
-            await one.chat.completions.create(model="a", messages=chat)
-            return text, seat.turns
+            await openai_client.chat.completions.create(model="a", messages=chat)
+            return text, team_session.turns
 
     text, (first, second) = asyncio.run(run())
     assert text == "so</think>\n\nyes"
@@ -152,12 +157,12 @@ def test_text_that_proves_to_be_a_thought_stays_in_its_stream(tmp_path: Path, di
     assert second.prompt_ids[: len(sampled)] == sampled and not second.scores.get("root")
 
 
-def test_text_is_told_as_far_as_it_will_stay() -> None:
+def test_settled_text_holds_back_what_later_tokens_can_change() -> None:
     stop, call = "END", "<tool_call>"
-    for raw, sure in (
+    for raw, expected in (
         ("", ("", "")),
-        ("  a b ", ("", "a b")),  # the reply's own spaces go
-        ("a E", ("", "a")),  # it may become the caller's stop
+        ("  a b ", ("", "a b")),  # spaces around a reply are dropped
+        ("a E", ("", "a")),  # E may become the stop
         ("a ENTER", ("", "a ENTER")),
         ("a END of", ("", "a")),
         ("look <tool", ("", "look")),
@@ -167,4 +172,4 @@ def test_text_is_told_as_far_as_it_will_stay() -> None:
         ("<think>\nhm\n</think>\n\nso ", ("hm", "so")),
         ("a </thin", ("", "a")),
     ):
-        assert settled(raw, (stop, call)) == sure, raw
+        assert settled_text(raw, (stop, call)) == expected, raw
