@@ -44,7 +44,7 @@ from rollout.engines import EngineConfig
 from rollout.engines.remote import RemoteConfig
 from rollout.engines.sglang.settings import slot_problem
 from rollout.orchestras import SEARCHES
-from rollout.rewards.coach import CoachConfig
+from rollout.rewards.coach_config import CoachConfig
 from rollout.tasks import GENERATORS
 from rollout.teams.roles import ROLES
 

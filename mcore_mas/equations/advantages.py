@@ -5,7 +5,7 @@
 group-relative estimator is defined by its peers (the turns that are compared), its vote (the unit
 that counts once), its baseline and its divisor (std).
 
-Args:
+Options:
     gamma: discount γ, by token.
     lam: λ of GAE; in trees, the weight of the siblings in the baseline, of which the parent has the
         rest.
@@ -107,13 +107,11 @@ def relative(
     return Advantages(_replace_lone_votes(statistics, advantages, lone), groups)
 
 
-def _row(source: str, **choices: str) -> partial[Advantages]:
-    """Return a row of the table of group-relative estimators: `relative` with other defaults."""
-    row = partial(relative, **choices)  # type: ignore[arg-type]
-    row.__doc__ = (
-        f"Compute advantages [n] relative to a group   {source}\n\n{inspect.getdoc(relative)}"
-    )
-    return row
+def _relative_with(source: str, **defaults: str) -> partial[Advantages]:
+    """Return the estimator `relative` with other defaults, and a docstring that names its source."""
+    estimator = partial(relative, **defaults)  # type: ignore[arg-type]
+    estimator.__doc__ = f"Compute advantages [n] relative to a group. Source: {source}.\n\n{inspect.getdoc(relative)}"
+    return estimator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +142,10 @@ def gigpo(
 ) -> Advantages:
     """Compute advantages [n] of the episode, plus ω times those among turns from the same state of the task.
 
-    A = A_E(τ) + ω A_S(s, a)   GiGPO, arXiv 2505.10978. A_S compares discounted returns from the
-    turn's round on, R_t = Σ_{k≥t} γ^{k-t} r_k, each turn a vote.
+    A = A_E(τ) + ω A_S(s, a). A_S compares discounted returns from the turn's round on,
+    R_t = Σ_{k≥t} γ^{k-t} r_k, each turn a vote.
+
+    Source: GiGPO, arXiv 2505.10978.
 
     Args:
         peers: turns that are compared: those of a "task", or of an "agent" on it.
@@ -201,7 +201,9 @@ def discounted_returns(turns: Turns, gamma: float) -> Tensor:
 
 
 def remax(turns: Turns) -> Advantages:
-    """Compute advantages [n]: A = r - r(greedy trajectory of the same task)   ReMax, arXiv 2310.10505.
+    """Compute advantages [n]: A = r - r(greedy trajectory of the same task).
+
+    Source: ReMax, arXiv 2310.10505.
 
     Raises:
         ValueError: the turns have no greedy outcomes.
@@ -218,10 +220,12 @@ _NODES = Grouping(peers=("trajectory",), vote=("trajectory", "node"))
 
 
 def tree_baseline(turns: Turns, lam: float) -> tuple[GroupStatistics, Tensor]:
-    """Compute the baseline of each turn in a tree: (1-λ)·parent + λ·mean of the other siblings   MARTI, MARS².
+    """Compute the baseline of each turn in a tree: (1-λ)·parent + λ·mean of the other siblings.
 
     The score of a node is the mean over its turns. Without a parent only the siblings count,
     without siblings only the parent. With neither, the baseline is the node's own score.
+
+    Source: MARTI, MARS².
 
     Returns:
         Statistics of the siblings, and the baseline [n].
@@ -262,7 +266,7 @@ def mars2(
 ) -> Advantages:
     """Compute advantages [n] from rewards shaped by the tree, r + γ (r - baseline), standardised over its nodes.
 
-    MARS², MARTI's multi-agent tree search, with the baseline of `tree_baseline`.
+    Source: MARS², MARTI's multi-agent tree search, with the baseline of `tree_baseline`.
 
     Args:
         gamma: weight of the difference between a node's score and its baseline.
@@ -301,7 +305,10 @@ def _whitened(turns: Turns, values: Tensor, over: Whitened) -> Tensor:
 
 
 def reinforce_pp(turns: Turns, *, gamma: Share = 1.0, whitened: Whitened = "policy") -> Advantages:
-    """Compute advantages [T]: the return to go of each token in its turn, whitened   REINFORCE++, arXiv 2501.03262."""
+    """Compute advantages [T]: the return to go of each token in its turn, whitened.
+
+    Source: REINFORCE++, arXiv 2501.03262.
+    """
     returns = reverse_scan(turns.token_rewards(), gamma, turns.lengths)
     return Advantages(_whitened(turns, returns, whitened))
 
@@ -311,7 +318,7 @@ def reinforce_pp_baseline(
 ) -> Advantages:
     """Compute advantages [T]: the turn's score minus its peers' mean, whitened.
 
-    REINFORCE++-baseline, arXiv 2501.03262.
+    Source: REINFORCE++-baseline, arXiv 2501.03262.
 
     Args:
         peers: turns that share a mean, as in `grpo`.
@@ -333,8 +340,9 @@ def gae(
 ) -> Advantages:
     """Compute advantages [T] against a critic, whitened: A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t.
 
-    GAE, arXiv 1506.02438; for teams as UnityMAS-O uses it. In a tree several branches follow a
-    node, so turns are joined to an episode within a node only.
+    In a tree several branches follow a node, so turns are joined to an episode within a node only.
+
+    Source: GAE, arXiv 1506.02438; for teams, UnityMAS-O.
 
     Args:
         across: an episode is each "turn" (UnityMAS-O), or the turns of one "agent" in a trajectory,
@@ -379,24 +387,28 @@ def advantages_and_returns(
 
 Estimator = Callable[..., Advantages]  # (Turns, **options)
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": _row("GRPO: DeepSeekMath, arXiv 2402.03300", peers="task", vote="trajectory"),
-    "dr_grpo": _row("Dr. GRPO, arXiv 2503.20783", peers="task", vote="trajectory", std="none"),
-    "drmas": _row(
+    "grpo": _relative_with("GRPO: DeepSeekMath, arXiv 2402.03300", peers="task", vote="trajectory"),
+    "dr_grpo": _relative_with(
+        "Dr. GRPO, arXiv 2503.20783", peers="task", vote="trajectory", std="none"
+    ),
+    "drmas": _relative_with(
         "Dr. MAS, arXiv 2602.08847, eq. 5; Table 3 by peers, vote and std",
         peers="agent",
         vote="turn",
     ),
-    "at_grpo": _row("AT-GRPO: Stronger-MAS, arXiv 2510.11062", peers="state", vote="turn"),
+    "at_grpo": _relative_with(
+        "AT-GRPO: Stronger-MAS, arXiv 2510.11062", peers="state", vote="turn"
+    ),
     "gigpo": gigpo,
-    "rloo": _row(
+    "rloo": _relative_with(
         "RLOO, arXiv 2402.14740", peers="task", vote="trajectory", baseline="others", std="none"
     ),
-    "grpo_passk": _row(
+    "grpo_passk": _relative_with(
         "arXiv 2503.19595, as verl has it", peers="task", vote="trajectory", baseline="second"
     ),
     # In the released code (AQ-MedAI/MrlX) each call of a sub-agent is a sample; use it with
     # advantage.align.
-    "m_grpo": _row("M-GRPO, arXiv 2511.13288", peers="agent", vote="turn"),
+    "m_grpo": _relative_with("M-GRPO, arXiv 2511.13288", peers="agent", vote="turn"),
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "remax": remax,

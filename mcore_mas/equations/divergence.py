@@ -37,7 +37,7 @@ tokens differ by tenths of nats, and the least likely tokens by more. There the 
 mean, the k3 divergence and the 99th percentile. docs/exactness.md has these figures for equal and
 for stale weights.
 
-Args:
+Options:
     level: ratio of the token, of the whole reply, or the geometric mean over the reply
         (`at_level`).
     veto: a reply with a token of π_old/μ below this has weight 0; 0 is off, verl uses 1e-4.

@@ -3,7 +3,7 @@
 Every filter maps `Turns` and options to a mask [n], True for turns that stay. `FILTERS` is the
 table.
 
-Args:
+Options:
     by: peers: "task", or "state" for turns of one agent from one state (tree sampling).
     low, high: exclusive bounds of the mean score.
     ratio: share of the groups, or of each group's turns, that is dropped, rounded down.
@@ -25,25 +25,37 @@ _GROUPINGS = {"task": grouping("task", "trajectory"), "state": grouping("state",
 
 
 def informative(turns: Turns, *, by: _By = "task") -> Tensor:
-    """Keep groups whose votes differ; equal votes give no gradient   DAPO's dynamic sampling, arXiv 2503.14476."""
+    """Keep groups whose votes differ; equal votes give no gradient.
+
+    Source: DAPO, dynamic sampling, arXiv 2503.14476.
+    """
     return _GROUPINGS[by].statistics(turns).votes_differ
 
 
 def mean_range(turns: Turns, *, low: float = 0.0, high: AboveLow = 1.0, by: _By = "task") -> Tensor:
-    """Keep groups with low < mean < high   MARTI's dynamic filtering."""
+    """Keep groups with low < mean < high.
+
+    Source: MARTI, dynamic filtering.
+    """
     mean = _GROUPINGS[by].statistics(turns).mean
     return (mean > low) & (mean < high)
 
 
 def lowest_mean(turns: Turns, *, ratio: _Ratio = 0.5, by: _By = "task") -> Tensor:
-    """Drop the share `ratio` of the groups with the lowest mean   Stronger-MAS, filter_method mean."""
+    """Drop the share `ratio` of the groups with the lowest mean.
+
+    Source: Stronger-MAS, filter_method mean.
+    """
     statistics = _GROUPINGS[by].statistics(turns)
     return _highest_groups(statistics.mean, turns.key(*_GROUPINGS[by].peers), ratio)
 
 
 def lowest_spread(turns: Turns, *, ratio: _Ratio = 0.5, by: _By = "task") -> Tensor:
-    """Drop the share `ratio` of the groups with the lowest variance / range²   Stronger-MAS, filter_method std."""
-    # As in the released code, the variance divides by the number of votes.
+    """Drop the share `ratio` of the groups with the lowest variance / range².
+
+    Source: Stronger-MAS, filter_method std. As in the released code, the variance divides by the
+    number of votes.
+    """
     statistics = _GROUPINGS[by].statistics(turns, ddof=0)
     scores = statistics.vote_scores
     groups = int(statistics.vote_group.max()) + 1
@@ -62,7 +74,7 @@ def lowest_spread(turns: Turns, *, ratio: _Ratio = 0.5, by: _By = "task") -> Ten
 def outliers(turns: Turns, *, ratio: _Ratio = 0.1, by: _By = "task") -> Tensor:
     """Drop the int(n · `ratio`) turns of each group of n that are furthest from its mean.
 
-    Stronger-MAS, filter_method uid.
+    Source: Stronger-MAS, filter_method uid.
     """
     distance = (turns.scores - _GROUPINGS[by].statistics(turns).mean).abs()
     group = turns.key(*_GROUPINGS[by].peers)
@@ -99,9 +111,9 @@ def _highest_groups(value: Tensor, group: Tensor, ratio: float) -> Tensor:
 Filter = Callable[..., Tensor]
 
 FILTERS: dict[str, Filter] = {
-    f.__name__: f for f in (informative, mean_range, lowest_mean, lowest_spread, outliers)
+    rule.__name__: rule for rule in (informative, mean_range, lowest_mean, lowest_spread, outliers)
 }
-_NEED_DIFFERENT_VOTES = ("informative", "lowest_spread", "outliers")
+_FILTERS_BY_DIFFERENCES = ("informative", "lowest_spread", "outliers")
 
 
 def filter_grouping(name: str, options: Mapping[str, Any]) -> Grouping | None:
@@ -110,6 +122,6 @@ def filter_grouping(name: str, options: Mapping[str, Any]) -> Grouping | None:
     Returns:
         None if the filter judges single votes, or is not in `FILTERS`.
     """
-    if name not in _NEED_DIFFERENT_VOTES:
+    if name not in _FILTERS_BY_DIFFERENCES:
         return None
     return _GROUPINGS[options.get("by", "task")]

@@ -8,7 +8,7 @@ The loss of an update is Σ_i Σ_t weight_i · loss_it over all tokens of all it
 does not depend on the micro-batches or on the number of ranks. A sequence is a sample: one reply of
 one agent.
 
-Args:
+Options:
     clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
     dual_clip: the loss of a negative advantage A is at most dual_clip · |A|.
 """
@@ -72,7 +72,10 @@ def cross_entropy(tokens: TokenBatch, old: Tensor) -> tuple[Tensor, Statistics]:
 
 
 def reinforce(tokens: TokenBatch, old: Tensor) -> tuple[Tensor, Statistics]:
-    """Compute the policy-gradient loss −A log π [N], without ratio or clip   Williams 1992."""
+    """Compute the policy-gradient loss −A log π [N], without ratio or clip.
+
+    Source: REINFORCE, Williams 1992.
+    """
     ratio = bounded_exp((tokens.logprobs - old).detach())
     return -tokens.advantages * tokens.logprobs, _ratio_statistics(tokens, old, ratio)
 
@@ -87,9 +90,11 @@ def ppo_clip(
 ) -> tuple[Tensor, Statistics]:
     """Compute the clipped policy-gradient loss [N] of PPO, with dual clip.
 
-    Schulman et al. 2017 (arXiv 1707.06347) eq. 7; the lower and upper clips may differ (DAPO, arXiv
-    2503.14476); dual clip bounds the loss of negative advantages by `dual_clip` (Ye et al. 2020,
-    arXiv 1912.09729, eq. 5).
+    The lower and upper clips may differ. Dual clip bounds the loss of a negative advantage A by
+    `dual_clip` · |A|.
+
+    Source: PPO, arXiv 1707.06347, eq. 7; DAPO, arXiv 2503.14476, for two clips; Ye et al. 2020,
+    arXiv 1912.09729, eq. 5, for dual clip.
     """
     # r = π / π_old
     ratio = bounded_exp(tokens.logprobs - old)
@@ -107,9 +112,10 @@ def gspo(
 ) -> tuple[Tensor, Statistics]:
     """Compute the clipped policy-gradient loss [N] with the length-normalised ratio of the whole reply.
 
-    GSPO-token (Zheng et al. 2025, arXiv 2507.18071, sec. 4.3; clips of sec. 5.1), which has GSPO's
-    value and gradient where a reply's advantages are equal. The paper aggregates by
-    `seq_mean_token_mean`.
+    This is GSPO-token, which has GSPO's value and gradient where a reply's advantages are equal. The
+    paper aggregates by `seq_mean_token_mean`.
+
+    Source: GSPO, arXiv 2507.18071, sec. 4.3; clips of sec. 5.1.
     """
     # s_it = sg[s_i] · π(y_it) / sg[π(y_it)], s_i = (π(y_i) / π_old(y_i))^(1/|y_i|)
     mean = at_level((tokens.logprobs - old).detach(), tokens.sequences, "geometric")
@@ -124,7 +130,7 @@ def _clipped(
     plain = -ratio * advantages
     clipped = -ratio.clamp(1.0 - low, 1.0 + high) * advantages
     bound = torch.where(advantages < 0, -dual * advantages, math.inf)
-    # L = max(−r A, −clip(r) A), and for A < 0: min(that, −c A)
+    # L = max(−r A, −clip(r) A), and for A < 0: L = min(max(−r A, −clip(r) A), −c A)
     single = torch.maximum(plain, clipped)
     with torch.no_grad():
         active = clipped > plain

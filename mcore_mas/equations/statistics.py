@@ -14,8 +14,8 @@ def pass_at(scores: Sequence[float], k: int) -> float:
 
     The k scores are drawn without replacement.
     """
-    # Σ_i s_(i) C(i-1, k-1) / C(n, k), s_(1) ≤ … ≤ s_(n). For scores 0 and 1, c of them 1, this is
-    # 1 - C(n-c, k) / C(n, k)   Chen et al., arXiv 2107.03374, eq. 1
+    # Σ_i s_(i) C(i-1, k-1) / C(n, k), s_(1) ≤ … ≤ s_(n). For scores 0 and 1, c of them 1, the sum is
+    # 1 - C(n-c, k) / C(n, k). Source: Chen et al., arXiv 2107.03374, eq. 1.
     ranked = enumerate(sorted(scores))
     weighted = math.fsum(score * math.comb(rank, k - 1) for rank, score in ranked)
     return weighted / math.comb(len(scores), k)

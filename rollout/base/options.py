@@ -2,8 +2,8 @@
 
 An option is a keyword-only parameter. Its annotation is its type with bounds (`Annotated[int,
 Field(ge=1)]`, `Literal`, `| None`), its default is its default, and its entry under `Args:` in the
-docstring describes it. The checks of a config, the JSON schema for editors and the tables in docs/
-all come from there.
+docstring describes it. The checks of a config, the JSON schema for editors and the option tables in
+docs/ are generated from these signatures.
 """
 
 import dataclasses
@@ -170,16 +170,15 @@ def validate_options(
 def option_descriptions(target: Callable[..., Any]) -> dict[str, str]:
     """Return the description of each parameter under `Args:` in the docstrings of a callable.
 
-    The docstring of its module describes options that several functions share; base classes come next, the callable's
-    own docstring last, and later ones win.
+    Descriptions that several functions share are read from `Options:` (or `Args:`) in the docstring of
+    the module. Those of base classes override them, and those of the callable override both.
     """
     descriptions: dict[str, str] = {}
     classes = reversed(getattr(target, "__mro__", (target,)))
     for documented in (inspect.getmodule(called_function(target)), *classes):
-        _, _, section = (inspect.getdoc(documented) or "").partition("\nArgs:\n")
-        entries = re.findall(
-            r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", section.partition("\n\n")[0], re.MULTILINE
-        )
+        parts = re.split(r"\n(?:Args|Options):\n", inspect.getdoc(documented) or "", maxsplit=1)
+        section = parts[1].partition("\n\n")[0] if len(parts) == 2 else ""
+        entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", section, re.MULTILINE)
         for names, text in entries:
             for name in names.split(", "):
                 descriptions[name] = " ".join(text.split())

@@ -161,7 +161,7 @@ def _with_local_zero(turn: Turn) -> Turn:
 
 def shared_outcome(group: Group) -> Group:
     """Reward every turn with the outcome of its trajectory."""
-    # r_i = R   Dr.MAS (arXiv 2602.08847), EpisodeRewardManager
+    # r_i = R. Source: Dr.MAS (arXiv 2602.08847), EpisodeRewardManager.
     return allocate(group, lambda trajectory: [outcome(trajectory)] * len(trajectory.turns))
 
 
@@ -184,10 +184,11 @@ def discounts(
     A hop is a call of any agent, a turn is one round of the team; both count from 0. With n the hop
     or round of the turn, and N `max_hops` or `max_turns`:
 
-    `hop_weighted`, `turn_weighted`: R min(1, (n + 1) / N). `hop_discount`, `discount`: R
-        gamma^max(0, N - n).
-    `binary`: 1 if R is above `threshold`, else 0. `normalized`: R clipped to [-1, 1].
-    `shaped`: as `turn_weighted`, then clipped to [-1, 1].
+    - `hop_weighted`, `turn_weighted`: R min(1, (n + 1) / N)
+    - `hop_discount`, `discount`: R gamma^max(0, N - n)
+    - `binary`: 1 if R is above `threshold`, else 0
+    - `normalized`: R clipped to [-1, 1]
+    - `shaped`: as `turn_weighted`, then clipped to [-1, 1]
 
     In Stronger-MAS's released code rounds beyond `max_turns` weigh more than 1. Here they weigh 1, as hops do
     in that code.
@@ -200,8 +201,8 @@ def discounts(
         threshold: outcome above which `binary` pays 1.
     """
 
-    # (R, hop, round) -> r   Stronger-MAS (arXiv 2510.11062), core_algo.calculate_reward
-    rules: dict[Mode, Callable[[float, int, int], float]] = {
+    # (R, hop, round) -> r. Source: Stronger-MAS (arXiv 2510.11062), core_algo.calculate_reward.
+    reward_by_mode: dict[Mode, Callable[[float, int, int], float]] = {
         "hop_weighted": lambda r, hop, turn: r * min(1.0, (hop + 1) / max_hops),
         "hop_discount": lambda r, hop, turn: r * gamma ** max(0, max_hops - hop),
         "turn_weighted": lambda r, hop, turn: r * min(1.0, (turn + 1) / max_turns),
@@ -212,10 +213,10 @@ def discounts(
     }
 
     def rewards(trajectory: Trajectory) -> list[float]:
-        team = outcome(trajectory)
+        team_outcome = outcome(trajectory)
+        turn_numbers = agent_turn_counts(trajectory.turns)
         return [
-            rules[mode](team, hop, turn)
-            for hop, turn in enumerate(agent_turn_counts(trajectory.turns))
+            reward_by_mode[mode](team_outcome, hop, turn) for hop, turn in enumerate(turn_numbers)
         ]
 
     return allocate(group, rewards)
@@ -242,24 +243,32 @@ def shares(
     """
     weights = weights or {}
 
-    def rewards(trajectory: Trajectory) -> list[float]:
+    def turn_shares(trajectory: Trajectory) -> dict[str, float]:
+        """Return the share of the outcome that each turn of an agent gets, by agent."""
         calls = Counter(turn.agent for turn in trajectory.turns)
-        share = {agent: float(weights.get(agent, 1.0)) for agent in calls}
-        if split != "full":
-            # w_a / sum_i w_a(i) over turns; w_a / (n_a sum_b w_b) over agents   UnityMAS-O,
-            # outcome_share_mode: split
-            total = sum(share[agent] * (n if split == "turns" else 1) for agent, n in calls.items())
-            if calls and not total:
-                raise RewardError(
-                    f"{locate(trajectory)}: no agent has a share of the outcome, because the weights of "
-                    f"{list(share)} are 0"
-                )
-            share = {
-                agent: part / total / (1 if split == "turns" else calls[agent])
-                for agent, part in share.items()
-            }
-        team = outcome(trajectory)
-        return [team * share[turn.agent] for turn in trajectory.turns]
+        agent_weights = {agent: float(weights.get(agent, 1.0)) for agent in calls}
+        if split == "full":
+            return agent_weights
+        if split == "turns":
+            total = sum(agent_weights[agent] * n for agent, n in calls.items())
+        else:
+            total = sum(agent_weights.values())
+        if calls and not total:
+            raise RewardError(
+                f"{locate(trajectory)}: no agent has a share of the outcome, because the weights of "
+                f"{list(agent_weights)} are 0"
+            )
+        # w_a / sum_i w_a(i) over turns; w_a / (n_a sum_b w_b) over agents.
+        # Source: UnityMAS-O, outcome_share_mode: split.
+        turns_per_part = dict.fromkeys(calls, 1) if split == "turns" else calls
+        return {
+            agent: weight / total / turns_per_part[agent] for agent, weight in agent_weights.items()
+        }
+
+    def rewards(trajectory: Trajectory) -> list[float]:
+        shares_by_agent = turn_shares(trajectory)
+        team_outcome = outcome(trajectory)
+        return [team_outcome * shares_by_agent[turn.agent] for turn in trajectory.turns]
 
     return allocate(group, rewards)
 
@@ -277,10 +286,11 @@ def majority(group: Group) -> Group:
         if trajectory.status is Status.COMPLETED
     )
     del votes[""]
-    # g = the most frequent answer; r_i = [answer = g]   TTRL (arXiv 2504.16084); MARTI, `ttrl`
-    gold = max(votes, key=votes.__getitem__, default=None)  # max keeps the first of equals
+    # r_i = 1 if the answer is the most frequent one, else 0. Source: TTRL (arXiv 2504.16084); MARTI, `ttrl`.
+    most_frequent = max(votes, key=votes.__getitem__, default=None)  # max keeps the first of equals
     return allocate(
-        group, lambda trajectory: [float(trajectory.answer == gold)] * len(trajectory.turns)
+        group,
+        lambda trajectory: [float(trajectory.answer == most_frequent)] * len(trajectory.turns),
     )
 
 

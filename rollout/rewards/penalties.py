@@ -4,7 +4,7 @@ invalid          a malformed reply costs (Dr.MAS; UnityMAS-O's format reward)
 overlong         a reply near its token limit costs (DAPO)
 mask_truncated   a reply that was cut off does not train (DAPO)
 
-Args:
+Options:
     coef: size of the penalty.
 """
 
@@ -46,8 +46,8 @@ def invalid_reply(
     Args:
         rules: names in VALIDITY_RULES by agent; a reply that breaks a rule is penalised but still used.
     """
-    # r -= coef [malformed]   Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, format_weight phi
-    # with phi = -1
+    # r -= coef [malformed]. Source: Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, format_weight
+    # phi with phi = -1.
     follows_rules = all(
         VALIDITY_RULES[rule](turn.text) for rule in (rules or {}).get(turn.agent, ())
     )
@@ -76,9 +76,10 @@ def overlong(
             f"overlong: max_tokens of agent '{turn.agent}' is {limit} and buffer {buffer}; "
             "expected buffer <= max_tokens"
         )
-    exceed = len(turn.completion_ids) - (limit - buffer)
-    # r -= coef min(1, max(0, exceed / buffer))   DAPO (arXiv 2503.14476), soft overlong punishment
-    return -coef * min(exceed / buffer, 1.0) if exceed > 0 else 0.0
+    excess = len(turn.completion_ids) - (limit - buffer)
+    # r -= coef min(1, max(0, excess / buffer)). Source: DAPO (arXiv 2503.14476), soft overlong
+    # punishment.
+    return -coef * min(excess / buffer, 1.0) if excess > 0 else 0.0
 
 
 def mask_truncated(turn: Turn) -> float | None:

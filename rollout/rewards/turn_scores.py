@@ -28,26 +28,25 @@ def local_team(
         missing_local: `refuse`, or `zero` for agents whose turns have no score "local".
     """
 
-    def local(trajectory: Trajectory, turn: Turn) -> float | None:
+    def local_reward(trajectory: Trajectory, turn: Turn) -> float | None:
         if missing_local == "zero" and not {"local", "undecided"} & turn.scores.keys():
             return 0.0
         return allocation.local_score(trajectory, turn, "local")
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
-        node_local: dict[str, float] = defaultdict(float)  # sum of local scores by node
+        local_by_node: dict[str, float] = defaultdict(float)  # sums of local scores
         for turn in trajectory.turns:
-            node_local[turn.node] += turn.scores.get("local", 0.0)
+            local_by_node[turn.node] += turn.scores.get("local", 0.0)
         result: list[float | None] = []
         for turn in trajectory.turns:
-            local_reward = local(trajectory, turn)
+            local = local_reward(trajectory, turn)
             if turn.node:
-                team_reward = (
-                    allocation.score_of(trajectory, turn, "branch") - node_local[turn.node]
-                )
+                branch = allocation.score_of(trajectory, turn, "branch")
+                team_reward = branch - local_by_node[turn.node]
             else:
                 team_reward = allocation.score_of(trajectory, turn, "team")
-            # r_i = r_local + alpha r_team   Stronger-MAS (arXiv 2510.11062)
-            result.append(None if local_reward is None else local_reward + alpha * team_reward)
+            # r_i = r_local + alpha r_team. Source: Stronger-MAS (arXiv 2510.11062).
+            result.append(None if local is None else local + alpha * team_reward)
         return result
 
     return allocate(group, rewards)
@@ -86,8 +85,8 @@ def turn_difference(
                             f"{turn.index} ({turn.agent}) ends its round with {value}; name in `scored` every agent "
                             "whose replies are measured"
                         )
-                    # r = f_t for absolute roles, else f_t - f_{t-1} with f_{-1} = 0   UnityMAS-O
-                    # (arXiv 2605.26646)
+                    # r = f_t for absolute roles, else f_t - f_{t-1} with f_{-1} = 0.
+                    # Source: UnityMAS-O (arXiv 2605.26646).
                     result.append(value if member.agent in absolute else value - previous)
                 previous = value
         for turn in trajectory.turns[len(result) :]:
@@ -102,32 +101,48 @@ def turn_difference(
 
 
 Formula = Literal["margin", "quality"]
-# Delta(R, Q)   MARTI (ICLR 2026), auto_reward_alloc.py
-FORMULAS: dict[Formula, Callable[[float, float], float]] = {
+# Delta(R, Q) by formula. Source: MARTI (ICLR 2026), auto_reward_alloc.py.
+SHAPING_FORMULAS: dict[Formula, Callable[[float, float], float]] = {
     "margin": lambda r, q: r - q,
     "quality": lambda r, q: q * r - (1 - q) * (1 - r),  # R and Q in [0, 1]
 }
 
 
-def _rounds(turns: Sequence[Turn], i: int) -> list[int]:
-    number = allocation.agent_turn_counts(turns)
-    return [j for j in range(len(turns)) if number[j] < number[i]]
-
-
 History = Literal["own", "rounds", "before", "proposers"]
-# The turns whose mean score is Q.
-HISTORIES: dict[History, Callable[[Sequence[Turn], int], Sequence[int]]] = {
-    # earlier turns of the same agent (MARTI's debate class)
-    "own": lambda turns, i: [j for j in range(i) if turns[j].agent == turns[i].agent],
-    "rounds": _rounds,  # all agents' turns of earlier rounds (debate in its generic class)
-    "before": lambda turns, i: range(i),  # all earlier turns (chain)
-    # the last turn against those of all other agents; other turns are not shaped (mixture of
-    # agents)
-    "proposers": lambda turns, i: [
-        j for j in range(i) if i == len(turns) - 1 and turns[j].agent != turns[i].agent
-    ],
+
+
+def _turns_of_agent(turns: Sequence[Turn], i: int) -> list[int]:
+    """Return the earlier turns of the same agent."""
+    return [j for j in range(i) if turns[j].agent == turns[i].agent]
+
+
+def _turns_of_earlier_rounds(turns: Sequence[Turn], i: int) -> list[int]:
+    """Return all agents' turns of earlier rounds."""
+    rounds = allocation.agent_turn_counts(turns)
+    return [j for j in range(len(turns)) if rounds[j] < rounds[i]]
+
+
+def _all_earlier_turns(turns: Sequence[Turn], i: int) -> list[int]:
+    return list(range(i))
+
+
+def _turns_of_proposers(turns: Sequence[Turn], i: int) -> list[int]:
+    """Return the other agents' turns for the last turn, and none for all other turns, which are not shaped."""
+    if i < len(turns) - 1:
+        return []
+    return [j for j in range(i) if turns[j].agent != turns[i].agent]
+
+
+# (turns, index of a turn) -> indices of the turns whose mean score is Q. Source: MARTI; its debate
+# class, debate in its generic class, chain, and mixture of agents.
+HISTORY_SELECTORS: dict[History, Callable[[Sequence[Turn], int], list[int]]] = {
+    "own": _turns_of_agent,
+    "rounds": _turns_of_earlier_rounds,
+    "before": _all_earlier_turns,
+    "proposers": _turns_of_proposers,
 }
-_BY_AGENT = ("own", "rounds")  # histories in which "last score" means that of the agent
+# Histories for which "last score" is the agent's last score, not the trajectory's.
+_HISTORIES_WITH_LAST_SCORE_BY_AGENT = ("own", "rounds")
 
 
 def shaping(
@@ -147,8 +162,8 @@ def shaping(
     Args:
         measure: name of the score R, "local" or one of the environment's metrics.
         formula: `margin`, R - Q; or `quality`, QR - (1-Q)(1-R).
-        history: turns whose scores Q averages, a key of HISTORIES; always the measured scores, not
-            the shaped ones.
+        history: turns whose scores Q averages, a key of HISTORY_SELECTORS; always the measured
+            scores, not the shaped ones.
         alpha: weight of the formula.
         beta: weight of the last score, added to every turn (0.5 in MARTI's `*_with_outcome`): the
             agent's own last score for `own` and `rounds`, the trajectory's for `before` and
@@ -157,19 +172,24 @@ def shaping(
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
         turns = allocation.require_no_tree(trajectory).turns
-        raw = [allocation.local_score(trajectory, turn, measure) for turn in turns]
-        last = dict(zip((turn.agent for turn in turns), raw, strict=True))
-        shaped: list[float | None] = []
-        for i, (turn, value) in enumerate(zip(turns, raw, strict=True)):
-            final = (last[turn.agent] if history in _BY_AGENT else raw[-1]) if beta else 0.0
-            if value is None or final is None:
-                shaped.append(None)
+        scores = [allocation.local_score(trajectory, turn, measure) for turn in turns]
+        last_by_agent = {turn.agent: score for turn, score in zip(turns, scores, strict=True)}
+        result: list[float | None] = []
+        for i, (turn, score) in enumerate(zip(turns, scores, strict=True)):
+            last_score: float | None = 0.0  # not used with beta 0
+            if beta and history in _HISTORIES_WITH_LAST_SCORE_BY_AGENT:
+                last_score = last_by_agent[turn.agent]
+            elif beta:
+                last_score = scores[-1]
+            if score is None or last_score is None:
+                result.append(None)
                 continue
-            earlier = [q for j in HISTORIES[history](turns, i) if (q := raw[j]) is not None]
+            history_scores = [scores[j] for j in HISTORY_SELECTORS[history](turns, i)]
+            decided = [value for value in history_scores if value is not None]
             # r = R + alpha Delta(R, Q) + beta R_last
-            delta = FORMULAS[formula](value, fmean(earlier)) if earlier else 0.0
-            shaped.append(value + alpha * delta + beta * final)
-        return shaped
+            delta = SHAPING_FORMULAS[formula](score, fmean(decided)) if decided else 0.0
+            result.append(score + alpha * delta + beta * last_score)
+        return result
 
     return allocate(group, rewards)
 
@@ -185,8 +205,8 @@ def tree_shaping(
     Args:
         measure: name of the score r.
         gamma: weight of the difference between a turn's score and its baseline.
-        mix: λ, the weight of the siblings in the baseline; the parent has the rest. If one is
-            missing, the other has weight 1.
+        mix: λ, the weight of the siblings in the baseline; the parent has the rest. Without parent
+            or without siblings, the other has weight 1.
     """
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
@@ -194,20 +214,21 @@ def tree_shaping(
             raise RewardError(
                 f"{locate(trajectory)}: not a tree, because none of its turns has a node; sample trees"
             )
-        raw = [allocation.local_score(trajectory, turn, measure) for turn in trajectory.turns]
-        scores: dict[str, list[float]] = defaultdict(list)
-        for turn, value in zip(trajectory.turns, raw, strict=True):
-            if value is not None:
-                scores[turn.node].append(value)
-        node_values = {node: fmean(node_scores) for node, node_scores in scores.items()}
+        scores = [allocation.local_score(trajectory, turn, measure) for turn in trajectory.turns]
+        scores_by_node: dict[str, list[float]] = defaultdict(list)
+        for turn, score in zip(trajectory.turns, scores, strict=True):
+            if score is not None:
+                scores_by_node[turn.node].append(score)
+        node_values = {node: fmean(values) for node, values in scores_by_node.items()}
+
         result: list[float | None] = []
-        for turn, value in zip(trajectory.turns, raw, strict=True):
-            if value is None:
+        for turn, score in zip(trajectory.turns, scores, strict=True):
+            if score is None:
                 result.append(None)
                 continue
-            # r + gamma (r - baseline)   MARTI (ICLR 2026), ab_mcts_processor.py
-            baseline = _node_baseline(turn.node, node_values, mix, default=value)
-            result.append(value + gamma * (value - baseline))
+            # r + gamma (r - baseline). Source: MARTI (ICLR 2026), ab_mcts_processor.py.
+            baseline = _node_baseline(turn.node, node_values, mix, default=score)
+            result.append(score + gamma * (score - baseline))
         return result
 
     return allocate(group, rewards)
@@ -255,16 +276,16 @@ def coach(
             which have none.
     """
 
-    def process(trajectory: Trajectory, turn: Turn) -> float:
+    def process_reward(trajectory: Trajectory, turn: Turn) -> float:
         value = scale * allocation.score_of(trajectory, turn, measure)
         return value if clip is None else min(max(value, clip[0]), clip[1])
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
-        # r_i = clip(c s_i) + w R, with s_i the coach's score   MAPPA (arXiv 2601.23228), where c =
-        # 1 and w = 0
-        team = outcome_weight * allocation.outcome(trajectory) if outcome_weight else 0.0
+        # r_i = clip(c s_i) + w R, with s_i the coach's score.
+        # Source: MAPPA (arXiv 2601.23228), where c = 1 and w = 0.
+        team_part = outcome_weight * allocation.outcome(trajectory) if outcome_weight else 0.0
         return [
-            process(trajectory, turn) + team if measure in turn.scores else None
+            process_reward(trajectory, turn) + team_part if measure in turn.scores else None
             for turn in trajectory.turns
         ]
 

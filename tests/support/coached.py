@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollout.records.trajectory import Group, Message, Status, Task, ToolEvent, Trajectory, Turn
-from rollout.rewards.coach import CoachConfig
+from rollout.rewards.coach_config import CoachConfig
 
 TASK = Task(id="t", prompt="What is 6 x 7?", answers=("42",), env="math", source="s", split="train")
 

@@ -71,7 +71,7 @@ def test_the_key_is_in_the_header_and_nowhere_else(tmp_path, monkeypatch, capfd)
                     await coach.score(one(text))
                 except RemoteError:
                     leaks.append(traceback.format_exc())
-                leaks.append(coach.trouble)
+                leaks.append(coach.last_failure)
 
     try:
         with chat_server(script) as server:

@@ -117,7 +117,7 @@ def test_a_wait_past_the_deadline_is_not_begun_and_holds_back_everybody(tmp_path
     assert len(server.bodies) == 1  # the second batch knows that it is too early
     assert metrics["coach/solver/failures"] == 2.0
     assert metrics["coach/failed_unavailable"] == 2.0
-    assert "past the deadline" in coach.trouble
+    assert "past the deadline" in coach.last_failure
 
 
 def test_500_is_tried_again_and_then_leaves_no_score(tmp_path, monkeypatch) -> None:
@@ -132,7 +132,7 @@ def test_500_is_tried_again_and_then_leaves_no_score(tmp_path, monkeypatch) -> N
     assert scores == [[{}]]
     assert len(server.bodies) == 3  # once, and 2 retries
     assert metrics["coach/failed_unavailable"] == 1.0
-    assert coach.trouble == "status 500: boom (after 3 calls)"
+    assert coach.last_failure == "status 500: boom (after 3 calls)"
 
 
 def test_bodies_that_are_no_completion_are_failures_of_the_server(tmp_path, monkeypatch) -> None:
@@ -149,7 +149,7 @@ def test_bodies_that_are_no_completion_are_failures_of_the_server(tmp_path, monk
     assert scores == [[{}]]
     assert len(server.bodies) == 5
     assert metrics["coach/failed_unavailable"] == 1.0
-    assert "no chat completion" in coach.trouble
+    assert "no chat completion" in coach.last_failure
 
 
 def test_a_server_that_hangs_up_or_is_not_there(tmp_path, monkeypatch) -> None:
@@ -174,7 +174,7 @@ def test_a_slow_server_meets_the_deadline(tmp_path) -> None:
     assert scores == [[{}]]
     assert took < 5.0
     assert metrics["coach/failed_deadline"] == 1.0
-    assert coach.trouble == "no verdict within 0.3 s"
+    assert coach.last_failure == "no verdict within 0.3 s"
 
 
 def test_a_call_and_a_batch_have_deadlines_too(tmp_path, monkeypatch) -> None:
@@ -220,7 +220,7 @@ def test_a_malformed_verdict_is_asked_for_once_more(tmp_path) -> None:
     assert scores == again == [[{}]]
     assert len(server.bodies) == 2  # also a bad reply is paid for once
     assert metrics["coach/failed_malformed"] == 1.0
-    assert coach.trouble == "no line PROCESS_SCORE, also when asked again"
+    assert coach.last_failure == "no line PROCESS_SCORE, also when asked again"
 
 
 def test_a_refusal_is_malformed_and_a_refused_prompt_is_not_asked_again(tmp_path) -> None:
@@ -355,10 +355,9 @@ def test_an_exhausted_budget_stops_the_run_or_masks(tmp_path) -> None:
             scored(config(server.url, budget={"calls": 4}), tmp_path, played)
         assert len(server.bodies) == 4
         more = config(server.url, budget={"calls": 5}, when_exhausted="mask")
-        scores, metrics, coach = scored(more, tmp_path, played)
+        scores, metrics, _ = scored(more, tmp_path, played)
     assert len(server.bodies) == 5  # four came from the cache
     assert sum("process" in turn for turn in scores[0]) == 5
-    assert coach.exhausted
     assert metrics["coach/failed_budget"] == 1.0
     assert metrics["coach/spent_calls"] == 5.0
 

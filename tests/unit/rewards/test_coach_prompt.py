@@ -4,14 +4,15 @@ import re
 from dataclasses import replace
 
 from rollout.records.trajectory import Message, ToolEvent
-from rollout.rewards.coach import CoachConfig, ask_again, clip, question
+from rollout.rewards.coach_config import CoachConfig
+from rollout.rewards.coach_prompt import clip_middle, coach_messages, repair_messages
 from tests.support.coached import TASK, config, trajectory, turn
 
 SHOWN = config("http://127.0.0.1:9/v1")
 
 
 def user(played, which: int, shown: CoachConfig = SHOWN) -> str:
-    system, message = question(TASK, played, played.turns[which], shown)
+    system, message = coach_messages(TASK, played, played.turns[which], shown)
     assert (system.role, message.role) == ("system", "user")
     return message.content
 
@@ -60,10 +61,10 @@ def test_tool_results_are_clipped_to_2000_and_500_characters() -> None:
     assert "[2500 characters left out]" in text
 
 
-def test_clip_keeps_both_ends() -> None:
-    assert clip("abcdefg", 7) == "abcdefg"
-    assert clip("abcdefg", 5) == "abc\n[2 characters left out]\nfg"
-    assert clip("abcdefg", 1) == "a\n[6 characters left out]\n"
+def test_a_clipped_text_keeps_both_ends() -> None:
+    assert clip_middle("abcdefg", 7) == "abcdefg"
+    assert clip_middle("abcdefg", 5) == "abc\n[2 characters left out]\nfg"
+    assert clip_middle("abcdefg", 1) == "a\n[6 characters left out]\n"
 
 
 def test_ground_truth_only_for_the_agents_named() -> None:
@@ -139,7 +140,7 @@ def test_cut_and_empty_outputs_are_said_to_be() -> None:
 
 def test_repair_goes_on_with_the_conversation() -> None:
     asked = (Message(role="system", content="s"), Message(role="user", content="u"))
-    again = ask_again(asked, "", "no line PROCESS_SCORE")
+    again = repair_messages(asked, "", "no line PROCESS_SCORE")
     assert again[:2] == asked
     assert [m.role for m in again[2:]] == ["assistant", "user"]
     assert again[2].content == "(nothing)"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.rewards.coach import Malformed, parse
+from rollout.rewards.coach_verdict import MalformedVerdict, parse_verdict
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,11 @@ from rollout.rewards.coach import Malformed, parse
     ],
 )
 def test_process_score(reply: str, process: float) -> None:
-    assert parse(reply) == {"process": process}
+    assert parse_verdict(reply) == {"process": process}
 
 
 @pytest.mark.parametrize(
-    ("reply", "trouble"),
+    ("reply", "problem"),
     [
         ("", "no line PROCESS_SCORE"),
         ("I would give it a 7.", "no line PROCESS_SCORE"),
@@ -49,13 +49,13 @@ def test_process_score(reply: str, process: float) -> None:
         ("PROCESS_SCORE: 7\nANSWER_CORRECT: yes", "ANSWER_CORRECT is 'yes', expected 0 or 1"),
     ],
 )
-def test_anything_else_is_malformed(reply: str, trouble: str) -> None:
-    with pytest.raises(Malformed) as caught:
-        parse(reply)
-    assert trouble in str(caught.value)
+def test_anything_else_is_malformed(reply: str, problem: str) -> None:
+    with pytest.raises(MalformedVerdict) as caught:
+        parse_verdict(reply)
+    assert problem in str(caught.value)
 
 
 def test_optional_scores_by_the_names_that_turns_carry() -> None:
-    verdict = parse("PROCESS_SCORE: 7\nOUTCOME_SCORE: 1.4\nANSWER_CORRECT: 0")
+    verdict = parse_verdict("PROCESS_SCORE: 7\nOUTCOME_SCORE: 1.4\nANSWER_CORRECT: 0")
     assert verdict == {"process": 7.0, "outcome": 1.0, "answer_correct": 0.0}
-    assert parse("PROCESS_SCORE: 0") == {"process": 0.0}
+    assert parse_verdict("PROCESS_SCORE: 0") == {"process": 0.0}

@@ -1,0 +1,40 @@
+"""Config section `coach`: the judging model, the turns that it scores, and the material that it is shown."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollout.engines.remote import RemoteConfig
+
+
+class CoachConfig(RemoteConfig):
+    """A frozen external model that scores the turns of a run's agents."""
+
+    # Agents whose turns are scored; empty: all agents.
+    agents: tuple[str, ...] = ()
+    # Agents whose turns are judged with the ground truth in the prompt.
+    answers_for: tuple[str, ...] = ()
+    # Agents whose turns are judged with the outcome and the final metrics in the prompt.
+    metrics_for: tuple[str, ...] = ()
+    # Request an outcome score in addition to the process score.
+    outcome: bool = False
+    # Sampling of a verdict.
+    temperature: float = Field(0.0, ge=0)
+    # Tokens of a verdict.
+    max_tokens: int = Field(1024, ge=1)
+    # Characters of each text in the prompt: the problem, the agent's input and output, the ground
+    # truth.
+    text_chars: int = Field(24000, ge=1)
+    # Characters of each tool result of the turn.
+    observation_chars: int = Field(2000, ge=1)
+    # Characters of each tool result of earlier turns.
+    earlier_chars: int = Field(500, ge=1)
+    # Seconds for all turns of a step.
+    batch_deadline_s: float = Field(1800.0, gt=0)
+    # When the budget is spent: "stop" the run, which can be resumed, or "mask" the turns without a
+    # score.
+    when_exhausted: Literal["stop", "mask"] = "stop"
+    # Score of a turn that could not be judged; None: the turn has no score and is masked.
+    fallback: float | None = Field(None, ge=0, le=10)

@@ -1,0 +1,59 @@
+"""Parser of a coach's verdict: lines such as `PROCESS_SCORE: 7` at the end of a reply."""
+
+import math
+import re
+
+
+class MalformedVerdict(ValueError):
+    """Error in a reply without a usable score; the message names the line and its problem."""
+
+
+# Name in a reply -> (name in the turn's scores, highest value); the lowest value is 0.
+_SCORES = {
+    "PROCESS_SCORE": ("process", 10.0),
+    "OUTCOME_SCORE": ("outcome", 1.0),
+    "ANSWER_CORRECT": ("answer_correct", 1.0),
+}
+# A line "NAME: value" or "NAME = value", with or without Markdown around the name.
+_SCORE_LINE = re.compile(rf"^[ \t>*_`#-]*({'|'.join(_SCORES)})[*_` \t]*[:=](.*)$", re.MULTILINE)
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
+
+
+def parse_verdict(reply: str) -> dict[str, float]:
+    """Parse the scores of a verdict, clamped to their ranges.
+
+    Thoughts in <think> tags are ignored. A name may occur twice if its value is the same.
+
+    Returns:
+        `process` from 0 (harmful) to 10 (as good as an expert), and, if the reply has them,
+        `outcome` from 0 to 1 and `answer_correct`, 0 or 1.
+
+    Raises:
+        MalformedVerdict: the process score is missing, a value is not a finite number, or two
+            values of a name differ.
+    """
+    values: dict[str, str] = {}
+    for name, text in _SCORE_LINE.findall(_THOUGHTS.sub("", reply)):
+        value = text.strip(" \t\r*_`").removesuffix(".")
+        if values.setdefault(name, value) != value:
+            raise MalformedVerdict(f"{name} is both {values[name]!r} and {value!r}")
+    if "PROCESS_SCORE" not in values:
+        raise MalformedVerdict("no line PROCESS_SCORE")
+    if values.get("ANSWER_CORRECT") not in (None, "0", "1"):
+        raise MalformedVerdict(
+            f"ANSWER_CORRECT is {values['ANSWER_CORRECT'][:40]!r}, expected 0 or 1"
+        )
+    # Models often write "7/10".
+    values["PROCESS_SCORE"] = re.sub(r"\s*/\s*10$", "", values["PROCESS_SCORE"])
+    return {
+        key: _parse_score(name, values[name], highest)
+        for name, (key, highest) in _SCORES.items()
+        if name in values
+    }
+
+
+def _parse_score(name: str, text: str, highest: float) -> float:
+    if not _NUMBER.fullmatch(text) or not math.isfinite(float(text)):
+        raise MalformedVerdict(f"{name} is {text[:40]!r}, expected a number from 0 to {highest:g}")
+    return min(max(float(text), 0.0), highest)
