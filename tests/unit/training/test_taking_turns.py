@@ -13,8 +13,8 @@ import pytest
 
 from mcore_mas.runtime.checkpoint import Checkpoint
 from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
+from mcore_mas.training.session import load_weights
 from mcore_mas.training.step import TrainingSession
-from mcore_mas.training.train import _load
 from mcore_mas.training.weight_sync import Memory
 from rollout.base.errors import EngineError
 
@@ -155,6 +155,6 @@ def test_engines_of_a_run_that_goes_on_start_while_trainers_have_given_their_mem
         memory=memory_of(said),
     )
     saved = Checkpoint(folder=Path("checkpoint"), step=3, state={}, metric=None) if found else None
-    asyncio.run(_load(cast("TrainingSession", session), saved, again=False))
+    asyncio.run(load_weights(cast("TrainingSession", session), saved, engines_may_be_newer=False))
     asleep = ["learner gives weights+kv_cache", "frozen gives kv_cache", *AFTER]
     assert said == ["loads", *([*BEFORE[:-1], *asleep, "restores", "pushes 3"] if found else [])]
