@@ -44,7 +44,7 @@ study: $(STAMP) ## compare estimators over seeds, on two CPU cores in some hours
 	$(BIN)/snakemake study_stability --configfile workflow/suites/stability_path.yaml
 	@cat results/tables/claim_study.md results/tables/stability_study.md results/tables/stability_path_study.md
 
-tables-tiny: $(STAMP) ## make every paper's table at the scale tiny and docs/tables_tiny.md: random models, generated data
+tables-tiny: $(STAMP) ## make every paper's table at the scale tiny and a page about them: random models, generated data
 	@status=0; $(BIN)/snakemake tables --keep-going --config scale=tiny || status=$$?; \
 	$(BIN)/python -m docs.writers tables_tiny; exit $$status
 
@@ -97,7 +97,7 @@ test-documents: $(STAMP) $(VENV)/chromium ## run every command of the documents 
 kills: $(STAMP) ## kill a pipeline at every boundary between two writes, or at a share of them (SHARE=1/4)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills $(SHARE)
 
-chaos: kills ## kill, stop, starve and deceive runs, at every write boundary and at random; writes docs/reliability.md
+chaos: kills ## kill, stop, starve and deceive runs, at every write boundary and at random; updates docs/reliability.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.slope
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.chaos --out results/chaos.json
 	status=0; OMP_NUM_THREADS=1 $(BIN)/python -m pytest --junitxml results/chaos.xml $$($(BIN)/python -m tests.faults.page --list) || status=$$?; \
@@ -110,7 +110,7 @@ test-nodes: $(STAMP) ## run trainings on several nodes, network namespaces of th
 notebooks: $(STAMP) ## execute docs/notebooks in two minutes and keep what they show
 	$(BIN)/python -m tests.support.notebooks
 
-test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write docs/frameworks.md
+test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write the table of docs/gateway.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.frameworks $(if $(ONLY),"$(ONLY)")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
 
@@ -148,9 +148,8 @@ bench-gpu: $(STAMP) ## measure the trainer on one GPU, in nine minutes (results/
 gpu-acceptance: $(STAMP) ## try NCCL, layouts, SGLang and every transport on this machine's GPUs (results/gpu-acceptance)
 	$(BIN)/python -m benchmarks.gpu.acceptance --out results/gpu-acceptance
 
-exactness: $(STAMP) ## measure every layout against a Hugging Face model and write docs/exactness.md and correctness.md
+exactness: $(STAMP) ## measure every layout against a Hugging Face model and write docs/exactness.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.exactness
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.correctness
 
 ui: $(STAMP) ## open MLflow on the runs (PORT=5000)
 	@$(BIN)/mcore-mas ui --store $(STORE) --port $(PORT)
@@ -160,8 +159,9 @@ SERVE_INDEX = $(CURDIR)/$(BIN)/python -m retrieval.server --index $(INDEX) --por
 retriever: $(STAMP) ## serve an index to runs with retriever.urls (INDEX=data/wiki-18; SLURM=--mem=80G: as a job)
 	$(if $(SLURM),sbatch --requeue $(SLURM) --wrap '$(SERVE_INDEX)',$(SERVE_INDEX))
 
-site: $(STAMP) ## build the documents as a site in build/site, every link checked
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+site: $(STAMP) ## write the generated pages of docs/, and build the documents as a site in build/site, every link checked
+	$(BIN)/python -W ignore -m docs.writers site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build # not --quiet: then mkdocs counts no warnings
 	@echo "build/site/index.html"
 
 lock: $(STAMP) ## write requirements/lock.txt from .venv (PYTHON=python3.12, in one that was made so: lock-3.12.txt)

@@ -1,4 +1,4 @@
-"""Writers of this repository's own pages, from its code, its configs and its results."""
+"""Writers of this repository's generated pages, from its code, its configs and its results."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ _TEMPLATES = Environment(  # noqa: S701  (Markdown of this repository's own text
 
 
 def rendered(template: str, **values: Any) -> str:
-    """The page that a file of `templates/` makes of `values`."""
+    """Return the page that a file of `templates/` gives with these values."""
     return _TEMPLATES.get_template(f"{template}.md.jinja").render(values)

@@ -1,11 +1,10 @@
-"""The table of docs/experiments.md: what is published, and how our settings differ, from docs/published.yaml."""
+"""Writer of docs/experiments.md: the published runs, and how our settings differ, from docs/published.yaml."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from docs.writers import DOCS
+from docs.writers import DOCS, rendered
 from mcore_mas.config.experiments import expand_braces, experiments
 from mcore_mas.reports.paper_results import published_values, read_published
 
@@ -13,23 +12,23 @@ EXPERIMENTS = DOCS / "experiments.md"
 
 
 def published_experiments() -> list[str]:
-    """The experiments that a paper reports: all but the demonstrations."""
+    """Return the names of the experiments that a paper reports: all but the demonstrations."""
     return [name for name in experiments() if not name.startswith("demo_")]
 
 
 def pages() -> dict[Path, str]:
-    """The page with its table written anew."""
+    """Return the text of the page: a row for each group of published runs."""
     lines = [
         "| experiment | reports | evidence | differences from the paper |",
         "|---|---|---|---|",
     ]
     for row in read_published()["rows"]:
-        names = [name for name, _ in expand_braces(row["of"])]
-        listed = dict.fromkeys(
-            str(v) for name in names for v in published_values(name).values() if v.differs
-        )
-        text = "; ".join(filter(None, [row["besides"], *listed]))
+        differences = []
+        for name, _ in expand_braces(row["of"]):
+            for value in published_values(name).values():
+                if value.differs:
+                    differences.append(str(value))
+        texts = [row["besides"], *dict.fromkeys(differences)]
+        text = "; ".join(text for text in texts if text)
         lines.append(f"| `{row['of']}` | {row['reports']} | {row['evidence']} | {text} |")
-    page = EXPERIMENTS.read_text(encoding="utf-8")
-    table = re.compile(r"^\| experiment \|.*?(?=\n\n)", re.MULTILINE | re.DOTALL)
-    return {EXPERIMENTS: table.sub(lambda _: "\n".join(lines), page)}
+    return {EXPERIMENTS: rendered("experiments", table="\n".join(lines))}

@@ -90,12 +90,12 @@ def _cells_of(
             yield from _cells_of(options_model(field.annotation), field.annotation, f"{option}.")
             continue
         part = schema["properties"][option]
-        default = "required" if field.is_required() else f"`{_value(part.get('default'))}`"
+        default = "required" if field.is_required() else f"`{yaml_default(part.get('default'))}`"
         takes = type_words(part, schema.get("$defs", {}))
         yield f"`{group}{option}`", takes, default, said.get(option, "").replace("|", "/")
 
 
-def _value(default: Any) -> str:
-    """A default as YAML writes it, in one line."""
+def yaml_default(default: Any) -> str:
+    """Return a default as YAML on one line."""
     text: str = yaml.safe_dump(default, default_flow_style=True, width=1000, sort_keys=False)
     return text.removesuffix("...\n").strip()

@@ -58,7 +58,7 @@ def _bound_words(schema: Schema) -> list[str]:
         if limits:
             words.append(" and ".join(limits))
     if "pattern" in schema:
-        words.append(f"like {schema['pattern']}")
+        words.append(f"like `{schema['pattern']}`")
     if schema.get("minLength"):
         words.append("that is not empty")
     return words

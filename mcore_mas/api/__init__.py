@@ -1,7 +1,7 @@
 """Python API: teams, tasks, environments and rewards as objects; training, evaluation and export.
 
 `import mcore_mas as mm` has the names of `__all__`, and only these are promised to stay.
-docs/api.md is made from their docstrings.
+`make site` makes the page of the API from their docstrings.
 """
 
 from importlib import import_module
@@ -64,6 +64,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name not in _LAZY_MODULES:
         raise AttributeError(
-            f"module 'mcore_mas' has no attribute '{name}'; see docs/api.md{nearest_hint(name, __all__)}"
+            f"module 'mcore_mas' has no attribute '{name}'; its public names are in "
+            f"mcore_mas.api.__all__{nearest_hint(name, __all__)}"
         )
     return getattr(import_module(_LAZY_MODULES[name]), name)

@@ -46,7 +46,7 @@ class Run:
 
     Args:
         agents: the agents; or the name of a team that ships, with its orchestra, environment and
-            reward (docs/catalogue.md).
+            reward (`mcore-mas list allocators`).
         orchestra: who speaks when: an async function `(task, team, env)`, or the name of one that
             ships.
         tasks: tasks, (prompt, answer) pairs or rows with a prompt and an answer, such as those of a

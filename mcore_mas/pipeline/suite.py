@@ -359,7 +359,7 @@ def suite_values(suite: str, config_dir: Path | None = None) -> Any:
     if suite not in known:
         near = nearest_hint(suite, [*known, *map(str, Path().glob("*.yaml"))])
         raise SuiteError(
-            f"{suite}: no such file, and no experiment of this name (docs/experiments.md){near}"
+            f"{suite}: no such file, and no experiment of this name (`mcore-mas list experiments`){near}"
         )
     return {"suite": suite, "experiments": {suite: [f"experiment={suite}"]}, **own}
 

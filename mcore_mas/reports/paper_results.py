@@ -324,7 +324,7 @@ COMPUTED: Mapping[str, Callable[[RunConfig], Any]] = {
     "tree weights": lambda config: [
         _of_estimators(("mcts", "mars2"), key, config) for key in ("gamma", "lam")
     ],
-    "prompts": lambda config: "ours",  # of every role, see docs/catalogue.md
+    "prompts": lambda config: "ours",  # of every role
 }
 
 

@@ -1,4 +1,4 @@
-"""The page docs/correctness.md: what is computed, where it comes from, and what checks it by itself."""
+"""Writer of docs/correctness.md: every equation, its source, and the tests that check it independently."""
 
 from __future__ import annotations
 
@@ -139,8 +139,19 @@ def defect_tests() -> dict[str, list[str]]:
     return found
 
 
+def pages() -> dict[Path, str]:
+    """Return the text of the page, with the differences measured now."""
+    from tests.support.credit_oracle import largest_differences
+
+    return {PAGE: page(largest_differences())}
+
+
 def page(differences: Mapping[str, float]) -> str:
-    """The page's text; `differences` are those of `tests.support.credit_oracle.largest_differences`."""
+    """Return the page's text.
+
+    Args:
+        differences: by estimator, from `tests.support.credit_oracle.largest_differences`.
+    """
     text = (ROOT / "docs" / "credit.md").read_text(encoding="utf-8")
     rows = {
         name: (equation, source)
@@ -219,7 +230,7 @@ def _table(head: tuple[str, ...], rows: list[Any]) -> str:
 
 _TEXT = """# Correctness
 
-`make exactness` writes this page. It lists every equation, its source, and what checks it independently.
+Every equation, its source, and what checks it independently. `make site` writes this page.
 
 ## Estimators
 

@@ -1,7 +1,7 @@
-"""docs/reliability.md from docs/reliability.yaml and from what the last `make chaos` has found.
+"""The table of faults: docs/reliability.yaml with the results of the last `make chaos`, docs/reliability.json.
 
-`python -m tests.faults.page [JUNIT.xml | CHAOS.json]...`: takes over the results in these files, and writes the page.
-With `--list` it prints the tests that the table names.
+`python -m tests.faults.page JUNIT.xml|CHAOS.json...` updates docs/reliability.json with the results in these files.
+With `--list` it prints the tests that the table names. `python -m docs.writers faults` writes docs/faults.md.
 """
 
 from __future__ import annotations
@@ -19,9 +19,23 @@ import yaml
 from mcore_mas import code_commit
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, ROWS, RESULTS = DOCS / "reliability.md", DOCS / "reliability.yaml", DOCS / "reliability.json"
+PAGE = DOCS / "faults.md"
+ROWS = DOCS / "reliability.yaml"
+RESULTS = DOCS / "reliability.json"
 _WORST = ("failure", "error", "passed", "skipped")  # of the cases of a test, the one that counts
-BEGIN, END = "<!-- begin faults -->", "<!-- end faults -->"
+_HEAD = """# Faults and their tests
+
+Each row is a fault, what must happen, and the test that plays it. The tests need no GPU and are part of
+the normal test suite. *Chaos* is `make chaos`: it injects at least 20 random faults into one training
+run (in Ray, a rank, an engine, and a retriever behind a proxy that corrupts answers), three times with
+other draws. The run must end with the same weights, optimizer state, metrics and trajectories as an
+undisturbed one, compared by SHA-256, and leave no process, shared memory, control group or folder
+behind.
+
+*Seconds* are the duration of a test, or the time from a fault of the chaos until the run continued. The rows are in
+[reliability.yaml](reliability.yaml). [checkpoints.md](checkpoints.md) explains what a user can rely on.
+
+"""
 
 
 def read(paths: list[str]) -> dict[str, Any]:
@@ -99,14 +113,11 @@ def _results(
         yield "", None
 
 
-def page() -> str:
-    """The page as it should be."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    rows, results = (
-        yaml.safe_load(ROWS.read_text(encoding="utf-8")),
-        json.loads(RESULTS.read_text(encoding="utf-8")),
-    )
-    return f"{before}{BEGIN}\n{render(rows, results)}\n{END}{rest.partition(END)[2]}"
+def pages() -> dict[Path, str]:
+    """Return the text of the page."""
+    rows = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return {PAGE: f"{_HEAD}{render(rows, results)}\n"}
 
 
 def tests() -> list[str]:
@@ -125,4 +136,3 @@ if __name__ == "__main__":
     RESULTS.write_text(
         json.dumps(read(sys.argv[1:]), indent=1, sort_keys=True) + "\n", encoding="utf-8"
     )
-    PAGE.write_text(page(), encoding="utf-8")

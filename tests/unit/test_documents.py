@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from mcore_mas.pipeline.suite import Suite
+from tests.support.documents import GENERATED, PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BASES = (
     ROOT,
     ROOT / "mcore_mas",
@@ -55,6 +55,13 @@ def is_there(path: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_exists(page: Path) -> None:
     assert not [path for path in paths_of(page.read_text(encoding="utf-8")) if not is_there(path)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_links_to_a_generated_one(page: Path) -> None:
+    """On GitHub there are none; commands.md says how to make or print them."""
+    links = re.findall(r"\]\((?:docs/)?([\w/]+\.md)[)#]", page.read_text(encoding="utf-8"))
+    assert not [link for link in links if link in GENERATED]
 
 
 def test_what_is_not_there_is_seen() -> None:

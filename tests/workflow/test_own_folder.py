@@ -47,7 +47,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "README.md",
         "LICENSE",
         "docs/published.yaml",
-        "docs/experiments.md",
+        "docs/tables.md",
     ):
         shutil.copy(ROOT / file, source / file)
     options = [
@@ -143,15 +143,13 @@ def test_the_package_brings_its_types_pages_and_ranges(installed: Path) -> None:
         "workflow/suites/demo.yaml",
     ):
         assert (shipped / file).is_file(), file
-    code = "import mcore_mas; print(mcore_mas.resolve_page_paths('no (docs/experiments.md, /a/docs/experiments.md)'))"
+    code = "import mcore_mas; print(mcore_mas.resolve_page_paths('no (docs/tables.md, /a/docs/tables.md)'))"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=told, env=environment, capture_output=True, text=True
     )
-    assert found.stdout == f"no ({shipped}/docs/experiments.md, /a/docs/experiments.md)\n", (
-        found.stderr
-    )
-    assert (shipped / "docs/experiments.md").is_file()
+    assert found.stdout == f"no ({shipped}/docs/tables.md, /a/docs/tables.md)\n", found.stderr
+    assert (shipped / "docs/tables.md").is_file()
     code = "import mcore_mas, sys; from mcore_mas.config.experiments import experiments; print(len(experiments()))"
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=told, env=environment, capture_output=True, text=True

@@ -76,7 +76,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("leaks", "name data files to compare, or --config with a resolved config"),
         ("leaks {missing}", "missing: no such file"),
         ("check my_suit.yaml", "my_suit.yaml: no such file, and no experiment of this name ("),
-        ("check demo_mat", "/docs/experiments.md); nearest: demo_math"),
+        ("check demo_mat", "(`mcore-mas list experiments`); nearest: demo_math"),
         ("check demo_math trainer.stepz=3", "trainer.stepz: unknown key; nearest: steps"),
         ("list envz", "teams, recipes; nearest: envs"),
         ("list os:environ", "no registry 'os:environ'; there are: orchestras"),

@@ -1,4 +1,4 @@
-"""The published experiments set what the papers say, name their source, and are all in docs/experiments.md."""
+"""The published experiments set what the papers say, name their source, and are all in the page of experiments."""
 
 import itertools
 import re
@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from docs.writers.experiments import EXPERIMENTS, pages
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.experiments import CONFIGS, experiments
+from mcore_mas.config.experiments import experiments
 
 PUBLISHED = sorted(name for name in experiments() if not name.startswith("demo_"))
-DOCS = (CONFIGS.parent / "docs" / "experiments.md").read_text(encoding="utf-8")
+PAGE = pages()[EXPERIMENTS]
 
 DRMAS_MATH = {
     "trainer.tasks_per_step": 32,
@@ -381,7 +382,7 @@ def test_an_experiment_says_where_it_is_from_and_how_sure_that_is(experiment: st
     )
     assert re.search(r"\((arXiv \d{4}\.\d{5}|ICLR 2026)\)", comment)
     rows = re.findall(
-        r"^\| `([^`]+)` \|.*?\| (primary|secondary|no number known) \|", DOCS, flags=re.MULTILINE
+        r"^\| `([^`]+)` \|.*?\| (primary|secondary|no number known) \|", PAGE, flags=re.MULTILINE
     )
     assert [grade for pattern, grade in rows if experiment in expand(pattern)]
 

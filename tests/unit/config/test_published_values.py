@@ -160,10 +160,10 @@ def test_a_difference_is_seen_and_an_unknown_is_none() -> None:
     assert values["seed"].theirs == UNKNOWN and not values["seed"].differs
 
 
-def test_the_table_of_the_docs_is_current() -> None:
-    assert pages() == {EXPERIMENTS: EXPERIMENTS.read_text()}
+def test_the_page_has_a_row_for_every_published_experiment() -> None:
+    page = pages()[EXPERIMENTS]
     evidence = r"^\| `([^`]+)` \|.*\| (?:primary|secondary|no number known) \|"
-    rows = re.findall(evidence, EXPERIMENTS.read_text(), flags=re.MULTILINE)
+    rows = re.findall(evidence, page, flags=re.MULTILINE)
     assert sorted(name for row in rows for name, _ in expand_braces(row)) == sorted(
         published_experiments()
     )
