@@ -72,7 +72,7 @@ def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         print(
             f"warning: cluster.address: the Ray at {address} asks for no token, so whoever reaches it runs programs "
-            "as you; start it as docs/nodes.md says",
+            "as you; start it as docs/cluster.md says",
             file=sys.stderr,
             flush=True,
         )

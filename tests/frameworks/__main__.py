@@ -1,4 +1,4 @@
-"""Trains the programs of all frameworks, or of those that are named, and writes docs/frameworks.md."""
+"""Train the programs of all frameworks, or of those that are named, and write their results into docs/gateway.md."""
 
 from __future__ import annotations
 
@@ -13,50 +13,18 @@ from pathlib import Path
 from tests.frameworks.training import (
     FRAMEWORKS,
     PYTHON,
-    RIGHT,
     ROOT,
-    SCORED,
-    STEPS,
-    TRAINED,
-    UPDATES,
     digest_of,
     train,
 )
 
-PAGE = ROOT / "docs" / "frameworks.md"
-HEAD = f"""# Agent programs of published frameworks, trained as they are
-
-Made by `make test-frameworks`, or for one framework by `make test-frameworks ONLY=LangGraph`. The packages come from
-the index, at the versions of `requirements/frameworks.txt`. No line of the programs knows of this project: environment
-variables point to the gateway ([gateway.md](gateway.md)), and CrewAI's `CREWAI_TESTING` keeps it from asking on the
-terminal whether to show its traces.
-
-All play what they ship, unchanged; SHA-256 is that of the files named, one after the other:
-
-- **AG2**: the program of a page in its source distribution, an agent who chats with the person at the keyboard. It
-  answers a fixed question, and then the sum. (It is version 0.10: what 0.11 ships does not fit its own `LLMConfig`.)
-- **CrewAI**: the crew of a researcher and an analyst that `crewai create crew sums` writes.
-  [ask_crew.py](../tests/frameworks/programs/ask_crew.py), of three lines, gives it the sum as its topic.
-- **OpenAI Agents SDK**: the example of parallel agents in its source distribution, in which three agents translate
-  side by side and a fourth picks the best. It reads what to translate, and is given a sum.
-- **smolagents**: its command `smolagent`. It tries up to 20 times until its code answers, and each try lengthens the
-  prompt; here its fifth call of the model fails it, which counts as wrong (`rules: {{most_calls: 4, crash: wrong}}`).
-- **Anthropic SDK**: the example of a chat with a memory tool in its source distribution.
-- **LangGraph**: the graph of an agent and its tools among the examples in the source distribution of its command
-  line, langgraph-cli; [ask_graph.py](../tests/frameworks/programs/ask_graph.py), of three lines, gives it the sum.
-
-Each task is a sum of two numbers from 1 to 3. A model of two layers with random weights first imitates a careless
-teacher who answers the same programs and is right in {100 * RIGHT:.0f} % of its replies, at first with the last 64
-tokens of each prompt only, and then learns from the reward of the program's answer: one policy for all agents, GRPO,
-{STEPS} steps of {9 * TRAINED} trajectories, {UPDATES} updates each. The shares right are those of {9 * SCORED}
-trajectories on the nine sums that it trains on; the interval is one of 95 % over sums. Minutes are those of two
-shared CPU cores, the environment's imports included.
-
-"""
+PAGE = ROOT / "docs" / "gateway.md"
+BEGIN = "<!-- frameworks:begin -->\n"
+END = "<!-- frameworks:end -->"
 COLUMNS = """| framework | package | program | turns | before | after | gain | 95 % interval | minutes |
 |---|---|---|---:|---:|---:|---:|---|---:|
 """
-UNCLEAR = "\nOf these the gain is not beyond doubt:\n\n"
+UNCLEAR = "\nThe interval of these gains includes zero:\n\n"
 
 
 def row(name: str, version: str, digest: str, found: Mapping[str, float]) -> str:
@@ -73,19 +41,24 @@ def row(name: str, version: str, digest: str, found: Mapping[str, float]) -> str
     )
 
 
-def page(rows: Mapping[str, str], before: str = "") -> str:
-    """The page with these rows, and of other frameworks those of the page before; clear gains first."""
-    kept = {
-        line[1]: line[0]
-        for line in re.finditer(r"^\| ([^|]+) \| [a-z0-9-]+ \d.*$", before, re.MULTILINE)
-    }
-    known = {**kept, **rows}
+def page(rows: Mapping[str, str], before: str) -> str:
+    """Return the page `before` with these rows in its table; rows of other frameworks stay.
+
+    Frameworks whose gain is certain come first; the others have a table of their own.
+    """
+    head, _, rest = before.partition(BEGIN)
+    table, _, tail = rest.partition(END)
+    known: dict[str, str] = {}
+    for line in re.finditer(r"^\| ([^|]+) \| [a-z0-9-]+ \d.*$", table, re.MULTILINE):
+        known[line[1]] = line[0]
+    known |= rows
     lines = [f"{known[name]}\n" for name in FRAMEWORKS if name in known]
-    clear, rest = (
-        [line for line in lines if "[+" in line],
-        [line for line in lines if "[+" not in line],
-    )
-    return HEAD + COLUMNS + "".join(clear) + ("".join([UNCLEAR, COLUMNS, *rest]) if rest else "")
+    certain = [line for line in lines if "[+" in line]
+    uncertain = [line for line in lines if "[+" not in line]
+    tables = [COLUMNS, *certain]
+    if uncertain:
+        tables += [UNCLEAR, COLUMNS, *uncertain]
+    return "".join([head, BEGIN, *tables, END, tail])
 
 
 def version_of(package: str) -> str:
@@ -120,8 +93,7 @@ def main(names: Sequence[str]) -> int:
             name, version_of(FRAMEWORKS[name].package), digest_of(FRAMEWORKS[name], PYTHON), found
         )
         print(line, flush=True)
-        before = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
-        PAGE.write_text(page({name: line}, before), encoding="utf-8")
+        PAGE.write_text(page({name: line}, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"did not learn: {', '.join(poor)}" if poor else f"wrote {PAGE}")
     return bool(poor)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.__main__ import PAGE, UNCLEAR, page, row, version_of
+from tests.frameworks.__main__ import BEGIN, END, PAGE, UNCLEAR, page, row, version_of
 from tests.frameworks.training import (
     FRAMEWORKS,
     PYTHON,
@@ -46,8 +46,10 @@ def test_the_page_keeps_the_rows_of_frameworks_that_were_not_run() -> None:
         {
             "AG2": row("AG2", "0.1", "a" * 64, FOUND),
             "LangGraph": row("LangGraph", "1.0", "b" * 64, FOUND),
-        }
+        },
+        f"# A page\n\n{BEGIN}{END}\nThe rest.\n",
     )
+    assert first.startswith("# A page\n") and first.endswith("\nThe rest.\n")
     again = page({"AG2": row("AG2", "0.2", "c" * 64, FOUND)}, first)
     rows = [line for line in again.splitlines() if " | [" in line]
     assert [line.split(" | ")[1] for line in rows] == [

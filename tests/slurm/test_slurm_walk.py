@@ -1,4 +1,4 @@
-"""The blocks of docs/to_slurm.md, in their order, on a real Slurm: from a new team to an exported model."""
+"""The blocks of docs/cluster.md's first section on a real Slurm: from a new team to an exported model."""
 
 import os
 import re
@@ -12,9 +12,9 @@ from tests.slurm.cluster import Slurm, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(
-    r"```sh\n(.*?)```", (ROOT / "docs" / "to_slurm.md").read_text(encoding="utf-8"), flags=re.DOTALL
-)
+PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("## From a laptop to Slurm\n")[2].partition("\n## ")[0]
+BLOCKS = re.findall(r"```sh\n(.*?)```", SECTION, flags=re.DOTALL)
 SOONER = "--slurm-init-seconds-before-status-checks 2 --latency-wait 5"
 
 

@@ -436,7 +436,8 @@ def test_two_runs_share_a_cluster_and_one_that_is_interrupted_leaves_nothing(
 
 @pytest.mark.usefixtures("long")
 def test_the_pages_commands_start_a_cluster_that_trains_and_end_it(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "nodes.md").read_text().replace("10.0.0.", "10.77.0.")
+    page = (ROOT / "docs" / "cluster.md").read_text().replace("10.0.0.", "10.77.0.")
+    page = page.partition("## Several nodes with Ray\n")[2].partition("\n## ")[0]
     token, *commands = re.findall(r"^(ray .*?)(?: +#.*)?$", page, re.MULTILINE)
     assert (len(commands), commands[2].count("--labels")) == (
         3,

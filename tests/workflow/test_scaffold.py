@@ -65,9 +65,9 @@ def test_its_own_test_passes_and_its_suite_plans(project: Path) -> None:
 
 @pytest.mark.slow
 def test_the_clusters_page_moves_it_to_gpus_with_three_lines(tmp_path: Path) -> None:
-    (lines,) = re.findall(
-        r"```yaml\n(.*?)```", (ROOT / "docs" / "to_slurm.md").read_text(), flags=re.DOTALL
-    )
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    section = page.partition("## From a laptop to Slurm\n")[2].partition("\n## ")[0]
+    (lines,) = re.findall(r"```yaml\n(.*?)```", section, flags=re.DOTALL)
     project = new_project("my_team", tmp_path)
     file = project / "configs" / "experiment" / "my_team.yaml"
     kept = [
