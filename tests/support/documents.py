@@ -88,7 +88,7 @@ RUN_BY: dict[str, tuple[str, str]] = {
     ),
     r"mcore-mas show results/my_team/.*": (SLURM, "slurm/test_slurm_walk.py has its own project"),
     r"mcore-mas train results/demo_math --adopt": (
-        "unit/runtime/test_fork.py",
+        "unit/training/test_fork.py",
         "a run of another recipe",
     ),
     r"python3\.12 -m venv \.venv-sglang .*": (
