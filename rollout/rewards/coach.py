@@ -92,11 +92,11 @@ class Coach:
             position: self._record(agents[position], judgement)
             for position, judgement in judgements.items()
         }
-        for judgement in judgements.values():
-            is_over_budget = isinstance(judgement, Unscored) and judgement.kind == "budget"
-            if is_over_budget and self._config.when_exhausted == "stop":
+        failures = [value for value in judgements.values() if isinstance(value, Unscored)]
+        for failure in failures:
+            if failure.kind == "budget" and self._config.when_exhausted == "stop":
                 raise BudgetExhausted(
-                    f"coach: {judgement.message}; raise coach.budget to continue, replies so far are "
+                    f"coach: {failure.message}; raise coach.budget to continue, replies so far are "
                     "kept"
                 )
         return _add_scores(groups, scores)
