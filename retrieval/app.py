@@ -21,7 +21,7 @@ from retrieval.corpus import Passage
 from retrieval.searcher import Searcher
 from retrieval.wire import DEFAULT_TOPK, BadRequest, PassagesRequest, SearchRequest
 
-READ_DEADLINE_S = 10.0  # in which the body of a request must arrive
+READ_DEADLINE_S = 10.0  # time within which the body of a request must arrive
 
 Handler = Callable[[Request], Awaitable[Response]]
 _Result = TypeVar("_Result")
@@ -73,7 +73,7 @@ def build_app(
     """Return the ASGI application that answers from an index.
 
     Args:
-        token: bearer token that all routes except /health and /openapi.json ask for.
+        token: bearer token that all routes except /health and /openapi.json require.
         on_startup: called when the application begins to answer.
     """
     index = searcher.index
@@ -95,9 +95,9 @@ def build_app(
             return await asyncio.to_thread(_render, results, search.return_scores)
 
     async def passages(request: Request) -> Response:
-        wanted = wire.parse_request(PassagesRequest, await _read_body(request))
+        body = wire.parse_request(PassagesRequest, await _read_body(request))
         results = await asyncio.to_thread(
-            lambda: [index.corpus.around(id, wanted.around) for id in wanted.ids]
+            lambda: [index.corpus.around(id, body.around) for id in body.ids]
         )
         return _render(results, return_scores=False)
 
@@ -180,12 +180,12 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, _Result])
 
 
 def _guarded(handler: Handler, token: str | None) -> Handler:
-    """Return a handler that asks for the token, and turns exceptions into HTTP statuses."""
+    """Return a handler that requires the token, and converts exceptions to HTTP statuses."""
 
     async def answer(request: Request) -> Response:
         if token is not None:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), token.encode()):
+            received = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(received.encode(), token.encode()):
                 return _error(401, "a bearer token is required")
         try:
             return await handler(request)
@@ -194,7 +194,7 @@ def _guarded(handler: Handler, token: str | None) -> Handler:
         except _BodyTooLarge:
             return _error(413, f"the body is over {wire.MAX_BODY_BYTES} bytes")
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # for the log; the client is gone
         except Overloaded as error:
             return _error(503, str(error), {"Retry-After": "1"})
 

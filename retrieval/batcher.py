@@ -38,7 +38,7 @@ class Counts:
     cached: int = 0  # pairs answered from the cache
     rejected: int = 0  # requests turned away because the queue was full
     late: int = 0  # requests whose deadline passed
-    dropped: int = 0  # pairs that were not searched, because no client waited for them any more
+    dropped: int = 0  # pairs that were not searched, because all their clients had left
 
 
 class Histogram:
@@ -60,10 +60,12 @@ class Batcher:
     """A queue of queries, two threads that encode and search them, and a least-recently-used cache.
 
     `run` must be running for `submit` to return. Requests take turns, one query each, so that a
-    long request does not delay a short one. Requests with different k share a batch, which is
-    searched with the largest k. The search function must therefore return, for a smaller k, a
-    prefix of its answer for a larger one, and the answer to a query must not depend on the rest of
-    its batch.
+    long request does not delay a short one.
+
+    Requests with different k share a batch, which is searched with the largest k, and the answers
+    are cut to the k of each query. The search function must allow both: its answer for a smaller k
+    is a prefix of its answer for a larger one, and does not depend on the other queries of the
+    batch.
 
     Args:
         encode: function from queries to their vectors, float32 `[Q, dim]`.
@@ -179,7 +181,7 @@ class Batcher:
             search_thread.shutdown(wait=False)
 
     async def _encode_batches(self, thread: ThreadPoolExecutor) -> None:
-        # Smaller batches than those of the search, which can then begin earlier.
+        # Encode in smaller batches than are searched, so that the first search begins earlier.
         batch_size = max(1, self.max_batch // 4)
         while True:
             await self._has_work_to_encode.wait()
@@ -201,7 +203,9 @@ class Batcher:
                 self._to_search.append((key, vector_of_query[key[0]]))
             self._has_work_to_search.set()
             if len(self._to_search) > self.max_batch:
-                self._may_encode.clear()  # a query that comes now need not wait for more than these
+                # Encode no more until these are searched, so that a new query waits for at most one
+                # full batch.
+                self._may_encode.clear()
 
     async def _search_batches(self, thread: ThreadPoolExecutor) -> None:
         while True:
@@ -261,10 +265,10 @@ class Batcher:
         function: Callable[..., _Result],
         *args: object,
     ) -> _Result | None:
-        """Return the function's result, or None if it raised: the pairs get the exception."""
+        """Return the function's result; if it raises, give the exception to the pairs and return None."""
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
-        except Exception as error:  # the next batch may well succeed
+        except Exception as error:  # fails this batch alone; the next one may succeed
             for key in keys:
                 self._pending.pop(key).set_exception(error)
             return None

@@ -33,7 +33,8 @@ class BM25Index:
         bm25 = bm25s.BM25()
         bm25.index(tokens, **_QUIET)
         folder = index_dir / BM25_FOLDER
-        shutil.rmtree(folder, ignore_errors=True)  # a server that has it mapped keeps its files
+        # A running server keeps the deleted files, because it has them mapped.
+        shutil.rmtree(folder, ignore_errors=True)
         bm25.save(str(folder), **_QUIET)
 
     def search(self, query: str, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -45,7 +46,7 @@ class BM25Index:
         ids = self._bm25.get_tokens_ids(words)  # without words that no passage has
         scores = np.asarray(self._bm25.get_scores_from_ids(ids))
         k = min(k, len(scores))
-        # Only rows that reach the k-th best score are sorted.
+        # Sort only the rows that reach the k-th best score.
         threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
         rows = np.flatnonzero(scores >= threshold)
         best = rows[np.argsort(-scores[rows], kind="stable")[:k]]

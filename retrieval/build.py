@@ -18,10 +18,11 @@ from retrieval.corpus import Corpus
 from retrieval.encoder import Encoder
 from retrieval.index import Index, check_canary, read_vectors
 from retrieval.manifest import (
-    EXACT,
     INDEX_FORMAT,
     MANIFEST,
-    PUBLISHED,
+    TOLERANCE_FLOAT32,
+    TOLERANCE_PRODUCT_QUANTISED,
+    TOLERANCE_ROUNDED,
     VECTORS,
     Manifest,
     check_equal,
@@ -35,9 +36,8 @@ CHUNK_ROWS = 4096
 PROGRESS_S = 30.0  # between two lines of progress
 
 MAX_TRAINING_ROWS = 100_000  # passages from which an index learns its cells and codes
-MIN_ROWS_PER_CENTROID = 39  # below it FAISS warns that it learns from too little
-PQ_DIMENSIONS = 8  # dimensions of a vector that one PQ code stands for
-CODED = 0.5  # tolerance of PQ, see `Manifest.tolerance`
+MIN_ROWS_PER_CENTROID = 39  # FAISS warns below this number of training vectors per centroid
+PQ_DIMENSIONS = 8  # dimensions of a vector that share one code of product quantisation (PQ)
 
 
 def cells_of(n: int) -> int:
@@ -88,16 +88,32 @@ def _pq_bytes(n: int, dim: int) -> float:
 
 # By the name in `retriever.index`.
 INDEX_TYPES: dict[str, IndexType] = {
-    "flat": IndexType(lambda n, dim: "Flat", EXACT, lambda n, dim: 4 * dim),
-    "sq8": IndexType(lambda n, dim: "SQ8", PUBLISHED, lambda n, dim: dim),
-    "ivf": IndexType(
-        lambda n, dim: f"IVF{cells_of(n)},Flat",
-        PUBLISHED,
-        lambda n, dim: 4 * dim + _ivf_bytes(n, dim),
+    "flat": IndexType(
+        factory=lambda n, dim: "Flat",
+        tolerance=TOLERANCE_FLOAT32,
+        row_bytes=lambda n, dim: 4 * dim,
     ),
-    "ivfpq": IndexType(_pq_factory, CODED, _pq_bytes),
+    "sq8": IndexType(
+        factory=lambda n, dim: "SQ8",
+        tolerance=TOLERANCE_ROUNDED,
+        row_bytes=lambda n, dim: dim,
+    ),
+    "ivf": IndexType(
+        factory=lambda n, dim: f"IVF{cells_of(n)},Flat",
+        tolerance=TOLERANCE_ROUNDED,
+        row_bytes=lambda n, dim: 4 * dim + _ivf_bytes(n, dim),
+    ),
+    "ivfpq": IndexType(
+        factory=_pq_factory,
+        tolerance=TOLERANCE_PRODUCT_QUANTISED,
+        row_bytes=_pq_bytes,
+    ),
     # 64 neighbours per passage in the graph
-    "hnsw": IndexType(lambda n, dim: "HNSW32", PUBLISHED, lambda n, dim: 4 * dim + 4 * 64 + 12),
+    "hnsw": IndexType(
+        factory=lambda n, dim: "HNSW32",
+        tolerance=TOLERANCE_ROUNDED,
+        row_bytes=lambda n, dim: 4 * dim + 4 * 64 + 12,
+    ),
 }
 
 
@@ -130,7 +146,7 @@ def encode_shard(
     inputs_path = path.with_suffix(".json")
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    # Vectors of another encoder or another corpus are thrown away.
+    # Vectors of an earlier attempt with another encoder or another corpus are deleted.
     inputs = {"encoder": asdict(encoder.identity), "corpus_sha256": cached_sha256(corpus.path)}
     if not inputs_path.exists() or json.loads(inputs_path.read_bytes()) != inputs:
         path.unlink(missing_ok=True)
@@ -140,9 +156,11 @@ def encode_shard(
         return path
 
     with partial.open("ab") as file:
-        done = found = file.tell() // row_bytes // CHUNK_ROWS * CHUNK_ROWS
-        file.truncate(done * row_bytes)
-        began = reported = time.monotonic()
+        encoded_earlier = file.tell() // row_bytes // CHUNK_ROWS * CHUNK_ROWS
+        file.truncate(encoded_earlier * row_bytes)
+        done = encoded_earlier
+        began = time.monotonic()
+        reported = began
         for start in range(rows.start + done, rows.stop, CHUNK_ROWS):
             chunk = range(start, min(start + CHUNK_ROWS, rows.stop))
             vectors = encoder.encode_passages([corpus[row].contents for row in chunk])
@@ -152,11 +170,11 @@ def encode_shard(
             now = time.monotonic()
             if now - reported > PROGRESS_S or done == len(rows):
                 reported = now
-                rate = (done - found) / max(now - began, 1e-9)
+                rate = (done - encoded_earlier) / max(now - began, 1e-9)
                 minutes_left = (len(rows) - done) / max(rate, 1e-9) / 60
-                continued = f" ({found} of an earlier attempt)" if found else ""
+                earlier = f" ({encoded_earlier} of an earlier attempt)" if encoded_earlier else ""
                 print(
-                    f"shard {number} of {shards}: {done} of {len(rows)} passages{continued}, "
+                    f"shard {number} of {shards}: {done} of {len(rows)} passages{earlier}, "
                     f"{rate:.0f} a second, {minutes_left:.0f} minutes left",
                     flush=True,
                 )
@@ -190,11 +208,15 @@ def build_index(
         write_vectors(corpus, out, encoder, kind, shards)
     if words or encoder is None:
         BM25Index.build(corpus, out)
-    manifest = _describe(
-        out / VECTORS, corpus, encoder, INDEX_TYPES[kind].tolerance, bm25_sha256(out)
+    manifest = _make_manifest(
+        vectors=out / VECTORS,
+        corpus=corpus,
+        encoder=encoder,
+        tolerance=INDEX_TYPES[kind].tolerance,
+        lexical_sha256=bm25_sha256(out),
     )
     write_manifest(out, manifest)
-    if shards == 1:  # otherwise they are outputs of other jobs
+    if shards == 1:  # several shards are outputs of other jobs, which own them
         shutil.rmtree(out / "shards", ignore_errors=True)
     return manifest
 
@@ -221,7 +243,7 @@ def write_vectors(corpus: Corpus, out: Path, encoder: Encoder, kind: str, shards
 
 
 def _training_rows(parts: list[np.ndarray], total: int) -> np.ndarray:
-    """Return every n-th vector of all parts, at most MAX_TRAINING_ROWS."""
+    """Return evenly spaced vectors of all parts, at most MAX_TRAINING_ROWS of the `total`."""
     stride = -(-total // MAX_TRAINING_ROWS)
     samples = []
     first_row = 0
@@ -243,13 +265,13 @@ def import_index(vectors: Path, corpus_path: Path, encoder: Encoder) -> Manifest
     check_equal(vectors, "metric", index.metric_type, faiss.METRIC_INNER_PRODUCT)
     check_equal(vectors, "dim", index.d, encoder.identity.dim)
     check_equal(corpus_path, "number of lines", len(corpus), index.ntotal)
-    manifest = _describe(vectors, corpus, encoder, PUBLISHED)
+    manifest = _make_manifest(vectors, corpus, encoder, TOLERANCE_ROUNDED)
     check_canary(Index(manifest, index, corpus), encoder)
     write_manifest(vectors.parent, manifest)
     return manifest
 
 
-def _describe(
+def _make_manifest(
     vectors: Path,
     corpus: Corpus,
     encoder: Encoder | None,

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.4  # upper bound of the first random pause between attempts; it doubles each time
 LONGEST_PAUSE_S = 10.0
-REST_S = 10.0  # a server that could not be reached is skipped for this long, if there are others
+SKIP_S = 10.0  # time for which a server that could not be reached is skipped, if there are others
 POLL_S = 2.0  # pause between two rounds of /health while no server answers
 HEALTH_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
@@ -53,11 +53,11 @@ class RetrievalUnavailable(RetrievalError):
 
 
 class NoRetriever(RetrievalUnavailable):
-    """No server answered even /health, for as long as the client waits."""
+    """No server answered /health within the patience of the client."""
 
 
 class _Unanswered(Exception):
-    """One attempt got no usable answer; another one may."""
+    """An attempt got no usable answer, but the next one may succeed."""
 
 
 class _NoServer(Exception):
@@ -66,14 +66,14 @@ class _NoServer(Exception):
 
 @dataclass(eq=False)
 class _Endpoint:
-    """One server, and until when it is skipped."""
+    """Server of the client, which is skipped for a while after it could not be reached."""
 
     url: str
-    rests_until: float = 0.0  # time.monotonic()
+    skipped_until: float = 0.0  # time.monotonic()
 
     @property
-    def rests(self) -> bool:
-        return time.monotonic() < self.rests_until
+    def is_skipped(self) -> bool:
+        return time.monotonic() < self.skipped_until
 
 
 @dataclass(eq=False)
@@ -93,8 +93,8 @@ class RetrievalClient:
 
     Searches that start in the same iteration of the event loop share a POST. Requests go to the
     servers in turn. A request without a usable answer is sent again, to the next server, until
-    `timeout_s` has passed. While no server answers even /health, all requests wait up to
-    `patience_s`, and one warning is logged.
+    `timeout_s` has passed. If no server answers /health, all requests wait up to `patience_s` for
+    one, and a single warning is logged.
 
     A client may be used from one event loop after another, such as one `asyncio.run` per training
     step, but not from two at once.
@@ -102,7 +102,7 @@ class RetrievalClient:
     Attributes:
         posts: requests sent, including repeated ones.
         retried: repeated requests among them.
-        outages: times that no server answered /health.
+        outages: number of times at which no server answered /health.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RetrievalClient:
         token_file: Path | None = None,
         revive: Callable[[], object] | None = None,
     ) -> None:
-        """Set up; nothing is sent.
+        """Store the settings; nothing is sent.
 
         Args:
             urls: base URLs of the servers.
@@ -121,7 +121,7 @@ class RetrievalClient:
                 without any server, or until fewer than MAX_CONNECTIONS requests are under way.
             patience_s: time to wait for a server when none answers.
             token_file: file with the bearer token of the servers, if they have one.
-            revive: called repeatedly while no server answers; may start one again.
+            revive: called repeatedly while no server answers; it may restart one.
         """
         self.posts = 0
         self.retried = 0
@@ -257,7 +257,7 @@ class RetrievalClient:
     async def _attempt(
         self, method: str, path: str, body: object, parse: Callable[[bytes], Parsed]
     ) -> Parsed:
-        """Send a request to the next server that does not rest.
+        """Send a request to the next server.
 
         Raises:
             RetrievalError: the server refused the request.
@@ -274,29 +274,30 @@ class RetrievalClient:
                 self.posts += 1
                 reply = await state.http.request(method, endpoint.url + path, json=body)
         except (httpx.RequestError, TimeoutError) as error:
-            trouble = str(error) or type(error).__name__
+            problem = str(error) or type(error).__name__
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | TimeoutError):
-                endpoint.rests_until = time.monotonic() + REST_S
+                endpoint.skipped_until = time.monotonic() + SKIP_S
                 if not await self._any_server_answers():
-                    raise _NoServer(trouble) from None
-            raise _Unanswered(trouble) from None
+                    raise _NoServer(problem) from None
+            raise _Unanswered(problem) from None
 
         if reply.status_code != 200:
-            trouble = f"status {reply.status_code}: {' '.join(reply.text[:SHOWN_CHARS].split())}"
+            problem = f"status {reply.status_code}: {' '.join(reply.text[:SHOWN_CHARS].split())}"
             if reply.status_code >= 500 or reply.status_code in BUSY_STATUSES:
-                raise _Unanswered(trouble)
-            raise RetrievalError(f"{endpoint.url}{path} refused the request, {trouble}")
+                raise _Unanswered(problem)
+            raise RetrievalError(f"{endpoint.url}{path} refused the request, {problem}")
         try:
             return parse(reply.content)
         except ValueError as error:
             raise _Unanswered(f"malformed reply: {error}") from None
 
     def _next_endpoint(self) -> _Endpoint:
-        """Return the servers in turn, skipping those that rest unless all do."""
+        """Return the next server in turn, among those that are not skipped, or among all if all are skipped."""
         if not self._endpoints:
             raise RetrievalError("a retrieval client needs the URL of at least one server")
-        candidates = [endpoint for endpoint in self._endpoints if not endpoint.rests]
-        candidates = candidates or self._endpoints
+        candidates = [endpoint for endpoint in self._endpoints if not endpoint.is_skipped]
+        if not candidates:
+            candidates = self._endpoints
         return candidates[next(self._turns) % len(candidates)]
 
     async def _any_server_answers(self) -> bool:
@@ -310,7 +311,7 @@ class RetrievalClient:
                     return True
         return False
 
-    async def _wait_for_server(self, trouble: str) -> None:
+    async def _wait_for_server(self, problem: str) -> None:
         """Wait until a server answers /health; raise NoRetriever after `patience_s`."""
         async with self._state().outage:  # one request polls, the others wait for it
             if await self._any_server_answers():
@@ -320,7 +321,7 @@ class RetrievalClient:
             if self.patience_s:
                 logger.warning(
                     "retriever: no server answers (%s): %s; the run waits at most %g s",
-                    trouble,
+                    problem,
                     self,
                     self.patience_s,
                 )
@@ -332,7 +333,7 @@ class RetrievalClient:
                     waited_s = time.monotonic() - began
                     logger.warning("retriever: %s answers again after %.0f s", self, waited_s)
                     return
-        raise NoRetriever(f"retriever at {self} is unavailable ({trouble}); is the server running?")
+        raise NoRetriever(f"retriever at {self} is unavailable ({problem}); is the server running?")
 
 
 def _split_queries(queries: list[str]) -> Iterator[list[str]]:

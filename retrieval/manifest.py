@@ -19,10 +19,11 @@ VECTORS = "vectors.faiss"
 INDEX_FORMAT = "inner-product/2"
 # Keys of earlier versions that are ignored.
 OLD_KEYS = ("facets_sha256",)
-# Largest difference between a stored vector and that of its passage, as a share of the squared
-# length of the latter.
-EXACT = 1e-3
-PUBLISHED = 2e-2  # made in half precision, or quantised
+# Largest accepted |v·e - e·e| / (e·e) between the stored vector v of a passage and the vector e that
+# the encoder computes for it again.
+TOLERANCE_FLOAT32 = 1e-3
+TOLERANCE_ROUNDED = 2e-2  # vectors in half precision or 8 bits, and published files
+TOLERANCE_PRODUCT_QUANTISED = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,12 @@ class Manifest:
     format: str
     encoder: EncoderIdentity | None  # None: the index has words (BM25) and no vectors
     dim: int
-    ntotal: int  # vectors, and lines of the corpus
+    ntotal: int  # number of passages
     corpus: str  # path of the corpus, relative to the index folder
     corpus_sha256: str
     index_sha256: str
-    vectors: str = VECTORS  # FAISS's file in the index folder
-    tolerance: float = EXACT
+    vectors: str = VECTORS  # name of the FAISS file in the index folder
+    tolerance: float = TOLERANCE_FLOAT32
     lexical_sha256: str = ""  # of the BM25 index, "" if there is none
 
 
@@ -77,7 +78,7 @@ def read_manifest(index_dir: Path | str) -> Manifest:
 
 
 def check_equal(where: Path | str, name: str, value: object, expected: object) -> None:
-    """Raise RetrievalError if a property of an index has another value than its manifest says."""
+    """Raise RetrievalError if a property of an index differs from its manifest."""
     if value != expected:
         raise RetrievalError(
             f"{where}: {name} is {value!r}, expected {expected!r}; "

@@ -16,16 +16,16 @@ from retrieval.wire import DEFAULT_TOPK, BadRequest, check_query
 
 @dataclass(frozen=True, slots=True)
 class GoldenQuery:
-    """A query, and the ids of the passages that it should find.
+    """A query and the ids of the passages that its answer should contain.
 
-    Without ids it should find a passage whose title is the query.
+    Without ids, the answer should contain a passage whose title is the query.
     """
 
     query: str
     ids: frozenset[str] = frozenset()
 
     def ranks(self, passages: Sequence[Passage]) -> list[int | None]:
-        """Return the rank of each wanted passage, from 0; None if it is not in `passages`."""
+        """Return the rank of each expected passage, from 0; None if it is not in `passages`."""
         if not self.ids:
             titles = [passage.title for passage in passages]
             return [titles.index(self.query) if self.query in titles else None]
@@ -62,7 +62,7 @@ async def probe(url: str, golden: Sequence[GoldenQuery], k: int = DEFAULT_TOPK) 
     """Send golden queries to a server, one after the other.
 
     Returns:
-        `n`, `k`; `recall_at_1` and `recall_at_k`, the share of the wanted passages that is found,
+        `n`, `k`; `recall_at_1` and `recall_at_k`, the share of the expected passages that is found,
         as a mean over the queries; `latency_ms_median`, `latency_ms_p99`, `latency_ms_max`;
         `ntotal`; `encoder`, its name.
 

@@ -10,9 +10,9 @@ from retrieval.encoder import Encoder
 from retrieval.index import Index
 from retrieval.wire import MAX_TOPK, Ranking
 
-RRF_K = 60  # of reciprocal rank fusion, the value of its authors
-# Rows of each ranking that are fused. A constant, so that a smaller k gives a prefix of a larger
-# one's answer.
+RRF_K = 60  # constant of reciprocal rank fusion, as its authors chose it
+# Rows of each ranking that are fused. They do not depend on k, so that the answer for a smaller k is
+# a prefix of the answer for a larger one.
 FUSED_ROWS = MAX_TOPK
 
 

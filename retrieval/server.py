@@ -1,4 +1,4 @@
-"""Retrieval server: `python -m retrieval.server --index DIR`."""
+"""Command line of the retrieval server: `python -m retrieval.server --index DIR`."""
 
 import argparse
 import ctypes
@@ -35,16 +35,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--ready-file", type=Path, help="file that gets url and pid once requests are answered")
     add("--token-file", type=Path, help="file with a bearer token that clients must send")
     add("--encoder-folder", type=Path, help="Hugging Face folder, if not the packaged MiniLM")
-    add("--ranking", choices=get_args(Ranking), default="dense", help="vectors, words, or both")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="of the encoder and flat indexes")
+    add("--ranking", choices=get_args(Ranking), default="dense", help="by vectors, words or both")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of encoder and flat index")
     add("--threads", type=int, default=1, help="CPU threads for encoding and for searching")
     add("--max-batch", type=int, default=64, help="queries that are searched together at most")
     add("--max-wait-ms", type=float, default=2.0, help="time that a query waits for a batch")
-    add("--max-queue", type=int, default=4096, help="waiting queries above which requests get 503")
-    add("--max-connections", type=int, default=1024, help="connections above which they get 503")
-    add("--deadline-s", type=float, default=30.0, help="time after which a request gets 503")
+    add("--max-queue", type=int, default=4096, help="waiting queries before a 503")
+    add("--max-connections", type=int, default=1024, help="open connections before a 503")
+    add("--deadline-s", type=float, default=30.0, help="seconds of a request before a 503")
     add("--cache-mb", type=float, default=256.0, help="size of the cache of answers")
-    add("--verify", action="store_true", help="read all files again, also unchanged ones")
+    add("--verify", action="store_true", help="compute all digests again, also of unchanged files")
     add(
         "--die-with-parent",
         type=int,
@@ -181,7 +181,7 @@ def _url_of(listener: socket.socket) -> str:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, however it ends."""
+    """Make the kernel kill this process when the thread that started it ends, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

@@ -14,17 +14,18 @@ from retrieval.corpus import RetrievalError
 
 logger = logging.getLogger(__name__)
 
-START_S = 120.0  # deadline of the start, besides the time to read the index
-READ_BYTES_PER_S = 1e8  # at which an index is read and verified, at least
-STOP_S = 5.0  # between SIGTERM and SIGKILL
-REPORT_GAP_S = 60.0  # reports of no answer that are further apart belong to different outages
+START_S = 120.0  # deadline of the start of a server with an empty index
+READ_BYTES_PER_S = 1e8  # lowest assumed speed of reading and verifying an index
+STOP_S = 5.0  # time between SIGTERM and SIGKILL
+REPORT_GAP_S = 60.0  # two calls of `revive` with a longer gap belong to different outages
 
 
 class RetrieverSidecar:
     """A retrieval server on a free loopback port, which runs for the length of a `with` block.
 
-    `with RetrieverSidecar(index_dir) as url:` starts it. The server is also killed when the thread
-    that started it ends, so enter, revive and leave on a thread that lives as long as the block.
+    `with RetrieverSidecar(index_dir) as url:` starts it. The kernel also kills the server when the
+    thread that started it ends, so enter the block and call `revive` on a thread that outlives the
+    block.
 
     Attributes:
         url: base URL of the server, None before it is ready.
@@ -43,7 +44,7 @@ class RetrieverSidecar:
         extra_args: tuple[str, ...] = (),
         may_restart: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Set up; nothing is started.
+        """Prepare the command line; `__enter__` starts the server.
 
         Args:
             index_dir: folder of the index.
@@ -54,7 +55,7 @@ class RetrieverSidecar:
                 index.
             gpus: ids of the GPUs that the server may use; empty: all.
             extra_args: further options of the server.
-            may_restart: asked before a server that died is started again.
+            may_restart: called before a restart; the server is restarted only if it returns True.
 
         Raises:
             RetrievalError: there is no such interpreter.
@@ -86,7 +87,7 @@ class RetrieverSidecar:
 
     @property
     def command(self) -> list[str]:
-        """Command line of the server, without the options that differ between starts."""
+        """Command line of the server, without the port and the ready file of one start."""
         return list(self._command)
 
     def __enter__(self) -> str:

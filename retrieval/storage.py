@@ -32,7 +32,7 @@ def write_json_file(path: Path, value: Any) -> None:
 def file_status(path: Path) -> list[int]:
     """Return size, modification time, change time and inode of a file.
 
-    As long as these four are equal, the content of the file is taken to be the same.
+    A file whose four values are unchanged is assumed to have unchanged content.
     """
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
@@ -49,9 +49,9 @@ def cached_sha256(*paths: Path, reread: bool = False) -> str:
     """
     paths = tuple(path.resolve() for path in paths)
     statuses = [file_status(path) for path in paths]
-    beside = paths[0].with_name(f".{paths[0].name}.sha256")
-    name = hashlib.sha256(bytes(beside)).hexdigest()[:32]
-    caches = (beside, Path.home() / ".cache" / "mcore-mas" / f"{name}.sha256")
+    neighbour = paths[0].with_name(f".{paths[0].name}.sha256")
+    name = hashlib.sha256(bytes(neighbour)).hexdigest()[:32]
+    caches = (neighbour, Path.home() / ".cache" / "mcore-mas" / f"{name}.sha256")
 
     if not reread:
         for cache in caches:

@@ -26,14 +26,14 @@ from pydantic.json_schema import models_json_schema
 
 from retrieval.corpus import Passage, RetrievalError
 
-# By the inner product of vectors, by the words of the query (BM25), or by both rankings fused.
+# dense: by the inner product of vectors; bm25: by the words of the query; hybrid: both fused.
 Ranking = Literal["dense", "bm25", "hybrid"]
 
 DEFAULT_TOPK = 3
 MAX_TOPK = 100
 MAX_REQUEST_QUERIES = 4096  # Search-R1's trainer sends all queries of a step in one request
 MAX_REQUEST_PASSAGES = 40_960  # queries times topk
-LARGE_ANSWER = 1000  # passages from which an answer is serialised outside the event loop
+LARGE_ANSWER = 1000  # an answer with more passages is serialised in a thread
 MAX_QUERY_CHARS = 2000
 MAX_IDS = 256
 MAX_AROUND = 5
@@ -50,9 +50,9 @@ def _to_integer(value: Any) -> Any:
 
 
 Query = Annotated[str, Field(min_length=1, max_length=MAX_QUERY_CHARS, pattern=r"[^\x00-\x20]")]
-# null and 0 stand for DEFAULT_TOPK
+# JSON null and 0 mean DEFAULT_TOPK.
 Topk = Annotated[int, Field(ge=0, le=MAX_TOPK), BeforeValidator(_to_integer)] | None
-# Unknown parameters are ignored: servers of other makes have more.
+# Unknown parameters are ignored, because clients of other servers send more of them.
 _STRICT = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
@@ -84,7 +84,7 @@ class SearchRequest(BaseModel):
 
     @property
     def all_queries(self) -> list[str]:
-        """Queries of either form."""
+        """List of queries, in whichever of the two forms they were sent."""
         return [self.query] if self.query else self.queries
 
     @property
