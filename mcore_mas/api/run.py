@@ -285,7 +285,7 @@ class Run:
 
         Without prompts they are read from the terminal, until an empty line or Ctrl-D.
         """
-        from mcore_mas.evaluation.evaluate import converse
+        from mcore_mas.evaluation.converse import converse
 
         queued: queue.Queue[str] = queue.Queue()
         trajectories = converse(self.config, state, iter(queued.get, None))

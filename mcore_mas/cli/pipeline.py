@@ -184,10 +184,11 @@ def evaluate_run(
 ) -> None:
     """Evaluate a team on its test tasks: avg@k, pass@k and maj@k by data source."""
     from mcore_mas.config.run import RunConfig
-    from mcore_mas.evaluation.evaluate import evaluate, read_seats
+    from mcore_mas.evaluation.evaluate import evaluate
+    from mcore_mas.evaluation.seats import parse_seats
     from mcore_mas.tracking.publish import publish_evaluation
 
-    seats = read_seats(state, seat or [])
+    seats = parse_seats(state, seat or [])
     file = out or RunConfig.load(run).folder / "evaluation" / f"{state}.json"
     evaluate(run, state, file, seats)
     print(file)

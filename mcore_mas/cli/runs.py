@@ -55,8 +55,8 @@ def serve_run(
             host=host,
             port=port,
             token_file=token_file,
-            most_calls=most_calls,
-            most_connections=most_connections,
+            max_calls=most_calls,
+            max_connections=most_connections,
         )
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
@@ -191,7 +191,7 @@ def chat_with_team(run: RunFolder, state: State = "trained") -> None:
     the chat.
     """
     from mcore_mas.config.run import RunConfig
-    from mcore_mas.evaluation.evaluate import converse
+    from mcore_mas.evaluation.converse import converse
     from mcore_mas.reports.trajectory_terminal import print_trajectory
 
     console = Console(highlight=False)

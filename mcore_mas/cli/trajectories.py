@@ -163,11 +163,11 @@ def replay_trajectory(
 
     The exit status is 1 if it fails again.
     """
-    from mcore_mas.evaluation.evaluate import replay
+    from mcore_mas.evaluation.replay import replay
     from mcore_mas.reports.trajectory_terminal import print_trajectory
 
-    trajectory, trace = replay(file, config or file.resolve().parents[2] / "config.yaml")
+    trajectory, traceback = replay(file, config or file.resolve().parents[2] / "config.yaml")
     console = Console(highlight=False)
     print_trajectory(trajectory, console, {})
-    console.print(Text(escape_text("\n".join(trace))), soft_wrap=True)
+    console.print(Text(escape_text("\n".join(traceback))), soft_wrap=True)
     raise typer.Exit(1 if trajectory.error else 0)

@@ -1,1 +1,1 @@
-"""Evaluation of trained teams: scores on held-out tasks, export of models, serving."""
+"""Evaluation of trained teams: scores on held-out tasks, chats, servers, and export of models."""

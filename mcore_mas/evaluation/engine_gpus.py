@@ -1,4 +1,7 @@
-"""GPUs of the engines in an evaluation, which has no trainers and gives the engines all GPUs of the machine."""
+"""GPUs of the engines in an evaluation.
+
+An evaluation has no trainers, so that its engines get all GPUs of the machine.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -21,8 +24,8 @@ EngineGpus = Mapping[str, Sequence[Sequence[str]]]  # GPU ids of each server, by
 def assign_engine_gpus(config: RunConfig) -> dict[str, list[list[str]]]:
     """Assign all GPUs of the machine to the servers of the policies' engines.
 
-    If there are fewer GPUs than one server of each policy needs, servers share them, and each GPU has the same number
-    of servers.
+    If there are fewer GPUs than one server of each policy needs, servers share them, and each GPU
+    has the same number of servers.
 
     Returns:
         GPU ids of each server by policy; [] for a server that needs no GPU of this machine.
@@ -43,8 +46,8 @@ def assign_engine_gpus(config: RunConfig) -> dict[str, list[list[str]]]:
     largest = max(sizes, key=lambda policy: sizes[policy])
     if sizes[largest] > len(gpus):
         raise PlacementError(
-            f"an evaluation needs {sizes[largest]} GPUs for a server of {largest} (engine.tp), and there are "
-            f"{len(gpus)}; lower engine.tp"
+            f"an evaluation needs {sizes[largest]} GPUs for a server of {largest} (engine.tp), and "
+            f"there are {len(gpus)}; lower engine.tp"
         )
 
     replicas = max(1, len(gpus) // sum(sizes.values()))
@@ -57,8 +60,8 @@ def assign_engine_gpus(config: RunConfig) -> dict[str, list[list[str]]]:
 def share_gpu_memory(config: RunConfig, gpus: EngineGpus) -> RunConfig:
     """Give each server that shares a GPU with others a share of its memory.
 
-    Shares that the config gives are kept if those of every GPU add up to at most 1. Otherwise each server gets room for
-    its weights, and an equal part of what is left.
+    Shares in the config are kept if those of every GPU add up to at most 1. Otherwise each
+    server gets room for its weights, and an equal part of what is left.
 
     Raises:
         PlacementError: the engines of a GPU do not fit it.
@@ -114,8 +117,8 @@ def _equal_shares(
         if free <= 0:
             table = ", ".join(f"{policy} {engine_bytes[policy] / 1e9:.1f}" for policy in policies)
             raise PlacementError(
-                f"an evaluation has {len(policies)} engines on one GPU of {gpu_bytes / 1e9:.1f} GB, and they hold "
-                f"{table} GB; give it more GPUs, or raise engine.tp"
+                f"an evaluation has {len(policies)} engines on one GPU of {gpu_bytes / 1e9:.1f} GB, "
+                f"and they hold {table} GB; give it more GPUs, or raise engine.tp"
             )
         servers = max(1, sum(engines[policy].name == "sglang" for policy in policies))
         for policy in policies:
@@ -125,9 +128,13 @@ def _equal_shares(
 
 
 def _engine_bytes(model: str, engine: EngineConfig) -> float:
-    """Return what an engine holds on each GPU before it serves: its weights, and the KV cache of an embedded one."""
+    """Return the bytes that an engine has on each GPU before it serves.
+
+    They are its weights and, for an embedded engine, its KV cache.
+    """
     shape = read_architecture(model)
     if engine.name == "sglang":
         return engine_weight_bytes(shape, engine.tp)
     kv_cache = engine.slots * engine.max_length * kv_bytes_per_token(shape, 1)
-    return 2 * (engine_weight_bytes(shape, 1) + kv_cache)  # float32, of which those are half
+    # Both sizes are of bfloat16, and an embedded engine has float32.
+    return 2 * (engine_weight_bytes(shape, 1) + kv_cache)

@@ -122,7 +122,7 @@ async def _validate(session: TrainingSession) -> StepMetrics:
     """Play the validation tasks; return their metrics as validation/NAME."""
     async with session.memory.rollout():
         board = await session.rollouts.validate()
-    losses = board.losses()
+    losses = board.describe_losses()
     if losses:
         session.logbook.note(f"validation: {losses}")
     return {f"validation/{name}": value for name, value in board.metrics().items()}

@@ -33,45 +33,43 @@ ELSEWHERE = {  # a defect whose tests have names of their own
 }
 EVALUATION = {  # what must hold of an evaluation at the papers' scale
     "a task stays whatever becomes of a reply; a prompt that is too long is wrong": (
-        "tests/unit/evaluation/test_measure.py::test_a_prompt_that_is_too_long_is_wrong_and_its_task_stays",
+        "tests/unit/evaluation/test_measure.py::TestLongPrompts::test_a_prompt_that_is_too_long_is_wrong_and_its_task_counts",
     ),
     "or it is cut by the stated side, and counted": (
-        "tests/unit/evaluation/test_measure.py::test_a_prompt_is_cut_by_the_stated_side",
-        "tests/unit/evaluation/test_measure.py::test_what_is_cut_is_played_and_counted",
+        "tests/unit/evaluation/test_measure.py::TestLongPrompts::test_a_prompt_is_cut_at_the_stated_side",
+        "tests/unit/evaluation/test_measure.py::TestLongPrompts::test_cut_prompts_are_played_and_counted",
     ),
     "failures are retried, with their own seeds": (
-        "tests/unit/evaluation/test_measure.py::test_what_failed_is_played_again_with_the_same_seeds",
+        "tests/unit/evaluation/test_measure.py::TestFailures::test_failed_replies_are_played_again_with_their_seeds",
     ),
     "what fails every time is reported beside the score; too much of it is no score": (
-        "tests/unit/evaluation/test_measure.py::test_what_fails_every_time_is_left_out_of_its_task_and_counted_by_reason",
-        "tests/unit/evaluation/test_evaluate.py::test_too_many_failures_are_no_score_and_the_same_command_goes_on",
+        "tests/unit/evaluation/test_measure.py::TestFailures::test_replies_that_always_fail_are_left_out_of_their_task_and_counted",
+        "tests/unit/evaluation/test_evaluate.py::test_too_many_failures_give_no_score_and_the_same_command_goes_on",
     ),
     "deadlines count from when a request has a slot": (
         "tests/unit/base/test_limits.py::test_waiting_for_a_slot_is_not_late",
         "tests/unit/engines/test_sglang_engine.py::test_requests_that_wait_for_a_slot_are_not_late",
     ),
     "what is in flight is bounded": (
-        "tests/unit/evaluation/test_measure.py::test_no_more_are_under_way_than_may_be_and_none_is_late_for_having_waited",
+        "tests/unit/evaluation/test_measure.py::test_trajectories_in_flight_are_bounded_and_waiting_ones_are_not_late",
         "tests/unit/base/test_limits.py::test_calls_in_flight_are_bounded_first_come_first_served",
     ),
     "trajectories are written as they come, and an evaluation that was killed goes on to the same scores": (
         "tests/unit/evaluation/test_evaluate.py::test_a_killed_evaluation_goes_on_to_the_same_scores",
-        "tests/unit/evaluation/test_evaluate.py::test_what_another_model_said_is_not_taken_for_this_ones",
+        "tests/unit/evaluation/test_trajectory_shards.py::test_trajectories_of_another_model_are_removed",
     ),
-    "all GPUs serve": (
-        "tests/unit/evaluation/test_evaluate.py::TestPlacement::test_all_gpus_serve",
-    ),
+    "all GPUs serve": ("tests/unit/evaluation/test_engine_gpus.py::test_all_gpus_serve",),
     "a validation measures by the same rules, with evaluation's sampling": (
         "tests/unit/training/test_async_rollout.py::test_a_validation_has_the_rules_of_an_evaluation",
     ),
     "pass@k and maj@k": (
-        "tests/unit/evaluation/test_measure.py::test_pass_at_k_is_the_mean_best_of_all_draws",
-        "tests/unit/evaluation/test_measure.py::test_the_most_frequent_answer_is_worth_what_it_scored",
+        "tests/unit/evaluation/test_measure.py::TestPassAtK::test_it_is_the_mean_best_of_all_draws",
+        "tests/unit/evaluation/test_measure.py::TestVotes::test_the_most_frequent_answer_is_worth_its_score",
     ),
     "any model in any seat; one agent left out": (
         "tests/workflow/test_cross_play.py::test_each_agent_plays_the_model_of_its_seat",
-        "tests/unit/evaluation/test_evaluate.py::TestSeats::test_one_agent_of_a_shared_policy_is_left_out_alone",
-        "tests/unit/evaluation/test_evaluate.py::TestSeats::test_a_model_behind_an_api_takes_a_seat",
+        "tests/unit/evaluation/test_seats.py::test_one_agent_of_a_shared_policy_can_have_another_model",
+        "tests/unit/evaluation/test_seats.py::test_a_model_behind_an_api_can_have_a_seat",
     ),
 }
 _CHECKED = {  # part of the objective -> whose values are worked out by hand where

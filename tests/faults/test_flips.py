@@ -15,8 +15,8 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.evaluation.evaluate import seated
 from mcore_mas.evaluation.export import export
+from mcore_mas.evaluation.seats import config_with_seats
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.reports.paper_tables import TableError
 from mcore_mas.reports.tables import read_evaluation
@@ -211,7 +211,7 @@ def test_a_finished_model(tmp_path: Path, name: str) -> None:
     write_json(config.folder / "train" / "done.json", done)
 
     def read() -> Any:
-        return seated(config, "trained", {"verifier": "base"}).policies
+        return config_with_seats(config, "trained", {"verifier": "base"}).policies
 
     assert refused_or_the_same(model / name, read, FolderError) == FLIPS
     for _ in flipped(model / name, [(0, 0)]):

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.evaluation.evaluate import seated
 from mcore_mas.evaluation.export import export
 from mcore_mas.evaluation.measure import Scoreboard
+from mcore_mas.evaluation.seats import config_with_seats
 from mcore_mas.training.train import train
 from rollout.base.digests import sha256
 from rollout.engines.embedded.batching import EmbeddedEngine
@@ -301,7 +301,7 @@ def check_best(folder: Path, accuracy: list[float]) -> None:
     assert accuracy == [0.0, 1.0, 0.5]  # at the start, and after each step
     done = json.loads((folder / "done.json").read_text())
     assert (done["steps"], done["policies_of_step"]) == (2, 1)
-    config = seated(RunConfig.load(folder.parent / "config.yaml"), "trained", {})
+    config = config_with_seats(RunConfig.load(folder.parent / "config.yaml"), "trained", {})
     evaluated = {policy: Path(model) for policy, model in config.models.items()}
     assert evaluated == {policy: folder / "models" / policy for policy in ("solver", "verifier")}
     (folder / "done.json").unlink()  # from here on exports are of the newest checkpoint

@@ -17,6 +17,7 @@ import pytest
 import mcore_mas as mm
 from mcore_mas.api.references import ArgumentError
 from mcore_mas.config.run import ConfigError
+from mcore_mas.evaluation import converse as chats
 from mcore_mas.evaluation import evaluate as evaluation
 from mcore_mas.runtime.recipe import input_digests
 from mcore_mas.runtime.stop_signal import Stopped, StopSignal
@@ -375,7 +376,7 @@ class FakeTeam:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.played: list[str] = []
         self.typed: list[str | type[BaseException]] = []
-        monkeypatch.setattr(evaluation, "converse", self.converse)
+        monkeypatch.setattr(chats, "converse", self.converse)
         monkeypatch.setattr("builtins.input", self.input)
 
     def converse(self, config: object, state: str, prompts: Iterator[str]) -> Iterator[Trajectory]:

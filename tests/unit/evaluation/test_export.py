@@ -1,4 +1,4 @@
-"""What cannot be exported is refused in one line, before anything is written."""
+"""Export of a policy: refusals, adapters, and the comparison with transformers."""
 
 import json
 import shutil
@@ -10,102 +10,111 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.evaluation.export import ExportError, export
+from mcore_mas.evaluation.export import export
+from mcore_mas.evaluation.export_check import ExportError, SampledReply
 from mcore_mas.pipeline.base_model import make_tiny_model
 from rollout.models.chat_template import Renderer
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that has not been trained yet: one of its policies has an adapter, one is frozen."""
+    """Folder of a run before its training, with an adapter and a frozen policy."""
     settings = ["+policies.solver.lora={rank: 2, alpha: 4}", "+agents.verifier.loss_weight=0"]
     folder = tmp_path / "demo_math"
     folder.mkdir()
-    (folder / "config.yaml").write_text(
-        yaml.safe_dump(resolve(["experiment=demo_math", *settings]))
-    )
+    config = resolve(["experiment=demo_math", *settings])
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
 
 
+def finish_training(run: Path, model: Path) -> Path:
+    """Let a model be what the run has trained; return its folder there."""
+    trained = run / "train" / "models" / "solver"
+    shutil.copytree(model, trained)
+    (run / "train" / "done.json").write_text("{}")
+    return trained
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("policy", "adapter", "message"),
+        [
+            ("solvr", False, "no policy 'solvr'; policies: solver, verifier"),
+            ("verifier", False, "policy 'verifier' is frozen; it is "),
+            ("solver", True, "no finished model and no valid checkpoint; train it first"),
+        ],
+    )
+    def test_missing_policies_and_models_are_named(
+        self, run: Path, policy: str, adapter: bool, message: str
+    ) -> None:
+        with pytest.raises(ExportError, match=message):
+            export(run, policy, run / "out", print, adapter=adapter)
+        assert not (run / "out").exists()
+
+    def test_nothing_is_overwritten(self, run: Path) -> None:
+        message = r"demo_math: something is there already; name a folder that is empty"
+        with pytest.raises(ExportError, match=message):
+            export(run, "solver", run, print)
+
+    def test_a_policy_without_adapter_has_none_to_export(self, run: Path) -> None:
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["policies"]["solver"]["lora"] = None
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        message = r"trains all weights and has no adapter; leave out --adapter"
+        with pytest.raises(ExportError, match=message):
+            export(run, "solver", run / "out", print, adapter=True)
+
+    def test_an_export_with_other_log_probabilities_is_refused(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_tiny_model(tmp_path / "Qwen3-own")
+        finish_training(run, tmp_path / "Qwen3-own")
+        wrong_reply = SampledReply(prompt_ids=(1, 2), token_ids=(5,), logprobs=(-0.1,))
+        monkeypatch.setattr(
+            "mcore_mas.evaluation.export_check.sample_replies",
+            lambda folder, prompts: [wrong_reply],
+        )
+        message = r"log-probabilities in transformers are \S+ nats from the run's"
+        with pytest.raises(ExportError, match=message):
+            export(run, "solver", run / "out", print)
+
+
 @pytest.mark.parametrize(
-    ("policy", "adapter", "message"),
-    [
-        ("solvr", False, "no policy 'solvr'; policies: solver, verifier"),
-        ("verifier", False, "policy 'verifier' is frozen; it is "),
-        ("solver", True, "no finished model and no valid checkpoint; train it first"),
-    ],
+    ("family", "exported_type"), [("Qwen2-own", "llama"), ("Qwen3-own", "qwen3")]
 )
-def test_what_is_not_there_is_named(run: Path, policy: str, adapter: bool, message: str) -> None:
-    with pytest.raises(ExportError, match=message):
-        export(run, policy, run / "out", print, adapter=adapter)
-    assert not (run / "out").exists()
-
-
-def test_nothing_is_overwritten(run: Path) -> None:
-    with pytest.raises(
-        ExportError, match=r"demo_math: something is there already; name a folder that is empty"
-    ):
-        export(run, "solver", run, print)
-
-
-def test_a_policy_without_adapters_has_none_to_export(run: Path) -> None:
-    values = yaml.safe_load((run / "config.yaml").read_text())
-    values["policies"]["solver"]["lora"] = None
-    (run / "config.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(
-        ExportError, match=r"trains all weights and has no adapter; leave out --adapter"
-    ):
-        export(run, "solver", run / "out", print, adapter=True)
-
-
-@pytest.mark.parametrize(("family", "written"), [("Qwen2-own", "llama"), ("Qwen3-own", "qwen3")])
-def test_others_read_an_export_as_the_run_does(
-    run: Path, tmp_path: Path, family: str, written: str
+def test_transformers_reads_an_export_like_the_run(
+    run: Path, tmp_path: Path, family: str, exported_type: str
 ) -> None:
-    """transformers replaces the pre-tokeniser of any Qwen2: the demo's export answered 0 of 12 tasks."""
-    model = run / "train" / "models" / "solver"
+    """transformers replaces the pre-tokeniser of every Qwen2: one is exported as a Llama."""
     make_tiny_model(tmp_path / family)
-    shutil.copytree(tmp_path / family, model)
-    (run / "train" / "done.json").write_text("{}")
+    model = finish_training(run, tmp_path / family)
     text = "Check 384+77 step by step. <verify>approve</verify>\n\n<answer>Alice</answer>"
-    ids = Renderer(model).encode(text)
-    swapped = AutoTokenizer.from_pretrained(str(model)).encode(
-        text, add_special_tokens=False
-    ) != list(ids)
-    assert swapped is (written == "llama")
+    ids = list(Renderer(model).encode(text))
+    is_replaced = token_ids_in_transformers(model, text) != ids
+    assert is_replaced is (exported_type == "llama")
+
     notes: list[str] = []
-    export(run, "solver", run / "whole", notes.append)
+    exported = run / "out"
+    export(run, "solver", exported, notes.append)
     assert notes[0] == f"solver from {model}"
-    assert (
-        notes[-1]
-        == "checked: ids of 2 texts and log-probabilities of 16 tokens are those of transformers"
+    assert notes[-1] == (
+        "checked: ids of 2 texts and log-probabilities of 16 tokens are those of transformers"
     )
-    assert json.loads((run / "whole" / "config.json").read_text())["model_type"] == written
-    assert AutoTokenizer.from_pretrained(str(run / "whole")).encode(
-        text, add_special_tokens=False
-    ) == list(ids)
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(str(folder)).eval()
-        for folder in (model, run / "whole")
-    )
-    logits = [own(torch.tensor([ids])).logits for own in (before, after)]
-    assert torch.equal(*logits)
+    config = json.loads((exported / "config.json").read_text())
+    assert config["model_type"] == exported_type
+    assert token_ids_in_transformers(exported, text) == ids
+    assert torch.equal(logits_of(model, ids), logits_of(exported, ids))
 
 
-def test_an_export_that_others_would_read_wrongly_is_refused(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = run / "train" / "models" / "solver"
-    make_tiny_model(tmp_path / "Qwen3-own")
-    shutil.copytree(tmp_path / "Qwen3-own", model)
-    (run / "train" / "done.json").write_text("{}")
-    monkeypatch.setattr(
-        "mcore_mas.evaluation.export._answers", lambda folder, prompts: [((5,), (-0.1,))]
-    )
-    with pytest.raises(
-        ExportError, match=r"log-probabilities in transformers are \S+ nats from the run's"
-    ):
-        export(run, "solver", run / "whole", print)
+def token_ids_in_transformers(model: Path, text: str) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def logits_of(model: Path, ids: list[int]) -> torch.Tensor:
+    loaded = AutoModelForCausalLM.from_pretrained(str(model)).eval()
+    with torch.no_grad():
+        return loaded(torch.tensor([ids])).logits
 
 
 def test_an_adapter_is_copied(run: Path) -> None:
@@ -114,6 +123,7 @@ def test_an_adapter_is_copied(run: Path) -> None:
     (adapter / "adapter_config.json").write_text("{}")
     (run / "train" / "done.json").write_text("{}")
     notes: list[str] = []
-    export(run, "solver", run / "alone", notes.append, adapter=True)
+    exported = run / "adapter_only"
+    export(run, "solver", exported, notes.append, adapter=True)
     assert notes == [f"solver from {adapter}"]
-    assert [path.name for path in (run / "alone").iterdir()] == ["adapter_config.json"]
+    assert [path.name for path in exported.iterdir()] == ["adapter_config.json"]

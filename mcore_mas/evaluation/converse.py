@@ -1,0 +1,46 @@
+"""Chat with a team: it plays the tasks that a person types, one after the other."""
+
+from collections.abc import Generator, Iterable
+from dataclasses import replace
+
+from mcore_mas.config.run import RunConfig
+from mcore_mas.evaluation.running_team import running_team
+from mcore_mas.evaluation.seats import config_with_seats
+from rollout.records.trajectory import Task, Trajectory
+
+# Step in the seeds of trajectories of a chat.
+CHAT_STEP = -3
+
+
+def converse(
+    config: RunConfig, state: str, prompts: Iterable[str]
+) -> Generator[Trajectory, None, None]:
+    """Yield the team's trajectory for each prompt, without outcome and scores.
+
+    Args:
+        config: of the run.
+        state: "base" or "trained".
+        prompts: tasks; the next one is read after the trajectory of the last was yielded.
+
+    Raises:
+        FolderError: the training has not finished. This is raised before a prompt is read.
+    """
+    return _play_prompts(config_with_seats(config, state), prompts)
+
+
+def _play_prompts(config: RunConfig, prompts: Iterable[str]) -> Generator[Trajectory, None, None]:
+    with running_team(config, f"{config.folder}/chat-", CHAT_STEP) as team:
+        for number, prompt in enumerate(prompts):
+            task = Task(
+                id=f"chat-{number}",
+                prompt=prompt,
+                # Environments of questions need an answer; nobody gives this one.
+                answers=("?",),
+                env=config.env.name,
+                source="chat",
+                split="",
+            )
+            trajectory = team.runner.run(team.collector.play(task, 0))
+            # Nobody knows the right answer, so that scores would be wrong.
+            turns = tuple(replace(turn, scores={}) for turn in trajectory.turns)
+            yield replace(trajectory, outcome=None, turns=turns)

@@ -1,0 +1,52 @@
+"""Replay of a quarantined trajectory, with its recorded replies in place of an engine."""
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+
+from mcore_mas.config.run import RunConfig
+from mcore_mas.runtime.engine_factory import world
+from rollout.config.agents import build_team
+from rollout.records.trajectory import Trajectory
+from rollout.teams.collect import CollectOptions, Collector
+from rollout.teams.quarantine import Quarantined
+
+
+def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:
+    """Play the trajectory of a quarantine file again.
+
+    Args:
+        file: of a quarantined trajectory.
+        config_path: config of the run.
+
+    Returns:
+        The trajectory, and the lines of the traceback if it is quarantined again, else ().
+
+    Raises:
+        RecordError: the file is no quarantined trajectory.
+        ConfigError: the config cannot be used.
+    """
+    recorded = Quarantined.read(file)
+    config = RunConfig.load(config_path)
+    is_training_step = recorded.step >= 0
+    branching = config.trainer.branching if is_training_step else None
+    with (
+        world(config, "replay-retriever") as make_env,
+        tempfile.TemporaryDirectory() as quarantine,
+    ):
+        collector = Collector(
+            team=recorded.team(build_team(config.agents, {})),
+            make_env=make_env,
+            orchestra=config.orchestra.call,
+            seed=recorded.seed,
+            step=recorded.step,
+            options=CollectOptions(
+                tree=branching, quarantine=Path(quarantine), env=config.env.name
+            ),
+        )
+        trajectory = asyncio.run(collector.play(recorded.task, recorded.sample))
+        traceback: list[str] = []
+        for path in Path(quarantine).glob("*.json"):
+            traceback += json.loads(path.read_text())["traceback"]
+    return trajectory, tuple(traceback)

@@ -1,0 +1,153 @@
+"""Seats of an evaluation: which model plays each agent of a team (cross-play)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from mcore_mas.config.policy import PolicyConfig
+from mcore_mas.config.run import STATES, ConfigError, RunConfig
+from rollout.base.digests import check_tree
+from rollout.base.json_files import read_record
+from rollout.base.ownership import FolderError
+from rollout.base.text import nearest_hint
+
+
+@dataclass(frozen=True, slots=True)
+class _SeatedPolicy:
+    """Policy that plays an agent; a name with a prefix tells it from the policies of the run."""
+
+    name: str
+    config: PolicyConfig
+
+
+def config_with_seats(
+    config: RunConfig, state: str, seats: Mapping[str, Any] = MappingProxyType({})
+) -> RunConfig:
+    """Return a run in which each agent plays the model that an evaluation gives it.
+
+    Args:
+        config: of the run.
+        state: "base" or "trained" for agents without a seat; any other name is that of a table
+            cell, and means "trained".
+        seats: by agent, one of
+
+            - "base" or "trained";
+            - the name of another run, for the model that trained its agent of the same name;
+            - "run/agent", for the model that trained this agent;
+            - {"model": folder}, or {"remote": {...}} with the settings of a remote model.
+
+    Raises:
+        ConfigError: there is no such agent or run, a seat is none of these, or there is no such
+            state and no seat.
+        FolderError: a run has not finished its training.
+    """
+    if not seats and state not in STATES:
+        raise ConfigError(
+            f"state '{state}' of {config.run}: expected {' or '.join(STATES)}"
+            f"{nearest_hint(state, STATES)}"
+        )
+    unknown = seats.keys() - config.agents.keys()
+    if unknown:
+        raise ConfigError(
+            f"seat of '{min(unknown)}', who is not in the team; agents: {', '.join(config.agents)}"
+        )
+
+    default = state if state in STATES else "trained"
+    agents = {}
+    policies = {}
+    for name, agent in config.agents.items():
+        seat = seats.get(name, default)
+        seated = _seated_policy(config, name, seat, default)
+        policies[seated.name] = seated.config
+        agents[name] = agent.model_copy(update={"policy": seated.name})
+    return config.model_copy(update={"agents": agents, "policies": policies})
+
+
+def parse_seats(state: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Parse the seats of a command line, each written as AGENT=WHO.
+
+    Args:
+        state: name of the evaluation.
+        texts: seats, whose WHO is YAML.
+
+    Raises:
+        ConfigError: a seat is not of this form, or `state` is "base" or "trained" with seats, or
+            another name without.
+    """
+    seats: dict[str, str] = {}
+    for text in texts:
+        agent, _, who = text.partition("=")
+        seats[agent] = who
+    if not all(seats.values()):
+        raise ConfigError(
+            f"--seat {' '.join(texts)}: expected AGENT=WHO, for example verifier=base"
+        )
+    if bool(seats) == (state in STATES):
+        raise ConfigError(
+            f"--state {state} with {len(seats)} seats; expected base or trained without seats, or "
+            "another name with --seat"
+        )
+    try:
+        return {agent: yaml.safe_load(who) for agent, who in seats.items()}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--seat: not YAML ({' '.join(str(error).split())})") from error
+
+
+def _seated_policy(config: RunConfig, agent: str, seat: Any, default: str) -> _SeatedPolicy:
+    """Return the policy that plays an agent.
+
+    Args:
+        config: of the run.
+        agent: name of the agent.
+        seat: as in `config_with_seats`.
+        default: seat of all agents that have none.
+    """
+    policy = config.agents[agent].policy
+    if seat in STATES:
+        name = policy if seat == default else f"{seat}.{policy}"
+        if seat == "trained":
+            return _SeatedPolicy(name, _trained_policy(config, policy))
+        return _SeatedPolicy(name, config.policies[policy])
+
+    if isinstance(seat, str):
+        run, _, other_agent = seat.partition("/")
+        other_agent = other_agent or agent
+        other = RunConfig.load(config.results / run / "config.yaml")
+        if other_agent not in other.agents:
+            raise ConfigError(f"seat of '{agent}': run '{run}' has no agent '{other_agent}'")
+        other_policy = other.agents[other_agent].policy
+        return _SeatedPolicy(f"{run}.{other_policy}", _trained_policy(other, other_policy))
+
+    try:
+        policy_config = PolicyConfig.model_validate(seat)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(
+            f"seat of '{agent}': {message}; expected base, trained, a run, run/agent, "
+            "{model: folder} or {remote: ...}"
+        ) from error
+    return _SeatedPolicy(f"seat.{agent}.{policy}", policy_config)
+
+
+def _trained_policy(config: RunConfig, policy: str) -> PolicyConfig:
+    """Return a policy with the model that training wrote; a frozen policy as it is.
+
+    Raises:
+        FolderError: the training has not finished, or a file is not as training wrote it.
+    """
+    done_file = config.folder / "train" / "done.json"
+    if not done_file.is_file():
+        raise FolderError(
+            f"{done_file}: no such file; train first (`mcore-mas train {config.folder}`)"
+        )
+    done = read_record(done_file, "policies")
+    model = done["policies"].get(policy)
+    if model is None:
+        return config.policies[policy]
+    check_tree(Path(model), done.get("sha256", {}).get(policy, {}))
+    return config.policies[policy].model_copy(update={"model": model})
