@@ -171,11 +171,11 @@ def encode_shard(
             if now - reported > PROGRESS_S or done == len(rows):
                 reported = now
                 rate = (done - encoded_earlier) / max(now - began, 1e-9)
-                minutes_left = (len(rows) - done) / max(rate, 1e-9) / 60
+                remaining_minutes = (len(rows) - done) / max(rate, 1e-9) / 60
                 earlier = f" ({encoded_earlier} of an earlier attempt)" if encoded_earlier else ""
                 print(
                     f"shard {number} of {shards}: {done} of {len(rows)} passages{earlier}, "
-                    f"{rate:.0f} a second, {minutes_left:.0f} minutes left",
+                    f"{rate:.0f} a second, {remaining_minutes:.0f} minutes left",
                     flush=True,
                 )
         os.fsync(file.fileno())

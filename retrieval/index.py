@@ -95,9 +95,9 @@ class Index:
         manifest = read_manifest(index_dir)
         if encoder is not None and manifest.encoder is not None:
             for field in fields(EncoderIdentity):
-                given = getattr(encoder, field.name)
-                built = getattr(manifest.encoder, field.name)
-                check_equal(f"encoder given for {index_dir}", field.name, given, built)
+                value = getattr(encoder, field.name)
+                expected = getattr(manifest.encoder, field.name)
+                check_equal(f"encoder given for {index_dir}", field.name, value, expected)
 
         corpus = Corpus((index_dir / manifest.corpus).resolve())
         corpus_sha256 = cached_sha256(corpus.path, reread=verify)

@@ -41,7 +41,7 @@ def pages() -> dict[Path, str]:
     made = {
         title: (
             place,
-            {name: (registry.model(name), registry.find(name)) for name in registry.known},
+            {name: (registry.model(name), registry.find(name)) for name in registry.registered},
         )
         for title, (place, registry) in _REGISTRIES.items()
     }

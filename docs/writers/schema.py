@@ -50,12 +50,12 @@ def run_schema() -> EditorSchema:
     for choice in _CHOICES:
         options = {
             name: _hoisted(sections, json_schema(choice.registry.model(name)))
-            for name in choice.registry.known
+            for name in choice.registry.registered
         }
-        _choose(sections[choice.__name__], "name", options, own=choice.registry.own)
+        _choose(sections[choice.__name__], "name", options, own=choice.registry.importable)
     penalties = {
         name: _hoisted(sections, json_schema(PENALTY_REGISTRY.model(name)))
-        for name in PENALTY_REGISTRY.known
+        for name in PENALTY_REGISTRY.registered
     }
     sections["RewardConfig"]["properties"]["penalties"] = {
         "type": "object",

@@ -131,7 +131,7 @@ def read_settings(arguments: Mapping[str, Any], tasks_per_step: int) -> Settings
 
 
 def _expected_setting(key: str) -> str:
-    """Return how a key of a nested section is written, or else the settings that there are."""
+    """Describe how to write a key of a nested section, or else list all settings."""
     value = f'{{"{key}": ...}}'
     spellings = []
     for name, section in RunConfig.model_fields.items():
@@ -145,12 +145,12 @@ def _expected_setting(key: str) -> str:
     if spellings:
         return f"write {' or '.join(spellings)}"
 
-    known = [
+    settings = [
         *RunConfig.model_fields,
         *TrainerConfig.model_fields,
         *PolicyConfig.model_fields,
     ]
-    return f"expected one of {', '.join(known)}{nearest_hint(key, known)}"
+    return f"expected one of {', '.join(settings)}{nearest_hint(key, settings)}"
 
 
 def plain_values(value: Any) -> Any:

@@ -105,7 +105,7 @@ class Run:
         if isinstance(agents, str):
             overrides.append(f"team={agents}")
 
-        self._values = resolve(overrides, own=plain_values(merged(sections, chosen.sections)))
+        self._values = resolve(overrides, sections=plain_values(merged(sections, chosen.sections)))
         default_env = self._values["env"]["name"]
         self._tasks = {
             split_name: [replace(task, env=task.env or default_env) for task in split_tasks_]
@@ -330,7 +330,7 @@ def _check_run(config: RunConfig, train: Sequence[Task] | None) -> None:
 
     if train:
         try:
-            config.env.check_made(train[0])
+            config.env.check_task(train[0])
         except ValueError as error:
             raise ArgumentError(str(error)) from error
 

@@ -47,9 +47,9 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
             "tenth for the test"
         )
 
-    held_out = [split for split in ("test", "validation") if split not in items]
+    missing_splits = [split for split in ("test", "validation") if split not in items]
     size = max(1, len(train) // _HELD_OUT)
-    for split in held_out:
+    for split in missing_splits:
         items[split] = train[-size:]
         train = train[:-size]
     items["train"] = train
@@ -58,19 +58,19 @@ def split_tasks(tasks: Any) -> dict[str, list[Task]]:
         split: [_to_task(item, split, number) for number, item in enumerate(items[split])]
         for split in SPLITS
     }
-    _check_held_out(result, held_out)
+    _check_disjoint(result, missing_splits)
     return result
 
 
 def _items_by_split(tasks: Any) -> dict[str, list[Any]]:
-    """Return the items of each split that is given, reading those that are named."""
-    given = dict(tasks) if isinstance(tasks, Mapping) else {"train": tasks}
-    if "train" not in given or not given.keys() <= set(SPLITS):
+    """Return the items of each split of `tasks`; files and named data sets are read."""
+    parts = dict(tasks) if isinstance(tasks, Mapping) else {"train": tasks}
+    if "train" not in parts or not parts.keys() <= set(SPLITS):
         raise ArgumentError(
-            f"tasks has keys {', '.join(map(str, given))}; expected {', '.join(SPLITS)}"
+            f"tasks has keys {', '.join(map(str, parts))}; expected {', '.join(SPLITS)}"
         )
     items: dict[str, list[Any]] = {}
-    for split, part in given.items():
+    for split, part in parts.items():
         if isinstance(part, str | Path):
             items[split] = list(load_tasks(part, split=split))
         elif isinstance(part, Iterable):
@@ -83,10 +83,10 @@ def _items_by_split(tasks: Any) -> dict[str, list[Any]]:
     return items
 
 
-def _check_held_out(tasks: Mapping[str, Sequence[Task]], held_out: Sequence[str]) -> None:
-    """Refuse a task that comes twice, once in train and once in what was held out of it."""
+def _check_disjoint(tasks: Mapping[str, Sequence[Task]], missing_splits: Sequence[str]) -> None:
+    """Raise ArgumentError if a task occurs twice, in train and in a split that was taken from train."""
     trained = {(task.prompt, task.answers) for task in tasks["train"]}
-    for split in held_out:
+    for split in missing_splits:
         for task in tasks[split]:
             if (task.prompt, task.answers) in trained:
                 raise ArgumentError(

@@ -52,7 +52,7 @@ def resolve(
     overrides: Sequence[str],
     folder: Path | None = None,
     scale: str = "paper",
-    own: Mapping[str, Any] | None = None,
+    sections: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Compose a config from the shipped configs, those of a user's folder, and Hydra overrides, and check it.
 
@@ -60,7 +60,7 @@ def resolve(
         overrides: in Hydra's grammar, such as `experiment=demo_math` and `trainer.steps=3`.
         folder: the user's own configs; they replace shipped ones of the same name.
         scale: "paper", or "tiny" as `mcore_mas.config.scale` makes it.
-        own: sections that are merged into the composed ones, key by key.
+        sections: merged into the composed sections, key by key.
 
     Returns:
         The plain values of all sections.
@@ -70,12 +70,13 @@ def resolve(
     """
     folders = (CONFIGS,) if folder is None else (folder.resolve(), CONFIGS)
     origin = f"configs/ with {' '.join(overrides) or 'no overrides'}"
-    if own:
-        origin = f"run '{own['run']}'"
+    if sections:
+        origin = f"run '{sections['run']}'"
     try:
         parsed = [_parse(override) for override in overrides]
         values = _compose(parsed, folders)
-        values = _merge_sections(values, own or {})
+        if sections:
+            values = _merge_sections(values, sections)
         values = assign_policies(values)
         values = use_downloads(values)
         values = at_scale(values, scale)
@@ -195,13 +196,13 @@ def _apply(override: Override, config: DictConfig) -> None:
     del section[name]
 
 
-def _merge_sections(values: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_sections(values: dict[str, Any], sections: Mapping[str, Any]) -> dict[str, Any]:
     """Merge sections into the composed ones; a section that names another choice drops the options of the old one."""
     composed = dict(values)
-    for key, section in own.items():
+    for key, section in sections.items():
         before = composed.get(key)
         if not isinstance(before, dict) or not isinstance(section, Mapping):
             continue
         if section.get("name", before.get("name")) != before.get("name"):
             composed[key] = {name: value for name, value in before.items() if name != "options"}
-    return merged(composed, own)
+    return merged(composed, sections)

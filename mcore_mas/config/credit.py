@@ -19,7 +19,7 @@ from rollout.config.choice import Choice
 class AdvantageConfig(Choice):
     """The estimator that turns rewards into advantages."""
 
-    registry = Registry(kind="advantage", known=ESTIMATORS, takes=("turns",))
+    registry = Registry(kind="advantage", registered=ESTIMATORS, takes=("turns",))
 
     # Turns per task and agent that train; further ones are dropped, missing ones repeated (M-GRPO).
     align: int | None = Field(None, ge=1)
@@ -37,7 +37,7 @@ class CreditedAgentConfig(AgentConfig):
 class FilterConfig(Choice):
     """The rule that selects the turns that train."""
 
-    registry = Registry(kind="filter", known=FILTERS, takes=("turns",))
+    registry = Registry(kind="filter", registered=FILTERS, takes=("turns",))
 
     # Further batches of tasks that a step may collect to replace filtered turns.
     resample: int = Field(0, ge=0)
@@ -68,7 +68,10 @@ class CorrectionConfig(Choice):
     """Weights of tokens against the mismatch between the sampling and the training policy."""
 
     registry = Registry(
-        kind="correction", known=CORRECTIONS, takes=("log_ratio", "sequences"), own=False
+        kind="correction",
+        registered=CORRECTIONS,
+        takes=("log_ratio", "sequences"),
+        importable=False,
     )
 
     name: str = "none"
@@ -77,7 +80,7 @@ class CorrectionConfig(Choice):
 class LossConfig(Choice):
     """The objective of an update."""
 
-    registry = Registry(kind="loss", known=LOSSES, takes=("tokens", "old"), own=False)
+    registry = Registry(kind="loss", registered=LOSSES, takes=("tokens", "old"), importable=False)
 
     aggregation: AggregationName = "token_mean"
     # Length in tokens, for aggregations that divide by a constant length.

@@ -240,16 +240,16 @@ def for_policy(config: RunConfig, policy: str) -> RunConfig:
     Raises:
         ValueError: the settings do not go with the run's.
     """
-    own = config.policies[policy].own
+    policy_sections = config.policies[policy].own
     sections: dict[str, Section] = {
         "engine": config.engine,
         "loss": config.loss,
         "trainer": config.trainer,
     }
     for name, section in sections.items():
-        if not getattr(own, name):
+        if not getattr(policy_sections, name):
             continue
-        values = own.merged_into(name, section)
+        values = policy_sections.merged_into(name, section)
         try:
             json = to_json(values, inf_nan_mode="constants")
             sections[name] = type(section).model_validate_json(json, strict=True)
@@ -262,7 +262,9 @@ def for_policy(config: RunConfig, policy: str) -> RunConfig:
     tokens = policy_config.trainer.microbatch_tokens
     length = policy_config.engine.max_length
     if tokens < length:
-        key = f"policies.{policy}.own: " if own.engine or own.trainer else ""
+        key = (
+            f"policies.{policy}.own: " if policy_sections.engine or policy_sections.trainer else ""
+        )
         raise ValueError(
             f"{key}trainer.microbatch_tokens {tokens} has no room for one sequence of engine.max_length {length}; "
             f"use microbatch_tokens: {length}, or max_length: {tokens}"

@@ -178,7 +178,7 @@ def _tasks(suite: Suite, config: RunConfig) -> Iterator[str]:
             train = len(tasks["train"]) if own else train
             check_envs(task for split in tasks.values() for task in split)
             for task in tasks["train"][:1]:
-                config.env.check_made(task)
+                config.env.check_task(task)
         except (RecordError, UnknownName, ValueError) as error:
             if own or not isinstance(error, RecordError):  # a file of theirs may be made later
                 yield f"data: {error}"

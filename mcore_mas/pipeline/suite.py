@@ -278,7 +278,7 @@ def _composed(
 
     def compose() -> dict[str, Any]:
         try:
-            values = resolve(settings, configs, scale, own={"run": run})
+            values = resolve(settings, configs, scale, sections={"run": run})
             gpus = values["cluster"]["gpus"]
             if scale != "paper" or gpus is None:
                 return values

@@ -184,7 +184,7 @@ class _TrainingRun:
                             ) from lost
                         logbook.note(
                             f"{lost}; trainers start again from the newest checkpoint, "
-                            f"{restarts.left} restarts left"
+                            f"{restarts.remaining} restarts left"
                         )
                         await self.workers.recover(lost, logbook.note)
                 is_restarted = True

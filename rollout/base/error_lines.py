@@ -1,4 +1,4 @@
-"""One line about values that pydantic refused: the key, pydantic's message and the value."""
+"""Formatter of pydantic's validation errors: one line with the key, pydantic's message and the value."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from rollout.base.text import nearest_hint
 
 _SHOWN_CHARS = 120  # of a value
-# pydantic's names of errors
+# Types of errors, as pydantic names them.
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 _WITHOUT_VALUE = ("value_error", "missing", "unknown_key", *_UNKNOWN_KEY)
 
@@ -25,7 +25,7 @@ def error_line(
         prefix: the dotted key of `values` in the whole config.
     """
     messages: dict[str, str] = {}  # by dotted key
-    given: dict[str, str] = {}
+    value_texts: dict[str, str] = {}
     for details in error.errors(include_url=False):
         keys = _keys(details, values)
         key = ".".join(map(str, [prefix, *keys] if prefix else keys))
@@ -34,26 +34,29 @@ def error_line(
             messages[key] = message
         elif message not in messages[key]:  # the alternatives of a union
             messages[key] += f", or {message[:1].lower()}{message[1:]}"
-        given[key] = _value_text(details)
+        value_texts[key] = _value_text(details)
     return "; ".join(
-        f"{key}: {message}{given[key]}" if key else f"{message}{given[key]}"
+        f"{key}: {message}{value_texts[key]}" if key else f"{message}{value_texts[key]}"
         for key, message in messages.items()
     )
 
 
 def error_below(
-    error: ValidationError, model: type[BaseModel], place: tuple[int | str, ...]
+    error: ValidationError, model: type[BaseModel], location: tuple[int | str, ...]
 ) -> ValidationError:
     """Return the error of a model for a part of a config, with the keys of the part before its locations."""
     details = []
     for line in error.errors(include_url=False):
-        kind, message = line["type"], line["msg"]
-        if kind in _UNKNOWN_KEY:  # only here the model is known
-            kind, message = "unknown_key", _unknown_key(model, line["loc"])
+        kind: str = line["type"]
+        message = line["msg"]
+        if kind in _UNKNOWN_KEY:
+            # The caller formats the error without this model, so the nearest keys are added here.
+            kind = "unknown_key"
+            message = _unknown_key(model, line["loc"])
         details.append(
             InitErrorDetails(
                 type=PydanticCustomError(kind, "{message}", {"message": message}),
-                loc=(*place, *line["loc"]),
+                loc=(*location, *line["loc"]),
                 input=line["input"],
             )
         )
@@ -87,14 +90,14 @@ def _message(details: ErrorDetails, model: type[BaseModel], keys: Sequence[int |
 
 def _unknown_key(model: type[BaseModel], keys: Sequence[int | str]) -> str:
     *parents, name = map(str, keys)
-    known = _known_keys(model, parents)
-    elsewhere = list(_keys_named(name, model))
-    near = nearest_hint(name, known)
-    if near:
-        return f"unknown key{near}"
-    if elsewhere:
-        return f"unknown key; write {' or '.join(elsewhere)}"
-    return f"unknown key; known here: {', '.join(known)}" if known else "unknown key"
+    section_keys = _section_keys(model, parents)
+    nearest = nearest_hint(name, section_keys)
+    if nearest:
+        return f"unknown key{nearest}"
+    keys_elsewhere = list(_keys_named(name, model))
+    if keys_elsewhere:
+        return f"unknown key; write {' or '.join(keys_elsewhere)}"
+    return f"unknown key; known here: {', '.join(section_keys)}" if section_keys else "unknown key"
 
 
 def _value_text(details: ErrorDetails) -> str:
@@ -105,14 +108,14 @@ def _value_text(details: ErrorDetails) -> str:
     return f" (got {text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + '…'})"
 
 
-def _known_keys(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
-    """Return the keys of the section at `keys`; none below a field without one, such as `options`."""
+def _section_keys(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
+    """Return the keys of the section at `keys`; empty below a field that is no section, such as `options`."""
     fields = _field_types(model)
     for key in keys:
         if key in fields:
             section = next(_sections_in(fields[key]), None)
             fields = {} if section is None else _field_types(section)
-        # any other key is the name of an agent or a policy, or an index
+        # Any other key is an index, or the name of an agent or a policy.
     return list(fields)
 
 

@@ -1,4 +1,7 @@
-"""Failpoints: named places at which a test kills, stops, slows or fails this process. By default they do nothing."""
+"""Failpoints: named points in the code at which a test kills, stops, slows or fails this process.
+
+By default they do nothing.
+"""
 
 import errno
 import os
@@ -8,21 +11,23 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-# environment variable: `PLACE=ACTION` or `PLACE=ACTION@N`, several separated by `;`, or `@FILE` with such a text
+# Environment variable: `POINT=ACTION` or `POINT=ACTION@N`, several separated by `;`, or `@FILE` with
+# such a text.
 FAILPOINTS = "MCORE_MAS_FAILPOINTS"
 
 _passes: Counter[str] = Counter()  # of this process, by order
 
 
-def failpoint(place: str) -> None:
-    """Run the action that the variable `FAILPOINTS` orders at `place`.
+def failpoint(point: str) -> None:
+    """Run the action that the environment variable `FAILPOINTS` orders at this point.
 
-    A place in an order may have wildcards. With `@N` the action runs at the N-th pass of this process only. Actions:
+    The name of the point in an order may have wildcards. With `@N` the action runs only at the N-th
+    pass of this process. Actions:
 
     - `kill`, `stop`: send SIGKILL or SIGSTOP to this process;
     - `full`: fail as on a full disk;
     - `sleep:SECONDS`: wait;
-    - `list:FILE`: append the place to a file.
+    - `list:FILE`: append the name of the point to a file.
 
     Raises:
         OSError: ENOSPC, as ordered.
@@ -36,28 +41,28 @@ def failpoint(place: str) -> None:
 
     for order in orders.split(";"):
         pattern, _, action = order.partition("=")
-        if not order or not fnmatchcase(place, pattern):
+        if not order or not fnmatchcase(point, pattern):
             continue
         action, _, number = action.partition("@")
         _passes[order] += 1
         if not number or _passes[order] == int(number):
             name, _, argument = action.partition(":")
-            _run_action(place, name, argument)
+            _run_action(point, name, argument)
 
 
-def _run_action(place: str, action: str, argument: str) -> None:
+def _run_action(point: str, action: str, argument: str) -> None:
     match action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "full":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), point)
         case "sleep":
             time.sleep(float(argument))
         case "list":
             with Path(argument).open("a", encoding="utf-8") as file:
-                file.write(f"{place}\n")
+                file.write(f"{point}\n")
         case _:
             raise ValueError(
                 f"{FAILPOINTS}: unknown action {action!r}; known: kill, stop, full, sleep, list"

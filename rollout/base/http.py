@@ -278,8 +278,8 @@ async def retry(
 
     def pause_s(state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
-        asked_s = error.retry_after_s if isinstance(error, Unanswered) else 0.0
-        return max(backoff(state), asked_s)
+        requested_s = error.retry_after_s if isinstance(error, Unanswered) else 0.0
+        return max(backoff(state), requested_s)
 
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(Unanswered),

@@ -1,4 +1,4 @@
-"""Look-up of what a config names: registered names, names of installed packages, and import paths."""
+"""Look-up of names in a config: registered names, names of installed packages, and import paths."""
 
 import importlib
 from collections.abc import Mapping
@@ -19,22 +19,23 @@ class UnknownName(ValueError):
     """A name in a config is neither registered nor an import path that can be imported."""
 
 
-def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -> _T:
-    """Return what a name stands for.
+def lookup(kind: str, name: str, registered: Mapping[str, _T], *, importable: bool = True) -> _T:
+    """Return the object with a name.
 
-    The name is a key of `known`, an entry point of an installed package in the group `mcore_mas.KIND` (with underscores
-    for spaces), or an import path "package.module:attribute".
+    The name is a key of `registered`, an entry point of an installed package in the group
+    `mcore_mas.KIND` (with underscores for spaces), or an import path "package.module:attribute".
 
     Args:
-        kind: what is looked up, as errors name it, such as "env".
-        own: False if only names in `known` are allowed.
+        kind: kind of the object, as errors name it, such as "env".
+        registered: objects by name.
+        importable: False if only the names in `registered` are allowed.
 
     Raises:
         UnknownName: the name is not known, or its import path cannot be imported.
     """
-    if name in known:
-        return known[name]
-    if own and name in LOCAL_OBJECTS:
+    if name in registered:
+        return registered[name]
+    if importable and name in LOCAL_OBJECTS:
         return LOCAL_OBJECTS[name]  # type: ignore[no-any-return]
     if name.startswith("here:"):
         raise UnknownName(
@@ -42,25 +43,26 @@ def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -
             "run.chat(), or have the script import the object from a module of its own"
         )
     path = name
-    if own and ":" not in name:
-        offers = [entry.value for entry in entry_points_of(kind) if entry.name == name]
-        path = offers[0] if offers else name
-    if not own or ":" not in path:
-        or_path = " (or package.module:attribute)" if own else ""
+    if importable and ":" not in name:
+        paths = [entry.value for entry in entry_points_of(kind) if entry.name == name]
+        path = paths[0] if paths else name
+    if not importable or ":" not in path:
+        names = ", ".join(sorted(registered))
+        or_path = " (or package.module:attribute)" if importable else ""
         raise UnknownName(
-            f"unknown {kind} '{name}'{nearest_hint(name, known)}; known: {', '.join(sorted(known))}{or_path}"
+            f"unknown {kind} '{name}'{nearest_hint(name, registered)}; known: {names}{or_path}"
         )
     return _import(kind, path)  # type: ignore[no-any-return]
 
 
 def lookup_import(kind: str, name: str, paths: Mapping[str, str]) -> Any:
-    """Import what a table of import paths has under a name, or return what `lookup` finds elsewhere.
+    """Return the object with a name, where the registered objects are import paths.
 
     Raises:
         UnknownName: as `lookup`.
     """
-    found: Any = lookup(kind, name, paths)
-    return _import(kind, found) if isinstance(found, str) else found
+    target: Any = lookup(kind, name, paths)
+    return _import(kind, target) if isinstance(target, str) else target
 
 
 @cache

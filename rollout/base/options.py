@@ -1,4 +1,4 @@
-"""Typed options of what a config chooses by name: pydantic models that are made from signatures.
+"""Typed options of objects that a config chooses by name: pydantic models made from signatures.
 
 An option is a keyword-only parameter. Its annotation is its type with bounds (`Annotated[int,
 Field(ge=1)]`, `Literal`, `| None`), its default is its default, and its entry under `Args:` in the
@@ -34,14 +34,14 @@ from rollout.base.text import nearest_hint
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Registry:
-    """A kind of object that a config chooses by name: how such an object is called, and which options it has."""
+    """Registry of one kind of object that a config chooses by name."""
 
     kind: str  # as errors name it, such as "env"
-    known: Mapping[str, Callable[..., Any]]
-    takes: tuple[str, ...]  # positional arguments
+    registered: Mapping[str, Callable[..., Any]]
+    takes: tuple[str, ...]  # positional arguments of the objects
     supplied: frozenset[str] = frozenset()  # keyword arguments that a run passes itself
     coroutine: bool = False  # True if the objects are async functions
-    own: bool = True  # True if an import path may stand for a name
+    importable: bool = True  # True if a name may be an import path
 
     def find(self, name: str) -> Callable[..., Any]:
         """Return the object with this name or import path.
@@ -50,8 +50,8 @@ class Registry:
             UnknownName: the name is unknown, or its import path cannot be imported.
             OptionsError: an object of the user's cannot be called as its kind is.
         """
-        target = lookup(self.kind, name, self.known, own=self.own)
-        if name not in self.known:
+        target = lookup(self.kind, name, self.registered, importable=self.importable)
+        if name not in self.registered:
             check_call(f"{self.kind} '{name}'", target, self.takes, coroutine=self.coroutine)
         return target
 
@@ -68,18 +68,20 @@ class Registry:
             raise OptionsError(f"{self.kind} '{name}': {error}") from error
 
     def arguments(
-        self, name: str, options: Mapping[str, Any], *, place: tuple[int | str, ...] = ()
+        self, name: str, options: Mapping[str, Any], *, location: tuple[int | str, ...] = ()
     ) -> dict[str, Any]:
         """Validate options and return them as keyword arguments; options that are not given are left out.
 
         Args:
-            place: keys before the options in the locations of validation errors.
+            location: keys of the options in the config, for the locations of validation errors.
 
         Raises:
             UnknownName, OptionsError: as `model`; or an option is unknown or missing.
             ValidationError: a value has another type or is out of bounds.
         """
-        return validate_options(f"{self.kind} '{name}'", self.model(name), options, place=place)
+        return validate_options(
+            f"{self.kind} '{name}'", self.model(name), options, location=location
+        )
 
     def needs(self, name: str) -> frozenset[str]:
         """Return the keyword arguments among `supplied` that the object cannot do without."""
@@ -110,7 +112,7 @@ def options_model(
             fields[parameter.name] = (_annotation(target, parameter), _default(parameter))
     try:
         with warnings.catch_warnings():
-            # pydantic warns of an option with the name of one of BaseModel's methods
+            # pydantic warns about an option with the name of a method of BaseModel.
             warnings.simplefilter("ignore", UserWarning)
             model: type[BaseModel] = pydantic.create_model(
                 "Options",
@@ -120,9 +122,9 @@ def options_model(
     except (pydantic.PydanticUserError, NameError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         raise OptionsError(f"its options cannot be typed: {message}") from error
-    lost = fields.keys() - model.model_fields.keys()
-    if lost:
-        raise OptionsError(f"'{min(lost)}' cannot be the name of an option; rename it")
+    ignored = fields.keys() - model.model_fields.keys()
+    if ignored:
+        raise OptionsError(f"'{min(ignored)}' cannot be the name of an option; rename it")
     return model
 
 
@@ -131,13 +133,13 @@ def validate_options(
     model: type[BaseModel],
     options: Mapping[str, Any],
     *,
-    place: tuple[int | str, ...] = (),
+    location: tuple[int | str, ...] = (),
 ) -> dict[str, Any]:
     """Validate options and return them in the types of a model; options that are not given are left out.
 
     Args:
-        owner: what has the options, as errors name it.
-        place: keys before the options in the locations of validation errors.
+        owner: object with the options, as errors name it.
+        location: keys of the options in the config, for the locations of validation errors.
 
     Raises:
         OptionsError: an option is unknown or missing, or not a plain value.
@@ -145,25 +147,26 @@ def validate_options(
     """
     for name in options:
         if name not in model.model_fields:
-            known = ", ".join(model.model_fields) or "none"
-            near = nearest_hint(name, model.model_fields)
-            raise OptionsError(f"{owner} has no option '{name}'; its options: {known}{near}")
+            names = ", ".join(model.model_fields) or "none"
+            nearest = nearest_hint(name, model.model_fields)
+            raise OptionsError(f"{owner} has no option '{name}'; its options: {names}{nearest}")
     for name, field in model.model_fields.items():
         if field.is_required() and name not in options:
             raise OptionsError(f"{owner} needs option '{name}'")
+    # Defaults are validated too, because those of a user's function may be wrong.
     plain_defaults = {
         name: field.default
         for name, field in model.model_fields.items()
-        if isinstance(field.default, int | float | str)  # checked too, as a user's may be wrong
+        if isinstance(field.default, int | float | str)
     }
     try:
-        # in strict mode a list is accepted for a tuple only if it comes from JSON
+        # In strict mode, pydantic accepts a list for a tuple only from JSON.
         json = to_json({**plain_defaults, **options}, inf_nan_mode="constants")
         values = model.model_validate_json(json)
     except PydanticSerializationError as error:
         raise OptionsError(f"{owner}: an option is not a plain value ({error})") from error
     except ValidationError as error:
-        raise error_below(error, model, place) from None
+        raise error_below(error, model, location) from None
     return {name: getattr(values, name) for name in options}
 
 
@@ -186,7 +189,7 @@ def option_descriptions(target: Callable[..., Any]) -> dict[str, str]:
 
 
 def json_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON schema of a model; a type that JSON does not have may be anything."""
+    """Return the JSON schema of a model; for a type that JSON lacks, any value is valid."""
     return model.model_json_schema(schema_generator=_AnythingForUnknownTypes)
 
 
@@ -214,7 +217,7 @@ def _annotation(target: Callable[..., Any], parameter: inspect.Parameter) -> Any
         plain = type(parameter.default)
         return plain if plain in (bool, int, float, str) else Any
 
-    # an annotation that is text is evaluated where it was written
+    # A string annotation is evaluated in the module that contains it.
     scope = getattr(called_function(target), "__globals__", {})
     if dataclasses.is_dataclass(target) and isinstance(target, type):
         for owner in target.__mro__:

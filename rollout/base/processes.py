@@ -1,4 +1,4 @@
-"""Child processes that do not outlive their parent; and how often one that is lost may be started again."""
+"""Child processes that do not outlive their parent, limits on restarts, and output to the terminal."""
 
 import asyncio
 import ctypes
@@ -23,14 +23,18 @@ from rollout.base.async_tasks import cancel_tasks
 from rollout.base.text import escape_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_HELD_S = 1.0  # for which a pipe is read that a process outside the command's group holds open when it has ended
+# Time for which the output of a finished command is read, if a process outside its group keeps the
+# pipe open.
+_OPEN_PIPE_S = 1.0
 
 
 def die_with_parent(number: int = signal.SIGTERM, parent: int = 0) -> None:
-    """Have the kernel send this process the signal `number` when the thread that started it ends, however it ends.
+    """Make the kernel send a signal to this process when the thread that started it ends, for any reason.
 
     Args:
-        parent: the pid that the parent had; if it has ended already, this process does so too. 0: not known.
+        number: the signal.
+        parent: process id of the parent; this process exits if the parent has ended already. 0 skips
+            that check.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
@@ -38,16 +42,17 @@ def die_with_parent(number: int = signal.SIGTERM, parent: int = 0) -> None:
         sys.exit("the parent process ended before this one started")
 
 
-_OPEN_FILES = 65_536
+_MAX_OPEN_FILES = 65_536
 
 
 def allow_open_files() -> None:
-    """Raise how many files this process and its children may have open, as far as it may be raised.
+    """Raise the limit on open files of this process and its children, as far as the hard limit allows.
 
-    A login has 1024, and thousands of trajectories side by side have a connection or a program each.
+    The usual limit of a login is 1024, and each of thousands of concurrent trajectories has a
+    connection or a program.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _OPEN_FILES)), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MAX_OPEN_FILES)), hard))
 
 
 def start_group(
@@ -58,40 +63,50 @@ def start_group(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `command` as the leader of a process group that ends with the thread that called this.
+    """Start a command as the leader of a process group that ends with the calling thread.
 
     Args:
-        log: file that its output is appended to; None: it has this process's.
-        death: the signal that it gets when this process dies.
-        env: its environment; None: this process's.
+        command: program and arguments.
+        log: file to which the output is appended; None: the output of this process.
+        death: signal that the kernel sends to the command when the calling thread ends.
+        env: environment; None: the environment of this process.
+        cwd: working directory; None: that of this process.
     """
-    tie = partial(die_with_parent, death, os.getpid())
-    settings: Any = {"env": env, "cwd": cwd, "start_new_session": True, "preexec_fn": tie}
+    settings: Any = {
+        "env": env,
+        "cwd": cwd,
+        "start_new_session": True,
+        "preexec_fn": partial(die_with_parent, death, os.getpid()),
+    }
     if log is None:
         return subprocess.Popen(command, **settings)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as out:
+    with log.open("ab") as file:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, **settings
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, **settings
         )
 
 
 async def run_command(
     command: Sequence[str],
-    given: bytes,
+    input_bytes: bytes,
     *,
     env: Mapping[str, str],
-    most_bytes: int,
+    max_output_bytes: int,
     confine: Callable[[], None] = lambda: None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run `command` to its end with `given` on its standard input; then, or when cancelled, its whole group is killed.
+    """Run a command to its end; then, or when cancelled, kill its whole process group.
 
-    The new process calls `confine` before it executes the command. Of what it says on its standard error the end is
-    kept.
+    Args:
+        command: program and arguments.
+        input_bytes: standard input.
+        env: environment.
+        max_output_bytes: limit of the standard output. A longer standard error loses its beginning.
+        confine: called in the new process before it executes the command.
 
     Raises:
-        OSError, ValueError: it cannot be started.
-        subprocess.SubprocessError: `confine` has failed, or it printed more than `most_bytes`.
+        OSError, ValueError: the command cannot be started.
+        subprocess.SubprocessError: `confine` raised, or the standard output exceeds its limit.
     """
 
     def begin(parent: int = os.getpid()) -> None:
@@ -101,7 +116,7 @@ async def run_command(
     loop = asyncio.get_running_loop()
     exited: asyncio.Future[None] = loop.create_future()
     with tempfile.TemporaryFile() as stdin:
-        stdin.write(given)
+        stdin.write(input_bytes)
         stdin.seek(0)
         child = subprocess.Popen(
             command,
@@ -112,143 +127,170 @@ async def run_command(
             start_new_session=True,
             preexec_fn=begin,
         )
-    async with AsyncExitStack() as ending:
-        ending.callback(_kill, child)
-        watch = os.pidfd_open(child.pid)
-        ending.callback(os.close, watch)
-        loop.add_reader(watch, lambda: None if exited.done() else exited.set_result(None))
-        ending.callback(loop.remove_reader, watch)
-        output, errors = bytearray(), bytearray()
-        reading = asyncio.gather(
-            _read_pipe(child.stdout, output, most_bytes, refuse=True),
-            _read_pipe(child.stderr, errors, most_bytes, refuse=False),
-        )
-        ending.push_async_callback(cancel_tasks, [reading])
-        first: set[asyncio.Future[Any]] = {reading, exited}
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+
+    def set_exited() -> None:
         if not exited.done():
-            await reading  # it has closed its outputs, or printed too much
+            exited.set_result(None)
+
+    async with AsyncExitStack() as cleanup:
+        cleanup.callback(_kill_group, child)
+        pidfd = os.pidfd_open(child.pid)
+        cleanup.callback(os.close, pidfd)
+        loop.add_reader(pidfd, set_exited)
+        cleanup.callback(loop.remove_reader, pidfd)
+
+        output = bytearray()
+        errors = bytearray()
+        reading = asyncio.gather(
+            _read_pipe(child.stdout, output, max_output_bytes, refuse=True),
+            _read_pipe(child.stderr, errors, max_output_bytes, refuse=False),
+        )
+        cleanup.push_async_callback(cancel_tasks, [reading])
+        futures: set[asyncio.Future[Any]] = {reading, exited}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if not exited.done():
+            # The command closed its outputs, or printed too much, in which case this raises.
+            await reading
         await exited
-        _kill(child)  # what it has left behind, and with that their ends of its outputs
-        await asyncio.wait([reading], timeout=_HELD_S)
+
+        # Kill the processes that the command left running, which closes their ends of its outputs.
+        _kill_group(child)
+        await asyncio.wait([reading], timeout=_OPEN_PIPE_S)
         if reading.done():
             reading.result()
         return subprocess.CompletedProcess(command, child.wait(), bytes(output), bytes(errors))
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
+def _kill_group(child: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
-async def _read_pipe(pipe: IO[bytes] | None, into: bytearray, most: int, *, refuse: bool) -> None:
-    """Read a pipe to its end; of what is over `most` bytes the end is kept, unless that is refused."""
+async def _read_pipe(
+    pipe: IO[bytes] | None, buffer: bytearray, max_bytes: int, *, refuse: bool
+) -> None:
+    """Read a pipe to its end into a buffer.
+
+    Args:
+        pipe: the pipe.
+        buffer: receives the content.
+        max_bytes: limit of the content.
+        refuse: True: raise SubprocessError above the limit; False: drop the beginning.
+    """
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
     )
     try:
         while part := await reader.read(1 << 16):
-            into += part
-            if len(into) > most:
+            buffer += part
+            if len(buffer) > max_bytes:
                 if refuse:
-                    raise subprocess.SubprocessError(f"it printed more than {most} bytes")
-                del into[: -most // 2]
+                    raise subprocess.SubprocessError(f"it printed more than {max_bytes} bytes")
+                del buffer[: -max_bytes // 2]
     finally:
         transport.close()
 
 
 def stop_group(child: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:
-    """End `child`, which leads a process group, and everything else in its group: politely, then not."""
+    """End the process group of a child: SIGTERM to all, then SIGKILL once the child ended or `grace_s` passed."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
     try:
         with suppress(subprocess.TimeoutExpired):
             child.wait(grace_s)
     finally:
-        with suppress(ProcessLookupError):  # members that outlived their leader
+        with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of `host` that nobody listens on now."""
+    """Return a TCP port of a local address on which no process listens now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def interface_of(address: str) -> str:
-    """The name of this machine's network interface with the IP `address`; LookupError if it has none."""
-    for name, given in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in given):
+    """Return the name of this machine's network interface with an IP address; raise LookupError if there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
             return str(name)
     raise LookupError(f"no network interface of this machine has the address {address}")
 
 
 def say(line: str, file: TextIO | None = None, end: str = "\n") -> None:
-    """Print `line` where the progress of a run goes, and nothing in it that commands a terminal.
+    """Print a line on standard error (or to `file`), with terminal commands in it escaped.
 
-    A log on a full disk, or a terminal that is gone, ends no run.
+    Errors of the output are ignored, so that a full disk or a closed terminal does not end the run.
     """
     with suppress(OSError):
         print(escape_line(line), file=file or sys.stderr, flush=True, end=end)
 
 
 def end_at_second_interrupt(line: str) -> None:
-    """Have a first Ctrl-C raise KeyboardInterrupt as ever, and a second say `line` and end this process at once."""
+    """Let the first Ctrl-C raise KeyboardInterrupt, and the second print `line` and end this process at once."""
 
-    def second(*_: object) -> None:
+    def exit_at_once(*_: object) -> None:
         say(line)
         os._exit(130)
 
-    def first(*_: object) -> None:
-        signal.signal(signal.SIGINT, second)
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, exit_at_once)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, first)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 _HOUR_S = 3600.0
-_counted: Counter[str] = Counter()  # restarts in this process, by part
+_restarts: Counter[str] = Counter()  # restarts in this process, by part of a run
 
 
 class ProcessLost(Exception):
-    """Processes of a run are gone, or hang, and can be started again: one line that names them."""
+    """Processes of a run ended or hang, and can be restarted; the message names them in one line."""
 
 
 class Restarts:
-    """How often one part of a run may be started again: `per_hour` times in any hour."""
+    """Limit on the restarts of one part of a run: `per_hour` in any hour."""
 
     def __init__(
         self, part: str, per_hour: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """None so far of `part`, which is what metrics call it."""
-        self._part, self._per_hour, self._clock = part, per_hour, clock
+        """Begin without restarts.
+
+        Args:
+            part: name of the part in the metrics.
+            per_hour: largest number of restarts in an hour.
+            clock: returns the time in seconds.
+        """
+        self._part = part
+        self._per_hour = per_hour
+        self._clock = clock
         self._times: deque[float] = deque()
 
     @property
-    def left(self) -> int:
-        """How many there are now."""
+    def remaining(self) -> int:
+        """Number of restarts that are allowed now."""
         while self._times and self._clock() - self._times[0] >= _HOUR_S:
             self._times.popleft()
         return self._per_hour - len(self._times)
 
     def take(self) -> bool:
-        """Count one; False, and not counted, where none is left."""
-        if self.left <= 0:
+        """Count a restart and return True, or return False if none is allowed now."""
+        if self.remaining <= 0:
             return False
         self._times.append(self._clock())
-        _counted[self._part] += 1
+        _restarts[self._part] += 1
         return True
 
 
 def forget_restarts() -> None:
-    """A run begins, of which there may be several in a process, one after the other."""
-    _counted.clear()
+    """Set the counts of restarts to 0, when a run begins in a process that may have had others."""
+    _restarts.clear()
 
 
 def restart_metrics() -> dict[str, float]:
-    """`restarts/<part>` of each part that this process has started again, since `forget_restarts`."""
-    return {f"restarts/{part}": float(count) for part, count in _counted.items()}
+    """Return `restarts/<part>` for each part that was restarted since `forget_restarts`."""
+    return {f"restarts/{part}": float(count) for part, count in _restarts.items()}

@@ -49,7 +49,7 @@ def escape_logs() -> None:
 # The user of a URL; the value of a name that sounds like a secret, unless it is a file; and keys by
 # the prefixes of their providers.
 _SECRETS = re.compile(
-    r"(?P<kept>://)[^\s/?#'\"]+(?=@)"
+    r"(?P<scheme>://)[^\s/?#'\"]+(?=@)"
     r"|(?<![\w./-])(?P<named>[\w.-]*(?i:pass(word|wd|phrase)|secret|(?<!max_)token|api_?key|access_?key)['\"]?(=|:\s?))"
     r"(?!\[redacted\])('[^']*'|\"[^\"]*\"|['\"]?[^\s'\",;&}\])]*[^\s'\",;&}\]):])"
     r"|\b(?P<prefix>sk-|hf_|gh[a-z]_|github_pat_|xox[a-z]-)[\w-]{8,}"
@@ -59,15 +59,15 @@ _SECRETS = re.compile(
 def redact_secrets(text: str) -> str:
     """Replace passwords, tokens and keys by [redacted], as far as their context shows them."""
     return _SECRETS.sub(
-        lambda match: f"{match['kept'] or match['named'] or match['prefix']}[redacted]", text
+        lambda match: f"{match['scheme'] or match['named'] or match['prefix']}[redacted]", text
     )
 
 
-def nearest_hint(name: str, known: Iterable[str]) -> str:
-    """Return "; nearest: a, b" with known names that are similar, or "" if none is.
+def nearest_hint(name: str, choices: Iterable[str]) -> str:
+    """Return "; nearest: a, b" with the choices that are similar to a name, or "" if none is.
 
-    It ends an error message that has listed what is known.
+    The hint ends an error message that has listed the choices.
     """
-    # Similar enough are names of three letters that differ in one, such as "atc" and "act".
-    names = get_close_matches(name, list(known), n=3, cutoff=0.66)
+    # With this cutoff, names of three letters that differ in one, such as "atc" and "act", are similar.
+    names = get_close_matches(name, list(choices), n=3, cutoff=0.66)
     return f"; nearest: {', '.join(names)}" if names else ""

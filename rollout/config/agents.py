@@ -22,7 +22,11 @@ from rollout.teams.roles import ROLES, Agent, ChatRules, Role
 from rollout.teams.team import Team
 
 TOOL_REGISTRY = Registry(
-    kind="tool", known=TOOLS, takes=(), supplied=frozenset({"env", "sandbox", "calls"}), own=False
+    kind="tool",
+    registered=TOOLS,
+    takes=(),
+    supplied=frozenset({"env", "sandbox", "calls"}),
+    importable=False,
 )
 ToolOptions = Annotated[
     OptionsByName, AfterValidator(partial(check_options_by_name, TOOL_REGISTRY))

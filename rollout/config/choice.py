@@ -52,7 +52,7 @@ class Choice(Section):
 def check_options_by_name(registry: Registry, options: OptionsByName) -> OptionsByName:
     """Validate the options of several choices from one registry, by their names."""
     for name, arguments in options.items():
-        registry.arguments(name, arguments, place=(name,))
+        registry.arguments(name, arguments, location=(name,))
     return options
 
 

@@ -155,7 +155,7 @@ class DataConfig(Section):
         owner = (
             f"cold_start.options: the demonstration function of task generator '{self.generator}'"
         )
-        return validate_options(owner, model, options, place=("cold_start", "options"))
+        return validate_options(owner, model, options, location=("cold_start", "options"))
 
 
 def _task_arguments(generator: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,4 +173,4 @@ def _to_file(entry: Any, number: int) -> TaskFile:
     if isinstance(entry, TaskFile):
         return entry
     keys = entry if isinstance(entry, Mapping) else {"path": entry}
-    return TaskFile(**validate_options("a data file", TaskFile, keys, place=(number,)))
+    return TaskFile(**validate_options("a data file", TaskFile, keys, location=(number,)))

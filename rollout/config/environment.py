@@ -23,14 +23,15 @@ class EnvConfig(Choice):
     """The environment of a team."""
 
     registry = Registry(
-        kind="env", known=ENVS, takes=("task",), supplied=frozenset({"retriever", "sandbox"})
+        kind="env", registered=ENVS, takes=("task",), supplied=frozenset({"retriever", "sandbox"})
     )
 
     @model_validator(mode="after")
     def _check_methods(self) -> Self:
-        made = self.registry.find(self.name)
-        if isinstance(made, type):  # `check_made` checks what a function returns
-            check_methods(f"env '{self.name}'", made, _METHODS)
+        factory = self.registry.find(self.name)
+        # The environments that a function returns are checked by `check_task`.
+        if isinstance(factory, type):
+            check_methods(f"env '{self.name}'", factory, _METHODS)
         return self
 
     @property
@@ -54,8 +55,8 @@ class EnvConfig(Choice):
                         f"agent '{name}': tool '{tool}' asks env 'search', and this is env '{self.name}'"
                     )
 
-    def check_made(self, task: Task) -> None:
-        """Refuse an environment that cannot be made of a task, or cannot begin it.
+    def check_task(self, task: Task) -> None:
+        """Check that the environment can be created for a task, and can reset to it.
 
         Raises:
             ValueError: the environment raises, or lacks a method.

@@ -20,7 +20,7 @@ class OrchestraConfig(Choice):
     """The orchestra of a team."""
 
     registry = Registry(
-        kind="orchestra", known=ORCHESTRAS, takes=("task", "team", "env"), coroutine=True
+        kind="orchestra", registered=ORCHESTRAS, takes=("task", "team", "env"), coroutine=True
     )
 
     def check_agents(self, team: Mapping[str, AgentConfig]) -> None:
@@ -46,8 +46,10 @@ class OrchestraConfig(Choice):
             self.arguments["graph"].check_agents(templates)
         else:
             self._check_asked_agents(team)
-            asked = {name: text for name, text in templates.items() if name not in summarisers}
-            self._check_slots(asked)
+            agent_templates = {
+                name: text for name, text in templates.items() if name not in summarisers
+            }
+            self._check_slots(agent_templates)
 
     def _check_tools(self, team: Mapping[str, AgentConfig]) -> None:
         if self.name in CHATS or self.name not in ORCHESTRAS:
@@ -81,9 +83,11 @@ class OrchestraConfig(Choice):
                 continue
             for slot in template_slots(name, template):
                 if slot not in filled:
-                    known = f"it fills {', '.join(sorted(filled))}; "
+                    slots = ""
+                    if len(filled) < _LISTED_SLOTS:
+                        slots = f"it fills {', '.join(sorted(filled))}; "
                     raise ValueError(
                         f"agent '{name}': orchestra '{self.name}' does not fill the slot {{{slot}}} of its user "
-                        f"template; {known if len(filled) < _LISTED_SLOTS else ''}a brace itself is written twice"
+                        f"template; {slots}a brace itself is written twice"
                         f"{nearest_hint(slot, filled)}"
                     )

@@ -15,7 +15,7 @@ from rollout.records.trajectory import Group, Turn
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES, apply_penalties
 
-PENALTY_REGISTRY = Registry(kind="penalty", known=PENALTIES, takes=("turn",))
+PENALTY_REGISTRY = Registry(kind="penalty", registered=PENALTIES, takes=("turn",))
 PenaltyOptions = Annotated[
     OptionsByName, AfterValidator(partial(check_options_by_name, PENALTY_REGISTRY))
 ]
@@ -24,7 +24,7 @@ PenaltyOptions = Annotated[
 class RewardConfig(Choice):
     """The allocator that turns the outcomes of a group into rewards of turns, and penalties of single replies."""
 
-    registry = Registry(kind="reward", known=ALLOCATORS, takes=("group",))
+    registry = Registry(kind="reward", registered=ALLOCATORS, takes=("group",))
 
     penalties: PenaltyOptions = Field(default_factory=dict)
 

@@ -108,32 +108,32 @@ def _check_generated(tasks: list[Any], sizes: Mapping[Split, int], label: str) -
             raise ValueError(
                 f"{label} makes {times} {split} tasks with the id '{name}'; give each an id of its own"
             )
-    made = {split for split, _ in counts}
+    splits = {split for split, _ in counts}
     for split, size in sizes.items():
-        if size and split not in made:
+        if size and split not in splits:
             raise ValueError(f"{label} makes no {split} task; expected {size}")
 
 
 def _read_split(data: DataConfig, split: Split) -> list[Task]:
-    seen: dict[str, Placed] = {}
+    earlier: dict[str, Placed] = {}
     tasks: list[Task] = []
     for file in data.files(split):
         placed = placed_tasks(file, split, data.format)
-        different = distinct(placed, seen, drop=data.duplicates == "drop")
-        taken = list(_limited(different, file))
-        if not taken:
+        different = distinct(placed, earlier, drop=data.duplicates == "drop")
+        limited = list(_limited(different, file))
+        if not limited:
             raise RecordError(
                 f"{file.path}: no task for data.{split} after skipping {file.skip}; see skip and limit"
             )
-        tasks += taken
+        tasks += limited
     return tasks
 
 
 def _limited(tasks: Iterable[Task], file: TaskFile) -> Iterator[Task]:
     """Yield the tasks that remain after `skip`, `limit` and `limit_per_source`."""
     end = None if file.limit is None else file.skip + file.limit
-    taken: Counter[str] = Counter()
+    counts: Counter[str] = Counter()  # by source
     for task in islice(tasks, file.skip, end):
-        taken[task.source] += 1
-        if file.limit_per_source is None or taken[task.source] <= file.limit_per_source:
+        counts[task.source] += 1
+        if file.limit_per_source is None or counts[task.source] <= file.limit_per_source:
             yield task

@@ -222,7 +222,7 @@ async def _run(
 ) -> str:
     """What a command prints that is one of so many at once."""
     environment = {**os.environ, **job.environment}
-    run = partial(run_command, command, job.problem.encode(), most_bytes=_MOST_BYTES)
+    run = partial(run_command, command, job.problem.encode(), max_output_bytes=_MOST_BYTES)
     try:
         async with per_loop(
             ("agent programs", rules.at_once), partial(asyncio.Semaphore, rules.at_once)

@@ -190,7 +190,7 @@ def composed(values: dict[str, Any], *given: str) -> None:
         for group, name in one.items()
     ]
     first = [] if any("experiment" in item for item in given) else ["experiment=demo_math"]
-    resolve([*first, *chosen, *given], own={"run": "block", **values})
+    resolve([*first, *chosen, *given], sections={"run": "block", **values})
 
 
 @pytest.mark.parametrize(("name", "body"), blocks("yaml"))

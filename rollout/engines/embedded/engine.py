@@ -306,7 +306,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         ) and "__init__" not in str(error)
         if self._closed or not started or not self._restarts.take():
             raise _failure(error) from error
-        left = self._restarts.left
+        left = self._restarts.remaining
         self._tell(
             f"the engine's actor died; started again with version {self.version}, {left} starts left"
         )

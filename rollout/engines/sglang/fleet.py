@@ -192,7 +192,7 @@ class Fleet:
             raise Left
         if not replica.ours or not self._restarts.take():
             raise EngineError(f"SGLang: {ended}{'; no restart is left' if replica.ours else ''}")
-        self.tell(f"SGLang: {ended}; started again, {self._restarts.left} restarts left")
+        self.tell(f"SGLang: {ended}; started again, {self._restarts.remaining} restarts left")
         asleep = set(replica.asleep)
         async with self.room():
             try:

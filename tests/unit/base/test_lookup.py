@@ -20,7 +20,7 @@ def test_a_registered_name_wins_and_an_unknown_one_has_its_nearest() -> None:
 def test_import_paths_may_be_forbidden() -> None:
     assert lookup("loss", "math:fsum", {}) is math.fsum
     with pytest.raises(UnknownName, match=r"^unknown loss 'math:fsum'; known: mean$"):
-        lookup("loss", "math:fsum", {"mean": sum}, own=False)
+        lookup("loss", "math:fsum", {"mean": sum}, importable=False)
 
 
 def test_a_table_of_import_paths_is_imported_when_a_name_is_used() -> None:

@@ -58,7 +58,9 @@ def play(
     return {"task": task, "max_turns": max_turns}
 
 
-PLAYS = Registry(kind="env", known={"play": play}, takes=("task",), supplied=frozenset({"world"}))
+PLAYS = Registry(
+    kind="env", registered={"play": play}, takes=("task",), supplied=frozenset({"world"})
+)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_a_wrong_value_is_refused_where_it_stands(
     options: dict[str, Any], place: str, kind: str
 ) -> None:
     with pytest.raises(ValidationError) as refused:
-        PLAYS.arguments("play", options, place=("env", "options"))
+        PLAYS.arguments("play", options, location=("env", "options"))
     (error,) = refused.value.errors()
     assert (".".join(map(str, error["loc"])), error["type"]) == (f"env.options.{place}", kind)
 
@@ -223,7 +225,7 @@ def test_a_user_function_that_cannot_be_used_is_refused(name: str, line: str) ->
 
 
 def test_an_orchestra_must_be_async() -> None:
-    orchestras = Registry(kind="orchestra", known={}, takes=("task",), coroutine=True)
+    orchestras = Registry(kind="orchestra", registered={}, takes=("task",), coroutine=True)
     assert asyncio.run(orchestras.find(f"{__name__}:relay")("x")) is None
     with pytest.raises(OptionsError, match="as an async function"):
         orchestras.find(f"{__name__}:play")
@@ -245,7 +247,7 @@ def test_the_default_of_a_user_function_is_checked_too() -> None:
 
 
 def test_a_registry_may_take_its_own_names_only() -> None:
-    closed = Registry(kind="loss", known={"play": play}, takes=("task",), own=False)
+    closed = Registry(kind="loss", registered={"play": play}, takes=("task",), importable=False)
     with pytest.raises(UnknownName, match=r"^unknown loss 'a:b'; known: play$"):
         closed.find("a:b")
 

@@ -40,7 +40,9 @@ REGISTRIES = (
 
 def models() -> Iterator[tuple[str, type[BaseModel]]]:
     for registry in REGISTRIES:
-        yield from ((f"{registry.kind} {name}", registry.model(name)) for name in registry.known)
+        yield from (
+            (f"{registry.kind} {name}", registry.model(name)) for name in registry.registered
+        )
     for name, generator in GENERATORS.items():
         yield f"tasks {name}", generator.task_options
         if generator.demonstration_options is not None:
@@ -100,7 +102,7 @@ def test_defaults_are_values_that_could_be_given(whose: str) -> None:
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)
 def test_what_is_registered_is_called_as_its_kind_is(registry: Registry) -> None:
-    for name, found in registry.known.items():
+    for name, found in registry.registered.items():
         check_call(f"{registry.kind} '{name}'", found, registry.takes, coroutine=registry.coroutine)
 
 
