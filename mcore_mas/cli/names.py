@@ -17,14 +17,21 @@ name_commands = typer.Typer()
 
 @dataclass(frozen=True, slots=True)
 class NameSource:
-    """Where the names of one kind are registered."""
+    """Registry of the names of one kind.
+
+    Attributes:
+        module: module of the registry.
+        attribute: its name in the module: a dictionary or sequence of names, or a function that maps
+            a config group to names.
+        kind: kind of the entry points by which installed packages add names; "" if they cannot.
+    """
 
     module: str
-    attribute: str  # a dictionary or sequence of names, or a function of the config group
-    kind: str = ""  # of the entry points by which installed packages add names; "" if they cannot
+    attribute: str
+    kind: str = ""
 
     def shipped(self, config_group: str) -> Iterable[str]:
-        """Return the names of this package and, of a config group, those in configs/."""
+        """Return the names of this package; a config group also has the names of its files in configs/."""
         names = getattr(import_module(self.module), self.attribute)
         result: Iterable[str] = names(config_group) if callable(names) else names
         return result

@@ -47,11 +47,11 @@ def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
     Raises:
         ConfigError: a file is not YAML, or its grid is not a mapping.
     """
-    found = {}
+    files = {}
     for file in sorted((folder / "experiment").glob("*.yaml")):
         for name in _experiments_in(file, file.stat().st_mtime_ns):
-            found[name] = file
-    return found
+            files[name] = file
+    return files
 
 
 def names_in(group: str) -> list[str]:
@@ -171,19 +171,19 @@ def _experiment_file(name: object, folders: Sequence[Path]) -> Path:
 
 
 def _unknown_config(group: str, name: object, folders: Sequence[Path]) -> ConfigError:
-    known = config_names(group, folders)
-    near = get_close_matches(str(name), known, n=5, cutoff=0.5)
-    hint = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(known)}"
+    names = config_names(group, folders)
+    nearest = get_close_matches(str(name), names, n=5, cutoff=0.5)
+    hint = f"nearest: {', '.join(nearest)}" if nearest else f"there are: {', '.join(names)}"
     return ConfigError(f"no {group} '{name}' in the configs; {hint}")
 
 
 def _row_pieces(grid: Mapping[str, Any], name: str) -> list[Any]:
-    """Return what a row is made of: the words of its name, and what is written beside its pattern."""
+    """Return the pieces of a row: the words in the braces of its name, and the value of its pattern in the grid."""
     pieces: list[Any] = []
-    for pattern, beside in grid.items():
+    for pattern, value in grid.items():
         for row, words in expand_braces(pattern):
             if row == name:
-                pieces += [*words, beside]
+                pieces += [*words, value]
     return pieces
 
 
@@ -191,8 +191,8 @@ def _expand_piece(piece: Any, row: str, settings: Mapping[str, Any], file: Path)
     """Expand a piece of a row: the name of an entry of `settings`, settings written out, or a list of both."""
     if isinstance(piece, str):
         if piece not in settings:
-            known = ", ".join(settings)
-            raise ConfigError(f"{file}: '{row}' takes '{piece}'; expected one of settings: {known}")
+            names = ", ".join(settings)
+            raise ConfigError(f"{file}: '{row}' takes '{piece}'; expected one of settings: {names}")
         return _expand_piece(settings[piece], row, settings, file)
     if not isinstance(piece, list):
         return _expand_mapping(piece or {}, file)
@@ -210,7 +210,7 @@ def _expand_mapping(
     bases: Sequence[object] = (),
 ) -> Expansion:
     """Expand settings with their `defaults` list; with `bases`, the list may name other experiments."""
-    own = Expansion(settings={key: value for key, value in content.items() if key != "defaults"})
+    settings = {key: value for key, value in content.items() if key != "defaults"}
     entries = content.get("defaults", [])
     if not isinstance(entries, list):
         raise ConfigError(
@@ -220,7 +220,7 @@ def _expand_mapping(
     expansion = Expansion()
     for entry in entries if "_self_" in entries else [*entries, "_self_"]:
         if entry == "_self_":
-            expansion = expansion.then(own)
+            expansion = expansion.then(Expansion(settings=settings))
         elif isinstance(entry, str) and bases:
             expansion = expansion.then(expand_experiment(entry, folders, bases))
         else:

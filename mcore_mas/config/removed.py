@@ -28,8 +28,8 @@ def removed_key_error(values: Mapping[str, Any], removed: Mapping[str, str] = RE
     """Return a line about the first removed key or value in a nested config, or "" if there is none."""
     for row, replacement in removed.items():
         pattern, _, value = row.partition("=")
-        for keys, found in _find(values, pattern.split(".")):
-            entries = found if isinstance(found, list | tuple) else [found]
+        for keys, setting in _find(values, pattern.split(".")):
+            entries = setting if isinstance(setting, list | tuple) else [setting]
             if not value:
                 return f"{'.'.join(keys)} was removed: {replacement}"
             if value in entries:
@@ -54,5 +54,5 @@ def _matches(values: Any, pattern: Sequence[str]) -> Iterator[tuple[list[str], A
     first, *rest = pattern
     for key in values if first == "*" else [first]:
         if key in values:
-            for keys, found in _matches(values[key], rest):
-                yield [str(key), *keys], found
+            for keys, setting in _matches(values[key], rest):
+                yield [str(key), *keys], setting

@@ -51,8 +51,8 @@ class TrackingConfig(Section):
             raise ValueError(
                 "may hold no password, which config.yaml and MLflow would show; see docs/mlflow.md"
             )
-        known_scheme = parts.scheme.partition("+")[0] in _STORE_SCHEMES
-        if not uri or not known_scheme or (is_server and not parts.hostname):
+        has_store_scheme = parts.scheme.partition("+")[0] in _STORE_SCHEMES
+        if not uri or not has_store_scheme or (is_server and not parts.hostname):
             raise ValueError(
                 f"'{uri}' is no store of MLflow; expected http(s)://HOST:PORT or sqlite:///FILE"
             )

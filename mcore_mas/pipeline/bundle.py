@@ -59,16 +59,16 @@ class BundleError(RuntimeError):
     """A bundle does not hold what it claims; the message names the file in it and what is wrong."""
 
 
-def make_bundle(made: Path, out: Path) -> None:
+def make_bundle(record_file: Path, out: Path) -> None:
     """Write the bundle of a table.
 
     Args:
-        made: results/tables/{table}.json, the record of what the table was made from. The table
-            itself lies beside it.
+        record_file: results/tables/{table}.json, the record of the table's inputs. The table is in
+            the same folder.
         out: the zip file.
     """
-    record = json.loads(made.read_text(encoding="utf-8"))
-    results = made.parent.parent
+    record = json.loads(record_file.read_text(encoding="utf-8"))
+    results = record_file.parent.parent
     evaluations = [Path(path) for paths in record["evaluations"].values() for path in paths]
     runs = sorted({file.parent.parent for file in evaluations})
 
@@ -79,8 +79,8 @@ def make_bundle(made: Path, out: Path) -> None:
     record["tolerance"] = _TOLERANCE
     definition = tables_of()[record["table"]][1]
     members = {
-        "table.csv": made.with_suffix(".csv").read_bytes(),
-        "table.md": made.with_suffix(".md").read_bytes(),
+        "table.csv": record_file.with_suffix(".csv").read_bytes(),
+        "table.md": record_file.with_suffix(".md").read_bytes(),
         "table.yaml": yaml.safe_dump({"table": definition}, sort_keys=False, encoding="utf-8"),
         "made.json": _json_bytes(record),
         "inputs.json": _json_bytes({"code": _code_identity(), "files": _input_files(runs)}),

@@ -44,11 +44,11 @@ class ConfigCache:
             *(SHIPPED / "workflow" / "scales").iterdir(),
         ]
         modules = [file for folder in package_folders() for file in folder.rglob("*.py")]
-        own = sorted(configs.rglob("*.yaml")) if configs else []
-        self._common_digest = json_digest(_stamps([*shipped, *modules, *own]))
+        user_configs = sorted(configs.rglob("*.yaml")) if configs else []
+        self._common_digest = json_digest(_stamps([*shipped, *modules, *user_configs]))
         self._disabled = any(
             _ENVIRONMENT_RESOLVER in file.read_text(encoding="utf-8", errors="replace")
-            for file in own
+            for file in user_configs
         )
 
         self._previous: dict[str, Any] = {}

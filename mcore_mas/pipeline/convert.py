@@ -115,8 +115,8 @@ def _usable_rows(
     """Yield the rows that make a task, each once; count all rows."""
     data_format = FORMATS[str(source.format)]
     drawn = None if source.drawn is None else _drawn_rows(source)
-    known_tasks: dict[str, int] = {}  # hash of prompt and answers by id
-    known_prompts: set[str] = set()
+    identity_by_id: dict[str, int] = {}  # hash of prompt and answers by task id
+    prompts: set[str] = set()
     for row in _selected_rows(files, source):
         counts.rows += 1
         if drawn is not None and counts.rows - 1 not in drawn:
@@ -133,18 +133,18 @@ def _usable_rows(
 
         task = problem_task(problem, data_format.env, "test", problem.source)
         identity = hash((task.prompt, task.answers))
-        if task.id in known_tasks:
-            if known_tasks[task.id] == identity:
+        if task.id in identity_by_id:
+            if identity_by_id[task.id] == identity:
                 counts.duplicates += 1
             else:
                 counts.drop("asks what another row asks, with another answer")
             continue
-        known_tasks[task.id] = identity
+        identity_by_id[task.id] = identity
 
         prompt = " ".join(tokenise(task))
-        if prompt in known_prompts:
+        if prompt in prompts:
             counts.repeated += 1
-        known_prompts.add(prompt)
+        prompts.add(prompt)
         counts.kept += 1
         yield row
 

@@ -42,7 +42,7 @@ class AcquireError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockEntry:
-    """What was downloaded of a repository."""
+    """Revision and files that were downloaded from a repository."""
 
     revision: str = ""  # a commit
     files: Mapping[str, Digest] = field(default_factory=dict)
@@ -145,7 +145,7 @@ def _downloaded_before(
     source: Source, folder: Path, entry: LockEntry, model: bool
 ) -> dict[str, Digest]:
     """Return the recorded files if all are there with their digests, else {}."""
-    names = _wanted_files(source, list(entry.files), model)
+    names = _select_files(source, list(entry.files), model)
     for name in names:
         path = folder / name
         if not path.is_file() or sha256(path) != entry.sha256(name):
@@ -153,7 +153,7 @@ def _downloaded_before(
     return {name: entry.files[name] for name in names}
 
 
-def _wanted_files(source: Source, names: Sequence[str], model: bool) -> list[str]:
+def _select_files(source: Source, names: Sequence[str], model: bool) -> list[str]:
     """Select a model's files, or the matches of the source's first pattern that has any."""
     if model:
         return sorted(name for name in names if "/" not in name and name.endswith(_MODEL_SUFFIXES))
@@ -179,7 +179,7 @@ def _download_from_hub(
             raise AcquireError(
                 f"{repository}: {hub.endpoint} lists {name!r}, which leads out of its folder"
             )
-    names = _wanted_files(source, list(siblings), model)
+    names = _select_files(source, list(siblings), model)
     if not names:
         raise AcquireError(
             f"{repository} at {info.sha}: no file like {' or '.join(source.files)}; "
@@ -253,7 +253,7 @@ def _verified(path: Path, expected: Mapping[str, str | None]) -> Digest:
 
 @contextmanager
 def _explained(source: Source, host: str, page: str, alternative: str) -> Iterator[None]:
-    """Convert a host's failures to AcquireErrors of one line that says what to do.
+    """Convert failures of a host to AcquireErrors of one line, with advice.
 
     Args:
         page: URL of the repository.

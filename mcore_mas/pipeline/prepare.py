@@ -127,12 +127,14 @@ def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
         stride = max(1, len(corpus) // PROBES)
         golden = [GoldenQuery(corpus[row].title) for row in range(0, len(corpus), stride)][:PROBES]
     with sidecar_of(retriever, index_dir) as url:
-        found = asyncio.run(probe(url, golden))
-    print(f"recall@1 {found['recall_at_1']:.2f}, median {found['latency_ms_median']:.1f} ms")
-    write_json(out, found)
+        measurements = asyncio.run(probe(url, golden))
+    print(
+        f"recall@1 {measurements['recall_at_1']:.2f}, median {measurements['latency_ms_median']:.1f} ms"
+    )
+    write_json(out, measurements)
     rows = "".join(
         f"<tr><td>{escape(key)}</td><td>{escape(f'{value}')}</td></tr>"
-        for key, value in found.items()
+        for key, value in measurements.items()
     )
     write_text(
         out.with_suffix(".html"), f"<!doctype html><meta charset=utf-8><table>{rows}</table>\n"

@@ -62,10 +62,10 @@ def with_start_of(config: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Return a config that starts from the cold-started models of the run `owner`."""
     if owner == config["run"]:
         return dict(config)
-    own_folder = f"{config['results']}/{config['run']}/"
+    run_folder = f"{config['results']}/{config['run']}/"
     owner_folder = f"{config['results']}/{owner}/"
     policies = {
-        name: {**policy, "model": policy["model"].replace(own_folder, owner_folder)}
+        name: {**policy, "model": policy["model"].replace(run_folder, owner_folder)}
         for name, policy in config["policies"].items()
     }
     return {**config, "cold_start": None, "policies": policies}

@@ -6,25 +6,33 @@ from dataclasses import dataclass
 # Bytes of a passage in JSON lines: wiki-18 has 13.9 GB for 21,015,324 passages.
 PASSAGE_BYTES = 660
 
-# Seconds of one core, for 768 dimensions; `benchmarks/retrieval_curves.py` measured 10,000 to
-# 1,000,000 vectors of 384 dimensions.
-_CELL_COMPARISON_S = 6.7e-9  # of a vector with the centroid of an IVF cell
-_PQ_CODE_S = 1.8e-5  # to encode a vector
-_HNSW_INSERT_S = 3.7e-4  # into a graph of 100,000 vectors
-_KMEANS_ROUNDS = 25  # each compares all training vectors with all centroids
+# Seconds of one core, for vectors of 768 dimensions. They are scaled from the measurements of
+# `benchmarks/retrieval_curves.py` with 10,000 to 1,000,000 vectors of 384 dimensions.
+_CELL_COMPARISON_S = 6.7e-9  # compare a vector with the centroid of an IVF cell
+_PQ_CODE_S = 1.8e-5  # quantise a vector
+_HNSW_INSERT_S = 3.7e-4  # insert a vector into a graph of 100,000 vectors
+_KMEANS_ROUNDS = 25  # each round compares all training vectors with all centroids
 
-_SHARD_ELEMENT_BYTES = 4  # of a vector in a shard that waits to be merged
+_SHARD_ELEMENT_BYTES = 4  # float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexNeeds:
-    """What an index takes: memory and disk in GB (1e9 bytes), time in hours."""
+    """Needs of an index: memory and disk in GB (1e9 bytes), time in hours.
 
-    memory_gb: float  # of a server, and of the process that builds the index
-    disk_gb: float  # of the index and the corpus
-    building_gb: float  # of disk, at most, while the index is built
+    Attributes:
+        memory_gb: memory of a server, and of the process that builds the index.
+        disk_gb: disk of the index and the corpus.
+        building_gb: largest use of disk while the index is built.
+        encoding_h: time to encode the passages.
+        adding_h: time of one core to add the vectors to the index.
+    """
+
+    memory_gb: float
+    disk_gb: float
+    building_gb: float
     encoding_h: float
-    adding_h: float  # of one core, to add the vectors to the index
+    adding_h: float
 
 
 def index_needs(kind: str, passages: int, dim: int, rate: float) -> IndexNeeds:
@@ -34,7 +42,7 @@ def index_needs(kind: str, passages: int, dim: int, rate: float) -> IndexNeeds:
         kind: a name in `retrieval.build.INDEX_TYPES`.
         passages: number of passages.
         dim: dimensions of a vector.
-        rate: passages that all jobs together encode in a second.
+        rate: passages per second that all jobs together encode.
     """
     from retrieval.build import INDEX_TYPES  # imports FAISS
 
@@ -55,12 +63,12 @@ def _adding_seconds(kind: str, passages: int, dim: int) -> float:
 
     scale = dim / 768
     if kind == "hnsw":
-        # An insertion searches the graph, which takes longer the larger it is.
+        # An insertion searches the graph, which takes longer in a larger graph.
         growth = max(1.0, math.log(passages) / math.log(100_000))
         return passages * _HNSW_INSERT_S * scale * growth
     if kind in ("ivf", "ivfpq"):
-        compared = passages + _KMEANS_ROUNDS * min(passages, MAX_TRAINING_ROWS)
-        seconds = compared * cells_of(passages) * _CELL_COMPARISON_S
+        compared_vectors = passages + _KMEANS_ROUNDS * min(passages, MAX_TRAINING_ROWS)
+        seconds = compared_vectors * cells_of(passages) * _CELL_COMPARISON_S
         if kind == "ivfpq":
             seconds += passages * _PQ_CODE_S
         return seconds * scale

@@ -185,9 +185,9 @@ def estimate_trainer_memory(
         # A step fetches the moments of one weight at a time, so those of the largest must fit.
         optimizer += min(moments, 8 * _largest_weight(architecture, layout)) - moments
 
-    held = parameters
+    base_parameters = parameters
     if settings.borrows_base:
-        held = architecture.hidden if settings.value_head else 0
+        base_parameters = architecture.hidden if settings.value_head else 0
 
     host_gradient_sum = 0.0
     gradient_sum = 0.0
@@ -198,7 +198,7 @@ def estimate_trainer_memory(
             host_gradient_sum = 4.0 * trained
 
     return TrainerMemory(
-        weights=weight_bytes * (held + adapters),
+        weights=weight_bytes * (base_parameters + adapters),
         gradients=4 * trained,
         optimizer=optimizer,
         host_moments=moments,

@@ -70,8 +70,8 @@ def check_plannable(config: RunConfig) -> None:
             "without urls"
         )
     for policy in config.models:
-        own_settings = config.policies[policy].own.engine.keys()
-        refused = own_settings & {"name", "tp", "replicas", "urls"}
+        engine_settings = config.policies[policy].own.engine.keys()
+        refused = engine_settings & {"name", "tp", "replicas", "urls"}
         if refused:
             raise PlanError(
                 f"{config.run}: policies.{policy}.own.engine.{min(refused)}: a plan gives all "
@@ -122,7 +122,7 @@ def _candidates(config: RunConfig, models: Models, cluster: Cluster) -> Iterator
     sizes = [tp for tp in _TENSOR_PARALLEL if _splits(config, models, cluster, tp)]
     for one_by_one in (False,) if config.ahead else (False, True):
         for tp in sizes:
-            yield _place(config, cluster, tp, one_by_one=one_by_one)
+            yield _with_tensor_parallelism(config, cluster, tp, one_by_one=one_by_one)
 
 
 def _splits(config: RunConfig, models: Models, cluster: Cluster, tp: int) -> bool:
@@ -142,7 +142,9 @@ def _splits(config: RunConfig, models: Models, cluster: Cluster, tp: int) -> boo
     return True
 
 
-def _place(config: RunConfig, cluster: Cluster, tp: int, *, one_by_one: bool) -> RunConfig:
+def _with_tensor_parallelism(
+    config: RunConfig, cluster: Cluster, tp: int, *, one_by_one: bool
+) -> RunConfig:
     """Return the config with this placement; it is not validated."""
     take_turns = not config.ahead
     trainer: dict[str, Any] = {

@@ -25,9 +25,9 @@ from mcore_mas.tracking.traces import TracedTrajectory, TraceSender, choose_traj
 from mcore_mas.tracking.writers import WRITERS, missing_libraries
 from rollout.records.trajectory import Group
 
-CLOSE_TIMEOUT_S = 30.0  # at the end of a training, for trackers to take the remaining metrics
+CLOSE_TIMEOUT_S = 30.0  # time at the end of a training for sending the remaining metrics
 # Metrics that the progress shows, by label.
-_SHOWN = {
+_PROGRESS_METRICS = {
     "reward": "reward/mean",
     "accuracy": "validation/accuracy",
     "behind": "staleness/mean",
@@ -36,7 +36,7 @@ _SHOWN = {
 
 
 class Logbook:
-    """Where a training reports its steps, notes and traces."""
+    """Reporter of a training's steps, notes and traces to all outputs."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Logbook:
         traces: TraceSender,
         traces_per_step: int,
     ) -> None:
-        """Report to these outputs, and trace `traces_per_step` trajectories of each traced step."""
+        """Store the outputs, and the number of trajectories that are traced in a traced step."""
         self._progress = progress
         self._metrics_log = metrics_log
         self._traces = traces
@@ -58,8 +58,10 @@ class Logbook:
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report a finished step, counted from 0. Trackers read its metrics from metrics.jsonl."""
         self._metrics_log.append(step, {**metrics, STEP_TIME: time.time()})
-        shown = {label: metrics[name] for label, name in _SHOWN.items() if name in metrics}
-        self._progress.step(step + 1, shown)
+        progress_metrics = {
+            label: metrics[name] for label, name in _PROGRESS_METRICS.items() if name in metrics
+        }
+        self._progress.step(step + 1, progress_metrics)
 
     def trace(self, groups: Sequence[Group], samples: Sequence[Sample]) -> None:
         """Trace some trajectories of a step in MLflow, each turn with its sample's advantage."""
@@ -76,8 +78,8 @@ class Logbook:
 def open_logbook(config: RunConfig, config_path: Path, first_step: int) -> Iterator[Logbook]:
     """Open the outputs of a training that continues at `first_step`.
 
-    At the end the trackers have 30 seconds to take the remaining metrics. Metrics that MLflow does
-    not take in time stay in metrics.jsonl, from where `mcore-mas track` sends them.
+    At the end, the remaining metrics are sent to the trackers for at most 30 seconds. All metrics
+    are in metrics.jsonl, from which `mcore-mas track` sends to MLflow what is missing there.
     """
     path = config.folder / "train" / "metrics.jsonl"
     with ProgressReporter(f"{config.run} train", config.trainer.steps, first_step) as progress:
@@ -121,7 +123,7 @@ def _mlflow_sender(
 def _other_senders(
     config: RunConfig, first_step: int, path: Path, warn: Callable[[str], None]
 ) -> list[MetricsSender]:
-    """Start the trackers of `tracking.also`, which have the rows of earlier starts already.
+    """Start the trackers of `tracking.also`; they skip the rows that earlier starts have sent.
 
     Raises:
         ConfigError: the library of a tracker is not installed.

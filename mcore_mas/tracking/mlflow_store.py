@@ -31,7 +31,7 @@ _METRIC_NAME_LENGTH = 250
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricPoint:
-    """One value of a metric."""
+    """Value of a metric at one time and step."""
 
     name: str
     value: float
@@ -168,8 +168,8 @@ class MlflowStore:
                 f"experiment '{self.experiment}' was deleted; restore it (mlflow experiments "
                 f"restore -x {experiment.experiment_id}), or choose another tracking.experiment"
             )
-        found: str = experiment.experiment_id
-        return found
+        experiment_id: str = experiment.experiment_id
+        return experiment_id
 
     def _exclusive(self) -> AbstractContextManager[None]:
         """Exclude other users of the same local database, or else of the same results folder."""

@@ -68,7 +68,7 @@ class ProgressReporter:
 
         now = time.monotonic()
         finished = done == self._total
-        line = f"{self._title}: {done}/{self._total}  {status}{self._time_left(done, now)}"
+        line = f"{self._title}: {done}/{self._total}  {status}{self._remaining_time(done, now)}"
         say(line, end="\n" if finished else self._line_end)
         due = now - self._last_shared_line > _SECONDS_BETWEEN_LINES
         if self._shared_terminal and (finished or due):
@@ -82,7 +82,7 @@ class ProgressReporter:
         if self._shared_terminal:
             say(line, self._shared_terminal)
 
-    def _time_left(self, done: int, now: float) -> str:
+    def _remaining_time(self, done: int, now: float) -> str:
         """Estimate the remaining time from the steps since the first report.
 
         The time before that report includes the start of engines.
