@@ -146,8 +146,11 @@ BARE = ["+data={generator: arithmetic, train: 9, validation: 2, test: 2}", "+eva
 BARE += ["+trainer={steps: 1, tasks_per_step: 2, group_size: 2}"]
 MODEL = "policy_defaults={model: models/m, lr: 1e-6}"
 GIVEN = {  # what a block's page takes for granted, as overrides
-    "configuration-3": BARE,
-    "configuration-4": [
+    "configuration-5": BARE,
+    "configuration-6": ["cold_start=null"],
+    "configuration-7": ["cold_start=null", "data.generator=null"],
+    "credit-4": ["experiment=demo_search"],
+    "credit-5": [
         "~experiment",
         *BARE,
         MODEL,
@@ -155,20 +158,9 @@ GIVEN = {  # what a block's page takes for granted, as overrides
         "sharing=separate",
         "+retriever={}",
     ],
-    "configuration-5": [
-        "~experiment",
-        *BARE,
-        MODEL,
-        "team=search_team",
-        "sharing=separate",
-        "+retriever={}",
-    ],
     "engines-0": ["cluster.device=auto"],
     "engines-3": ["~experiment", *BARE, "team=solver_verifier"],
     "gateway-0": ["~experiment", *BARE, MODEL, "sharing=shared", "+run=x"],
-    "configuration-8": ["cold_start=null"],
-    "configuration-9": ["cold_start=null", "data.generator=null"],
-    "credit-3": ["experiment=demo_search"],
     "lora-1": ["policies.solver.tp=1"],
     "lora-2": ["policies.solver.tp=1"],
     "cluster-14": ["engine=sglang", "engine.python=python"],

@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 import yaml
 
+from docs.writers.settings import MEANINGS, SETTINGS, pages
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import CONFIGS, GROUPS, config_names, experiments
 from mcore_mas.config.run import ConfigError, RunConfig, updates_in_schedule
@@ -602,12 +603,20 @@ def keys(model: type[Section]) -> Iterator[str]:
             below += get_args(found)
 
 
-def test_every_key_is_in_the_docs() -> None:
-    text = (CONFIGS.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+def test_every_key_is_in_the_page_of_settings() -> None:
+    page = pages()[SETTINGS]
     written = {
-        name for code in re.findall(r"`([^`\n]+)`", text) for name in re.findall(r"\w+", code)
+        name
+        for key in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+        for name in key.split(".")
     }
-    assert sorted(set(keys(RunConfig)) - written) == []
+    sections = {name.partition(".")[0] for name in re.findall(r"^## (\S+)", page, re.MULTILINE)}
+    assert sorted(set(keys(RunConfig)) - written - sections) == []
+
+
+def test_meanings_are_of_keys_that_have_no_comment() -> None:
+    page = pages()[SETTINGS]
+    assert not [meaning for meaning in MEANINGS.values() if meaning not in page]
 
 
 def test_own_configs_replace_shipped_ones_of_the_same_name(tmp_path: Path) -> None:

@@ -479,15 +479,10 @@ def test_the_same_file_twice_repeats(tmp_path: Path) -> None:
     assert not list(distinct(read_task_file(path, format="math", split="test"), seen, drop=True))
 
 
-def test_every_format_and_column_is_documented() -> None:
+def test_every_format_without_a_table_of_columns_is_documented() -> None:
+    """The page links to formats.yaml for the columns of the others."""
     page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
     section = page.partition("## Data files")[2].partition("\n## ")[0]
-    assert not [name for name in FORMATS if f"`{name}`" not in section]
-    columns = {
-        path
-        for one in FORMATS.values()
-        if isinstance(one, Fields)
-        for path in (*one.question, *one.answers)
-    }
-    short = {"reward_model.answer", "reward_model.target"}  # written as `.answer` and `.target`
-    assert not [path for path in columns - short if f"`{path}`" not in section]
+    assert "(../rollout/tasks/formats.yaml)" in section
+    names = [name for name, one in FORMATS.items() if not isinstance(one, Fields)]
+    assert len(names) > 5 and not [name for name in names if f"`{name}`" not in section]
