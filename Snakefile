@@ -1,5 +1,5 @@
-# `snakemake` in this folder runs the pipeline; its table of contents is workflow/Snakefile.
+# `snakemake` in this folder runs the pipeline. workflow/Snakefile lists its stages.
 include: "workflow/Snakefile"
 
 
-workflow.default_target = "all"  # a file that is included cannot set it
+workflow.default_target = "all"  # An included file cannot set the default target.

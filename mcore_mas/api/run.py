@@ -24,7 +24,7 @@ from mcore_mas.api.tasks import split_tasks
 from mcore_mas.api.training_thread import StepRow, TrainingThread
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.pipeline.check import machine_problems, model_problems, too_few
+from mcore_mas.pipeline.check import machine_problems, model_problems, task_count_problems
 from mcore_mas.pipeline.prepare import prepare_tasks
 from rollout.base.files import write_text
 from rollout.base.json_files import read_json_lines
@@ -324,7 +324,7 @@ def _check_run(config: RunConfig, train: Sequence[Task] | None) -> None:
         problems += model_problems(config, policy, model)
     count = config.data.train if train is None else len(train)
     if isinstance(count, int):
-        problems += too_few(config, count)
+        problems += task_count_problems(config, count)
     if problems:
         raise ArgumentError("; ".join(problems))
 

@@ -57,14 +57,14 @@ def check_runs(
     config_dir: ConfigDir = None,
 ) -> None:
     """Check the models, layouts, lengths, prompts and files of a suite before it runs."""
-    from mcore_mas.pipeline.check import problems
+    from mcore_mas.pipeline.check import suite_problems
     from mcore_mas.pipeline.suite import load_suite
 
     loaded = load_suite(suite, overrides or [], config_dir)
-    lines = problems(loaded)
-    for line in lines:
-        print(f"no: {resolve_page_paths(line)}")
-    if lines:
+    problems = suite_problems(loaded)
+    for problem in problems:
+        print(f"no: {resolve_page_paths(problem)}")
+    if problems:
         raise typer.Exit(1)
     print(f"ok: {', '.join(loaded.runs)}")
 

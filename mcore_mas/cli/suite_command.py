@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.cli.arguments import UsageError
-from mcore_mas.pipeline.suite import SNAKEFILE, suite_values
+from mcore_mas.pipeline.suite import suite_values
+from mcore_mas.pipeline.suite_file import SNAKEFILE
 
 # Options of Snakemake whose values look like Hydra overrides: NAME=VALUE
 _OPTIONS_WITH_PAIRS = {

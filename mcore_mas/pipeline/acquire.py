@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_mas.pipeline.convert import assemble, check_data, convert
 from mcore_mas.pipeline.hub import AcquireError, Hub, fetch
-from mcore_mas.pipeline.sources import Source, known_sources
+from mcore_mas.pipeline.sources import Source, load_sources
 from rollout.base.digests import Digest
 from rollout.base.errors import ModelError
 from rollout.base.json_files import write_json
@@ -27,7 +27,7 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
     Raises:
         AcquireError, RetrievalError: the input cannot be acquired, or is not what was expected.
     """
-    source = known_sources()[item]
+    source = load_sources()[item]
     path = Path(item)
     exists = path.exists()
 

@@ -1,4 +1,8 @@
-"""Check of a suite before it costs anything: what is known to fail later, of all runs at once, a line each."""
+"""Checks of runs before they start, for problems that would make them fail later.
+
+`suite_problems` checks all runs of a suite at once and reports one line per problem. The checks of
+one run's models, machine and number of tasks are also used by the Python interface.
+"""
 
 import re
 import shutil
@@ -8,7 +12,7 @@ from typing import Any
 
 from mcore_mas.config.models import check_layout, cold_start_architecture
 from mcore_mas.config.run import RunConfig, for_policy
-from mcore_mas.pipeline.sources import known_sources
+from mcore_mas.pipeline.sources import load_sources
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.planning.machine import count_visible_gpus
 from mcore_mas.planning.worker_groups import (
@@ -21,109 +25,138 @@ from mcore_mas.tracking.writers import missing_libraries
 from rollout.base.errors import ModelError
 from rollout.base.lookup import UnknownName
 from rollout.base.text import nearest_hint
+from rollout.config.data import DataConfig
 from rollout.config.tasks import check_envs, make_tasks
+from rollout.engines.config import EngineConfig
 from rollout.engines.remote import has_key
 from rollout.models.architecture import open_tensors, tensor_files
 from rollout.models.chat_template import has_chat_template
 from rollout.records.files import RecordError
+from rollout.records.trajectory import Task
 from rollout.tasks.files import dataset_files, not_downloaded
 from rollout.tasks.splits import SPLITS
 
+# Data files up to this size are read by the check; larger ones are read when the tasks are made.
+_MAX_CHECKED_BYTES = 2**24
 
-def problems(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
-    """What is known to fail, a line each with its runs, on machines of `node_gpus` GPUs.
 
-    `files`: also data and models that are not there yet.
+def suite_problems(suite: Suite, *, check_files: bool = True, node_gpus: int = 8) -> list[str]:
+    """Return one line for each problem of a suite, with the runs that have it.
+
+    Args:
+        suite: the suite.
+        check_files: report missing data files and models, and check the tasks.
+        node_gpus: number of GPUs of the machines that jobs are submitted to.
     """
-    runs: dict[str, list[str]] = {}
+    runs_by_problem: dict[str, list[str]] = {}
     for run in suite.runs:
         config = suite.checked(run)
-        own = (*_files(suite, run), *_tasks(suite, config)) if files else ()
-        for line in (
-            *_models(suite, config, files),
+        problems = [
+            *_starting_model_problems(suite, config, check_files=check_files),
             *machine_problems(config),
-            *_servers(config, node_gpus),
-            *own,
-        ):
-            runs.setdefault(line, []).append(run)
-    more = {line: f" and {len(own) - 1} more" if len(own) > 1 else "" for line, own in runs.items()}
-    return [f"run '{own[0]}'{more[line]}: {line}" for line, own in runs.items()]
+            *_evaluation_server_problems(config, node_gpus),
+        ]
+        if check_files:
+            problems += _file_problems(suite, run)
+            problems += _task_problems(suite, config)
+        for problem in problems:
+            runs_by_problem.setdefault(problem, []).append(run)
+
+    lines = []
+    for problem, runs in runs_by_problem.items():
+        others = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+        lines.append(f"run '{runs[0]}'{others}: {problem}")
+    return lines
 
 
-def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
-    """What is wrong with the models of a run's policies."""
+def _starting_model_problems(
+    suite: Suite, config: RunConfig, *, check_files: bool
+) -> Iterator[str]:
+    """Yield the problems of the models that a run's policies start from."""
     start = suite.starts.get(config.run)
-    made = Path(config.results, start, "bootstrap", "model") if start else None
+    cold_started = Path(config.results, start, "bootstrap", "model") if start else None
+    must_exist = check_files and suite.scale == "paper" and not start
     for name, model in config.models.items():
-        policy = config.policies[name]
         try:
-            if made == Path(model):
-                if cold_start := suite.checked(start or "").cold_start:
-                    check_layout(
-                        config,
-                        name,
-                        cold_start_architecture(cold_start.base, f"cold_start of {start}"),
+            if start and cold_started == Path(model):
+                cold_start = suite.checked(start).cold_start
+                if cold_start:
+                    architecture = cold_start_architecture(
+                        cold_start.base, f"cold_start of {start}"
                     )
-            elif Path(model, "config.json").is_file() or (
-                files and suite.scale == "paper" and not start
-            ):
+                    check_layout(config, name, architecture)
+            elif must_exist or Path(model, "config.json").is_file():
                 yield from model_problems(config, name, model, suite.folder)
         except ModelError as error:
             yield str(error)
-        if (
-            policy.lora is not None
-            and policy.lora.adapter
-            and not Path(policy.lora.adapter).is_dir()
-        ):
-            yield f"policies.{name}.lora.adapter: {policy.lora.adapter}: no such folder; expected one in PEFT's format"
+
+        lora = config.policies[name].lora
+        if lora is not None and lora.adapter and not Path(lora.adapter).is_dir():
+            yield (
+                f"policies.{name}.lora.adapter: {lora.adapter}: no such folder; expected one in "
+                "PEFT's format"
+            )
 
 
 def model_problems(
-    config: RunConfig, name: str, model: str, folder: Path | None = None
+    config: RunConfig, policy: str, model: str, suite_folder: Path | None = None
 ) -> Iterator[str]:
-    """What is wrong with a policy's model, or that it is not there; `folder`: of the suite's file."""
-    if not Path(model, "config.json").is_file():
-        near = nearest_hint(
-            model, [str(file.parent) for file in Path(model).parent.glob("*/config.json")]
+    """Yield the problems of a policy's model folder: files, chat template and parallel layout.
+
+    Args:
+        config: the run's config.
+        policy: name of the policy.
+        model: the model's folder.
+        suite_folder: folder of the suite file, for a hint where the path is relative to it.
+    """
+    folder = Path(model)
+    if not (folder / "config.json").is_file():
+        models = [str(file.parent) for file in folder.parent.glob("*/config.json")]
+        hint = (
+            _suite_folder_hint(suite_folder, model)
+            or nearest_hint(model, models).removeprefix("; ")
+            or _download_hint(model)
         )
-        expected = _beside(folder, model) or near.removeprefix("; ") or _from(model)
-        yield f"policies.{name}: {model}: no model here (config.json is missing); {expected}"
+        yield f"policies.{policy}: {model}: no model here (config.json is missing); {hint}"
         return
+
     try:
-        if config.policies[name].chat_template is None and not has_chat_template(model):
+        if config.policies[policy].chat_template is None and not has_chat_template(model):
             yield (
-                f"policies.{name}: {model} is a base model without a chat template; set chat_template to plain "
-                "or chatml, or take the instruct model"
+                f"policies.{policy}: {model} is a base model without a chat template; set "
+                "chat_template to plain or chatml, or take the instruct model"
             )
-        check_layout(config, name, Path(model))
+        check_layout(config, policy, folder)
         for file in tensor_files(model):
             open_tensors(file, "np")
-        if not any(Path(model).glob("tokenizer.*")):
-            yield f"policies.{name}: {model}: no tokenizer.json; expected a Hugging Face folder with its tokenizer"
+        if not any(folder.glob("tokenizer.*")):
+            yield (
+                f"policies.{policy}: {model}: no tokenizer.json; expected a Hugging Face folder "
+                "with its tokenizer"
+            )
     except ModelError as error:
         yield str(error)
 
 
-def _beside(folder: Path | None, path: str) -> str:
-    """What to do about a path that is meant from the folder of the suite's file; "" if it is not there either."""
-    there = (
-        folder is not None
-        and Path(folder, path).exists()
-        and Path(folder, path) != Path(path).absolute()
-    )
+def _suite_folder_hint(suite_folder: Path | None, path: str) -> str:
+    """Return a hint for a missing path that exists relative to the suite file, or ""."""
+    if suite_folder is None:
+        return ""
+    candidate = suite_folder / path
+    if not candidate.exists() or candidate == Path(path).absolute():
+        return ""
     return (
-        f"paths are relative to the current folder, and it is in {folder}: cd {folder}"
-        if there
-        else ""
+        "paths are relative to the current folder, and this one exists in the suite's; "
+        f"cd {suite_folder}"
     )
 
 
-def _from(path: str) -> str:
-    """Where a model or file that is not there can be had."""
-    if path in known_sources():
-        source = known_sources()[path]
-        fetched = "" if source.by_hand else ", and the target `acquire` fetches it"
-        return f"it is {source.description}{fetched} (docs/tables.md)"
+def _download_hint(path: str) -> str:
+    """Return where a missing model or file comes from, or how to name another one."""
+    source = load_sources().get(path)
+    if source is not None:
+        target = "" if source.by_hand else ", and the target `acquire` fetches it"
+        return f"it is {source.description}{target} (docs/tables.md)"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return (
             f"nor is it in the hub's cache on this machine: `hf download {path}`, or name a folder"
@@ -131,150 +164,235 @@ def _from(path: str) -> str:
     return "name a Hugging Face folder, or the hub's id of a model that was downloaded"
 
 
-def _files(suite: Suite, run: str) -> Iterator[str]:
-    """The data files of a run that are not there, and that nothing makes."""
+def _file_problems(suite: Suite, run: str) -> Iterator[str]:
+    """Yield the data files and the retriever's files of a run that do not exist.
+
+    The scale `tiny` makes its own files, so there are none to check.
+    """
     if suite.scale != "paper":
         return
     config = suite.checked(run)
-    own = [("data", file) for file in suite.data_files(run)]
-    own += [("data.options.folder", folder) for folder in suite.data_folders(run)]
-    if retriever := config.retriever:
-        named = {
-            key: getattr(retriever, key) for key in ("folder", "encoder_folder", "golden", "python")
-        }
-        named["folder"] = retriever.folder and retriever.folder / "index.json"
-        own += [(f"retriever.{key}", str(file)) for key, file in named.items() if file]
-    given_folders = [
-        (split, file) for split in SPLITS for file in config.data.files(split) if file.path.is_dir()
-    ]
-    for split, given in given_folders:
+    for split in SPLITS:
+        for file in config.data.files(split):
+            if not file.path.is_dir():
+                continue
+            try:
+                dataset_files(file.path, file.subset, file.split or split)
+            except RecordError as error:
+                yield f"data.{split}: {error}"
+
+    required = [("data", file) for file in suite.data_files(run)]
+    required += [("data.options.folder", folder) for folder in suite.data_folders(run)]
+    if config.retriever:
+        if config.retriever.folder:
+            required.append(("retriever.folder", str(config.retriever.folder / "index.json")))
+        for key in ("encoder_folder", "golden", "python"):
+            path = getattr(config.retriever, key)
+            if path:
+                required.append((f"retriever.{key}", str(path)))
+
+    for key, path in required:
+        if Path(path).exists():
+            continue
+        hint = _suite_folder_hint(suite.folder, path)
+        if not hint:
+            hint = _download_hint(path) if path in load_sources() else not_downloaded(path)
+        yield f"{key}: {path} does not exist; {hint}"
+
+
+def _task_problems(suite: Suite, config: RunConfig) -> Iterator[str]:
+    """Yield the problems of a run's tasks, as far as making them is cheap.
+
+    Generators of the user and small data files make all tasks. Shipped generators make one task of
+    each split. Tasks that another run of the suite makes are checked for that run.
+    """
+    train = config.data.train
+    train_count = train if isinstance(train, int) else None
+    if suite.tasks[config.run] == config.run:
         try:
-            dataset_files(given.path, given.subset, given.split or split)
-        except RecordError as error:
-            yield f"data.{split}: {error}"
-    for where, file in own:
-        if not Path(file).exists():
-            what = _from(file) if file in known_sources() else not_downloaded(file)
-            yield f"{where}: {file}: not here; {_beside(suite.folder, file) or what}"
-
-
-_READ_AT_ONCE = 2**24  # bytes of data files; larger ones are read when the tasks are made
-
-
-def _tasks(suite: Suite, config: RunConfig) -> Iterator[str]:
-    """What is wrong with a run's tasks, where making them costs next to nothing."""
-    data, train = config.data, config.data.train
-    own = (
-        ":" in data.generator
-        if data.generator
-        else suite.scale == "paper" and all(map(Path.is_file, data.paths))
-    )
-    cheap = own and sum(p.stat().st_size for p in data.paths) < _READ_AT_ONCE
-    if suite.tasks[config.run] == config.run and (cheap or (data.generator and not own)):
-        try:  # of a generator that is shipped, one
-            tasks = make_tasks(
-                data if own else data.model_copy(update=dict.fromkeys(SPLITS, 1)), config.seed
-            )
-            train = len(tasks["train"]) if own else train
-            check_envs(task for split in tasks.values() for task in split)
-            for task in tasks["train"][:1]:
-                config.env.check_task(task)
+            if _all_tasks_are_cheap(suite, config.data):
+                tasks = make_tasks(config.data, config.seed)
+                train_count = len(tasks["train"])
+                _check_environment(config, tasks)
+            elif config.data.generator and ":" not in config.data.generator:
+                one_per_split = config.data.model_copy(update=dict.fromkeys(SPLITS, 1))
+                _check_environment(config, _make_tasks_if_possible(one_per_split, config.seed))
         except (RecordError, UnknownName, ValueError) as error:
-            if own or not isinstance(error, RecordError):  # a file of theirs may be made later
-                yield f"data: {error}"
-                return
-    if isinstance(train, int):
-        yield from too_few(config, train)
+            yield f"data: {error}"
+            return
+
+    if train_count is not None:
+        yield from task_count_problems(config, train_count)
 
 
-def too_few(config: RunConfig, train: int) -> Iterator[str]:
-    """That a step takes more than these tasks."""
-    need = config.trainer.tasks_per_step
-    if train < need:
-        yield f"data.train: {train} tasks are fewer than trainer.tasks_per_step {need}; add tasks, or lower it"
+def _all_tasks_are_cheap(suite: Suite, data: DataConfig) -> bool:
+    """Return True if all tasks of a run can be made by the check: by own code or of small files."""
+    if data.generator:
+        if ":" not in data.generator:
+            return False
+    elif suite.scale != "paper" or not all(path.is_file() for path in data.paths):
+        return False
+    return sum(path.stat().st_size for path in data.paths) < _MAX_CHECKED_BYTES
 
 
-def _servers(config: RunConfig, node_gpus: int) -> Iterator[str]:
-    """That a server of an evaluation does not fit one machine: this one, or of those that it submits to."""
-    there = node_gpus if _submits() else count_visible_gpus() or node_gpus
-    for policy, size in gpus_per_engine(config).items() if config.cluster.device != "cpu" else ():
-        if (wanted := size + (config.retriever.gpus if config.retriever else 0)) > there:
+def _make_tasks_if_possible(data: DataConfig, seed: int) -> dict[str, list[Task]]:
+    """Return the tasks of a shipped generator, or none if a file that it reads is yet to be made."""
+    try:
+        return make_tasks(data, seed)
+    except RecordError:
+        return {split: [] for split in SPLITS}
+
+
+def _check_environment(config: RunConfig, tasks: dict[str, list[Task]]) -> None:
+    """Check that the environments of all tasks exist, and that the first task can begin.
+
+    Raises:
+        UnknownName: an environment does not exist.
+        ValueError: the environment cannot be made, or cannot begin the task.
+    """
+    check_envs(task for split in tasks.values() for task in split)
+    if tasks["train"]:
+        config.env.check_task(tasks["train"][0])
+
+
+def task_count_problems(config: RunConfig, train_tasks: int) -> Iterator[str]:
+    """Yield a problem if one training step needs more tasks than there are."""
+    tasks_per_step = config.trainer.tasks_per_step
+    if train_tasks < tasks_per_step:
+        yield (
+            f"data.train: {train_tasks} tasks are fewer than trainer.tasks_per_step "
+            f"{tasks_per_step}; add tasks, or lower it"
+        )
+
+
+def _evaluation_server_problems(config: RunConfig, node_gpus: int) -> Iterator[str]:
+    """Yield the policies whose evaluation needs more GPUs than one machine has."""
+    if config.cluster.device == "cpu":
+        return
+    available = node_gpus if _submits_jobs() else count_visible_gpus() or node_gpus
+    retriever_gpus = config.retriever.gpus if config.retriever else 0
+    for policy, engine_gpus in gpus_per_engine(config).items():
+        needed = engine_gpus + retriever_gpus
+        if needed > available:
             yield (
-                f"an evaluation needs {wanted} GPUs of one machine for a server of {policy} (engine.tp {size}), and "
-                f"node_gpus is {there}; lower engine.tp, name servers elsewhere (engine.urls), or raise node_gpus "
-                "where machines have more"
+                f"an evaluation needs {needed} GPUs of one machine for a server of {policy} "
+                f"(engine.tp {engine_gpus}), and node_gpus is {available}; lower engine.tp, name "
+                "servers elsewhere (engine.urls), or raise node_gpus where machines have more"
             )
 
 
-def _submits() -> bool:
-    """Whether jobs go to other machines from here."""
+def _submits_jobs() -> bool:
+    """Return True if jobs can be submitted to other machines, whose devices are not known here."""
     return shutil.which("sbatch") is not None
 
 
-def _devices(config: RunConfig) -> Iterator[str]:
-    """That the devices of a run's choice are not those of its engines, or too few for its training here."""
-    device, gpus = config.cluster.device, count_visible_gpus()
-    if device == "cpu" and (gpus or _submits()):
-        for policy in config.models:
-            engine = for_policy(config, policy).engine
-            if (
-                engine.name == "sglang"
-                and not engine.urls
-                and engine.options.get("device") != "cpu"
-            ):
-                yield f"policies.{policy}: cluster.device: cpu shows SGLang's servers no GPU; set it to auto or cuda"
-    searched = config.retriever.gpus if config.retriever else 0
-    if device == "cpu" and searched:
-        yield "retriever.device: cuda, and cluster.device: cpu shows it no GPU; set one of them to the other"
-    if _submits() or config.cluster.address != "local" or device == "cpu":
-        return
-    if device == "cuda" and not gpus:
-        yield "cluster.device: cuda, and there is no GPU here; set it to auto or cpu"
-    elif gpus:
-        try:
-            check_fits(
-                list_worker_groups(config, "GPU"), config.cluster.pool, "GPU", [gpus - searched]
+def machine_problems(config: RunConfig) -> Iterator[str]:
+    """Yield what a run needs and this machine lacks: GPUs, interpreters, libraries, keys, programs.
+
+    On a machine that submits jobs, only settings that contradict each other and missing keys are
+    reported, because nothing is known about the other machines.
+    """
+    engines = _engines_by_key(config)
+    yield from _device_problems(config)
+    yield from _engine_problems(engines)
+    if not _submits_jobs():
+        yield from missing_libraries(config)
+    yield from _api_key_problems(config, engines)
+    yield from _program_problems(config)
+
+
+def _engines_by_key(config: RunConfig) -> dict[str, EngineConfig]:
+    """Return the engine of the run, and those of policies with settings of their own."""
+    engines = {"engine": config.engine}
+    for policy in config.models:
+        if config.policies[policy].own.engine:
+            engines[f"policies.{policy}.own.engine"] = for_policy(config, policy).engine
+    return engines
+
+
+def _device_problems(config: RunConfig) -> Iterator[str]:
+    """Yield contradictory devices of a run, and too few GPUs for its training on this machine."""
+    device = config.cluster.device
+    gpus = count_visible_gpus()
+    retriever_gpus = config.retriever.gpus if config.retriever else 0
+    if device == "cpu":
+        if gpus or _submits_jobs():
+            yield from _hidden_gpu_problems(config)
+        if retriever_gpus:
+            yield (
+                "retriever.device is cuda, but cluster.device: cpu hides the GPUs from it; set one "
+                "of them to the other"
             )
+        return
+
+    if _submits_jobs() or config.cluster.address != "local":
+        return
+    if gpus:
+        try:
+            groups = list_worker_groups(config, "GPU")
+            check_fits(groups, config.cluster.pool, "GPU", [gpus - retriever_gpus])
         except PlacementError as error:
             yield str(error)
+    elif device == "cuda":
+        yield "cluster.device is cuda, but this machine has no GPU; set it to auto or cpu"
 
 
-def machine_problems(config: RunConfig) -> Iterator[str]:
-    """What this machine lacks; of one that submits to others nothing is known."""
-    submits = _submits()
-    yield from _devices(config)
-    engines = {"engine": config.engine}
-    engines |= {
-        f"policies.{n}.own.engine": for_policy(config, n).engine
-        for n in config.models
-        if config.policies[n].own.engine
-    }
-    for where, engine in engines.items():
-        if engine.device == "cuda" and not submits and not count_visible_gpus():
-            yield f"{where}.device: cuda, and there is no GPU here; set it to cpu"
-        if (
-            engine.name == "sglang"
-            and engine.python
-            and not submits
-            and not engine.python.is_file()
-        ):
-            yield f"{where}.python: {engine.python}: no such interpreter (docs/engines.md makes one)"
-    yield from () if submits else missing_libraries(config)
-    with_keys: dict[str, Any] = {**engines, "retriever": config.retriever, "coach": config.coach}
-    with_keys |= {f"policies.{name}.remote": remote for name, remote in config.remotes.items()}
-    for where, section in with_keys.items():
-        key: Path | None = getattr(section, "key_file", None)
-        if key is not None and not key.is_file():
-            yield f"{where}.key_file: {key}: no such file"
+def _hidden_gpu_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the policies whose SGLang servers need GPUs that a run on CPUs hides from them."""
+    for policy in config.models:
+        engine = for_policy(config, policy).engine
+        starts_servers = engine.name == "sglang" and not engine.urls
+        if starts_servers and engine.options.get("device") != "cpu":
+            yield (
+                f"policies.{policy}: cluster.device: cpu hides the GPUs from SGLang's servers; set "
+                "it to auto or cuda"
+            )
+
+
+def _engine_problems(engines: dict[str, EngineConfig]) -> Iterator[str]:
+    if _submits_jobs():
+        return
+    for key, engine in engines.items():
+        if engine.device == "cuda" and not count_visible_gpus():
+            yield f"{key}.device is cuda, but this machine has no GPU; set it to cpu"
+        if engine.name == "sglang" and engine.python and not engine.python.is_file():
+            yield f"{key}.python: {engine.python}: no such interpreter (docs/engines.md makes one)"
+
+
+def _api_key_problems(config: RunConfig, engines: dict[str, EngineConfig]) -> Iterator[str]:
+    """Yield the files and environment variables of API keys that do not exist."""
+    sections: dict[str, Any] = {**engines, "retriever": config.retriever, "coach": config.coach}
+    for policy, remote in config.remotes.items():
+        sections[f"policies.{policy}.remote"] = remote
+
+    for section_key, section in sections.items():
+        file: Path | None = getattr(section, "key_file", None)
+        if file is not None and not file.is_file():
+            yield f"{section_key}.key_file: {file}: no such file"
         variable: str | None = getattr(section, "key_variable", None)
         if variable is not None and not has_key(variable):
-            yield f"{where}.key_variable: {variable} is not set here; export it with the key, or name a key_file"
-    servers: dict[str, Any] = config.env.options["servers"] if config.env.name == "mcp" else {}
-    commands = {
-        f"env.options.servers.{name}": server["command"] for name, server in servers.items()
-    }
-    if config.orchestra.name == "program" and (command := config.orchestra.options.get("command")):
-        commands["orchestra.options"] = command[0]
-    for where, program in commands.items():
-        if not submits and shutil.which(program) is None:
-            yield f"{where}.command: '{program}' is no program on this machine; install it, or name its path"
+            yield (
+                f"{section_key}.key_variable: {variable} is not set here; export it with the key, "
+                "or name a key_file"
+            )
+
+
+def _program_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the programs of MCP servers and of an agent program that are not installed."""
+    if _submits_jobs():
+        return
+    programs: dict[str, str] = {}
+    if config.env.name == "mcp":
+        for name, server in config.env.options["servers"].items():
+            programs[f"env.options.servers.{name}"] = server["command"]
+    if config.orchestra.name == "program":
+        command = config.orchestra.options.get("command")
+        if command:
+            programs["orchestra.options"] = command[0]
+
+    for key, program in programs.items():
+        if shutil.which(program) is None:
+            yield (
+                f"{key}.command: this machine has no program '{program}'; install it, or give its "
+                "path"
+            )

@@ -1,15 +1,19 @@
-"""Suites of papers' tables: the runs behind `snakemake table_drmas_1`, and the rule that makes the table."""
+"""Suites of papers' tables: the runs behind targets such as `snakemake table_drmas_1`.
+
+The Snakefile calls these functions to choose the tables, make their suite, and check that their
+published inputs exist. `write_paper_table` is the rule that makes a table.
+"""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mcore_mas import code_commit
-from mcore_mas.pipeline.check import problems
-from mcore_mas.pipeline.sources import acquirable, describe_paths, known_sources
+from mcore_mas.pipeline.check import suite_problems
+from mcore_mas.pipeline.sources import describe_paths, load_sources, sort_by_acquisition
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
@@ -17,212 +21,261 @@ from rollout.base.json_files import write_json
 from rollout.base.yaml_files import read_yaml
 from rollout.records.grouping import group_pairs
 
-ALL_TABLES = "tables"  # the target of every table
-ACQUIRE = "acquire"  # that of all inputs; acquire_NAME those of a table
+ALL_TABLES = "tables"  # target of all tables, and name of their suite
+ACQUIRE = "acquire"  # target of all inputs; the inputs of a table are acquire_NAME
+
+# Keys of Snakemake's --config that a suite of tables takes; the last one is set for submitted jobs.
+_CONFIG_KEYS = ("scale", "results", "seeds", "gpus", ALL_TABLES)
 
 
-def asked_tables(
+def requested_tables(
     arguments: Sequence[str], configured: str | None, *, own_suite: bool = False
 ) -> list[str]:
-    """The tables that a command line of Snakemake asks for, or that its config names, as it does in a submitted job.
+    """Return the tables that a command line of Snakemake requests.
 
-    Without a suite of one's own, all inputs are those of every table.
+    Args:
+        arguments: Snakemake's command line.
+        configured: names joined by "+", which a submitted job has in its config, or None.
+        own_suite: True if the user names a suite, so that the target `acquire` is about that suite
+            and not about all tables.
 
     Raises:
         SuiteError: there is no such table.
     """
     if configured:
         return configured.split("+")
+
     known = table_names()
-    asked = [
+    requested = [
         word.partition("_")[2]
         for word in arguments
         if re.fullmatch(rf"(table|bundle|{ACQUIRE})_\w+", word)
     ]
-    unknown = [name for name in asked if name not in known]
+    unknown = [name for name in requested if name not in known]
     if unknown:
-        raise SuiteError(
-            f"no target table_{unknown[0]}; expected {', '.join(f'table_{name}' for name in known)}"
-        )
-    every = ALL_TABLES in arguments or (ACQUIRE in arguments and not own_suite)
-    return known if every else list(dict.fromkeys(asked))
+        targets = ", ".join(f"table_{name}" for name in known)
+        raise SuiteError(f"no target table_{unknown[0]}; expected {targets}")
+
+    all_tables = ALL_TABLES in arguments or (ACQUIRE in arguments and not own_suite)
+    return known if all_tables else list(dict.fromkeys(requested))
 
 
-def asks_inputs(arguments: Sequence[str]) -> bool:
-    """Whether a command line of Snakemake asks to acquire inputs."""
+def requests_inputs(arguments: Sequence[str]) -> bool:
+    """Return True if a command line of Snakemake has a target that acquires inputs."""
     return any(re.fullmatch(rf"{ACQUIRE}(_\w+)?", word) for word in arguments)
 
 
 def paper_suite(tables: Sequence[str], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The suite of all runs that `tables` are made of, each once; `config` may set scale, results and seeds.
+    """Return the suite of all runs that tables need, each run once.
+
+    Args:
+        tables: names of the tables.
+        config: settings of Snakemake's --config: scale, results, seeds and gpus.
 
     Raises:
-        SuiteError: a table's file cannot be used, or `config` has another key.
+        SuiteError: the file of a table cannot be used, or `config` has another key.
     """
-    unknown = config.keys() - {"scale", "results", "seeds", "gpus", ALL_TABLES}
+    unknown = config.keys() - set(_CONFIG_KEYS)
     if unknown:
         raise SuiteError(
-            f"a table brings its own suite: leave --configfile and --config {min(unknown)}=... out; it takes "
-            "scale=paper or tiny, seeds=3, results=folder and gpus=8xH100"
+            f"a table brings its own suite: leave --configfile and --config {min(unknown)}=... out; "
+            "it takes scale=paper or tiny, seeds=3, results=folder and gpus=8xH100"
         )
     try:
-        loaded = [PaperTable.load(name) for name in tables]
+        loaded = {name: PaperTable.load(name) for name in tables}
     except TableError as error:
         raise SuiteError(str(error)) from error
-    scale, seeds = str(config.get("scale", "paper")), seeds_of(config)
-    # experiment -> tables that it is in
-    names = group_pairs(
-        (run, table) for table, own in zip(tables, loaded, strict=True) for run in own.experiments
-    )
-    cells = {run: own for table in loaded for run, own in table.evaluate.items()}
+
+    scale = str(config.get("scale", "paper"))
+    seeds = read_seeds(config)
+    results = "results" if scale == "paper" else f"results/{scale}"
+    overrides = []
+    if config.get("gpus") and scale == "paper":  # runs at the scale `tiny` are not placed on GPUs
+        overrides.append(f"cluster.gpus={config['gpus']}")
     return {
         "suite": f"table_{tables[0]}" if len(tables) == 1 else ALL_TABLES,
-        "results": str(
-            config.get("results", "results" if scale == "paper" else f"results/{scale}")
-        ),
+        "results": str(config.get("results", results)),
         "scale": scale,
-        "experiments": {
-            seeded(name, seed): [
-                f"experiment={name}",
-                f"+tracking.tags.table='{' '.join(own)}'",
-                *([f"seed={seed}"] if seed != seeds[0] else []),
-            ]
-            for name, own in names.items()
-            for seed in seeds
-        },
-        # at the scale `tiny` nothing is placed
-        "overrides": [f"cluster.gpus={config['gpus']}"]
-        if config.get("gpus") and scale == "paper"
-        else [],
-        "evaluate": {
-            seeded(run, seed): {cell: _reseeded(seats, seed) for cell, seats in own.items()}
-            for run, own in cells.items()
-            for seed in seeds
-        },
+        "experiments": _experiments(loaded, seeds),
+        "overrides": overrides,
+        "evaluate": _cross_play(loaded.values(), seeds),
     }
+
+
+def _experiments(tables: Mapping[str, PaperTable], seeds: Sequence[int]) -> dict[str, list[str]]:
+    """Return the overrides of each run: one for each experiment of the tables and each seed."""
+    tables_by_experiment = group_pairs(
+        (experiment, name) for name, table in tables.items() for experiment in table.experiments
+    )
+    overrides = {}
+    for experiment, names in tables_by_experiment.items():
+        for seed in seeds:
+            run_overrides = [
+                f"experiment={experiment}",
+                f"+tracking.tags.table='{' '.join(names)}'",
+            ]
+            if seed != seeds[0]:
+                run_overrides.append(f"seed={seed}")
+            overrides[seed_run(experiment, seed)] = run_overrides
+    return overrides
+
+
+def _cross_play(
+    tables: Iterable[PaperTable], seeds: Sequence[int]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the evaluations of the tables in which other models play, for each seed."""
+    evaluate = {}
+    for table in tables:
+        for experiment, states in table.evaluate.items():
+            for seed in seeds:
+                evaluate[seed_run(experiment, seed)] = {
+                    state: _seats_of_seed(seats, seed) for state, seats in states.items()
+                }
+    return evaluate
+
+
+def _seats_of_seed(seats: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return the seats of an evaluation with `run/agent` replaced by the run of the same seed."""
+    seeded = {}
+    for agent, source in seats.items():
+        seeded[agent] = source
+        if isinstance(source, str) and "/" in source:
+            run, _, source_agent = source.partition("/")
+            seeded[agent] = f"{seed_run(run, seed)}/{source_agent}"
+    return seeded
+
+
+def read_seeds(config: Mapping[str, Any]) -> list[int]:
+    """Return the numbers 1 to `seeds` of Snakemake's config.
+
+    Each experiment has a run for each number. The first run keeps the experiment's own seed; the
+    others take their number as seed.
+
+    Raises:
+        SuiteError: `seeds` is not a positive integer.
+    """
+    count = str(config.get("seeds", 1))
+    if not count.isdecimal() or not int(count):
+        raise SuiteError(f"seeds={count}; expected the number of seeds, 1 or more")
+    return list(range(1, int(count) + 1))
+
+
+def seed_run(experiment: str, seed: int) -> str:
+    """Return the name of an experiment's run with a seed; the first has the experiment's name."""
+    return experiment if seed == 1 else f"{experiment}_seed{seed}"
 
 
 def inputs(suite: Suite) -> dict[str, list[str]]:
-    """The published files and models that a suite's runs read, each with these runs; none at the scale `tiny`."""
-    needed: dict[str, list[str]] = {}
-    for run in suite.runs if suite.scale == "paper" else ():
-        published = [] if suite.indexes(run) else [suite.index(run)]
-        for path in (
-            *suite.data_files(run),
-            *suite.data_folders(run),
-            *suite.models(run),
-            *filter(None, published),
-        ):
-            needed.setdefault(path.removesuffix("/config.json"), []).append(run)
-    return needed
+    """Return the published files and models that a suite reads, each with the runs that need it.
+
+    There are none at the scale `tiny`, which makes its own.
+    """
+    if suite.scale != "paper":
+        return {}
+    runs_by_path: dict[str, list[str]] = {}
+    for run in suite.runs:
+        paths = [*suite.data_files(run), *suite.data_folders(run), *suite.model_files(run)]
+        index = suite.index(run)
+        if index and not suite.indexes(run):
+            paths.append(index)
+        for path in paths:
+            runs_by_path.setdefault(path.removesuffix("/config.json"), []).append(run)
+    return runs_by_path
 
 
-def check_there(suite: Suite) -> None:
-    """Refuse a suite whose published data or models are not on this machine; the scale `tiny` makes its own.
+def check_inputs_exist(suite: Suite) -> None:
+    """Check that the published data and models of a suite exist on this machine.
 
     Raises:
-        SuiteError: what is missing, which runs need it, where it comes from and what to do, a line each; and what else
-            this machine lacks.
+        SuiteError: inputs are missing. A line for each names its runs and its source, and further
+            lines name other problems of the suite and the target that downloads the inputs.
     """
-    needed = inputs(suite)
-    missing = {path: runs for path, runs in needed.items() if not Path(path).exists()}
+    required = inputs(suite)
+    missing = {path: runs for path, runs in required.items() if not Path(path).exists()}
     if not missing:
         return
-    behind = {
-        path: f" (for {runs[0]}{f' and {len(runs) - 1} more' if len(runs) > 1 else ''})"
-        for path, runs in missing.items()
-    }
-    target = (
-        f"{ACQUIRE}_{suite.name.removeprefix('table_')}" if suite.name != ALL_TABLES else ACQUIRE
-    )
-    fetched, by_hand = acquirable(missing)
-    besides = ", but for what is to be put there by hand" if by_hand else ""
-    size = f"{sum(known_sources()[path].gb or 0 for path in fetched):.1f} GB where known"
+
+    notes = {}
+    for path, runs in missing.items():
+        others = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+        notes[path] = f" (for {runs[0]}{others})"
+
+    target = ACQUIRE
+    if suite.name != ALL_TABLES:
+        target = f"{ACQUIRE}_{suite.name.removeprefix('table_')}"
+    sources = load_sources()
+    acquisition = sort_by_acquisition(missing)
+    gb = sum(sources[path].gb or 0 for path in acquisition.downloadable)
+    except_by_hand = ", except those to be put in place by hand" if acquisition.by_hand else ""
     lines = [
-        f"{len(missing)} of {len(needed)} inputs are not on this machine:",
-        *describe_paths(missing, behind),
-        *(f"  {line}" for line in problems(suite, files=False)),
-        f"`snakemake {target}` fetches them{besides} ({size}; docs/tables.md), or try --config scale=tiny, which makes "
-        "its own",
+        f"{len(missing)} of {len(required)} inputs are not on this machine:",
+        *describe_paths(missing, notes),
+        *(f"  {problem}" for problem in suite_problems(suite, check_files=False)),
+        f"`snakemake {target}` fetches them{except_by_hand} ({gb:.1f} GB where known; "
+        "docs/tables.md), or try --config scale=tiny, which makes its own",
     ]
     raise SuiteError("\n".join(lines))
 
 
-def seeds_of(config: Mapping[str, Any]) -> list[int]:
-    """1 to `seeds`, a run of each experiment by number: the first has the experiment's own seed, another its number.
-
-    Raises:
-        SuiteError: it is no number above 0.
-    """
-    count = str(config.get("seeds", 1))
-    if not count.isdecimal() or not int(count):
-        raise SuiteError(f"seeds={count}; expected how many, 1 or more")
-    return list(range(1, int(count) + 1))
-
-
-def seeded(run: str, seed: int) -> str:
-    """The name of a run with another seed than the first."""
-    return run if seed == 1 else f"{run}_seed{seed}"
-
-
-def _reseeded(seats: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    parts = {agent: str(source).partition("/") for agent, source in seats.items()}
-    return {
-        a: f"{seeded(run, seed)}/{of}" if slash else seats[a]
-        for a, (run, slash, of) in parts.items()
-    }
-
-
 def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[str, list[str]]:
-    """The files of a table's evaluations by `experiment/state`; untrained teams share theirs."""
-    found = {}
+    """Return the files of a table's evaluations, one for each seed, by `experiment/state`.
+
+    Runs whose untrained teams are evaluated in the same way share one evaluation.
+    """
+    files = {}
     for experiment, state in table.evaluations:
-        runs = [seeded(experiment, seed) for seed in seeds]
-        owners = [suite.bases[run] if state == "base" else run for run in runs]
-        found[f"{experiment}/{state}"] = [
-            str(suite.config_path(owner).with_name("evaluation") / f"{state}.json")
-            for owner in owners
+        runs = [seed_run(experiment, seed) for seed in seeds]
+        if state == "base":
+            runs = [suite.bases[run] for run in runs]
+        files[f"{experiment}/{state}"] = [
+            str(suite.config_path(run).with_name("evaluation") / f"{state}.json") for run in runs
         ]
-    return found
-
-
-def _commits(evaluated: Sequence[Path]) -> list[str]:
-    """The commits that runs were trained and evaluated with; of this checkout where none is recorded."""
-    made = [*evaluated, *{path.parent.parent / "train" / "done.json" for path in evaluated}]
-    found = {
-        json.loads(path.read_text(encoding="utf-8")).get("commit")
-        for path in made
-        if path.is_file()
-    }
-    return sorted(filter(None, found)) or [code_commit()]
+    return files
 
 
 def write_paper_table(
     name: str, evaluations: Mapping[str, Sequence[str]], out: Path, *, scale: str
 ) -> None:
-    """Write a table as `out`, Markdown, beside it as CSV, and as JSON what both were made from.
+    """Write a table as Markdown, and beside it as CSV and the inputs of both as JSON.
 
-    `evaluations` are a file of each seed by `experiment/state`.
+    Args:
+        name: name of the table.
+        evaluations: files of the evaluations, one for each seed, by `experiment/state`.
+        out: the Markdown file.
+        scale: "paper" or "tiny".
     """
-    from mcore_mas.reports.costs import run_costs  # with pandas, which no plan needs
+    # These modules import pandas, which planning a table does not need.
+    from mcore_mas.reports.costs import run_costs
     from mcore_mas.reports.paper_results import MadeFrom, known_deviations, make_paper_table
 
     table = PaperTable.load(name)
     files = {key: [Path(path) for path in paths] for key, paths in evaluations.items()}
-    # a run once: its trained team's answers, or what else is in the table where those are not
+
+    # The costs of a run are those of its trained team, or else of another of its evaluations.
     evaluated = sorted(
         (path for paths in files.values() for path in paths),
         key=lambda path: path.stem == "trained",
     )
-    played = {path.parent.parent: path.stem for path in evaluated}
+    state_by_run = {path.parent.parent: path.stem for path in evaluated}
     made = MadeFrom(
         scale=scale,
-        seeds=sorted({read_yaml(run / "config.yaml")["seed"] for run in played}),
+        seeds=sorted({read_yaml(run / "config.yaml")["seed"] for run in state_by_run}),
         commit=", ".join(_commits(evaluated)),
-        costs=[run_costs(run, state) for run, state in played.items()],
+        costs=[run_costs(run, state) for run, state in state_by_run.items()],
         deviations=known_deviations(table),
     )
     make_paper_table(table, files, made, out.with_suffix(".csv"), out)
-    write_json(
-        out.with_suffix(".json"), {"table": name, "evaluations": dict(evaluations), **asdict(made)}
-    )
+    record = {"table": name, "evaluations": dict(evaluations), **asdict(made)}
+    write_json(out.with_suffix(".json"), record)
+
+
+def _commits(evaluations: Sequence[Path]) -> list[str]:
+    """Return the commits that runs were trained and evaluated with, or that of this checkout."""
+    trainings = {path.parent.parent / "train" / "done.json" for path in evaluations}
+    commits = set()
+    for path in (*evaluations, *trainings):
+        if path.is_file():
+            commit = json.loads(path.read_text(encoding="utf-8")).get("commit")
+            if commit:
+                commits.add(commit)
+    return sorted(commits) or [code_commit()]

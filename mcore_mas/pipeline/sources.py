@@ -1,6 +1,7 @@
 """Sources of published data and models, as workflow/sources.yaml lists them."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,7 @@ SOURCES_FILE = SHIPPED / "workflow" / "sources.yaml"
 
 
 class Source(Section):
-    """Where one data file or model folder comes from; workflow/sources.yaml explains the keys."""
+    """Origin of a data file, model folder or index; workflow/sources.yaml explains the keys."""
 
     host: Literal["hub", "github"] = "hub"
     repository: str | None = None
@@ -35,7 +36,7 @@ class Source(Section):
 
     @property
     def description(self) -> str:
-        """Repository or place, size and licence in one line."""
+        """Repository or instructions, size and licence in one line."""
         if self.by_hand:
             parts = [self.by_hand]
         elif self.repository:
@@ -44,7 +45,8 @@ class Source(Section):
         else:
             parts = [f"made of {self.needs[0]}"]
 
-        gb = self.gb or sum(known_sources()[path].gb or 0 for path in self.needs)
+        sources = load_sources()
+        gb = self.gb or sum(sources[path].gb or 0 for path in self.needs)
         if gb:
             parts.append(f"{gb:g} GB")
         elif self.rows:
@@ -57,46 +59,58 @@ class Source(Section):
 
 
 @cache
-def known_sources() -> Mapping[str, Source]:
+def load_sources() -> Mapping[str, Source]:
     """Return every entry of workflow/sources.yaml by its path below the working folder."""
     return TypeAdapter(dict[str, Source]).validate_python(read_yaml(SOURCES_FILE))
 
 
-def acquirable(paths: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Sort paths, each after those that it needs, by how they are acquired.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acquisition:
+    """Paths of inputs by how they are acquired, each after the paths that it needs."""
 
-    A file of the user's own that exists is in neither list.
+    downloadable: list[str]  # can be downloaded, or checked if they exist
+    by_hand: list[str]  # have to be put in place by the user
 
-    Returns:
-        Paths that can be fetched or checked, and paths that have to be put there by hand.
+
+def sort_by_acquisition(paths: Iterable[str]) -> Acquisition:
+    """Sort the paths of inputs by how they are acquired.
+
+    An existing file that cannot be downloaded needs no action, so it is in neither list.
     """
-    sources = known_sources()
-    fetched: list[str] = []
+    sources = load_sources()
+    downloadable: list[str] = []
     by_hand: list[str] = []
     for path in paths:
         source = sources.get(path)
         if Path(path).exists() and (source is None or source.by_hand):
             continue
+
         needs = source.needs if source else ()
-        for needed in (*needs, path):
-            needed_source = sources.get(needed)
+        for needed_path in (*needs, path):
+            needed_source = sources.get(needed_path)
             if needed_source is None or needed_source.by_hand:
-                by_hand.append(needed)
+                by_hand.append(needed_path)
             else:
-                fetched.append(needed)
-    return list(dict.fromkeys(fetched)), list(dict.fromkeys(by_hand))
+                downloadable.append(needed_path)
+
+    return Acquisition(
+        downloadable=list(dict.fromkeys(downloadable)),
+        by_hand=list(dict.fromkeys(by_hand)),
+    )
 
 
 def describe_paths(paths: Iterable[str], notes: Mapping[str, str] | None = None) -> list[str]:
     """Return a line for each path with its source and size.
 
     Args:
-        notes: text to append to the line of a path.
+        paths: paths of inputs, relative to the working folder.
+        notes: text that is appended to the line of a path.
     """
-    sources = known_sources()
+    sources = load_sources()
+    notes = notes or {}
     lines = []
     for path in paths:
         source = sources.get(path)
         description = source.description if source else "not in workflow/sources.yaml"
-        lines.append(f"  {path}: {description}{(notes or {}).get(path, '')}")
+        lines.append(f"  {path}: {description}{notes.get(path, '')}")
     return lines

@@ -1,9 +1,10 @@
-"""Suite of runs: what one call of the pipeline makes, checked and resolved before any job starts."""
+"""Suite of runs: the runs of one call of the pipeline, with their resolved configs.
+
+`Suite.load` checks a suite and composes the config of each of its runs before any job starts.
+`load_suite` reads a suite file, or makes a suite of one experiment.
+"""
 
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any, Self
 
 import yaml
 
-from mcore_mas import SHIPPED
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.experiments import CONFIGS, experiments
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
@@ -26,15 +26,12 @@ from rollout.base.text import nearest_hint
 from rollout.base.yaml_files import read_yaml
 from rollout.tasks.splits import SPLITS
 
-SNAKEFILE = SHIPPED / "workflow" / "Snakefile"
-Seats = Mapping[
-    str, Mapping[str, Mapping[str, Any]]
-]  # run -> evaluation beside base and trained -> seats by agent
-_BY_SUITE = ("tables", "figures", "reports")  # folders of results whose files have a suite's name
+# Evaluations in which other models than the run's own policies play: for each run and each name of
+# an evaluation, its seats, which are the model of each agent.
+CrossPlay = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
-
-class ReportError(RuntimeError):
-    """Snakemake could not write its report; its own words are in the log above."""
+# Folders of results whose files are named after a suite, so that several suites may write there.
+_SHARED_FOLDERS = ("tables", "figures", "reports")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +45,12 @@ class Suite:
     overrides: Mapping[str, list[str]]  # Hydra overrides by run
     # By run, the run whose cold start its policies begin with. A run with models of its own has none.
     starts: Mapping[str, str]
-    cells: Seats
+    cross_play: CrossPlay
     # By run, the first run whose untrained team is evaluated in the same way.
     bases: Mapping[str, str]
     # By run, the first run with the same tasks and, if it has one, the same index.
     tasks: Mapping[str, str]
-    scale: str = "paper"  # or tiny
+    scale: str = "paper"  # or "tiny"
     folder: Path | None = None  # of the suite file
     configs: Path | None = None  # the user's configs, which take precedence over the shipped ones
     _checked: dict[str, RunConfig] = field(default_factory=dict, compare=False)
@@ -62,63 +59,44 @@ class Suite:
     def load(
         cls, suite: Mapping[str, Any], folder: Path | None = None, cache: Path | None = None
     ) -> Self:
-        """Check the content of a suite file in `folder` and compose the config of each of its runs.
+        """Check the content of a suite file and compose the config of each of its runs.
 
-        From then on Python code in `folder`, and beside its configs, is imported here and in processes started here.
-        A file in the folder `cache` keeps what was composed; None composes everything.
+        Python modules in `folder`, and beside the user's configs, can be imported afterwards in
+        this process and in its children.
+
+        Args:
+            suite: the content of the suite file.
+            folder: folder of the suite file.
+            cache: folder of the cache of resolved configs, or None to compose all of them.
 
         Raises:
-            SuiteError: a key is unknown or of the wrong type, a folder is not there or cannot be written, or overrides
-                do not compose: of each run that has another mistake than those before, a line.
+            SuiteError: a key is unknown or of the wrong type, a folder does not exist or cannot be
+                written, or overrides do not compose. The message has a line for each mistake.
         """
         suite_file.check_schema(suite)
         configs = suite_file.own_configs(suite, folder)
-        code = [path.resolve() for path in (folder, configs and configs.parent) if path]
+        code_folders = [folder, configs.parent if configs else None]
+        code = [path.resolve() for path in code_folders if path]
         suite_file.make_importable(*code)
         suite_file.check_writable(Path(suite.get("results", "results")))
-        own = {**suite.get("experiments", {}), **suite_file.combinations(suite.get("grid"))}
-        overrides = {run: [*items, *suite.get("overrides", [])] for run, items in own.items()}
-        known = ConfigCache(cache / f"{suite['suite']}.json", configs, code) if cache else None
-        runs: dict[str, dict[str, Any]] = {}
-        wrong: dict[str, str] = {}  # by mistake
-        for run, items in overrides.items():
-            try:
-                runs[run] = _composed(suite, run, items, configs, known)
-            except SuiteError as error:
-                wrong.setdefault(str(error.__cause__).removeprefix(f"run '{run}': "), str(error))
-        if wrong:
-            raise SuiteError("\n  ".join(wrong.values()))
-        if known:
-            known.save()
-        started = {
-            run: config for run, config in runs.items() if config.get("cold_start") is not None
-        }
-        starts = {run: run for run in started}
-        if suite.get("share_cold_starts"):
-            starts = sharing.stage_owners(started, "start")
-            runs = {
-                run: sharing.with_start_of(config, starts.get(run, run))
-                for run, config in runs.items()
-            }
-        recipes = {
-            run: [i for i in items if i.partition("=")[0] != "seed"]
-            for run, items in overrides.items()
-        }
-        named, tagged = sharing.first_equal(recipes.items()), {}
-        for run, config in runs.items():  # for MLflow's runs, beside their own
-            tags = {
-                "suite": suite["suite"],
-                "experiment": named[run],
-                **config["tracking"].get("tags", {}),
-            }
-            tagged[run] = {**config, "tracking": {**config["tracking"], "tags": tags}}
+
+        overrides = _run_overrides(suite)
+        config_cache = None
+        if cache:
+            config_cache = ConfigCache(cache / f"{suite['suite']}.json", configs, code)
+        runs = _compose_runs(suite, overrides, configs, config_cache)
+        if config_cache:
+            config_cache.save()
+
+        starts, runs = _assign_cold_starts(runs, shared=bool(suite.get("share_cold_starts")))
+        run_experiments = _group_seeds(overrides)
         return cls(
             name=suite["suite"],
-            runs=tagged,
-            experiments=named,
+            runs=_add_tags(runs, suite["suite"], run_experiments),
+            experiments=run_experiments,
             overrides=overrides,
             starts=starts,
-            cells=_cells(suite.get("evaluate", {}), runs),
+            cross_play=_check_cross_play(suite.get("evaluate", {}), runs),
             folder=folder,
             configs=configs,
             bases=sharing.stage_owners(runs, "score"),
@@ -128,10 +106,9 @@ class Suite:
 
     @property
     def states(self) -> list[str]:
-        """The states in which any run is evaluated."""
-        return list(
-            dict.fromkeys([*STATES, *(cell for cells in self.cells.values() for cell in cells)])
-        )
+        """The names of all evaluations: "base", "trained", and those of cross-play."""
+        cross_play = [state for states in self.cross_play.values() for state in states]
+        return list(dict.fromkeys([*STATES, *cross_play]))
 
     @property
     def evaluations(self) -> list[str]:
@@ -139,33 +116,30 @@ class Suite:
         return [
             f"{run}/evaluation/{state}"
             for run in self.runs
-            for state in (*STATES, *self.cells.get(run, ()))
+            for state in (*STATES, *self.cross_play.get(run, ()))
         ]
 
     def seats(self, run: str, state: str) -> Mapping[str, Any]:
-        """Return the models of an evaluation by agent, empty if the run's own policies play."""
-        return self.cells.get(run, {}).get(state, {})
+        """Return the model of each agent that the run's own policy does not play."""
+        return self.cross_play.get(run, {}).get(state, {})
 
     def trained_for(self, run: str, state: str) -> list[str]:
         """Return the runs whose trained policies play in an evaluation."""
         seats = self.seats(run, state)
-        rest = (
-            []
-            if state == "base"
-            else ["trained"] * any(agent not in seats for agent in self.runs[run]["agents"])
-        )
-        named = [
-            source.partition("/")[0]
-            for source in (*seats.values(), *rest)
-            if isinstance(source, str)
-        ]
-        return list(
-            dict.fromkeys(run if name == "trained" else name for name in named if name != "base")
-        )
+        sources = [source for source in seats.values() if isinstance(source, str)]
+        if state != "base" and any(agent not in seats for agent in self.runs[run]["agents"]):
+            sources.append("trained")  # the run's own policies play the remaining agents
+
+        trained_runs = []
+        for source in sources:
+            name = source.partition("/")[0]
+            if name != "base":
+                trained_runs.append(run if name == "trained" else name)
+        return list(dict.fromkeys(trained_runs))
 
     @property
-    def own_starts(self) -> str:
-        """A regular expression of the runs that have a cold start of their own."""
+    def cold_start_pattern(self) -> str:
+        """A regular expression that matches the runs with a cold start of their own."""
         return _pattern([run for run, start in self.starts.items() if run == start])
 
     def indexes(self, run: str) -> bool:
@@ -182,40 +156,44 @@ class Suite:
 
     def data_files(self, run: str) -> list[str]:
         """Return the data files from which the tasks and passages of a run are read."""
-        passages = (self.runs[run].get("retriever") or {}).get("passages")
-        return [*map(str, self.checked(run).data.paths), *([passages] if passages else [])]
+        files = [str(path) for path in self.checked(run).data.paths]
+        retriever = self.runs[run].get("retriever") or {}
+        if retriever.get("passages"):
+            files.append(retriever["passages"])
+        return files
 
     def data_folders(self, run: str) -> list[str]:
         """Return the folder that a run's generator reads, such as that of DSBench."""
         data = self.checked(run).data
-        folder = (
-            data.options.get("folder") if data.generator and ":" not in data.generator else None
-        )
+        if data.generator is None or ":" in data.generator:
+            return []
+        folder = data.options.get("folder")
         return [folder] if isinstance(folder, str) else []
 
-    def models(self, run: str) -> list[str]:
+    def model_files(self, run: str) -> list[str]:
         """Return the config.json of the models and the encoder that a run needs and no rule makes."""
-        encoder = (self.runs[run].get("retriever") or {}).get("encoder_folder")
-        folders = [encoder] if encoder else []
+        folders = []
+        retriever = self.runs[run].get("retriever") or {}
+        if retriever.get("encoder_folder"):
+            folders.append(retriever["encoder_folder"])
         if run not in self.starts:
-            folders += [
-                policy["model"] for policy in self.runs[run]["policies"].values() if policy["model"]
-            ]
+            policies = self.runs[run]["policies"].values()
+            folders += [policy["model"] for policy in policies if policy["model"]]
         return [f"{folder}/config.json" for folder in dict.fromkeys(folders)]
 
     @property
     def tiny_files(self) -> dict[str, str]:
-        """The files that the scale `tiny` makes, each with its format or "passages"."""
-        found: dict[str, str] = {}
-        for run in self.runs if self.scale == "tiny" else ():
+        """The data files that the scale `tiny` makes, each with its format or "passages"."""
+        if self.scale != "tiny":
+            return {}
+        formats: dict[str, str] = {}
+        for run in self.runs:
             data = self.checked(run).data
-            found |= dict.fromkeys(self.data_files(run), "passages")
-            found |= {
-                str(file.path): file.format or data.format
-                for split in SPLITS
-                for file in data.files(split)
-            }
-        return found
+            formats |= dict.fromkeys(self.data_files(run), "passages")
+            for split in SPLITS:
+                for file in data.files(split):
+                    formats[str(file.path)] = file.format or data.format
+        return formats
 
     def checked(self, run: str) -> RunConfig:
         """Return the validated config of a run."""
@@ -228,33 +206,37 @@ class Suite:
         return Path(self.runs[run]["results"]) / run / "config.yaml"
 
     def write_configs(self, runs: Iterable[str | None]) -> None:
-        """Write the resolved configs of `runs`, each complete or not at all."""
+        """Write the resolved configs of `runs`, each atomically; ignore names of no run."""
         for run in self.runs.keys() & set(runs):
             text = yaml.safe_dump(
                 dict(self.runs[run]), sort_keys=False, allow_unicode=True, width=120
             )
             write_text(self.config_path(run), text)
 
-    def made_folders(self, outputs: Iterable[str]) -> list[Path]:
-        """What one pipeline at a time may make: the folders of `outputs`, and the suite's tables and report.
+    def written_folders(self, outputs: Iterable[str]) -> list[Path]:
+        """Return the folders that a pipeline with these outputs must own, for its lock.
 
-        So several suites run side by side where no run is in two of them.
+        These are the folders of the runs, the folders of outputs elsewhere, and a folder that
+        stands for the suite's tables and report. Suites without a common run can run side by side.
         """
         results = Path(next(iter(self.runs.values()))["results"])
-        paths = [Path(path) for path in outputs]
-        inside = {
-            results / path.relative_to(results).parts[0]
-            for path in paths
-            if path.is_relative_to(results)
-        }
-        outside = {path.parent for path in paths if not path.is_relative_to(results)}
-        own = Path(".snakemake", "suites", self.name)
-        return sorted((inside - {results / name for name in _BY_SUITE}) | outside | {own})
+        folders = {Path(".snakemake", "suites", self.name)}
+        for path in map(Path, outputs):
+            if not path.is_relative_to(results):
+                folders.add(path.parent)
+                continue
+            name = path.relative_to(results).parts[0]
+            if name not in _SHARED_FOLDERS:
+                folders.add(results / name)
+        return sorted(folders)
 
     def pattern(self, *, indexes: bool, shared: bool = False) -> str:
-        """A regular expression of the runs that make their tasks and build an index, or that build none.
+        """Return a regular expression that matches the runs of one kind.
 
-        With `shared` it is of those that take both from another run.
+        Args:
+            indexes: match runs that build an index, or else runs that build none.
+            shared: match runs that link the tasks and the index of another run, or else runs that
+                make their own.
         """
         return _pattern(
             [
@@ -265,14 +247,105 @@ class Suite:
         )
 
 
-def _composed(
+def load_suite(suite: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Suite:
+    """Load a suite file, or the suite of one experiment.
+
+    Args:
+        suite: a suite file, or the name of an experiment.
+        overrides: Hydra overrides that are added to every run.
+        config_dir: folder of the user's configs, or None for that of the suite.
+
+    Raises:
+        SuiteError: there is no such file or experiment, or the suite cannot be used.
+    """
+    path = Path(suite)
+    values = suite_values(suite, config_dir)
+    if not isinstance(values, dict):
+        raise SuiteError(f"{path}: a suite is a mapping of keys (docs/configuration.md)")
+    if overrides:
+        values["overrides"] = [*values.get("overrides", []), *overrides]
+    return Suite.load(values, path.parent.resolve() if path.is_file() else None)
+
+
+def suite_values(suite: str, config_dir: Path | None = None) -> Any:
+    """Return the content of a suite file, or of a suite with one experiment.
+
+    Args:
+        suite: a suite file, or the name of an experiment.
+        config_dir: folder of the user's configs, which replaces that of the suite file. For an
+            experiment, None stands for the folder `configs` of the current folder.
+
+    Raises:
+        SuiteError: there is no such file or experiment, the file is no YAML, or `config_dir` is no
+            folder.
+    """
+    path = Path(suite)
+    configs = suite_file.own_configs({"config_dir": config_dir}, Path())
+    own_config_dir = {}
+    if configs and (config_dir or configs != CONFIGS):
+        own_config_dir = {"config_dir": str(configs)}
+
+    try:
+        if path.is_file():
+            values = read_yaml(path)
+            if config_dir and isinstance(values, dict):
+                return {**values, **own_config_dir}
+            return values
+        known_experiments = {**experiments(), **(experiments(configs) if configs else {})}
+    except yaml.YAMLError as error:
+        raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+
+    if suite not in known_experiments:
+        hint = nearest_hint(suite, [*known_experiments, *map(str, Path().glob("*.yaml"))])
+        raise SuiteError(
+            f"{suite}: no such file, and no experiment of this name "
+            f"(`mcore-mas list experiments`){hint}"
+        )
+    return {"suite": suite, "experiments": {suite: [f"experiment={suite}"]}, **own_config_dir}
+
+
+def _run_overrides(suite: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the Hydra overrides of each run of a suite, grids included."""
+    run_overrides = {
+        **suite.get("experiments", {}),
+        **suite_file.combinations(suite.get("grid")),
+    }
+    suite_overrides = suite.get("overrides", [])
+    return {run: [*overrides, *suite_overrides] for run, overrides in run_overrides.items()}
+
+
+def _compose_runs(
+    suite: Mapping[str, Any],
+    overrides: Mapping[str, Sequence[str]],
+    configs: Path | None,
+    cache: ConfigCache | None,
+) -> dict[str, dict[str, Any]]:
+    """Return the resolved config of each run.
+
+    Raises:
+        SuiteError: overrides do not compose; a mistake that several runs share is named once.
+    """
+    runs: dict[str, dict[str, Any]] = {}
+    lines_by_mistake: dict[str, str] = {}
+    for run, run_overrides in overrides.items():
+        try:
+            runs[run] = _compose_run(suite, run, run_overrides, configs, cache)
+        except SuiteError as error:
+            mistake = str(error.__cause__).removeprefix(f"run '{run}': ")
+            lines_by_mistake.setdefault(mistake, str(error))
+    if lines_by_mistake:
+        raise SuiteError("\n  ".join(lines_by_mistake.values()))
+    return runs
+
+
+def _compose_run(
     suite: Mapping[str, Any],
     run: str,
     overrides: Sequence[str],
     configs: Path | None,
     cache: ConfigCache | None,
 ) -> dict[str, Any]:
-    """The resolved config of a run, with its placement."""
+    """Return the resolved config of a run, with its placement on GPUs."""
     scale = suite.get("scale", "paper")
     settings = [*overrides, f"run={run}", f"results={suite.get('results', 'results')}"]
 
@@ -285,118 +358,108 @@ def _composed(
             config = RunConfig.check(values, f"run '{run}'")
             return place_run(config, Cluster.parse(gpus)).model_dump(mode="json")
         except (ConfigError, ModelError, PlanError) as error:
-            where = f"run '{run}': "
-            raise SuiteError(
-                f"{where}{str(error).removeprefix(where)} ({' '.join(overrides)})"
-            ) from error
+            prefix = f"run '{run}': "
+            message = str(error).removeprefix(prefix)
+            raise SuiteError(f"{prefix}{message} ({' '.join(overrides)})") from error
 
-    return cache.get({"overrides": settings, "scale": scale}, compose) if cache else compose()
+    if cache is None:
+        return compose()
+    return cache.get({"overrides": settings, "scale": scale}, compose)
 
 
-def _cells(cells: Seats, runs: sharing.Runs) -> Seats:
-    """The evaluations of a suite by run, in which all that is named is there."""
-    for run, own in cells.items():
+def _assign_cold_starts(
+    runs: dict[str, dict[str, Any]], *, shared: bool
+) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """Assign a cold start to each run that has one.
+
+    Returns:
+        The run whose cold start each run begins with, and the configs. If cold starts are shared,
+        the config of a run that takes another run's names the models of that run.
+    """
+    cold_started = {
+        run: config for run, config in runs.items() if config.get("cold_start") is not None
+    }
+    if not shared:
+        return {run: run for run in cold_started}, runs
+    starts = sharing.stage_owners(cold_started, "start")
+    configs = {
+        run: sharing.with_start_of(config, starts.get(run, run)) for run, config in runs.items()
+    }
+    return starts, configs
+
+
+def _group_seeds(overrides: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return for each run the first run with the same overrides, its seed aside."""
+    without_seed = {
+        run: [item for item in items if item.partition("=")[0] != "seed"]
+        for run, items in overrides.items()
+    }
+    return sharing.first_equal(without_seed.items())
+
+
+def _add_tags(
+    runs: sharing.Runs, suite: str, run_experiments: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return the configs with the suite and the experiment as tags of MLflow's runs.
+
+    Tags that a config sets itself take precedence.
+    """
+    tagged = {}
+    for run, config in runs.items():
+        suite_tags = {"suite": suite, "experiment": run_experiments[run]}
+        tags = {**suite_tags, **config["tracking"].get("tags", {})}
+        tagged[run] = {**config, "tracking": {**config["tracking"], "tags": tags}}
+    return tagged
+
+
+def _check_cross_play(cross_play: CrossPlay, runs: sharing.Runs) -> CrossPlay:
+    """Return the evaluations of a suite after checking that their runs and agents exist.
+
+    Raises:
+        SuiteError: a run or an agent does not exist.
+    """
+    for run, states in cross_play.items():
         if run not in runs:
             raise SuiteError(f"evaluate: no run '{run}'; runs: {', '.join(runs)}")
-        for cell, seats in own.items():
+        for state, seats in states.items():
             for agent, source in seats.items():
-                _check_seat(f"evaluate.{run}.{cell}.{agent}", runs[run], agent, source, runs)
-    return cells
+                key = f"evaluate.{run}.{state}.{agent}"
+                _check_seat(key, runs[run], agent, source, runs)
+    return cross_play
 
 
 def _check_seat(
-    where: str, run: Mapping[str, Any], agent: str, source: Any, runs: Mapping[str, Any]
+    key: str, config: Mapping[str, Any], agent: str, source: Any, runs: sharing.Runs
 ) -> None:
-    if agent not in run["agents"]:
-        raise SuiteError(f"{where}: no such agent; agents: {', '.join(run['agents'])}")
+    """Check that an agent exists, and that the run and the agent whose policy plays it do.
+
+    Args:
+        key: key of the suite, for the message.
+        config: config of the run that is evaluated.
+        agent: name of the agent.
+        source: "base", "trained", a run, run/agent, or a mapping of a model folder or an API.
+        runs: configs of all runs.
+    """
+    if agent not in config["agents"]:
+        raise SuiteError(f"{key}: no such agent; agents: {', '.join(config['agents'])}")
     if not isinstance(source, str) or source in STATES:
         return
-    other, _, of = source.partition("/")
-    if other not in runs:
+
+    source_run, _, source_agent = source.partition("/")
+    source_agent = source_agent or agent
+    if source_run not in runs:
         raise SuiteError(
-            f"{where}: no run '{other}'; expected base, trained, a run ({', '.join(runs)}), run/agent, "
-            "{model: folder} or {remote: ...}"
+            f"{key}: no run '{source_run}'; expected base, trained, a run ({', '.join(runs)}), "
+            "run/agent, {model: folder} or {remote: ...}"
         )
-    if (of or agent) not in runs[other]["agents"]:
+    source_agents = runs[source_run]["agents"]
+    if source_agent not in source_agents:
         raise SuiteError(
-            f"{where}: run '{other}' has no agent '{of or agent}'; {', '.join(runs[other]['agents'])}"
+            f"{key}: run '{source_run}' has no agent '{source_agent}'; agents: "
+            f"{', '.join(source_agents)}"
         )
-
-
-def load_suite(suite: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Suite:
-    """The suite of `suite_values`, with `overrides` of every run.
-
-    Raises:
-        SuiteError: there is neither, or the suite cannot be used.
-    """
-    path, values = Path(suite), suite_values(suite, config_dir)
-    if not isinstance(values, dict):
-        raise SuiteError(f"{path}: a suite is a mapping of keys (docs/configuration.md)")
-    if overrides:
-        values["overrides"] = [*values.get("overrides", []), *overrides]
-    return Suite.load(values, path.parent.resolve() if path.is_file() else None)
-
-
-def suite_values(suite: str, config_dir: Path | None = None) -> Any:
-    """What is in a suite's file, or the suite of the experiment of that name alone.
-
-    Own configs are in `config_dir`, whatever the file says; by name alone and without it, in `configs` of the current
-    folder.
-
-    Raises:
-        SuiteError: there is neither, a file is no YAML, or `config_dir` is no folder.
-    """
-    path = Path(suite)
-    configs = suite_file.own_configs({"config_dir": config_dir}, Path())
-    own = {"config_dir": str(configs)} if configs and (config_dir or configs != CONFIGS) else {}
-    try:
-        if path.is_file():
-            values = read_yaml(path)
-            return {**values, **own} if config_dir and isinstance(values, dict) else values
-        known = {**experiments(), **(experiments(configs) if configs else {})}
-    except yaml.YAMLError as error:
-        raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
-    if suite not in known:
-        near = nearest_hint(suite, [*known, *map(str, Path().glob("*.yaml"))])
-        raise SuiteError(
-            f"{suite}: no such file, and no experiment of this name (`mcore-mas list experiments`){near}"
-        )
-    return {"suite": suite, "experiments": {suite: [f"experiment={suite}"]}, **own}
 
 
 def _pattern(names: Sequence[str]) -> str:
-    return "|".join(map(re.escape, names)) or "(?!)"  # (?!) matches no run
-
-
-def make_report(suite: Mapping[str, Any], targets: Sequence[str], out: Path) -> None:
-    """Write one HTML page `out` about the files `targets` and all jobs behind them.
-
-    A second Snakemake reads what the running one recorded. It takes no lock, because the first holds it, and starts
-    no job, because every target is an input of the rule that calls this.
-
-    Raises:
-        ReportError: Snakemake ended with an error.
-    """
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as folder:
-        suite_file, page = Path(folder) / "suite.yaml", Path(folder) / "report.html"
-        suite_file.write_text(yaml.safe_dump(dict(suite), sort_keys=False), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "snakemake",
-            "--snakefile",
-            str(SNAKEFILE),
-            "--configfile",
-            str(suite_file),
-        ]
-        command += ["--workflow-profile", "none", "--nolock", "--cores", "1", "--report", str(page)]
-        command += [
-            "--report-stylesheet",
-            str(SNAKEFILE.parent / "report/narrow.css"),
-            "--",
-            *targets,
-        ]
-        status = subprocess.run(command, check=False).returncode
-        if status != 0 or not page.is_file():
-            raise ReportError(f"{out}: snakemake --report ended with status {status}")
-        page.replace(out)
+    """Return a regular expression that matches these names; one that matches nothing for none."""
+    return "|".join(map(re.escape, names)) or "(?!)"

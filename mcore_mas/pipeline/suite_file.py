@@ -16,6 +16,7 @@ from mcore_mas import SHIPPED, resolve_page_paths
 from rollout.base.text import nearest_hint, redact_secrets
 from rollout.base.yaml_files import read_yaml
 
+SNAKEFILE = SHIPPED / "workflow" / "Snakefile"
 SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
 
 

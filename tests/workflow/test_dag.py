@@ -123,7 +123,7 @@ def test_data_files_are_inputs(tmp_path: Path) -> None:
     assert done.returncode != 0
     said = done.stdout + done.stderr
     assert all(
-        f"data: {split}.jsonl: not here" in said for split in ("train", "validation", "test")
+        f"data: {split}.jsonl does not exist" in said for split in ("train", "validation", "test")
     )
     for split in ("train", "validation", "test"):
         rows = ({"question": f"{split} {n}?", "answer": n} for n in range(5))

@@ -73,7 +73,9 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
 def test_every_published_experiment_trains(suite: Suite) -> None:
     for path, format in suite.tiny_files.items():
         prepare.make_tiny_file(Path(path), format)
-    for config_file in sorted({Path(path) for run in suite.runs for path in suite.models(run)}):
+    for config_file in sorted(
+        {Path(path) for run in suite.runs for path in suite.model_files(run)}
+    ):
         make_tiny_model(config_file.parent)
     suite.write_configs(suite.runs)
     untrained = []

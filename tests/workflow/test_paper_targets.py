@@ -13,7 +13,7 @@ import pytest
 
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.bundle import verify_bundle
-from mcore_mas.pipeline.paper_suite import asked_tables, asks_inputs, paper_suite
+from mcore_mas.pipeline.paper_suite import paper_suite, requested_tables, requests_inputs
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError, check_command
 from rollout.tasks.tiny_files import write_tiny_file
@@ -122,7 +122,7 @@ def test_a_folder_of_tasks_that_is_not_there_is_said(tmp_path: Path) -> None:
     place = "data_modeling of github.com/LiqiangJing/DSBench, with data.zip unpacked in it"
     assert f"  data/dsbench/data_modeling: {place} (for mappa_dsbench)" in done.stderr
     assert (
-        "`snakemake acquire_mappa_2` fetches them, but for what is to be put there by hand (8.1 GB"
+        "`snakemake acquire_mappa_2` fetches them, except those to be put in place by hand (8.1 GB"
         in done.stderr
     )
 
@@ -161,21 +161,24 @@ def test_acquire_makes_a_table_ready(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_targets_and_settings_are_checked() -> None:
-    assert asked_tables(["table_drmas_1", "-n", "table_drmas_1"], None) == ["drmas_1"]
-    assert len(asked_tables(["tables"], None)) == 17
-    assert asked_tables(["--target-jobs", "train:run=x"], "drmas_1+drmas_2") == [
+    assert requested_tables(["table_drmas_1", "-n", "table_drmas_1"], None) == ["drmas_1"]
+    assert len(requested_tables(["tables"], None)) == 17
+    assert requested_tables(["--target-jobs", "train:run=x"], "drmas_1+drmas_2") == [
         "drmas_1",
         "drmas_2",
     ]
-    assert asked_tables(["acquire_drmas_1"], None) == ["drmas_1"]
-    assert asked_tables(["acquire"], None) == asked_tables(["tables"], None)
-    assert asked_tables(["acquire"], None, own_suite=True) == []
-    assert (asks_inputs(["acquire_drmas_1"]), asks_inputs(["table_drmas_1"])) == (True, False)
+    assert requested_tables(["acquire_drmas_1"], None) == ["drmas_1"]
+    assert requested_tables(["acquire"], None) == requested_tables(["tables"], None)
+    assert requested_tables(["acquire"], None, own_suite=True) == []
+    assert (requests_inputs(["acquire_drmas_1"]), requests_inputs(["table_drmas_1"])) == (
+        True,
+        False,
+    )
     with pytest.raises(SuiteError, match="no target table_drmas_9; expected table_drmas_1"):
-        asked_tables(["table_drmas_9"], None)
+        requested_tables(["table_drmas_9"], None)
     with pytest.raises(SuiteError, match=r"leave --configfile and --config experiments=\.\.\. out"):
         paper_suite(["drmas_1"], {"suite": "x", "experiments": {}})
-    with pytest.raises(SuiteError, match="seeds=0; expected how many"):
+    with pytest.raises(SuiteError, match="seeds=0; expected the number of seeds"):
         paper_suite(["drmas_1"], {"seeds": 0})
 
 

@@ -259,7 +259,10 @@ def test_cells_of_a_table_say_whose_models_play(tmp_path: Path) -> None:
             {"a": {"x": {"solver": "b"}}},
             r"evaluate\.a\.x\.solver: no run 'b'; expected base, trained, a run \(a\)",
         ),
-        ({"a": {"x": {"solver": "a/judge"}}}, "run 'a' has no agent 'judge'; solver, verifier"),
+        (
+            {"a": {"x": {"solver": "a/judge"}}},
+            "run 'a' has no agent 'judge'; agents: solver, verifier",
+        ),
         ({"a": {"base": {"solver": "base"}}}, "suite.evaluate.a: expected small letters"),
         ({"a": {"x": {"solver": {}}}}, "suite.evaluate.a.x.solver: expected base, trained, a run"),
     ],

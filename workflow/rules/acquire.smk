@@ -1,12 +1,13 @@
-# Published inputs: fetched, converted and checked where `snakemake acquire_drmas_1` and the like ask for them.
-from mcore_mas.pipeline.sources import acquirable, describe_paths, known_sources
+# Published inputs: downloaded, converted and checked by targets such as `snakemake acquire_drmas_1`.
+from mcore_mas.pipeline.sources import describe_paths, load_sources, sort_by_acquisition
 
 
 rule acquire_input:
-    # The input itself is no declared output: Snakemake would delete a folder of yours that a job found damaged.
+    # The acquired file is not declared as an output: if a job finds a folder of the user's to be
+    # damaged, Snakemake would delete it.
     input:
         lambda wildcards: [
-            f"data/acquired/{item}.json" for item in known_sources()[wildcards.item].needs
+            f"data/acquired/{item}.json" for item in load_sources()[wildcards.item].needs
         ],
     output:
         receipt="data/acquired/{item}.json",
@@ -21,10 +22,11 @@ rule acquire_input:
         mem_mb=2000,
         runtime=1440,
     params:
-        there=lambda wildcards, output: Path(wildcards.item).exists()
+        # If an input was removed after it had been acquired, this changes and the job runs again.
+        exists_or_new=lambda wildcards, output: Path(wildcards.item).exists()
         or not Path(output.receipt).exists(),
     message:
-        "{wildcards.item}: fetch it, or check what is there"
+        "{wildcards.item}: download it, or check the existing file"
     script:
         "../scripts/acquire_input.py"
 
@@ -32,7 +34,8 @@ rule acquire_input:
 rule report_inputs:
     input:
         receipts=lambda _: [
-            f"data/acquired/{item}.json" for item in acquirable(paper_suite.inputs(SUITE))[0]
+            f"data/acquired/{item}.json"
+            for item in sort_by_acquisition(paper_suite.inputs(SUITE)).downloadable
         ],
     output:
         page="data/acquired/{suite}.md",
@@ -45,9 +48,9 @@ rule report_inputs:
         mem_mb=4000,
         runtime=60,
     params:
-        by_hand=lambda _: describe_paths(acquirable(paper_suite.inputs(SUITE))[1]),
+        by_hand=lambda _: describe_paths(sort_by_acquisition(paper_suite.inputs(SUITE)).by_hand),
         runs=lambda _: {run: (config["data"], config["seed"]) for run, config in SUITE.runs.items()},
     message:
-        "{output.page}: what was acquired, and what leaks"
+        "{output.page}: report on acquired inputs and leaks between splits"
     script:
         "../scripts/report_inputs.py"

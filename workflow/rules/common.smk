@@ -1,4 +1,5 @@
-# What every stage shares: the suite's checked runs, the values that wildcards may take, and optional inputs.
+# Shared by all rules: the checked suite, the values of wildcards, and functions that return inputs,
+# parameters and resources.
 import atexit
 import contextlib
 import functools
@@ -13,44 +14,54 @@ from rollout.base.files import ensure_writable
 from rollout.base.ownership import FolderError, owned
 from rollout.base.processes import end_at_second_interrupt
 from mcore_mas.pipeline import sharing
-from mcore_mas.pipeline.check import problems
+from mcore_mas.pipeline.check import suite_problems
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.planning.jobs import job_needs, tasks_mb
 
 try:
-    folders = [Path(file).resolve().parent for file in workflow.configfiles[-1:]]
-    SUITE = Suite.load(config, *(folders or [None]), cache=Path(".snakemake/configs"))
-    acquires = paper_suite.asks_inputs(sys.argv[1:])
-    if TABLES and not acquires:
-        paper_suite.check_there(SUITE)
-    machine = workflow.resource_settings.default_resources or {}
-    NODE_GPUS = machine["node_gpus"].raw if "node_gpus" in machine else 8
+    suite_folder = None
+    if workflow.configfiles:
+        suite_folder = Path(workflow.configfiles[-1]).resolve().parent
+    SUITE = Suite.load(config, suite_folder, cache=Path(".snakemake/configs"))
+
+    acquires_inputs = paper_suite.requests_inputs(sys.argv[1:])
+    if TABLES and not acquires_inputs:
+        paper_suite.check_inputs_exist(SUITE)
+
+    default_resources = workflow.resource_settings.default_resources or {}
+    NODE_GPUS = default_resources["node_gpus"].raw if "node_gpus" in default_resources else 8
     if not isinstance(NODE_GPUS, int) or NODE_GPUS < 1:
         raise SuiteError(
-            f"default-resources, node_gpus: {NODE_GPUS}; expected the GPUs of a machine, such as 8"
+            f"default-resources, node_gpus: {NODE_GPUS}; expected the number of GPUs of a machine, "
+            "such as 8"
         )
-    if (
-        workflow.is_main_process and not acquires
-    ):  # not in each of its jobs, nor to fetch what they need
-        if lines := problems(SUITE, node_gpus=NODE_GPUS):
-            raise SuiteError("\n  ".join(lines))
-except (SuiteError, OSError) as error:  # one line, no traceback, before any job starts
+
+    # Jobs need not repeat the check of the main process, and inputs are acquired before they are
+    # checked.
+    if workflow.is_main_process and not acquires_inputs:
+        problems = suite_problems(SUITE, node_gpus=NODE_GPUS)
+        if problems:
+            raise SuiteError("\n  ".join(problems))
+except (SuiteError, OSError) as error:
+    # No job has started, so the message needs no traceback.
     raise SystemExit(f"error: {error}") from None
-config["experiments"] = (
-    SUITE.overrides
-)  # grids and the suite's overrides written out, for the report
+
+# The report is made from `config`: it shows the overrides of each run, with grids expanded.
+config["experiments"] = SUITE.overrides
 config.pop("grid", None)
 config.pop("overrides", None)
 if SUITE.configs:
-    config["config_dir"] = str(SUITE.configs)  # the report's suite file is elsewhere
+    # The report's suite file lies in another folder, so it needs the absolute path.
+    config["config_dir"] = str(SUITE.configs)
 
 report_silent_failures()
 STARTED = time.time()
 TASKS = {
     split: f"<results>/{{run}}/tasks/{split}.parquet" for split in ("train", "validation", "test")
 }
-ENVIRONMENT = "../envs/environment.yml"  # entered only with `--software-deployment-method conda`
+# Jobs enter this environment only with `--software-deployment-method conda`.
+ENVIRONMENT = "../envs/environment.yml"
 
 
 wildcard_constraints:
@@ -60,16 +71,23 @@ wildcard_constraints:
     table="|".join(TABLES) or "(?!)",
 
 
-def settings_of(stage):
-    """The resolved config, there before any job, and what `stage` needs of it: an edit there runs its jobs again."""
+def config_params(stage):
+    """Return the parameters of a stage: the file of its resolved config, and a digest.
+
+    The digest covers the settings that the stage depends on. If one of them is edited, Snakemake
+    runs the stage's jobs again.
+    """
     return {
         "config": lambda wildcards: str(SUITE.config_path(wildcards.run)),
         "settings": lambda wildcards: sharing.settings_digest(SUITE.runs[wildcards.run], stage),
     }
 
 
-def needs_of(stage):
-    """What jobs of `stage` ask a cluster for, from the plan of their run; with every attempt more memory."""
+def cluster_resources(stage):
+    """Return the resources of a stage's jobs, from the plan of their run.
+
+    Each further attempt of a job requests more memory.
+    """
     needs = functools.cache(lambda run: job_needs(SUITE.checked(run), stage, NODE_GPUS))
     return {
         "mem_mb": lambda wildcards, attempt: needs(wildcards.run).memory_mb * attempt,
@@ -79,53 +97,63 @@ def needs_of(stage):
         ),
         "nodes": lambda wildcards: needs(wildcards.run).nodes,
         "tasks": lambda wildcards: needs(wildcards.run).nodes,
-        "tasks_per_gpu": 0,  # else the executor takes `tasks` for it
+        # Without this key the Slurm executor uses the value of `tasks` for it.
+        "tasks_per_gpu": 0,
     }
 
 
-def owner_of(wildcards, *files):
-    """Files of the run whose tasks and index this run shares."""
+def files_of_owner(wildcards, *files):
+    """Return files of the run whose tasks and index this run shares."""
     return [f"<results>/{SUITE.tasks[wildcards.run]}/{file}" for file in files]
 
 
 def tasks_of_owner(wildcards):
-    """That run's tasks."""
+    """Return the task files of the run whose tasks this run shares."""
     return expand(list(TASKS.values()), run=SUITE.tasks[wildcards.run])
 
 
 def retriever_of(wildcards):
-    """The index and the proof that it answers, for runs with a server beside them."""
+    """Return the index and the probe's result if the run starts a retrieval server, or no file."""
     index = SUITE.index(wildcards.run)
-    probed = wildcards.run if SUITE.indexes(wildcards.run) else SUITE.tasks[wildcards.run]
-    return [index, f"<results>/{probed}/retriever.json"] if index else []
+    if index is None:
+        return []
+    probed_run = wildcards.run if SUITE.indexes(wildcards.run) else SUITE.tasks[wildcards.run]
+    return [index, f"<results>/{probed_run}/retriever.json"]
 
 
 def shards_of(wildcards):
-    """The encoded shards of a run that has several jobs encode its passages."""
+    """Return the encoded shards of a run whose passages are encoded by several jobs."""
     shards = SUITE.runs[wildcards.run]["retriever"]["shards"]
-    names = [f"{number:04}-of-{shards:04}.f32" for number in range(shards)] if shards > 1 else []
+    if shards == 1:
+        return []
+    names = [f"{number:04}-of-{shards:04}.f32" for number in range(shards)]
     return [f"<results>/{wildcards.run}/index/shards/{name}" for name in names]
 
 
-def start_of(wildcards):
-    """The cold-started model, this run's or another's, for runs that do not bring a model folder."""
-    if wildcards.run not in SUITE.starts:
-        return SUITE.models(wildcards.run) if SUITE.scale == "tiny" else []
-    return [f"<results>/{SUITE.starts[wildcards.run]}/bootstrap/bootstrap.json"]
+def starting_model_of(wildcards):
+    """Return the files of the model that the run's policies start from, if a rule makes it.
+
+    The model is the result of a cold start, of this run or of the run that it shares one with.
+    """
+    if wildcards.run in SUITE.starts:
+        return [f"<results>/{SUITE.starts[wildcards.run]}/bootstrap/bootstrap.json"]
+    return SUITE.model_files(wildcards.run) if SUITE.scale == "tiny" else []
 
 
 def weights_of(wildcards):
-    """What must exist before a team can be evaluated: runs whose trained policies play, and the run's own start."""
-    trained = SUITE.trained_for(wildcards.run, wildcards.state)
-    return [*(f"<results>/{run}/train/done.json" for run in trained), *start_of(wildcards)]
+    """Return the files that an evaluation needs: finished trainings, and the run's own start."""
+    trained_runs = SUITE.trained_for(wildcards.run, wildcards.state)
+    trainings = [f"<results>/{run}/train/done.json" for run in trained_runs]
+    return [*trainings, *starting_model_of(wildcards)]
 
 
 onstart:
-    # In place of Snakemake's own lock, which outlives a killed owner and keeps other suites out of the working folder.
+    # These locks replace Snakemake's own, which stays behind when its process is killed, and which
+    # would keep other suites out of the working folder.
     jobs = list(workflow.dag.needrun_jobs())
     with contextlib.ExitStack() as stack:
         try:
-            for folder in SUITE.made_folders(path for job in jobs for path in job.output):
+            for folder in SUITE.written_folders(path for job in jobs for path in job.output):
                 stack.enter_context(owned(ensure_writable(folder)))
         except FolderError as error:
             raise SystemExit(f"error: {error}") from None
@@ -141,6 +169,6 @@ onsuccess:
 
 
 onerror:
-    # whatever --quiet says, which Snakemake's own log follows
+    # Snakemake's own log obeys --quiet; the causes of a failure are printed in any case.
     unfinished = [path for job in workflow.dag.needrun_jobs() for path in job.log]
     print(failure_message(unfinished, STARTED, log), file=sys.stderr)

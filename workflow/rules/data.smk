@@ -1,4 +1,4 @@
-# From the suite to data: the tasks of each run.
+# Data: the tasks of each run, and the passages that its team searches.
 
 
 rule prepare_tasks:
@@ -19,7 +19,7 @@ rule prepare_tasks:
         * attempt,
         runtime=30,
     params:
-        **settings_of("tasks"),
+        **config_params("tasks"),
     message:
         "{wildcards.run}: make the tasks"
     script:
@@ -33,7 +33,7 @@ use rule prepare_tasks as prepare_tasks_and_passages with:
     wildcard_constraints:
         run=SUITE.pattern(indexes=True),
     message:
-        "{wildcards.run}: make the tasks and the encyclopedia"
+        "{wildcards.run}: make the tasks and the passages"
 
 
 rule share_tasks:
@@ -52,7 +52,8 @@ rule share_tasks:
         mem_mb=100,
         runtime=5,
     message:
-        "{wildcards.run}: take the tasks of {input[0]}"
+        "{wildcards.run}: link the tasks of {input[0]}"
     shell:
-        # Symbolic links: Snakemake sets the time of what a job made, which through hard links would be the owner's too.
+        # The links are symbolic, because Snakemake sets the time stamps of outputs. Through hard
+        # links it would change the files of the other run.
         "ln --symbolic --relative --force {input} $(dirname {output.train}) 2> {log}"

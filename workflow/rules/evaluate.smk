@@ -1,4 +1,5 @@
-# The score of a run's team on held-out tasks: before training, after it, and with other models in some seats.
+# Evaluation: the score of a run's team on held-out tasks, before training, after it, and with other
+# models playing some of the agents (cross-play).
 
 
 rule evaluate:
@@ -15,10 +16,10 @@ rule evaluate:
     conda:
         ENVIRONMENT
     resources:
-        **needs_of("evaluate"),
+        **cluster_resources("evaluate"),
         runtime=240,
     params:
-        **settings_of("score"),
+        **config_params("score"),
         seats=lambda wildcards: SUITE.seats(wildcards.run, wildcards.state),
     message:
         "{wildcards.run}: evaluate the {wildcards.state} team"

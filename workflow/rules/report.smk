@@ -1,4 +1,4 @@
-# What people read: the table, the curves, and one HTML page with both and how they were made.
+# Results for readers: the table, the curves, and Snakemake's HTML report that contains both.
 
 
 rule make_table:
@@ -32,7 +32,7 @@ rule make_table:
     params:
         experiments=SUITE.experiments,
     message:
-        "table of {wildcards.suite}"
+        "{wildcards.suite}: make the table"
     script:
         "../scripts/make_table.py"
 
@@ -58,7 +58,7 @@ rule plot_curves:
         mem_mb=500,
         runtime=10,
     message:
-        "curves of {wildcards.suite}"
+        "{wildcards.suite}: plot the curves"
     script:
         "../scripts/plot_curves.py"
 
@@ -83,6 +83,6 @@ rule report:
     params:
         suite=config,
     message:
-        "report with captions, curves and the table"
+        "write the HTML report with the table and the curves"
     script:
         "../scripts/report.py"

@@ -1,4 +1,4 @@
-# The index of a run's retrieval server, and a probe of that server.
+# Retrieval: the index of a run's retrieval server, and a probe of that server.
 
 
 rule encode_shard:
@@ -17,10 +17,10 @@ rule encode_shard:
     conda:
         ENVIRONMENT
     resources:
-        **needs_of("retriever"),
+        **cluster_resources("retriever"),
         runtime=720,
     params:
-        **settings_of("tasks"),
+        **config_params("tasks"),
     message:
         "{wildcards.run}: encode shard {wildcards.number} of {wildcards.shards}"
     script:
@@ -42,10 +42,10 @@ rule build_index:
     conda:
         ENVIRONMENT
     resources:
-        **needs_of("retriever"),
+        **cluster_resources("retriever"),
         runtime=720,
     params:
-        **settings_of("tasks"),
+        **config_params("tasks"),
     message:
         "{wildcards.run}: build the index of the passages"
     script:
@@ -72,10 +72,10 @@ rule probe_retriever:
     conda:
         ENVIRONMENT
     resources:
-        **needs_of("retriever"),
+        **cluster_resources("retriever"),
         runtime=60,
     params:
-        **settings_of("tasks"),
+        **config_params("tasks"),
     message:
         "{wildcards.run}: probe the retrieval server"
     script:
@@ -84,7 +84,7 @@ rule probe_retriever:
 
 rule share_index:
     input:
-        lambda wildcards: owner_of(
+        lambda wildcards: files_of_owner(
             wildcards, "retriever.json", "index/index.json", "tasks/passages.jsonl"
         ),
         tasks=tasks_of_owner,
@@ -109,7 +109,7 @@ rule share_index:
     message:
         "{wildcards.run}: link the tasks and the index of {input[0]}"
     shell:
-        # Symbolic links, as for tasks.
+        # The links are symbolic for the same reason as those of tasks.
         "mkdir -p {params.run}/index {params.run}/tasks; ( "
         "ln --symbolic --relative --force {params.owner}/retriever.json {params.run}; "
         "ln --symbolic --relative --force {params.owner}/index/* {params.run}/index; "

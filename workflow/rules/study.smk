@@ -1,4 +1,4 @@
-# Studies: what several runs of a suite say together. Not part of `all`; ask for one by its name.
+# Studies: comparisons of a suite's runs over seeds. They are not part of `all`; name one as a target.
 
 
 rule study_stability:
@@ -23,6 +23,6 @@ rule study_stability:
     params:
         runs=SUITE.runs,
     message:
-        "estimators of {config[suite]} compared over seeds"
+        "{config[suite]}: compare the estimators over seeds"
     script:
         "../scripts/study_stability.py"

@@ -1,13 +1,11 @@
-# Tables of papers: their suite is made from workflow/tables, and at the scale `tiny` data and models too.
+# Tables of papers. workflow/tables defines them and the runs of their suite; at the scale `tiny`
+# their data and models are generated.
 from mcore_mas.reports.paper_tables import PaperTable
 
 TABLE_INPUTS = {
     name: paper_suite.table_inputs(PaperTable.load(name), SUITE, SEEDS) for name in TABLES
 }
-TINY = SUITE.tiny_files
-
-
-ruleorder: make_paper_table > plot_curves
+TINY_FILES = SUITE.tiny_files
 
 
 rule make_paper_table:
@@ -34,7 +32,7 @@ rule make_paper_table:
         evaluations=lambda wildcards: TABLE_INPUTS[wildcards.table],
         scale=SUITE.scale,
     message:
-        "table {wildcards.table}, ours beside the paper's"
+        "table {wildcards.table}: compare our results with the paper's"
     script:
         "../scripts/make_paper_table.py"
 
@@ -55,7 +53,7 @@ rule make_bundle:
         mem_mb=2000,
         runtime=120,
     message:
-        "bundle of table {wildcards.table}: what it was made of, with digests"
+        "bundle of table {wildcards.table}: pack its runs' records, with digests"
     script:
         "../scripts/make_bundle.py"
 
@@ -72,7 +70,7 @@ rule make_tiny_file:
         mem_mb=500,
         runtime=5,
     params:
-        format=lambda wildcards, output: TINY[str(output.file)],
+        format=lambda wildcards, output: TINY_FILES[str(output.file)],
     message:
         "{output.file}: generate a few rows"
     script:
@@ -91,6 +89,6 @@ rule make_tiny_model:
         mem_mb=1000,
         runtime=5,
     message:
-        "{output.model}: make a small random model of that family"
+        "{output.model}: make a small random model of the same family"
     script:
         "../scripts/make_tiny_model.py"

@@ -1,4 +1,5 @@
-# The model and its training. Checkpoints are never declared outputs: Snakemake deletes what a failed job declared.
+# Training: the base model, its cold start, and reinforcement learning. Checkpoints are not declared
+# as outputs, because Snakemake deletes the outputs of a failed job.
 
 
 rule make_base_model:
@@ -11,23 +12,24 @@ rule make_base_model:
     benchmark:
         "<results>/{run}/benchmarks/make_base_model.jsonl"
     wildcard_constraints:
-        run=SUITE.own_starts,
+        run=SUITE.cold_start_pattern,
     conda:
         ENVIRONMENT
     resources:
         mem_mb=2000,
         runtime=30,
     params:
-        **settings_of("start"),
+        **config_params("start"),
     message:
-        "{wildcards.run}: make a tokenizer and a randomly initialised model"
+        "{wildcards.run}: make a tokenizer and a random model"
     script:
         "../scripts/make_base_model.py"
 
 
 rule bootstrap:
     input:
-        retriever_of,  # the team is measured as it learns
+        # The team is measured during the cold start, and may search.
+        retriever_of,
         validation="<results>/{run}/tasks/validation.parquet",
         model="<results>/{run}/base/config.json",
     output:
@@ -37,15 +39,15 @@ rule bootstrap:
     benchmark:
         "<results>/{run}/benchmarks/bootstrap.jsonl"
     wildcard_constraints:
-        run=SUITE.own_starts,
+        run=SUITE.cold_start_pattern,
     priority: 1
     conda:
         ENVIRONMENT
     resources:
-        **needs_of("start"),
+        **cluster_resources("start"),
         runtime=120,
     params:
-        **settings_of("start"),
+        **config_params("start"),
     message:
         "{wildcards.run}: cold start on demonstrations of every role"
     script:
@@ -54,7 +56,7 @@ rule bootstrap:
 
 rule train:
     input:
-        start_of,
+        starting_model_of,
         retriever_of,
         train="<results>/{run}/tasks/train.parquet",
         validation="<results>/{run}/tasks/validation.parquet",
@@ -68,10 +70,10 @@ rule train:
     conda:
         ENVIRONMENT
     resources:
-        **needs_of("train"),
+        **cluster_resources("train"),
         runtime=1440,
     params:
-        **settings_of("training"),
+        **config_params("training"),
     message:
         "{wildcards.run}: reinforcement learning of every policy (follow it: tail -f {log})"
     script:

@@ -1,4 +1,4 @@
-"""Rule `acquire_input`: fetches and converts a published data file or model, or checks the one that is there."""
+"""Rule `acquire_input`: download and convert a published data file or model, or check an existing one."""
 
 from pathlib import Path
 

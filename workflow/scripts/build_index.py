@@ -11,6 +11,7 @@ with logged(snakemake.log[0]), queued_again(Path(snakemake.log[0]).parent):
     from mcore_mas.pipeline.prepare import index_passages
     from mcore_mas.tracking.stage_record import stage_record
 
-    config, passages = Path(snakemake.params.config), Path(snakemake.input.passages)
+    config = Path(snakemake.params.config)
+    passages = Path(snakemake.input.passages)
     with stage_record(snakemake.log[0]):
         index_passages(config, passages, Path(snakemake.output.manifest).parent)

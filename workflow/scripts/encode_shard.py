@@ -11,8 +11,10 @@ with logged(snakemake.log[0]), queued_again(Path(snakemake.log[0]).parent):
     from mcore_mas.pipeline.prepare import encode_passages
     from mcore_mas.tracking.stage_record import stage_record
 
-    config, passages = Path(snakemake.params.config), Path(snakemake.input.passages)
     with stage_record(snakemake.log[0]):
         encode_passages(
-            config, passages, Path(snakemake.output.vectors).parent, int(snakemake.wildcards.number)
+            Path(snakemake.params.config),
+            Path(snakemake.input.passages),
+            out_dir=Path(snakemake.output.vectors).parent,
+            number=int(snakemake.wildcards.number),
         )

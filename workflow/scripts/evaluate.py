@@ -1,4 +1,4 @@
-"""Rule `evaluate`: scores a run's team on its test tasks."""
+"""Rule `evaluate`: score a run's team on its test tasks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rule `make_bundle`: puts a table and all that it was made of into one file that can be verified elsewhere."""
+"""Rule `make_bundle`: pack a table and its runs' records into a file that can be verified."""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Rule `make_paper_table`: a paper's table, ours beside theirs, and its runs' curves; MLflow gets all of it."""
+"""Rule `make_paper_table`: write a paper's table with our results, and plot its runs' curves.
+
+The table and the curves are also sent to MLflow.
+"""
 
 from pathlib import Path
 
@@ -9,15 +12,16 @@ with logged(snakemake.log[0]):
     from mcore_mas.reports.charts import write_charts
     from mcore_mas.tracking.publish import publish_within_limit
 
-    table, out = snakemake.wildcards.table, Path(snakemake.output.markdown)
-    write_paper_table(table, dict(snakemake.params.evaluations), out, scale=snakemake.params.scale)
-    runs = {
-        Path(path).parents[1].name: path
-        for paths in snakemake.params.evaluations.values()
-        for path in paths
-    }
-    steps = {run: out.parents[1] / run / "train" / "metrics.jsonl" for run in runs}
-    write_charts(
-        {run: path for run, path in steps.items() if path.is_file()}, Path(snakemake.output.charts)
-    )
-    publish_within_limit(out.parents[1], runs, [table])
+    table = snakemake.wildcards.table
+    markdown = Path(snakemake.output.markdown)
+    evaluations = dict(snakemake.params.evaluations)
+    write_paper_table(table, evaluations, markdown, scale=snakemake.params.scale)
+
+    results = markdown.parents[1]
+    runs = {Path(path).parents[1].name: path for paths in evaluations.values() for path in paths}
+    metrics = {run: results / run / "train" / "metrics.jsonl" for run in runs}
+    # A run that is only evaluated untrained has no metrics.
+    trained = {run: path for run, path in metrics.items() if path.is_file()}
+    write_charts(trained, Path(snakemake.output.charts))
+
+    publish_within_limit(results, runs, [table])

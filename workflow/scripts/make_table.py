@@ -1,4 +1,4 @@
-"""Rule `make_table`: puts every run's evaluations into one table, and makes the page on the runs."""
+"""Rule `make_table`: write the table of all evaluations and the page on the runs."""
 
 from pathlib import Path
 
@@ -8,7 +8,11 @@ with logged(snakemake.log[0]):
     from mcore_mas.reports.runs_page import write_runs_page
     from mcore_mas.reports.tables import make_table
 
-    experiments, output = dict(snakemake.params.experiments), snakemake.output
+    output = snakemake.output
+    experiments = dict(snakemake.params.experiments)
+    scores = [Path(path) for path in snakemake.input.scores]
     tables = [Path(path) for path in (output.csv, output.markdown, output.html)]
-    make_table([Path(path) for path in snakemake.input.scores], experiments, tables)
-    write_runs_page(tables[0].parents[1], list(experiments), Path(output.runs))
+    make_table(scores, experiments, tables)
+
+    results = Path(output.csv).parents[1]
+    write_runs_page(results, list(experiments), Path(output.runs))

@@ -1,4 +1,4 @@
-"""Rule `make_tiny_file`: generates a small file in the format of a published one."""
+"""Rule `make_tiny_file`: generate a small file in the format of a published one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rule `make_tiny_model`: makes a small random model of a published one's family."""
+"""Rule `make_tiny_model`: make a small random model of the same family as a published one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rule `prepare_tasks`: makes a run's train, validation and test tasks, and its passages if its team searches."""
+"""Rule `prepare_tasks`: make a run's tasks, and its passages if its team searches."""
 
 from pathlib import Path
 

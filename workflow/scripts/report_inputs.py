@@ -1,4 +1,4 @@
-"""Rule `report_inputs`: says what was acquired, which rows were dropped, and what leaks between splits."""
+"""Rule `report_inputs`: write a page on acquired inputs, dropped rows and leaks between splits."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rule `study_stability`: compares the estimators of a suite's runs over their seeds."""
+"""Rule `study_stability`: compare the estimators of a suite's runs over their seeds."""
 
 from pathlib import Path
 

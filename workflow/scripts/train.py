@@ -1,15 +1,16 @@
-"""Rule `train`: trains every policy of a run, from its last checkpoint if there is one."""
+"""Rule `train`: train every policy of a run, from the newest checkpoint if there is one."""
 
 from pathlib import Path
 
 from mcore_mas.runtime.joblog import logged
 from mcore_mas.runtime.slurm import queued_again, ray_over
 
-folder, needs = Path(snakemake.output.done).parent, snakemake.resources
+out_dir = Path(snakemake.output.done).parent
+resources = snakemake.resources
 with (
     logged(snakemake.log[0]),
-    queued_again(folder / "checkpoints"),
-    ray_over(needs.nodes, needs.cpus_per_task, folder / "ray.log") as address,
+    queued_again(out_dir / "checkpoints"),
+    ray_over(resources.nodes, resources.cpus_per_task, out_dir / "ray.log") as address,
 ):
     from mcore_mas.training.train import train
 

@@ -22,7 +22,7 @@ from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.convert import assemble
 from mcore_mas.pipeline.hub import AcquireError, Hub
 from mcore_mas.pipeline.inputs_page import report_inputs
-from mcore_mas.pipeline.sources import Source, known_sources
+from mcore_mas.pipeline.sources import Source, load_sources
 from rollout.config.data import DataConfig
 from rollout.tasks.splits import SPLITS
 from tests.support.hub import COMMIT, FakeHub, running
@@ -55,7 +55,7 @@ def named(monkeypatch: pytest.MonkeyPatch, item: str = DATA, **keys: object) -> 
     """What `item` is from, in place of the shipped sources."""
     keys = {"repository": "some/math", "files": ("test.jsonl",), "format": "math_500", **keys}
     source = Source.model_validate(keys)
-    monkeypatch.setattr(acquiring, "known_sources", lambda: {item: source})
+    monkeypatch.setattr(acquiring, "load_sources", lambda: {item: source})
     return source
 
 
@@ -375,7 +375,7 @@ def test_the_report_says_what_leaks(hub: FakeHub, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_every_published_input_has_a_source() -> None:
-    known = known_sources()
+    known = load_sources()
     for name in experiments():
         config = resolve([f"experiment={name}"])
         data = DataConfig.model_validate(config["data"])

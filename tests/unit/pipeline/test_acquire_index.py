@@ -99,7 +99,7 @@ def hub(
     published: tuple[dict, list], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Hub]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(acquiring, "known_sources", lambda: SOURCES)
+    monkeypatch.setattr(acquiring, "load_sources", lambda: SOURCES)
     with running(FakeHub({name: dict(files) for name, files in published[0].items()})) as server:
         server.cut["part_ab"] = 0  # answers 503 once
         yield Hub(endpoint=server.url)

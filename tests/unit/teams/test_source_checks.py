@@ -1,0 +1,104 @@
+"""Checks of an orchestra's source: slots, agents, and attributes of its team and environment."""
+
+import asyncio
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.orchestras import ORCHESTRAS
+from rollout.records.trajectory import Task
+from rollout.teams.episode import Episode
+from rollout.teams.source_checks import asked_agents, filled_slots, misused, template_slots
+from rollout.teams.team import TeamSession
+
+
+async def relay(task, team, env):
+    reply = await team.act("drafter", problem=task.prompt)
+    slots = {"problem": task.prompt, "draft": reply.text}
+    await team.act("editor", **slots)
+
+
+def test_the_slots_of_an_orchestra_are_read_from_its_source() -> None:
+    assert filled_slots(relay, "drafter") == {"problem"}
+    # The slots of the editor are in a variable, which imported modules might have changed.
+    assert filled_slots(relay, "editor") is None
+    assert template_slots("a", "{problem} {draft.text} {{no}}") == ["problem", "draft"]
+    with pytest.raises(ValueError, match="a slot without a name"):
+        template_slots("a", "{}")
+
+
+def test_the_registration_of_an_agent_fills_no_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "registered.py").write_text(
+        "import mcore_mas as mm\n"
+        "@mm.register_agent('own_poet', system='', user='{problem}')\n"
+        "def parse(text): return text\n"
+        "POET = mm.AgentSpec('own_poet', '{problem}', settings={})\n"
+        "async def alone(task, team, env):\n"
+        "    await team.act('own_poet', problem=task.prompt)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import registered
+
+    assert filled_slots(registered.alone, "own_poet") == {"problem"}
+
+
+def test_slots_from_a_call_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spread.py").write_text(
+        "async def relay(task, team, env):\n"
+        "    await team.act('writer', **env.slots(task))\n"
+        "    for _ in range(2):\n"
+        "        reply = await team.act('editor', **{'problem': task.prompt})\n"
+        "    if reply.value is None:\n"
+        "        await team.act('rescuer')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import spread
+
+    assert [filled_slots(spread.relay, agent) for agent in ("writer", "editor")] == [None, None]
+    # The rescuer is called in a branch only, so a team without it is possible.
+    assert asked_agents(spread.relay) == {"writer", "editor"}
+    # A module is no function, so it has no source of slots.
+    assert filled_slots(spread, "writer") is None
+
+
+OTHERS: Any = None
+
+
+async def valid(task, team, env):
+    if hasattr(team, "pause"):
+        team.pause()
+    team.rounds = 2
+    later = team.act("writer", rounds=team.rounds, scores=team.scores)
+    reply = team.act("editor")
+    reply = await reply
+    await env.step(f"{await later} {reply.text}")
+    _ = env.run("1 + 1"), await env.preview("1"), env.rewards
+
+
+async def rebound(task, team, env):
+    with OTHERS.of(team) as team:
+        await team.anything(task.prompt)
+
+
+async def nested(task, team, env):
+    await asyncio.gather(
+        *(one.play(task) for one in OTHERS.teams if (lambda team: team.anything)(one))
+    )
+
+
+def with_own_team(play):
+    return wraps(play)(lambda task, team, env: play(task, OTHERS.of(team), env))
+
+
+@with_own_team
+async def decorated(task, team, env):
+    await team.anything(task.prompt)
+
+
+@pytest.mark.parametrize("orchestra", [valid, rebound, nested, decorated, *ORCHESTRAS.values()])
+def test_valid_orchestras_are_not_reported(orchestra: Any) -> None:
+    assert misused(orchestra, Task, TeamSession, Episode) == ""
