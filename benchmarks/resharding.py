@@ -27,6 +27,7 @@ from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.training.weight_sync import WeightSync
 from rollout.engines.embedded.engine import HostedEngine
+from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.models.architecture import read_architecture
 from rollout.models.tensors import whole
 from rollout.sync.memory import memory_path
@@ -96,7 +97,7 @@ async def hand_over_checked(folder: Path) -> None:
     """Alternate hand-overs and copies, and print both."""
     spec = TrainerSpec(model=str(folder), lr=1e-3, objective=Objective(loss="cross_entropy"))
     trainer = TrainerGroup("p", spec, threads=1)
-    engine = HostedEngine(folder, max_length=64, rows=8)
+    engine = HostedEngine(EmbeddedSettings(folder=folder, max_length=64, rows=8))
     await trainer.ready()
     await engine.stats()
     sync = WeightSync(trainer, engine)

@@ -23,7 +23,8 @@ from torch.multiprocessing.spawn import start_processes
 from benchmarks.gpu.__main__ import read
 from benchmarks.gpu.machine import say, settle
 from benchmarks.gpu.shapes import LAYOUTS, make_batch, write_model
-from rollout.engines.sglang.settings import nccl_mismatch
+from rollout.engines.sglang.nccl import nccl_mismatch
+from rollout.engines.sglang.settings import SGLangSettings
 
 MEBIBYTES = 256  # that all ranks add up
 # of two ranks each; their gradient norm is that of one rank, in float32 up to the order of sums and TF32
@@ -226,7 +227,13 @@ def sglang(given: argparse.Namespace) -> None:
         _saved(model)
         began = time.perf_counter()
         engine = SGLangEngine(
-            model, max_length=128, python=str(python), log=Path(folder) / "server.log", verify=False
+            SGLangSettings(
+                folder=model,
+                max_length=128,
+                python=str(python),
+                log=Path(folder) / "server.log",
+                verify=False,
+            )
         )
         try:
             reply = asyncio.run(engine.generate([1, 2, 3], Sampling(max_tokens=8)))

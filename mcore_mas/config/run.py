@@ -42,7 +42,7 @@ from rollout.config.retriever import RetrieverConfig
 from rollout.config.reward import RewardConfig
 from rollout.engines import EngineConfig
 from rollout.engines.remote import RemoteConfig
-from rollout.engines.sglang.settings import slot_problem
+from rollout.engines.sglang.settings import adapter_error
 from rollout.orchestras import SEARCHES
 from rollout.rewards.coach_config import CoachConfig
 from rollout.tasks import GENERATORS
@@ -496,7 +496,7 @@ def _check_engines(config: RunConfig) -> None:
         if engine.adapters == "slots" and name in config.trained:
             problem = "engine.adapters: slots is for policies with lora"
             if policy.lora is not None:
-                problem = slot_problem(policy.lora.targets)
+                problem = adapter_error(policy.lora.targets)
             if problem:
                 raise ValueError(f"policies.{name}: {problem}")
 

@@ -19,7 +19,8 @@ from transformers.utils.logging import disable_progress_bar
 from mcore_mas.config.policy import PolicyConfig
 from rollout.base.files import write_text
 from rollout.base.json_files import write_json
-from rollout.engines.embedded.batching import LocalEngine
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.local import LocalEngine
 from rollout.models.architecture import read_architecture, read_config
 from rollout.models.chat_template import CHAT_TEMPLATES, Renderer, has_chat_template
 from rollout.records.trajectory import Sampling, Turn
@@ -129,7 +130,7 @@ def _has_same_ids(folder: Path, renderer: Renderer, texts: Sequence[str]) -> boo
 def sample_replies(folder: Path, prompts: Sequence[Sequence[int]]) -> list[SampledReply]:
     """Sample a reply to each prompt with the embedded engine."""
     max_length = max(len(prompt) for prompt in prompts) + _REPLY_TOKENS
-    engine = LocalEngine(folder, max_length=max_length, rows=2)
+    engine = LocalEngine(EmbeddedEngine.from_folder(folder, max_length=max_length, rows=2))
 
     async def sample_all() -> list[SampledReply]:
         replies = []

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.runtime.engine_factory import world
+from mcore_mas.runtime.run_environments import open_environments
 from rollout.config.agents import build_team
 from rollout.records.trajectory import Trajectory
 from rollout.teams.collect import CollectOptions, Collector
@@ -32,7 +32,7 @@ def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:
     is_training_step = recorded.step >= 0
     branching = config.trainer.branching if is_training_step else None
     with (
-        world(config, "replay-retriever") as make_env,
+        open_environments(config, "replay-retriever") as make_env,
         tempfile.TemporaryDirectory() as quarantine,
     ):
         collector = Collector(

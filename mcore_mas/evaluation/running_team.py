@@ -9,13 +9,9 @@ from pathlib import Path
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.engine_gpus import assign_engine_gpus, share_gpu_memory
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
-from mcore_mas.runtime.engine_factory import (
-    close_engines,
-    make_engines,
-    make_players,
-    open_remotes,
-    world,
-)
+from mcore_mas.runtime.engine_factory import close_engines, make_engines
+from mcore_mas.runtime.players import make_players, open_remotes
+from mcore_mas.runtime.run_environments import open_environments
 from rollout.config.agents import build_team
 from rollout.teams.collect import Collector
 
@@ -51,7 +47,7 @@ def running_team(config: RunConfig, path_prefix: str, step: int) -> Iterator[Run
     remotes = open_remotes(config, Path(f"{path_prefix}remotes"))
     with hide_gpus_from_cpu_run(config), ExitStack() as stack:
         retriever_log = str(Path(f"{path_prefix}retriever").absolute())
-        make_env = stack.enter_context(world(config, retriever_log))
+        make_env = stack.enter_context(open_environments(config, retriever_log))
         engines = make_engines(
             config, config.models, Path(f"{path_prefix}engines"), trained=False, gpus=gpus
         )

@@ -21,8 +21,8 @@ from mcore_mas.pipeline.base_model import run_demonstrations
 from mcore_mas.pipeline.sharing import settings_digest
 from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import Checkpoints
-from mcore_mas.runtime.engine_factory import world
 from mcore_mas.runtime.recipe import Identity
+from mcore_mas.runtime.run_environments import open_environments
 from mcore_mas.runtime.stop_signal import STOP_SIGNALS, Stopped
 from mcore_mas.tracking.progress import ProgressReporter
 from mcore_mas.training.metrics import mean_success, valid_turn_share
@@ -31,7 +31,8 @@ from rollout.base.json_files import write_json
 from rollout.config.agents import build_team
 from rollout.config.tasks import prepared_tasks
 from rollout.engines import EngineClient
-from rollout.engines.embedded.batching import LocalEngine
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.local import LocalEngine
 from rollout.environments.protocol import Env
 from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Demonstration, Task
@@ -69,7 +70,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
         stack.callback(destroy_process_groups)
         trainer = MegatronTrainer(spec)
-        make_env = stack.enter_context(world(config, "bootstrap/retriever"))
+        make_env = stack.enter_context(open_environments(config, "bootstrap/retriever"))
         measure = _measurement(config, cold_start, base_dir, renderer, make_env)
         checkpoints = _checkpoints(out_dir / "checkpoints", config, base_dir)
         step, history = 0, list[dict[str, float]]()
@@ -145,7 +146,11 @@ def _measurement(
     make_env: Callable[[Task], Env],
 ) -> _Measure:
     """How to measure the team, on the trainer's weights after a step, on a few validation tasks."""
-    engine = LocalEngine(base_dir, rows=config.engine.slots, max_length=config.engine.max_length)
+    engine = LocalEngine(
+        EmbeddedEngine.from_folder(
+            base_dir, rows=config.engine.slots, max_length=config.engine.max_length
+        )
+    )
     player = EngineClient(engine=engine, renderer=renderer)
     team = build_team(config.agents, dict.fromkeys(config.policies, player))
     orchestra = config.orchestra.call

@@ -113,9 +113,8 @@ def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
     Raises:
         RetrievalError: the server cannot start, or gives no usable answer.
     """
-    from mcore_mas.runtime.engine_factory import (
-        sidecar_of,  # loads torch, which tasks are prepared without
-    )
+    # This loads torch, which tasks are prepared without.
+    from mcore_mas.runtime.run_environments import make_sidecar
 
     retriever = _retriever(config_path)
     if retriever.golden is not None:
@@ -126,7 +125,7 @@ def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
         )
         stride = max(1, len(corpus) // PROBES)
         golden = [GoldenQuery(corpus[row].title) for row in range(0, len(corpus), stride)][:PROBES]
-    with sidecar_of(retriever, index_dir) as url:
+    with make_sidecar(retriever, index_dir) as url:
         measurements = asyncio.run(probe(url, golden))
     print(
         f"recall@1 {measurements['recall_at_1']:.2f}, median {measurements['latency_ms_median']:.1f} ms"

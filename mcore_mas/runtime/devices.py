@@ -20,7 +20,7 @@ from mcore_mas.planning.worker_groups import (
 )
 from mcore_mas.runtime.cluster import Node
 from rollout.engines import EngineConfig
-from rollout.engines.sglang.settings import nccl_mismatch
+from rollout.engines.sglang.nccl import nccl_mismatch
 
 MEMORY_SHARE = "mem-fraction-static"  # argument of `sglang.launch_server`
 # the share of a GPU's memory that servers on it may hold together; they compute in the rest

@@ -7,7 +7,7 @@ from mcore_mas.config.policy import PolicyConfig, RateConfig
 from mcore_mas.config.run import RunConfig, for_policy, updates_in_schedule
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron.spec import TrainerSpec
-from rollout.engines.sglang.arguments import cumem
+from rollout.engines.sglang.arguments import nccl_cumem
 from rollout.records.seeds import derive_seed
 
 # fields of a TrainerSpec that have the same name in the config
@@ -58,5 +58,5 @@ def _make_spec(name: str, config: RunConfig, rate: RateConfig, **overrides: Any)
     settings["lora_seed"] = derive_seed(config.seed, "lora", name)
     settings["decay_steps"] = rate.decay_steps or updates_in_schedule(config, name)
     if engine.transport == "distributed":  # NCCL needs the same setting in all ranks of a group
-        settings["cumem"] = cumem(engine.options, engine.environment)
+        settings["cumem"] = nccl_cumem(engine.options, engine.environment)
     return TrainerSpec(**{**settings, **overrides})

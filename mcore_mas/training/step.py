@@ -16,6 +16,7 @@ from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.tracking.logbook import Logbook
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
+from mcore_mas.training.colocation import Colocation
 from mcore_mas.training.metrics import (
     StepMetrics,
     credit_metrics,
@@ -25,7 +26,7 @@ from mcore_mas.training.metrics import (
     staleness_metrics,
 )
 from mcore_mas.training.policy_trainer import PolicyTrainer
-from mcore_mas.training.weight_sync import Memory, WeightSync
+from mcore_mas.training.weight_sync import WeightSync
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.processes import restart_metrics
 
@@ -54,7 +55,7 @@ class TrainingSession:
     rollouts: AsyncRollouts
     trainers: Mapping[str, PolicyTrainer]
     weight_sync: Mapping[str, WeightSync]
-    memory: Memory
+    memory: Colocation
     checkpoints: Checkpoints
     logbook: Logbook
     stop: StopSignal = field(default_factory=StopSignal)

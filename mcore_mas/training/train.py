@@ -20,19 +20,21 @@ from mcore_mas.planning.machine import hide_gpus_from_cpu_run
 from mcore_mas.runtime.checkpoint import Checkpoint, Checkpoints
 from mcore_mas.runtime.cluster import joined_ray
 from mcore_mas.runtime.devices import RunDevices, find_devices
-from mcore_mas.runtime.engine_factory import make_players, make_renderers, open_remotes, world
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.local_ray import running_ray
+from mcore_mas.runtime.players import make_players, make_renderers, open_remotes
 from mcore_mas.runtime.recipe import identity_digest, identity_of, input_digests
+from mcore_mas.runtime.run_environments import open_environments
 from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.logbook import Logbook, open_logbook
 from mcore_mas.training.async_rollout import AsyncRollouts
 from mcore_mas.training.collected_steps import CollectedSteps
+from mcore_mas.training.colocation import Colocation
 from mcore_mas.training.fork import fork_if_changed
 from mcore_mas.training.session import model_folder, train_session
 from mcore_mas.training.step import AfterStep, TrainingSession
 from mcore_mas.training.task_schedule import TaskSchedule
-from mcore_mas.training.weight_sync import Memory, WeightSync
+from mcore_mas.training.weight_sync import WeightSync
 from mcore_mas.training.workers import RunWorkers
 from rollout.base.digests import tree_sha256
 from rollout.base.files import ensure_writable
@@ -104,7 +106,7 @@ def train(
         # process inherits them.
         coach = Coach(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")
-        make_env = stack.enter_context(world(config, "train/retriever"))
+        make_env = stack.enter_context(open_environments(config, "train/retriever"))
         if devices is None:
             nodes = stack.enter_context(joined_ray(address, folder / "lock.json"))
             devices = find_devices(config, nodes)
@@ -230,7 +232,7 @@ class _TrainingRun:
             )
             for policy, trainer in trainers.items()
         }
-        memory = Memory(
+        memory = Colocation(
             engines,
             self.workers.offloaded,
             sleeps=config.engine.sleep,

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
 
 from ray.exceptions import RayError
@@ -18,6 +19,7 @@ from mcore_mas.runtime.engine_factory import close_engines, make_engines
 from mcore_mas.runtime.placement import DevicePlacement
 from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.runtime.trainer_specs import critic_spec, policy_spec
+from mcore_mas.training.colocation import trainers_away
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import EngineError
@@ -133,9 +135,16 @@ class RunWorkers:
             models,
             self._config.folder / "train" / "engines",
             trained=True,
-            places=places,
+            placements=places,
             nodes=len(self.devices.nodes) if self.devices.joined else None,
+            restart_guard=self._trainers_away,
         )
+
+    def _trainers_away(self) -> AbstractAsyncContextManager[object]:
+        """Return a context manager that offloads trainers if they share their memory with engines."""
+        if not self._config.engine.sleep:
+            return nullcontext()
+        return trainers_away(self.offloaded)
 
     def _avoid_shared_memory_between_nodes(self) -> None:
         """Let engines whose trainer is on other nodes take weights from a folder."""

@@ -12,7 +12,7 @@ from rollout.base.section import Section
 from rollout.base.signatures import check_call, check_methods
 from rollout.base.urls import Url, check_private
 from rollout.engines.registry import ENGINES, TRANSPORTS, transport_error
-from rollout.engines.sglang.arguments import argument_problem, graph_problem
+from rollout.engines.sglang.arguments import argument_error, graph_error
 
 # Methods that an engine class of the user's own must have, with their parameters.
 _REQUIRED_METHODS = {
@@ -95,7 +95,7 @@ class EngineConfig(Section):
         cls, options: dict[str, JsonValue], info: ValidationInfo
     ) -> dict[str, JsonValue]:
         if info.data.get("name") == "sglang":
-            problem = argument_problem(options)
+            problem = argument_error(options)
             if problem:
                 raise ValueError(problem)
         return options
@@ -136,7 +136,7 @@ class EngineConfig(Section):
                 "(requirements/sglang.txt), or urls"
             )
         if self.sleep and not self.urls:
-            problem = graph_problem(self.options, self.environment)
+            problem = graph_error(self.options, self.environment)
             if problem:
                 raise ValueError(f"environment: {problem}")
         takes_slots = self.transport in (None, "disk") and not self.members and not self.sleep

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -74,9 +73,6 @@ class TrainedEngine(Engine, Protocol):
     version: int  # of the weights it holds
     pause_s: float  # that the last update kept it from decoding
     starts: int  # of its processes so far
-    room: Callable[[], AbstractAsyncContextManager[object]] = (
-        nullcontext  # inside, a process finds memory to start in
-    )
 
     async def load_weights(self, tensors: WeightStream, version: int) -> None:
         """As `Engine`, over the engine's own transport."""

@@ -1,20 +1,15 @@
-"""Engines and their weight transports by name."""
+"""Engines by name: the function that builds each, and the weight transports that it has."""
 
 from __future__ import annotations
 
-from functools import partial
-
-from rollout.base.lookup import lookup_import
 from rollout.sync.transport import REMOVED_TRANSPORTS
 
-# Import paths, so that naming an engine imports neither torch nor Ray.
+# Import paths of the builders, so that naming an engine imports neither torch nor Ray. A builder
+# takes an `EngineRequest` and returns the engines of its policies (see `build.py`).
 ENGINES = {
-    "embedded": "rollout.engines.embedded.engine:HostedEngine",
-    "embedded_replicas": "rollout.engines.embedded.replicas:ReplicatedEngine",
-    "embedded_local": "rollout.engines.embedded.batching:LocalEngine",
-    "sglang": "rollout.engines.sglang.engine:SGLangEngine",
+    "embedded": "rollout.engines.embedded.build:build_embedded_engines",
+    "sglang": "rollout.engines.sglang.build:build_sglang_engines",
 }
-engine_class = partial(lookup_import, "engine", paths=ENGINES)  # of a name
 
 # Weight transports of each engine that can be trained; the first is the default.
 TRANSPORTS = {

@@ -15,7 +15,10 @@ from transformers import Qwen2ForCausalLM
 
 from rollout.base.errors import EngineError
 from rollout.engines import TokenCallback
-from rollout.engines.registry import engine_class
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.engine import HostedEngine
+from rollout.engines.embedded.local import LocalEngine
+from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.tiny import MAX_LENGTH, VOCAB, make_model
 
@@ -58,12 +61,14 @@ def subject(request: pytest.FixtureRequest, folder: Path) -> Iterator[Subject]:
     if request.param == "sglang":
         yield Subject(request.getfixturevalue("sglang_engine"), make_model(0), seeded=False)
         return
-    if request.param == "embedded":
-        request.getfixturevalue("running_ray")
-    engine = engine_class(request.param)(folder, max_length=MAX_LENGTH, rows=48)
+    if request.param == "embedded_local":
+        core = EmbeddedEngine.from_folder(folder, max_length=MAX_LENGTH, rows=48)
+        yield Subject(LocalEngine(core), make_model(0))
+        return
+    request.getfixturevalue("running_ray")
+    engine = HostedEngine(EmbeddedSettings(folder=folder, max_length=MAX_LENGTH, rows=48))
     yield Subject(engine, make_model(0))
-    if hasattr(engine, "close"):
-        engine.close()
+    engine.close()
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +101,7 @@ def test_a_stream_tells_the_tokens_of_the_reply_and_ends_when_nobody_listens(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "rollout.engines.embedded.engine._BUDGET_S", 0.0
+        "rollout.engines.embedded.engine._EXCHANGE_S", 0.0
     )  # each call to the actor is one token
     heard: list[list[int]] = []
 
@@ -402,7 +407,7 @@ def test_a_cancelled_call_does_not_disturb_the_others(subject: Subject) -> None:
 @pytest.mark.slow
 def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: None) -> None:
 
-    engine = engine_class("embedded")(folder, max_length=MAX_LENGTH, rows=48)
+    engine = HostedEngine(EmbeddedSettings(folder=folder, max_length=MAX_LENGTH, rows=48))
     model = make_model(2)
 
     async def run() -> tuple[list[Completion], BaseException, BaseException]:
@@ -452,4 +457,4 @@ def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: N
     assert "actor failed" in str(waiting)
     assert isinstance(late, EngineError)
     with pytest.raises(EngineError, match="/nowhere: no model here"):
-        engine_class("embedded")("/nowhere", max_length=MAX_LENGTH)
+        HostedEngine(EmbeddedSettings(folder="/nowhere", max_length=MAX_LENGTH))

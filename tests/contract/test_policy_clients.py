@@ -13,7 +13,8 @@ import pytest
 from rollout.base.errors import EngineError
 from rollout.config.agents import build_player
 from rollout.engines import PolicyClient, PolicyReply
-from rollout.engines.registry import engine_class
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.local import LocalEngine
 from rollout.engines.remote import RemoteConfig
 from rollout.engines.remote.caller import RemoteClient
 from rollout.records.trajectory import Message, Sampling
@@ -82,13 +83,13 @@ def voiced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
             return [(s.temperature, s.top_p, s.max_tokens, s.seed) for _, s in engine.calls]
     else:
         make_model(0).save_pretrained(tmp_path)
-        engine = engine_class("embedded_local")(tmp_path, max_length=MAX_LENGTH, rows=8)
+        engine = LocalEngine(EmbeddedEngine.from_folder(tmp_path, max_length=MAX_LENGTH, rows=8))
         heard: list[Sampling] = []
         submit = engine.core.submit
 
-        def listen(number: int, prompt: Any, sampling: Sampling, *rest: Any) -> None:
+        def listen(number: int, prompt: Any, sampling: Sampling, **keywords: Any) -> None:
             heard.append(sampling)
-            submit(number, prompt, sampling, *rest)
+            submit(number, prompt, sampling, **keywords)
 
         engine.core.submit = listen
         samplings = lambda: [(s.temperature, s.top_p, s.max_tokens, s.seed) for s in heard]  # noqa: E731

@@ -37,7 +37,8 @@ from rollout.config.environment import EnvConfig, build_env
 from rollout.config.orchestra import OrchestraConfig
 from rollout.config.reward import RewardConfig, build_allocator
 from rollout.engines import ChatState, EngineClient, PolicyClient, PolicyReply
-from rollout.engines.embedded.batching import LocalEngine
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.local import LocalEngine
 from rollout.models.chat_template import Renderer
 from rollout.models.tool_calls import in_words
 from rollout.records.seeds import derive_seed
@@ -341,7 +342,7 @@ async def learn(lesson: Lesson, model: Path) -> tuple[list[float], list[float], 
     trainer = MegatronTrainer(
         TrainerSpec(model=str(model), lr=1e-3, objective=Objective(loss="ppo_clip"))
     )
-    engine = LocalEngine(model, max_length=8192, rows=64)
+    engine = LocalEngine(EmbeddedEngine.from_folder(model, max_length=8192, rows=64))
     player = EngineClient(engine=engine, renderer=Renderer(model), max_length=8192)
     rules = dict.fromkeys(lesson.agents, AdvantageConfig(name="grpo"))
     before = right(await lesson.play(player, step=-1, group_size=SCORED))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.settings import SGLangSettings
 from rollout.records.trajectory import Sampling
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, worst
 from tests.support import reference
@@ -66,7 +67,7 @@ def test_new_experts_are_used(mixture: Mixture, transport: str, shared_by_name: 
     asked = [(prompt, Sampling(max_tokens=8))]
     version = 60 + ["disk", "tensor", "distributed"].index(transport)
     (before,) = ask(mixture.engine, asked)
-    mixture.engine._transport = transport
+    mixture.engine.transport = transport
     asyncio.run(mixture.engine.load_weights(reordered(mixture.model), version))
     (said,) = ask(mixture.engine, asked)
     assert said.versions[0].version == version
@@ -93,4 +94,4 @@ def test_dense_layers_among_them_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         EngineError, match=r"mlp_only_layers \[1\] .* SGLang takes every layer of a qwen3_moe"
     ):
-        SGLangEngine(tmp_path, max_length=64, python="/nowhere")
+        SGLangEngine(SGLangSettings(folder=tmp_path, max_length=64, python="/nowhere"))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.settings import SGLangSettings
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import WeightUpdate
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, worst
@@ -44,10 +45,12 @@ def pair(sglang: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     owner = make_engine(sglang, folder / "model", folder, replicas=2, restarts=0)
     try:
         ask(owner, [([1], Sampling(max_tokens=1, session=session)) for session in SESSIONS])
-        urls = [replica.client.url for replica in owner._replicas]
-        there = {"urls": urls, "key": owner._settings.own_key}
+        urls = [replica.client.url for replica in owner.fleet.replicas]
+        there = {"urls": urls, "key": owner.settings.server_key}
         guest = SGLangEngine(
-            folder / "model", max_length=160, weights_folder=folder / "guest", **there
+            SGLangSettings(
+                folder=folder / "model", max_length=160, weights_folder=folder / "guest", **there
+            )
         )
         yield Pair(owner, guest, model)
     finally:
@@ -79,7 +82,7 @@ def test_a_session_finds_its_prefix_on_its_replica(pair: Pair) -> None:
     assert [said.cached_tokens for said in second] == [
         43
     ] * 8  # all but the last token sampled, which never ran
-    asyncio.run(pair.owner._replicas[0].client.call("/flush_cache", {}))
+    asyncio.run(pair.owner.fleet.replicas[0].client.call("/flush_cache", {}))
     told = [[*prompt, *said.token_ids, 5] for prompt, said in zip(told, second, strict=True)]
     third = turns(pair.guest, told)  # by the same servers in the same order, the same places
     cached = [said.cached_tokens for said in third]
@@ -95,9 +98,9 @@ def test_new_weights_reach_every_replica(pair: Pair, transport: str) -> None:
     told = prompts(8, seed=21, low=30)
     turns(pair.owner, told)
     version = 30 + ["disk", "distributed"].index(transport)
-    pair.owner._transport = transport
+    pair.owner.transport = transport
     asyncio.run(pair.owner.load_weights(scaled(pair.model, 1.1), version))
-    pair.owner._transport = "disk"
+    pair.owner.transport = "disk"
     for prompt, said in zip(told, turns(pair.owner, told), strict=True):
         assert said.cached_tokens == 0
         assert [span.version for span in said.versions] == [version]
@@ -106,7 +109,9 @@ def test_new_weights_reach_every_replica(pair: Pair, transport: str) -> None:
 
 def test_replicas_with_different_weights_are_told(pair: Pair) -> None:
     async def play() -> None:
-        await pair.owner._replicas[1].client.call("/weights_checker", {"action": "reset_tensors"})
+        await pair.owner.fleet.replicas[1].client.call(
+            "/weights_checker", {"action": "reset_tensors"}
+        )
         update = WeightUpdate(version=0, transport="tensor", location="", checksums={}, bytes=0)
         await pair.owner.commit_update(update)
 
@@ -116,13 +121,13 @@ def test_replicas_with_different_weights_are_told(pair: Pair) -> None:
 
 
 def test_one_rank_cannot_share_memory_with_two_servers(pair: Pair, shared_by_name: None) -> None:
-    pair.owner._transport = "tensor"
+    pair.owner.transport = "tensor"
     with pytest.raises(
         EngineError,
         match="needs a trainer rank on every GPU of the engine: 2 servers of 1 GPUs, 1 r",
     ):
         asyncio.run(pair.owner.load_weights(scaled(pair.model, 1.0), 40))
-    pair.owner._transport = "disk"
+    pair.owner.transport = "disk"
     asyncio.run(pair.owner.load_weights(scaled(pair.model, 1.1), 41))
     (said,) = ask(pair.owner, [([1, 2, 3], Sampling(max_tokens=4))])
     assert said.versions[0].version == 41
@@ -143,7 +148,7 @@ def test_an_engine_that_was_told_of_servers_updates_them(pair: Pair) -> None:
 
 def test_a_death_without_a_restart_is_told_and_the_other_replica_goes_on(pair: Pair) -> None:
     async def play() -> list[Completion | BaseException]:
-        pid = await pid_of(pair.owner._replicas[0])
+        pid = await pid_of(pair.owner.fleet.replicas[0])
         assert pid is not None
         os.killpg(pid, signal.SIGKILL)
         waiting = (
@@ -163,4 +168,4 @@ def test_a_death_without_a_restart_is_told_and_the_other_replica_goes_on(pair: P
         if isinstance(one, Completion):
             assert worst(pair.model, [8, 9], one) < LOGPROB_TOLERANCE
     with pytest.raises(EngineError, match="is gone, and it is not ours to start"):
-        asyncio.run(pair.guest._fleet.all("/flush_cache", {}))
+        asyncio.run(pair.guest.fleet.call_all("/flush_cache", {}))

@@ -55,13 +55,13 @@ async def started(engine: SGLangEngine) -> list[asyncio.Task[Completion]]:
 
 async def decoding(engine: SGLangEngine) -> bool:
     """Whether the server has answered nothing yet and computes."""
-    said = await engine._replicas[0].client.call("/v1/loads")
+    said = await engine.fleet.replicas[0].client.call("/v1/loads")
     return sum(load["num_running_reqs"] for load in said["loads"]) == len(LONG)
 
 
 def test_the_version_is_the_one_that_is_supported(engine: SGLangEngine) -> None:
     async def play() -> Any:
-        client = engine._replicas[0].client
+        client = engine.fleet.replicas[0].client
         assert await client.up()
         assert await client.has("/begin_weight_update")
         assert not await client.has("/get_weight_version")
@@ -90,11 +90,11 @@ def test_running_replies_go_on_with_new_weights(engine: SGLangEngine) -> None:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_pause_holds_replies_and_loses_nothing(engine: SGLangEngine, mode: str) -> None:
     async def hold() -> None:
-        await engine._fleet.all("/pause_generation", {"mode": mode})
+        await engine.fleet.call_all("/pause_generation", {"mode": mode})
         before = await tokens_made(engine)
         await asyncio.sleep(0.5)
         assert await tokens_made(engine) == before
-        await engine._fleet.all("/continue_generation", {})
+        await engine.fleet.call_all("/continue_generation", {})
 
     for (prompt, _), completion in zip(LONG, asyncio.run(amid(engine, hold)), strict=True):
         assert completion.finish_reason == "length"
@@ -103,14 +103,14 @@ def test_a_pause_holds_replies_and_loses_nothing(engine: SGLangEngine, mode: str
 
 async def tokens_made(engine: SGLangEngine) -> int:
     """How many tokens of its requests the server holds."""
-    said = await engine._replicas[0].client.call("/v1/loads")
+    said = await engine.fleet.replicas[0].client.call("/v1/loads")
     return sum(load["num_used_tokens"] for load in said["loads"])
 
 
 def test_a_pause_that_aborts_ends_replies(engine: SGLangEngine) -> None:
     async def end() -> None:
-        await engine._fleet.all("/pause_generation", {"mode": "abort"})
-        await engine._fleet.all("/continue_generation", {})
+        await engine.fleet.call_all("/pause_generation", {"mode": "abort"})
+        await engine.fleet.call_all("/continue_generation", {})
 
     for (prompt, sampling), completion in zip(LONG, asyncio.run(amid(engine, end)), strict=True):
         assert completion.finish_reason == "abort"
@@ -125,12 +125,12 @@ def test_the_cache_is_flushed_when_nothing_runs(engine: SGLangEngine) -> None:
 
     async def refused() -> None:
         with pytest.raises(EngineError, match=r"SGLang /flush_cache: status 400: "):
-            await engine._fleet.all("/flush_cache", {})
+            await engine.fleet.call_all("/flush_cache", {})
 
     asyncio.run(amid(engine, refused))
     (cached,) = ask(engine, [(prompt, Sampling(max_tokens=3))])
     assert cached.cached_tokens == len(prompt) - 1  # the last token gives the logits of the first
-    asyncio.run(engine._fleet.all("/flush_cache", {}))
+    asyncio.run(engine.fleet.call_all("/flush_cache", {}))
     (fresh,) = ask(engine, [(prompt, Sampling(max_tokens=3))])
     assert fresh.cached_tokens == 0
 
@@ -141,10 +141,12 @@ def test_who_is_cancelled_is_aborted(engine: SGLangEngine) -> None:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await asyncio.gather(*engine._tasks)  # the aborts have been sent
+        await asyncio.gather(*engine.background)  # the aborts have been sent
         for _ in range(100):
             try:
-                return await engine._fleet.all("/flush_cache", {})  # refused while anything runs
+                return await engine.fleet.call_all(
+                    "/flush_cache", {}
+                )  # refused while anything runs
             except EngineError:
                 await asyncio.sleep(0.01)
         raise AssertionError("what was cancelled runs on")
@@ -180,7 +182,7 @@ def test_a_push_that_fails_is_told_and_the_next_is_whole(
     engine: SGLangEngine, shared_by_name: None
 ) -> None:
     prompt = prompts(1, seed=14)[0]
-    engine._transport = "tensor"
+    engine.transport = "tensor"
     try:
         with pytest.raises(EngineError, match=r"tensor 'model\.extra\.weight' is unknown"):
             asyncio.run(
@@ -188,7 +190,7 @@ def test_a_push_that_fails_is_told_and_the_next_is_whole(
             )
         asyncio.run(engine.load_weights(weights(5), 6))
     finally:
-        engine._transport = "disk"
+        engine.transport = "disk"
     (completion,) = ask(engine, [(prompt, Sampling(max_tokens=5))])
     assert completion.versions[0].version == 6
     assert worst(make_model(5), prompt, completion) < LOGPROB_TOLERANCE
@@ -196,7 +198,7 @@ def test_a_push_that_fails_is_told_and_the_next_is_whole(
 
 def test_tensors_outside_a_session_are_refused(engine: SGLangEngine, shared_by_name: None) -> None:
     async def play() -> None:
-        engine._transport = "tensor"
+        engine.transport = "tensor"
         route = await engine.begin_update()
         servers = replace(route.servers, sessions=False)  # as for versions without sessions
         sender = make_sender(replace(route, servers=servers))
@@ -206,8 +208,8 @@ def test_tensors_outside_a_session_are_refused(engine: SGLangEngine, shared_by_n
         with pytest.raises(EngineError, match="must run between begin_weight_update"):
             asyncio.run(play())
     finally:
-        engine._transport = "disk"
-        asyncio.run(engine._fleet.all("/continue_generation", {}))
+        engine.transport = "disk"
+        asyncio.run(engine.fleet.call_all("/continue_generation", {}))
     (completion,) = ask(engine, [([1, 2], Sampling(max_tokens=3))])
     assert completion.versions[0].version == 0
     assert worst(make_model(0), [1, 2], completion) < LOGPROB_TOLERANCE

@@ -10,6 +10,8 @@ import torch
 
 from mcore_mas.training.train import train
 from rollout.engines.adapters import adapter_engines
+from rollout.engines.sglang.adapters import AdapterServers
+from rollout.engines.sglang.settings import SGLangSettings
 from rollout.models.fused_weights import AdapterShape
 from rollout.models.layout import Projection
 from rollout.records.files import read_trajectories
@@ -41,7 +43,18 @@ def test_logprobs_are_those_of_each_adapter(sglang: str, tmp_path: Path) -> None
         "start_s": 1500.0,
     }
     engines = adapter_engines(
-        "sglang", folder, shapes, max_length=MAX_LENGTH, rows=48, python=sglang, **where, **settings
+        AdapterServers(
+            SGLangSettings(
+                folder=folder,
+                adapters=shapes,
+                max_length=MAX_LENGTH,
+                rows=48,
+                python=sglang,
+                **where,
+                **settings,
+            )
+        ),
+        len(shapes),
     )
     models = [make_model(0) for _ in kinds]
     for model, targets in zip(models, kinds, strict=True):
@@ -82,7 +95,7 @@ def test_logprobs_are_those_of_each_adapter(sglang: str, tmp_path: Path) -> None
                     half.mul_(-2.0)
         await engines[0].load_weights(weights(0), 2)
         assert max(await both()) < LOGPROB_TOLERANCE
-        await asyncio.gather(*engines[0].host._tasks)
+        await asyncio.gather(*engines[0].host.background)
 
     try:
         asyncio.run(play())

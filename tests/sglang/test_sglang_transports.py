@@ -42,7 +42,7 @@ def test_a_transport_brings_new_weights_to_a_cached_prompt(
 ) -> None:
     if transport == "distributed" and not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine._transport = transport
+    engine.transport = transport
     prompt = prompts(1, seed=7, low=60)[0]
     sampling = Sampling(max_tokens=5)
     for version in (11, 12):
@@ -54,7 +54,7 @@ def test_a_transport_brings_new_weights_to_a_cached_prompt(
             (version, 0, 5)
         ]
         assert worst(make_model(version), prompt, completion) < LOGPROB_TOLERANCE
-    engine._transport = "disk"
+    engine.transport = "disk"
 
 
 @pytest.mark.parametrize("transport", ["tensor", "distributed"])
@@ -64,7 +64,7 @@ def test_a_transport_restores_every_byte_that_a_server_reads_from_a_folder(
     """The server's own checksums of all its tensors are equal, though they were overwritten between."""
     if transport == "distributed" and not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    client = engine._replicas[0].client
+    client = engine.fleet.replicas[0].client
 
     async def checksums() -> dict[str, str]:
         answer: Any = await client.call("/weights_checker", {"action": "checksum"})
@@ -77,21 +77,21 @@ def test_a_transport_restores_every_byte_that_a_server_reads_from_a_folder(
         read = await checksums()
         await client.call("/weights_checker", {"action": "reset_tensors"})
         overwritten = await checksums()
-        engine._transport = transport
+        engine.transport = transport
         await engine.load_weights(weights(3), 21)
         return [read, overwritten, await checksums()]
 
     try:
         read, overwritten, restored = asyncio.run(play())
     finally:
-        engine._transport = "disk"
+        engine.transport = "disk"
     assert restored == read
     assert not {name for name in read if overwritten[name] == read[name]}
 
 
 def test_a_refusal_is_in_the_servers_words(engine: SGLangEngine) -> None:
     async def play() -> None:
-        await engine._fleet.all("/update_weights_from_disk", {"model_path": "/nowhere"})
+        await engine.fleet.call_all("/update_weights_from_disk", {"model_path": "/nowhere"})
 
     with pytest.raises(EngineError, match="SGLang /update_weights_from_disk: status 400: "):
         asyncio.run(play())
@@ -100,14 +100,14 @@ def test_a_refusal_is_in_the_servers_words(engine: SGLangEngine) -> None:
 def test_a_server_that_dies_amid_a_broadcast_gets_all_of_it_again(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (replica,) = engine._replicas
+    (replica,) = engine.fleet.replicas
     if not replica.ours:
         pytest.skip("the server is not ours to end")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(push, "PUSHED_BUCKET_BYTES", 1)  # a broadcast for every tensor
-    monkeypatch.setattr(engine, "_transport", "distributed")
-    engine._fleet.tell = lambda _: None
+    monkeypatch.setattr(engine, "transport", "distributed")
+    engine.fleet.tell = lambda _: None
 
     async def play() -> Any:
         pid = await pid_of(replica)
@@ -132,11 +132,11 @@ def test_a_server_that_dies_amid_a_broadcast_gets_all_of_it_again(
 
 
 def test_a_server_that_dies_comes_back_with_its_weights(engine: SGLangEngine) -> None:
-    (replica,) = engine._replicas
+    (replica,) = engine.fleet.replicas
     if not replica.ours:
         pytest.skip("the server is not ours to end")
     told: list[str] = []
-    engine._fleet.tell = told.append
+    engine.fleet.tell = told.append
     prompt = prompts(1, seed=8)[0]
 
     async def play() -> Any:

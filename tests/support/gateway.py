@@ -11,7 +11,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.engines import EngineClient
-from rollout.engines.embedded.batching import LocalEngine
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.local import LocalEngine
 from rollout.gateway.app import shared_gateway
 from rollout.gateway.sessions import GatewaySession
 from rollout.models.chat_template import Renderer
@@ -76,7 +77,7 @@ def sampling_team(
     """Return a team on the embedded engine, that engine, and Hugging Face's model of its weights."""
     renderer = renderer_of("qwen2.5", folder)
     model = tiny_model(folder, max_length)
-    engine = LocalEngine(folder, max_length=max_length, rows=32)
+    engine = LocalEngine(EmbeddedEngine.from_folder(folder, max_length=max_length, rows=32))
     return team_of(engine, renderer, max_length=max_length, **settings), engine, model
 
 

@@ -22,7 +22,9 @@ from mcore_mas.planning.worker_groups import list_worker_groups
 from mcore_mas.tracking import logbook
 from mcore_mas.training import train, workers
 from rollout.base.failpoints import failpoint
-from rollout.engines.embedded.batching import Ask, LocalEngine, Report
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.local import LocalEngine
+from rollout.engines.embedded.requests import Report, Request
 from rollout.sync.transport import SyncRoute, WeightUpdate
 from tests.support.simulated import handed_over
 
@@ -83,9 +85,9 @@ class Engine(LocalEngine):
     starts, pause_s, version = 1, 0.0, 0
     group: Group | None = None
 
-    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:
+    async def exchange(self, requests: list[Request], aborts: list[int]) -> list[Report]:
         await asyncio.to_thread(failpoint, "token")  # which may take as long as an update
-        return await super().exchange(asks, aborts)
+        return await super().exchange(requests, aborts)
 
     async def begin_update(self) -> SyncRoute:
         return SyncRoute(transport="none", target="", model="")
@@ -139,12 +141,13 @@ def engines_here(
     HereGroup.engines = {}
     for policy, model in models.items():
         engine = for_policy(config, policy).engine
-        settings = {
-            "rows": engine.slots,
-            "max_length": engine.max_length,
-            "deterministic": engine.deterministic,
-        }
-        HereGroup.engines[policy] = Engine(model, **settings)
+        core = EmbeddedEngine.from_folder(
+            model,
+            rows=engine.slots,
+            max_length=engine.max_length,
+            deterministic=engine.deterministic,
+        )
+        HereGroup.engines[policy] = Engine(core)
     return dict(HereGroup.engines)
 
 

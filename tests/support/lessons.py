@@ -31,7 +31,8 @@ from rollout.config.agents import build_team
 from rollout.config.environment import EnvConfig, build_env
 from rollout.config.reward import build_allocator
 from rollout.engines import ChatState, EngineClient, PolicyReply
-from rollout.engines.embedded.batching import LocalEngine
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.local import LocalEngine
 from rollout.environments.code import pack_solution, pack_test
 from rollout.environments.data_science import pack_file, pack_target
 from rollout.environments.predictions import Target
@@ -286,7 +287,8 @@ async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[di
     spec = TrainerSpec(model=model, lr=1e-2, objective=Objective(loss="ppo_clip"))
     trainers = {policy: MegatronTrainer(spec) for policy in config.policies}
     engines = {
-        policy: LocalEngine(model, max_length=_MAX_LENGTH, rows=16) for policy in config.policies
+        policy: LocalEngine(EmbeddedEngine.from_folder(model, max_length=_MAX_LENGTH, rows=16))
+        for policy in config.policies
     }
     renderer = Renderer(model)
     voices = {

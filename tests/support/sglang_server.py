@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.server import Replica
+from rollout.engines.sglang.replica import Replica
+from rollout.engines.sglang.settings import SGLangSettings
 from tests.support.tiny import MAX_LENGTH
 
 IN_FLOAT32 = {  # kernels of its own compute in half precision only
@@ -49,19 +50,21 @@ async def pid_of(replica: Replica) -> int | None:
 
 
 def make_engine(given: str, model: Path, folder: Path, **settings: Any) -> SGLangEngine:
-    """An engine on `model`, with servers that the interpreter `given` starts, or on one at the URL `given`.
+    """Return an engine on `model`, with servers of the interpreter `given`, or one at the URL `given`.
 
     Weights and logs are kept below `folder`.
     """
     where: dict[str, Any] = {"urls": [given]} if "://" in given else {"python": given}
     return SGLangEngine(
-        model,
-        max_length=MAX_LENGTH,
-        rows=48,
-        weights_folder=folder / "weights",
-        log=folder / "server.log",
-        start_s=1500.0,
-        **server_settings(int(settings.get("tp", 1))),
-        **where,
-        **settings,
+        SGLangSettings(
+            folder=model,
+            max_length=MAX_LENGTH,
+            rows=48,
+            weights_folder=folder / "weights",
+            log=folder / "server.log",
+            start_s=1500.0,
+            **server_settings(int(settings.get("tp", 1))),
+            **where,
+            **settings,
+        )
     )

@@ -18,10 +18,11 @@ from mcore_mas.runtime.checkpoint import Checkpoints
 from mcore_mas.runtime.recipe import Identity
 from mcore_mas.training.async_rollout import AsyncRollouts
 from mcore_mas.training.collected_steps import CollectedSteps
+from mcore_mas.training.colocation import Colocation
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.task_schedule import TaskSchedule
-from mcore_mas.training.weight_sync import Memory, WeightSync
+from mcore_mas.training.weight_sync import WeightSync
 from rollout.base.digests import Digest
 from rollout.config.agents import build_player, build_team
 from rollout.config.environment import build_env
@@ -229,7 +230,7 @@ def make_session(
         rollouts=rollouts,
         trainers={name: PolicyTrainer(name, config, group) for name, group in groups.items()},
         weight_sync={name: WeightSync(group, engines[name]) for name, group in groups.items()},
-        memory=Memory(engines, []),
+        memory=Colocation(engines, []),
         checkpoints=Checkpoints(
             folder / "checkpoints", Identity(run=config.run, models={}), keep=2
         ),
@@ -265,5 +266,5 @@ def with_engines(
         weight_sync={
             name: WeightSync(group, engines[name]) for name, group in session.groups.items()
         },
-        memory=Memory(engines, []),
+        memory=Colocation(engines, []),
     )

@@ -31,6 +31,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite
 from rollout.base.ownership import FolderError
 from tests.support.documents import BLOCKS, ROOT, STORIES
+from tests.support.own_engine import OWN_ENGINE
 
 LINES = [  # of shells: a command each
     pytest.param(line, id=f"{block.name}: {line[:50]}")
@@ -169,9 +170,6 @@ GIVEN = {  # what a block's page takes for granted, as overrides
 
 def test_what_blocks_take_for_granted_is_of_blocks_that_are_there() -> None:
     assert set(GIVEN) <= {block.name for block in BLOCKS if block.language == "yaml"}
-
-
-OWN_ENGINE = "rollout.engines.embedded.engine:HostedEngine"
 
 
 def composed(values: dict[str, Any], *given: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.evaluation import evaluate
+from mcore_mas.evaluation import evaluate, running_team
 from mcore_mas.pipeline import prepare
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.paper_suite import paper_suite
@@ -47,7 +47,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
     urls: dict[str, str] = {}
 
     @contextmanager
-    def world(config: RunConfig, _: str) -> Iterator[Callable[[Task], Env]]:
+    def open_environments(config: RunConfig, _: str) -> Iterator[Callable[[Task], Env]]:
         if config.retriever is None:
             yield build_env(config.env)
             return
@@ -63,8 +63,8 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
         yield build_env(config.env, retriever=RetrievalClient(urls[owner], token_file=None))
 
     with ExitStack() as servers, training_here(monkeypatch):
-        for stage in (train, evaluate):
-            monkeypatch.setattr(stage, "world", world)
+        for module in (train, running_team):
+            monkeypatch.setattr(module, "open_environments", open_environments)
         yield loaded
 
 

@@ -1,49 +1,52 @@
-"""The embedded engine: continuous batching over rows of cached keys and values, and its dispatch loop."""
+"""Continuous batching: the embedded engine over the rows of its KV cache."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.base.async_tasks import set_outcome
 from rollout.base.errors import EngineError
-from rollout.engines.embedded.cache import Cache
+from rollout.engines.embedded.attention import (
+    AttentionPlanner,
+    GroupBlock,
+    RowBlock,
+    row_blocks,
+)
+from rollout.engines.embedded.cache import DecodeBatch, KVCache
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.embedded.exact_decoder import exact_decoder
-from rollout.engines.embedded.rows import CacheRows, GenerationRequest, plan
+from rollout.engines.embedded.requests import Generation, Outcome, Report, Request
+from rollout.engines.embedded.rows import CacheRows
+from rollout.engines.embedded.schedule import admit
 from rollout.engines.prompt_length import request_error
-from rollout.engines.protocol import StreamingEngine, Tag, TokenCallback
+from rollout.engines.protocol import Tag
 from rollout.models.architecture import read_architecture
+from rollout.models.fused_weights import AdapterWeights
 from rollout.models.tensors import WeightStream, read_tensors
-from rollout.records.trajectory import Completion, Sampling
+from rollout.records.trajectory import Sampling
 
-_TOGETHER = 8  # calls that an engine may have more than others, to be asked again what it is asked
 BUSY = "the engine cannot sleep while requests are running; end or abort them first"
 
-# request id, prompt ids, how to sample, how many tokens are worth News (0: none are), and the adapter's number
-Ask = tuple[int, Sequence[int], Sampling, int, int]
-News = tuple[int, list[int]]  # position of the first new token of a growing completion, new tokens
-Outcome = Completion | EngineError
-Report = tuple[int, Outcome | News]  # request id, and what there is of it
+# Budgets that an exchange may take while no request has ended: with a client that can interrupt it,
+# and without.
+_INTERRUPTIBLE_BUDGETS = 15
+_UNINTERRUPTIBLE_BUDGETS = 5
 
 
 @dataclass(slots=True)
 class Stats:
-    """What an engine has done so far; seconds are CPU time of the engine's thread."""
+    """Work of an engine so far; seconds are CPU time of its thread."""
 
-    prefill_tokens: int = 0  # prompt tokens computed
-    cached_tokens: int = 0  # prompt tokens reused
-    decode_tokens: int = 0  # completion tokens sampled
+    prefill_tokens: int = 0  # prompt tokens that were computed
+    cached_tokens: int = 0  # prompt tokens whose keys were reused
+    decode_tokens: int = 0  # completion tokens that were sampled
     steps: int = 0  # decoding passes
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -51,13 +54,19 @@ class Stats:
 
 
 class EmbeddedEngine:
-    """Generates for many requests at once; not safe for use by two threads.
+    """Engine that decodes many requests at once; it is used by one thread at a time.
 
-    `rows` bounds how many sequences are held, running or kept for their prefixes; `max_length` bounds prompt plus
-    completion in tokens. A request's tokens depend on its prompt, sampling and the weights; what else runs changes
-    the last bits of a log-probability, because sums over more rows are made in another order. With `deterministic`
-    it changes nothing, and a trainer with `deterministic` says the same to the bit (`ExactDecoder`); where that is not
-    possible every sequence is computed by itself, several times slower. `routing`: completions name tokens' experts.
+    A request's tokens depend on its prompt, its sampling and the weights. What else is decoded
+    changes the last bits of log-probabilities, because sums over more rows are made in another
+    order. In deterministic mode it changes nothing, and a trainer in deterministic mode computes
+    the same bits (`ExactDecoder`). Where that is not possible, every sequence is computed by itself,
+    which is several times slower.
+
+    Attributes:
+        decoder: the model and its weights.
+        stats: work so far.
+        max_length: tokens of prompt and reply.
+        interrupt: int64 [1], not 0 if the client has something new; None if it cannot say so.
     """
 
     def __init__(
@@ -70,20 +79,26 @@ class EmbeddedEngine:
         deterministic: bool = False,
         routing: bool = False,
     ) -> None:
-        self.stats, self.max_length = Stats(), decoder.max_length
-        self.decoder = (
-            exact_decoder(decoder) if deterministic else decoder
-        )  # the model and its weights
+        """Allocate the KV cache.
+
+        Args:
+            rows: sequences that the cache holds, running or for the reuse of their prefixes.
+            version: of the decoder's weights.
+            routing: record the experts of each token in the completions.
+        """
+        self.decoder = exact_decoder(decoder) if deterministic else decoder
+        self.max_length = decoder.max_length
+        self.stats = Stats()
+        self.interrupt: np.ndarray | None = None
+        self._reuse_prefixes = reuse_prefixes
+        self._routing = routing
+        self._one_by_one = deterministic and not self.decoder.exact
         self._rows = CacheRows(rows, decoder.max_length, version)
-        self._cache: Any = None  # as while the engine sleeps
-        self._asleep, self._routing, self._reuse = set[Tag](), routing, reuse_prefixes
-        self.called: np.ndarray | None = (
-            None  # [1]: not 0 while whoever called `exchange` has something new
-        )
-        self.wake(["kv_cache"])
-        self._alone = deterministic and not self.decoder.exact
-        self._waiting: deque[GenerationRequest] = deque()
+        self._cache: KVCache | None = None
+        self._asleep: set[Tag] = set()
+        self._waiting: deque[Generation] = deque()
         self._done: list[tuple[int, Outcome]] = []
+        self.wake(["kv_cache"])
 
     @classmethod
     def from_folder(
@@ -93,27 +108,36 @@ class EmbeddedEngine:
         max_length: int,
         device: str = "cpu",
         bf16: bool = False,
-        **settings: Any,
+        rows: int = 192,
+        version: int = 0,
+        reuse_prefixes: bool = True,
+        deterministic: bool = False,
+        routing: bool = False,
     ) -> EmbeddedEngine:
-        """Build from a Hugging Face model folder (config.json and safetensors); `settings` are those of the class.
-
-        `device` and `bf16` are those of `CachedDecoder`.
+        """Build an engine of a Hugging Face model folder; see `CachedDecoder` and the constructor.
 
         Raises:
             EngineError: the folder is not a model that this engine computes.
         """
         decoder = CachedDecoder(read_architecture(folder), max_length, device=device, bf16=bf16)
         decoder.load(read_tensors(folder))
-        return cls(decoder, **settings)
+        return cls(
+            decoder,
+            rows=rows,
+            version=version,
+            reuse_prefixes=reuse_prefixes,
+            deterministic=deterministic,
+            routing=routing,
+        )
 
     @property
     def version(self) -> int:
-        """The version of the weights, adapters left out."""
+        """Version of the weights, without adapters."""
         return self._rows.versions[0]
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to compute or to hand out."""
+        """True if `step` has something to compute or to return."""
         return bool(self._waiting or self._done or self._rows.live.any())
 
     def submit(
@@ -121,10 +145,11 @@ class EmbeddedEngine:
         request_id: int,
         prompt_ids: Sequence[int],
         sampling: Sampling,
-        stream: int = 0,
+        *,
         adapter: int = 0,
+        notify_every: int = 0,
     ) -> None:
-        """Queue one generation, with an adapter by number or none (0). `step` says what is wrong with it."""
+        """Queue a request (see `Request`). `step` returns an error for one that cannot be served."""
         problem = "the engine sleeps; wake it first" if self._asleep else ""
         problem = problem or request_error(
             prompt_ids,
@@ -134,40 +159,64 @@ class EmbeddedEngine:
         )
         if problem:
             self._done.append((request_id, EngineError(problem)))
-        else:
-            prompt = np.asarray(prompt_ids, dtype=np.int64)
-            request = GenerationRequest(
-                id=request_id, prompt=prompt, sampling=sampling, stream=stream, adapter=adapter
+            return
+        self._waiting.append(
+            Generation(
+                id=request_id,
+                prompt=np.asarray(prompt_ids, dtype=np.int64),
+                sampling=sampling,
+                adapter=adapter,
+                notify_every=notify_every,
             )
-            self._waiting.append(request)
+        )
 
-    def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float = 0.0) -> list[Report]:
-        """Take new requests, end `aborts`, decode for about `budget_s`, at least a step; returns what has ended.
+    def exchange(
+        self, requests: list[Request], aborts: list[int], budget_s: float = 0.0
+    ) -> list[Report]:
+        """Take new requests, abort others, and decode for about `budget_s`, but one step at least.
 
-        While nothing has ended, it is not `called` and nobody hears every token it goes on, for at most 15 times as
-        long; where it cannot be called, for five times. News come last.
+        It takes several budgets while no request ends, nobody interrupts it, and no client wants
+        every single token.
+
+        Returns:
+            Outcomes of the requests that have ended, and then new tokens of those that run.
         """
-        for ask in asks:
-            self.submit(*ask)
+        for request in requests:
+            self.submit(
+                request.id,
+                request.prompt_ids,
+                request.sampling,
+                adapter=request.adapter,
+                notify_every=request.notify_every,
+            )
         self.abort(aborts)
-        began, done, called = time.monotonic(), list[Report](), self.called
-        heard = any(r is not None and r.stream == 1 for r in (*self._waiting, *self._rows.requests))
-        alone = budget_s * (1 if heard else 5 if called is None else 15)
+
+        began = time.monotonic()
+        long_budget_s = budget_s * self._budgets()
+        reports: list[Report] = []
         try:
             while self.has_work:
-                done += self.step()
-                wanted = done or (called is not None and called[0])
-                if time.monotonic() - began >= (budget_s if wanted else alone):
+                reports += self.step()
+                interrupted = self.interrupt is not None and bool(self.interrupt[0])
+                limit_s = budget_s if reports or interrupted else long_budget_s
+                if time.monotonic() - began >= limit_s:
                     break
         except Exception:
             self.reset()
             raise
-        return [*done, *self._rows.news()]
+        return [*reports, *self._rows.new_tokens()]
+
+    def _budgets(self) -> int:
+        """Return the number of budgets that an exchange may take while no request ends."""
+        for generation in (*self._waiting, *self._rows.generations):
+            if generation is not None and generation.notify_every == 1:
+                return 1
+        return _UNINTERRUPTIBLE_BUDGETS if self.interrupt is None else _INTERRUPTIBLE_BUDGETS
 
     def step(self) -> list[tuple[int, Outcome]]:
-        """Admit what fits, decode one token for every running request, and return what has ended."""
+        """Admit waiting requests, decode a token for each running one, and return what has ended."""
         while self._waiting and not self._rows.live.all():
-            self._admit()
+            self._prefill()
         live = np.flatnonzero(self._rows.live)
         if len(live):
             self._decode(live)
@@ -175,33 +224,50 @@ class EmbeddedEngine:
         return done
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """End requests now; the next `step` returns what they have so far, with finish reason `abort`."""
-        gone = set(request_ids)
-        self._done += [
-            (request.id, self._rows.nothing(request))
-            for request in self._waiting
-            if request.id in gone
-        ]
-        self._waiting = deque(request for request in self._waiting if request.id not in gone)
+        """End requests; the next `step` returns what they have, with finish reason `abort`."""
+        aborted = set(request_ids)
+        waiting: deque[Generation] = deque()
+        for generation in self._waiting:
+            if generation.id in aborted:
+                completion = self._rows.empty_completion(generation)
+                self._done.append((generation.id, completion))
+            else:
+                waiting.append(generation)
+        self._waiting = waiting
         for row in np.flatnonzero(self._rows.live).tolist():
-            if self._rows.requests[row].id in gone:
+            if self._rows.generations[row].id in aborted:
                 self._finish(row, "abort")
 
     def load_weights(self, stream: WeightStream, version: int) -> None:
-        """Replace all weights by a stream of full tensors by Hugging Face name, and forget every cached prefix.
+        """Replace all weights by a stream of full tensors, and forget every cached prefix.
 
-        Running requests go on with the keys they have and the new weights; their version spans say from which token.
+        Running requests continue with the keys that they have and the new weights. Their version
+        spans say from which token on.
         """
         self.decoder.load(stream)
-        self._rows.renew(version, 0)
+        self._rows.set_version(version, 0)
 
     def adopt(self, half: int, version: int) -> None:
-        """As `load_weights`, with weights that somebody else has written into the decoder's `half`."""
+        """Compute from weights that were written into the decoder's `half`; see `load_weights`."""
         self.decoder.adopt(half)
-        self._rows.renew(version, 0)
+        self._rows.set_version(version, 0)
+
+    def adopt_adapter(self, number: int, weights: AdapterWeights, version: int) -> None:
+        """Compute adapter `number`, counted from 1, with new weights; see `load_weights`.
+
+        Raises:
+            EngineError: a tensor has infinite values or NaN; the adapter stays as it was.
+        """
+        assert self.decoder.adapters is not None
+        self.decoder.adapters.put(number, weights)
+        self._rows.set_version(version, number)
 
     def sleep(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
-        """Give memory back, of weights only a GPU's; only an idle engine can."""
+        """Free the KV cache, and a GPU's copy of the weights.
+
+        Raises:
+            EngineError: requests are running.
+        """
         if self.has_work:
             raise EngineError(BUSY)
         self._asleep.update(tags)
@@ -211,220 +277,108 @@ class EmbeddedEngine:
             self._rows.cached[:] = 0
             self._cache = None
         if self.decoder.device.type == "cuda":
-            torch.cuda.empty_cache()  # to whoever else is on this GPU
+            torch.cuda.empty_cache()  # for other processes on this GPU
 
     def wake(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
-        """Have the weights where they are computed with, and room for keys and values, of which none are cached."""
+        """Allocate again what was freed; the KV cache is then empty."""
         self._asleep.difference_update(tags)
         if "weights" in tags:
             self.decoder.restore()
         if "kv_cache" in tags and self._cache is None:
-            sizes = self.decoder.shape, len(self._rows.live), self.max_length
-            self._cache = Cache(
-                *sizes, self.decoder.device, routing=self._routing, exact=self.decoder.exact
+            self._cache = KVCache(
+                self.decoder.shape,
+                len(self._rows.live),
+                self.max_length,
+                self.decoder.device,
+                routing=self._routing,
+                exact=self.decoder.exact,
             )
+            self._attention = AttentionPlanner(self._cache)
 
     def reset(self) -> None:
-        """Drop every request and every cached prefix, unanswered: the way back after `step` has raised."""
+        """Drop all requests and cached prefixes, after `step` has raised."""
         self._waiting.clear()
         self._done.clear()
-        self._rows.live[:], self._rows.cached[:] = False, 0
+        self._rows.live[:] = False
+        self._rows.cached[:] = 0
 
-    def _admit(self) -> None:
-        """Prefill waiting requests, in order, up to one pass's budget; equal prompts are computed once."""
-        began, rows = time.thread_time(), self._rows
-        spans = plan(rows, self._waiting, reuse=self._reuse, alone=self._alone)
+    def _prefill(self) -> None:
+        """Compute prompts of waiting requests in one pass, and sample their first tokens."""
+        assert self._cache is not None
+        began = time.thread_time()
+        rows = self._rows
+        spans = admit(
+            rows,
+            self._waiting,
+            reuse_prefixes=self._reuse_prefixes,
+            one_by_one=self._one_by_one,
+        )
         logits = self.decoder.prefill(self._cache, spans)
-        placed, index = [span.row for span in spans], list(range(len(spans)))
+
+        admitted = [span.row for span in spans]
+        span_of_row = list(range(len(spans)))
         for number, span in enumerate(spans):
             if span.copies:
-                size = int(rows.prompt[span.row])
-                self._cache.copy(span.row, span.copies, size)
+                size = int(rows.prompt_size[span.row])
+                self._cache.copy_prefix(span.row, span.copies, size)
                 rows.cached[span.copies] = size
-                placed += span.copies
-                index += [number] * len(span.copies)
-        for request in rows.requests[placed]:
-            self.stats.cached_tokens += request.cached
-            self.stats.prefill_tokens += len(request.prompt) - request.cached
+                admitted += span.copies
+                span_of_row += [number] * len(span.copies)
+        for generation in rows.generations[admitted]:
+            self.stats.cached_tokens += generation.cached_tokens
+            self.stats.prefill_tokens += len(generation.prompt) - generation.cached_tokens
         self.stats.prefill_s += time.thread_time() - began
-        if len(index) > len(spans):
-            logits = logits[torch.tensor(index, device=logits.device)]
-        self._emit(np.array(placed), logits)
+
+        if len(admitted) > len(spans):
+            logits = logits[torch.tensor(span_of_row, device=logits.device)]
+        self._sample(np.array(admitted), logits)
 
     def _decode(self, live: np.ndarray) -> None:
-        began, rows = time.thread_time(), self._rows
-        batches = live[:, None] if self._alone else [live]
-        parts = [self.decoder.decode(self._cache, *rows.newest(batch)) for batch in batches]
-        logits = torch.cat(parts) if self._alone else parts[0]
+        """Decode the newest tokens of the rows `live` [N], and sample the next ones."""
+        began = time.thread_time()
+        if self._one_by_one:
+            logits = torch.cat([self._decode_rows(row) for row in live[:, None]])
+        else:
+            logits = self._decode_rows(live)
+        rows = self._rows
         rows.cached[live] = np.where(rows.fresh[live], rows.size[live], 0)
         self.stats.steps += 1
         self.stats.decode_s += time.thread_time() - began
-        self._emit(live, logits)
+        self._sample(live, logits)
 
-    def _emit(self, placed: np.ndarray, logits: Tensor) -> None:
-        """Sample the next token of the rows `placed` from their `logits`, and end those that are complete."""
-        began, rows = time.thread_time(), self._rows
-        stopped, ended, broken = rows.append(placed, *rows.draw(placed, logits))
-        for row, at_stop in zip(placed[ended].tolist(), stopped[ended].tolist(), strict=True):
-            self._finish(row, "stop" if at_stop else "length")
-        for row, request in zip(
-            placed[broken].tolist(), rows.requests[placed[broken]], strict=True
-        ):
-            problem = EngineError(
-                f"weights version {request.versions[-1][0]} give logits that are not finite"
-            )
-            self._done.append((request.id, problem))
+    def _decode_rows(self, live: np.ndarray) -> Tensor:
+        assert self._cache is not None
+        batch, token_ids = self._rows.decode_batch(live)
+        return self.decoder.decode(self._cache, batch, self._plan_attention(batch), token_ids)
+
+    def _plan_attention(self, batch: DecodeBatch) -> Sequence[RowBlock | GroupBlock]:
+        """Cut a batch for attention. In exact mode each row attends to all its keys, shared or not."""
+        if self.decoder.exact:
+            return row_blocks(batch, self.decoder.device)
+        return self._attention.plan(batch)
+
+    def _sample(self, placed: np.ndarray, logits: Tensor) -> None:
+        """Sample the next tokens of the rows `placed` [N] from logits [N, V]; end complete requests."""
+        assert self._cache is not None
+        began = time.thread_time()
+        rows = self._rows
+        tokens, logprobs = rows.sample(placed, logits)
+        stopped, ended, broken = rows.append(placed, tokens, logprobs)
+        for row, is_stop in zip(placed[ended].tolist(), stopped[ended].tolist(), strict=True):
+            self._finish(row, "stop" if is_stop else "length")
+        for row in placed[broken].tolist():
+            generation = rows.generations[row]
+            version = generation.versions[-1][0]
+            error = EngineError(f"weights version {version} give logits that are not finite")
+            self._done.append((generation.id, error))
             rows.vacate(row, "abort")
             rows.cached[row] = 0
             self._cache.clear(row)
         self.stats.decode_tokens += len(placed)
         self.stats.sample_s += time.thread_time() - began
 
-    def _finish(self, row: int, reason: str) -> None:
-        rows, routing = self._rows, self._cache.routed(row, int(self._rows.size[row]) - 1)
-        self._done.append((rows.requests[row].id, rows.vacate(row, reason, routing)))
-
-
-class Dispatcher(StreamingEngine):
-    """Dispatch loop: concurrent calls go to `exchange` together, and get their outcomes as they end."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion], TokenCallback | None]] = {}
-        self._new: list[Ask] = []
-        self._aborts: list[int] = []
-        self._ids = itertools.count()
-        self._loop: asyncio.Task[None] | None = None
-
-    async def stream(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        on_tokens: TokenCallback | None,
-        adapter: int = 0,
-    ) -> Completion:
-        """Sample one completion, with an adapter by number; `on_tokens` as `StreamingEngine` has it."""
-        request_id = next(self._ids)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        every = 0 if on_tokens is None else on_tokens.every
-        ask = (request_id, list(prompt_ids), sampling, every, adapter)
-        self._waiting[request_id] = (ask, future, on_tokens)
-        self._new.append(ask)
-        if self._loop is None or self._loop.done():
-            self._loop = asyncio.create_task(self._run())
-        self.call_back()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._aborts.append(request_id)
-            self.call_back()
-            raise
-        finally:
-            self._waiting.pop(request_id, None)
-
-    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:
-        """Hand over what is new and what is not wanted any more; what has ended, and News, since the last call."""
-        raise NotImplementedError
-
-    def call_back(self) -> None:
-        """Say that there is something new, for which an `exchange` under way returns soon."""
-
-    def unanswered(self) -> list[Ask]:
-        """All requests that wait, to be asked again of an engine that lost them."""
-        self._new.clear()
-        return [ask for ask, _, _ in self._waiting.values()]
-
-    def burden(self, prompt_ids: Sequence[int]) -> int:
-        """How many completions it is asked for, less a bonus for one of the same prompt: that is computed once."""
-        asked = list(prompt_ids)
-        return len(self._waiting) - _TOGETHER * any(
-            ask[1] == asked for ask, _, _ in self._waiting.values()
-        )
-
-    async def idle(self) -> bool:
-        """Whether nothing waits; the engine has then heard of the last aborts."""
-        if self._loop is not None and not self._loop.done() and not self._waiting:
-            await asyncio.wait([self._loop])
-        return not self._waiting
-
-    async def _run(self) -> None:
-        try:
-            while self._waiting or self._aborts:
-                asks, self._new = self._new, []
-                aborts, self._aborts = self._aborts, []
-                for request_id, outcome in await self.exchange(asks, aborts):
-                    if request_id in self._waiting:
-                        self._take(request_id, outcome)
-                await asyncio.sleep(0)  # whoever got an answer leaves, and may ask again
-        except (
-            Exception
-        ) as error:  # nobody awaits this task: whatever broke must reach those who wait
-            known = isinstance(error, EngineError)
-            failure = (
-                error
-                if known
-                else EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            )
-            self._new.clear()
-            for _, future, _ in self._waiting.values():
-                set_outcome(future, failure)
-            if not known:
-                raise
-
-    def _take(self, request_id: int, found: Outcome | News) -> None:
-        _, future, on_tokens = self._waiting[request_id]
-        if not isinstance(found, tuple):
-            set_outcome(future, found)
-        elif on_tokens is not None and not future.done() and not on_tokens(*found):
-            self._aborts.append(request_id)
-
-
-class LocalEngine(Dispatcher):
-    """Runs an `EmbeddedEngine` on the event loop's thread, one step at a time between other coroutines.
-
-    One on a GPU has a thread of its own, in which it waits for the GPU while engines on others work.
-    """
-
-    def __init__(
-        self,
-        folder: Path | str,
-        *,
-        max_length: int,
-        core: EmbeddedEngine | None = None,
-        **settings: Any,
-    ) -> None:
-        """Run `core`, or the Hugging Face model in `folder`; settings are those of `EmbeddedEngine.from_folder`."""
-        super().__init__()
-        self.core = core or EmbeddedEngine.from_folder(folder, max_length=max_length, **settings)
-
-    async def load_weights(self, tensors: WeightStream, version: int) -> None:
-        self.core.load_weights(tensors, version)
-
-    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:
-        if self.core.decoder.device.type == "cpu":
-            return self.core.exchange(asks, aborts)
-        return await asyncio.to_thread(self.core.exchange, asks, aborts)
-
-
-class LocalReplicas(StreamingEngine):
-    """A `LocalEngine` on each of several devices; a call goes to the one with the smallest burden."""
-
-    def __init__(
-        self, folder: Path | str, *, devices: Sequence[str], max_length: int, **settings: Any
-    ) -> None:
-        """Load the Hugging Face model in `folder` once, and onto each of `devices`; settings as of `LocalEngine`."""
-        self.engines = [LocalEngine(folder, device=devices[0], max_length=max_length, **settings)]
-        held = self.engines[0].core.decoder
-        bf16 = settings.pop("bf16", False)
-        for device in devices[1:]:
-            decoder = CachedDecoder(held.shape, max_length, held.halves, device, bf16=bf16)
-            decoder.adopt(held.half)
-            core = EmbeddedEngine(decoder, **settings)
-            self.engines.append(LocalEngine(folder, max_length=max_length, core=core))
-
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, on_tokens: TokenCallback | None
-    ) -> Completion:
-        """Sample one completion (see `StreamingEngine`)."""
-        return await min(self.engines, key=lambda own: own.burden(prompt_ids)).stream(
-            prompt_ids, sampling, on_tokens
-        )
+    def _finish(self, row: int, finish_reason: str) -> None:
+        assert self._cache is not None
+        request_id = self._rows.generations[row].id
+        routing = self._cache.routing_bytes(row, int(self._rows.size[row]) - 1)
+        self._done.append((request_id, self._rows.vacate(row, finish_reason, routing)))

@@ -1,14 +1,9 @@
-"""Decoder model (Qwen2, Qwen3 and its mixtures of experts, Llama) over cached keys and values, in plain torch.
-
-Low-rank adapters (multi-LoRA): each row of a batch is computed with its own.
-"""
+"""Decoder model over cached keys and values, in plain torch: Qwen2, Qwen3 (dense and mixture), Llama."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import accumulate, chain, pairwise, product
 
 import numpy as np
 import torch
@@ -16,44 +11,58 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.engines.embedded.cache import Cache, Decoding
-from rollout.models.architecture import Architecture, Experts
-from rollout.models.fused_weights import AdapterShape, AdapterWeights, Layer, Weights
-from rollout.models.layout import Projection
+from rollout.engines.embedded.attention import GroupBlock, RowBlock
+from rollout.engines.embedded.cache import DecodeBatch, KVCache
+from rollout.engines.embedded.low_rank import AddLowRank, LowRank
+from rollout.engines.embedded.products import BlockedWeights, add_experts, has_bf16, silu_and_mul
+from rollout.models.architecture import Architecture
+from rollout.models.fused_weights import AdapterShape, Layer, Weights
 from rollout.models.tensors import WeightStream
 
-QUERY_BLOCK = (
-    128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
-)
-
-# Inductor's linear layer, where torch is built with oneDNN. For few rows it takes up to a third less time than MKL's
-# product, whose own copy of the weight, in blocks, is made anew in each; a call costs 15 us more.
-_one_dnn: Callable[..., Tensor] | None = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-_WORTH_BLOCKS = 1 << 18  # elements of a weight from which on that pays; in bfloat16 it always does
-# Whether a processor multiplies in bfloat16, twice as fast as in float32; one without AVX512-BF16 takes 3 to 6 times as
-# long (measured with oneDNN kept to older instructions)
-_has_bf16: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-_BLOCKED_ROWS = 256  # of an input at most: for each number of rows oneDNN compiles kernels, in about a millisecond each
+# Prompt tokens of one attention product: bounds its memory, and skips most of the masked half.
+QUERY_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Prompt tokens to run through the model: positions [start, start + T) of one cache row."""
+class PromptSpan:
+    """Tokens of a prompt to compute: the positions from `start` on of one cache row.
+
+    Attributes:
+        token_ids: [T] int64.
+        source: row that has the keys of the positions before `start`; may be `row` itself.
+        adapter: number of the adapter; 0 for none.
+        copies: rows with the same prompt, which get a copy of the keys.
+    """
 
     row: int
     start: int
-    ids: np.ndarray  # [T] int64
-    source: int  # row that holds positions [0, start); `row` itself when they are already in place
-    adapter: int = 0  # number of the one it is computed with; 0: none
-    copies: list[int] = field(
-        default_factory=list
-    )  # rows that get what it computes, as they have the same prompt
+    token_ids: np.ndarray
+    source: int
+    adapter: int = 0
+    copies: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Position behind the last one."""
+        return self.start + len(self.token_ids)
 
 
 class CachedDecoder:
-    """Weights and their forward passes; holds no sequence state."""
+    """Weights of a decoder and its forward passes; it holds no state of sequences.
 
-    exact = False  # whether a token's logits have the same bits in any batch
+    Two halves of buffers in the host's memory hold the active and the next weights. A GPU computes
+    from a copy of the active half, and so does a CPU that multiplies in bfloat16.
+
+    Attributes:
+        exact: True if the logits of a token have the same bits in any batch.
+        shape: architecture of the model.
+        halves: the two halves.
+        half: index of the active half.
+        dtype: type in which matrices are multiplied. Norms, attention, keys and values are float32.
+        adapters: None if the decoder has none.
+    """
+
+    exact = False
 
     def __init__(
         self,
@@ -64,119 +73,143 @@ class CachedDecoder:
         adapters: Sequence[AdapterShape] = (),
         bf16: bool = False,
     ) -> None:
-        """Compute on `device` (EngineError if there is none), with `adapters` that add nothing before they are `put`.
+        """Allocate the weights, which are not initialised.
 
-        `halves` are the buffers of the active and of the next weights, in the host's memory, of their own if not
-        given. A GPU computes from a copy of the active one, and so does what multiplies in bfloat16 (`bf16`, where the
-        processor can; norms, attention, keys and values stay float32).
+        Args:
+            max_length: tokens of prompt and reply.
+            halves: buffers to use; None: the decoder allocates them.
+            adapters: shapes of adapters, which have no effect before they are `put`.
+            bf16: multiply in bfloat16 where the processor can.
+
+        Raises:
+            EngineError: torch cannot compute on the device.
         """
-        self.shape, self.max_length = shape, max_length
-        self.device = _usable(device)
-        self.dtype = (
-            torch.bfloat16 if bf16 and (self.device.type != "cpu" or _has_bf16()) else torch.float32
-        )
+        self.shape = shape
+        self.max_length = max_length
+        self.device = _usable_device(device)
+        use_bf16 = bf16 and (self.device.type != "cpu" or has_bf16())
+        self.dtype = torch.bfloat16 if use_bf16 else torch.float32
         self.halves = halves or (Weights(shape), Weights(shape))
-        self.half = 0  # the one in use
-        self._active = self.weights  # what is computed with
-        self._blocked: dict[
-            Tensor, Tensor
-        ] = {}  # large weights in the blocks that oneDNN multiplies
+        self.half = 0
         self.adapters = LowRank(shape, adapters, self.device) if adapters else None
+        self._active = self.weights  # the weights that are computed with
+        self.products = BlockedWeights()
+
         angles = torch.outer(torch.arange(max_length).float(), shape.inverse_frequencies())
-        # |rotation|^2 = D^-1/2: rotating both the query and the key also scales their product.
+        # |rotation|^2 = D^-1/2: rotating the query and the key also scales their product.
         rotation = torch.polar(torch.full_like(angles, shape.head_dim**-0.25), angles)
-        self._rotation = rotation.to(self.device)  # [M, D/2] complex
-        self._floor = torch.tensor(shape.norm_eps**0.5, device=self.device)
+        self._rotation = rotation.to(self.device)  # complex [M, D/2]
+        self._norm_floor = torch.tensor(shape.norm_eps**0.5, device=self.device)
 
     @property
     def weights(self) -> Weights:
-        """The weights in use, in the host's memory."""
+        """The active weights in the host's memory."""
         return self.halves[self.half]
 
     def load(self, stream: WeightStream) -> None:
-        """Replace all weights by a stream of (Hugging Face name, full tensor), as `Weights.fill`; all or nothing."""
+        """Replace all weights by a stream of (Hugging Face name, full tensor).
+
+        Raises:
+            EngineError: see `Weights.fill`. The weights before stay active.
+        """
         self.halves[1 - self.half].fill(stream)
         self.adopt(1 - self.half)
 
     def adopt(self, half: int) -> None:
-        """Compute from `half`, which is filled."""
+        """Compute from a half that has been filled."""
         self.half = half
         self.restore()
 
     def release(self) -> None:
-        """Give copies of the weights back."""
-        self._active, self._blocked = self.weights, {}
+        """Free the copies of the weights."""
+        self._active = self.weights
+        self.products = BlockedWeights()
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Have the weights in use where they are computed with."""
-        held, storage = self.weights, self._active.storage
+        """Copy the active weights to where they are computed with."""
+        active = self.weights
         if self.device.type != "cpu" or self.dtype != torch.float32:
-            if self._active in self.halves:
+            storage = self._active.storage
+            if self._active in self.halves:  # there is no copy yet
                 storage = torch.empty_like(storage, device=self.device, dtype=self.dtype)
-            held = Weights(self.shape, storage.copy_(held.storage))
-        self._active, self._blocked = held, {} if self.exact else _in_blocks(held)
-
-    def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+            active = Weights(self.shape, storage.copy_(active.storage))
+        self._active = active
+        self.products = BlockedWeights() if self.exact else BlockedWeights(active)
 
     @torch.inference_mode()
-    def prefill(self, cache: Cache, spans: Sequence[Span]) -> Tensor:
-        """Run the spans, fill their cache rows, and return the logits [len(spans), V] after each span's last token.
+    def prefill(self, cache: KVCache, spans: Sequence[PromptSpan]) -> Tensor:
+        """Compute the spans, and write their keys and values.
 
         Spans take effect in order: one may start from positions that an earlier one writes.
+
+        Returns:
+            Logits after the last token of each span [spans, V].
         """
-        sizes = [len(span.ids) for span in spans]
+        sizes = [len(span.token_ids) for span in spans]
         ends = np.cumsum(sizes)
-        positions = self._put(
-            np.concatenate([np.arange(s.start, s.start + len(s.ids)) for s in spans])
-        )
-        last = self._put(ends - 1)
-        x = F.embedding(
-            self._put(np.concatenate([span.ids for span in spans])), self._active.embed
-        ).float()
-        rotation = self._rotation[positions][:, None]
+        last = self._to_device(ends - 1)
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        rotation = self._rotation[self._to_device(positions)][:, None]
+        token_ids = np.concatenate([span.token_ids for span in spans])
+        x = F.embedding(self._to_device(token_ids), self._active.embed).float()
+
         numbers = np.array([span.adapter for span in spans])
-        low, chosen = self._low_rank(np.repeat(numbers, sizes)), list[Tensor]()
-        final = (
-            self.shape.layers - 1 if cache.routing is None else -1
-        )  # all tokens' experts are wanted, of all layers
+        low_rank = self._low_rank(np.repeat(numbers, sizes))
+        experts: list[Tensor] = []
+        # In the last layer, only the last token of each span is needed, unless the experts of all
+        # tokens are recorded.
+        reduced_layer = self.shape.layers - 1 if cache.routing is None else -1
         for index, layer in enumerate(self._active.layers):
-            q, k, v = self._project(layer, x, rotation, low[index])
-            if index == final:
-                x, low = (
-                    x[last],
-                    self._low_rank(numbers),
-                )  # from here on only the last token of each span is wanted
+            q, k, v = self._project(layer, x, rotation, low_rank[index])
+            reduced = index == reduced_layer
+            if reduced:
+                x = x[last]
+                low_rank = self._low_rank(numbers)
             mixed = x.new_empty(len(x), q[0].numel())
-            for n, (span, size, end) in enumerate(zip(spans, sizes, ends.tolist(), strict=True)):
+            for number, (span, size, end) in enumerate(
+                zip(spans, sizes, ends.tolist(), strict=True)
+            ):
                 tokens = slice(end - size, end)
                 if span.source != span.row:
-                    cache.copy(span.source, span.row, span.start, index)
+                    cache.copy_layer(index, span.source, span.row, span.start)
                 keys, values = cache.keys[index, span.row], cache.values[index, span.row]
-                stop = span.start + size
-                keys[:, :, span.start : stop] = k[tokens].permute(1, 2, 0)
-                values[:, span.start : stop] = v[tokens].transpose(0, 1)
-                if index == final:
-                    mixed[n] = self._attend(q[end - 1 : end], keys, values, stop - 1)
+                keys[:, :, span.start : span.end] = k[tokens].permute(1, 2, 0)
+                values[:, span.start : span.end] = v[tokens].transpose(0, 1)
+                if reduced:
+                    mixed[number] = self._attend(q[end - 1 : end], keys, values, span.end - 1)
                 else:
                     mixed[tokens] = self._attend(q[tokens], keys, values, span.start)
-            x = self._finish(layer, x, mixed, low[index], chosen)
+            x = self._finish_layer(layer, x, mixed, low_rank[index], experts)
+
         if cache.routing is not None:
             x = x[last]
-            _note(cache.routing, spans, _numbers(chosen))
+            _record_routing(cache.routing, spans, _stack_experts(experts))
         return self._logits(x)
 
     @torch.inference_mode()
-    def decode(self, cache: Cache, batch: Decoding, ids: np.ndarray) -> Tensor:
-        """Run one token `ids` [N] in each row of the batch; logits [N, V]."""
-        low, chosen = self._low_rank(batch.adapters), list[Tensor]()
-        blocks = cache.blocks(batch, alone=self.exact)
-        row, position = self._put(batch.rows), self._put(batch.positions)
-        x = F.embedding(self._put(ids), self._active.embed).float()
+    def decode(
+        self,
+        cache: KVCache,
+        batch: DecodeBatch,
+        blocks: Sequence[RowBlock | GroupBlock],
+        token_ids: np.ndarray,
+    ) -> Tensor:
+        """Compute one token [N] in each row of the batch.
+
+        Args:
+            blocks: the batch, cut for attention.
+
+        Returns:
+            Logits [N, V].
+        """
+        low_rank = self._low_rank(batch.adapters)
+        experts: list[Tensor] = []
+        row, position = self._to_device(batch.rows), self._to_device(batch.positions)
         rotation = self._rotation[position][:, None]
+        x = F.embedding(self._to_device(token_ids), self._active.embed).float()
         for index, layer in enumerate(self._active.layers):
-            q, k, v = self._project(layer, x, rotation, low[index])
+            q, k, v = self._project(layer, x, rotation, low_rank[index])
             keys, values = cache.keys[index], cache.values[index]
             keys[row, :, :, position] = k
             values[row, :, position] = v
@@ -185,243 +218,133 @@ class CachedDecoder:
                 for block in blocks
             ]
             mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-            x = self._finish(layer, x, mixed, low[index], chosen)
+            x = self._finish_layer(layer, x, mixed, low_rank[index], experts)
         if cache.routing is not None:
-            cache.routing[batch.rows, batch.positions] = _numbers(chosen)
+            cache.routing[batch.rows, batch.positions] = _stack_experts(experts)
         return self._logits(x)
 
-    def _low_rank(self, numbers: np.ndarray) -> Sequence[Add]:
-        """By layer, what adds to a linear layer's output [N, rows] what the adapters by row [N] make of its input."""
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _low_rank(self, numbers: np.ndarray) -> Sequence[AddLowRank]:
+        """Return, for each layer, the function that adds the adapters of the rows, by number [N]."""
         if self.adapters is None:
-            return [lambda *_: None] * self.shape.layers
-        return self.adapters.of_rows(self._put(numbers))
+            return [_add_nothing] * self.shape.layers
+        return self.adapters.for_rows(self._to_device(numbers))
 
     def _project(
-        self, layer: Layer, x: Tensor, rotation: Tensor, add: Add
+        self, layer: Layer, x: Tensor, rotation: Tensor, add_low_rank: AddLowRank
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [N, H, D], rotated keys and values [N, KV, D] of the residual stream `x` [N, hidden]."""
-        shape, x = self.shape, self._norm(x, layer.input_norm)
-        qkv = self._times(x, layer.qkv, layer.qkv_bias)
-        add("qkv", x, qkv)
+        """Return rotated queries [N, H, D], rotated keys and values [N, KV, D] of `x` [N, hidden]."""
+        shape = self.shape
+        x = self._norm(x, layer.input_norm)
+        qkv = self._multiply(x, layer.qkv, layer.qkv_bias)
+        add_low_rank("qkv", x, qkv)
         qkv = qkv.view(len(x), -1, shape.head_dim)
         qk, v = qkv[:, : shape.heads + shape.kv_heads], qkv[:, shape.heads + shape.kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
-            qk = torch.cat(
-                [
-                    self._norm(qk[:, : shape.heads], layer.q_norm),
-                    self._norm(qk[:, shape.heads :], layer.k_norm),
-                ],
-                1,
-            )
+            q = self._norm(qk[:, : shape.heads], layer.q_norm)
+            k = self._norm(qk[:, shape.heads :], layer.k_norm)
+            qk = torch.cat([q, k], 1)
         torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotation)
         return qk[:, : shape.heads], qk[:, shape.heads :], v
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-        """Causal attention of queries [T, H, D] at positions start.. over one row; [T, H * D]."""
-        groups, kv_heads = self.shape.heads // self.shape.kv_heads, self.shape.kv_heads
-        out = q.new_empty(len(q), q[0].numel())
+        """Return the causal attention [T, H D] of queries [T, H, D] from position `start` on over a row."""
+        kv_heads = self.shape.kv_heads
+        heads_per_kv = self.shape.heads // kv_heads
+        mixed = q.new_empty(len(q), q[0].numel())
         for first in range(0, len(q), QUERY_BLOCK):
             block = q[first : first + QUERY_BLOCK]
-            size, seen = len(block), start + first + len(block)
+            size = len(block)
+            seen = start + first + size
             folded = (
-                block.unflatten(1, (kv_heads, groups))
+                block.unflatten(1, (kv_heads, heads_per_kv))
                 .permute(1, 2, 0, 3)
-                .reshape(kv_heads, groups * size, -1)
+                .reshape(kv_heads, heads_per_kv * size, -1)
             )
-            mixed = self._mixed(folded, keys, values, size, seen)
-            out[first : first + size] = (
-                mixed.reshape(kv_heads * groups, size, -1).transpose(0, 1).flatten(1)
+            block_mixed = self._attend_block(folded, keys, values, size, seen)
+            mixed[first : first + size] = (
+                block_mixed.reshape(kv_heads * heads_per_kv, size, -1).transpose(0, 1).flatten(1)
             )
-        return out
+        return mixed
 
-    def _mixed(self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int) -> Tensor:
-        """Attention of queries [KV, groups * size, D] to the first `seen` keys, the latest `size` of them causally."""
+    def _attend_block(
+        self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int
+    ) -> Tensor:
+        """Attend with queries [KV, heads x size, D] to the first `seen` keys, causally in the last `size`."""
         scores = torch.bmm(q, keys[:, :, :seen])
         if size > 1:
             mask = q.new_full((size, size), float("-inf")).triu_(1)
             scores.view(-1, size, seen)[:, :, seen - size :].add_(mask)
         return torch.bmm(scores.softmax(-1), values[:, :seen])
 
-    def _finish(
-        self, layer: Layer, x: Tensor, mixed: Tensor, add: Add, chosen: list[Tensor]
+    def _finish_layer(
+        self,
+        layer: Layer,
+        x: Tensor,
+        mixed: Tensor,
+        add_low_rank: AddLowRank,
+        experts: list[Tensor],
     ) -> Tensor:
-        """What leaves a layer [N, hidden]; of a sparse one the experts [N, k] of each token join `chosen`."""
-        x = self._plus(x, mixed, layer.out)
-        add("out", mixed, x)
+        """Return a layer's output [N, hidden]; append the experts [N, k] of a sparse layer to `experts`."""
+        x = self._multiply_add(x, mixed, layer.out)
+        add_low_rank("out", mixed, x)
         normed = self._norm(x, layer.post_norm)
         if layer.router is not None:
-            chosen.append(_add_experts(self._times, self.shape.experts, layer, x, normed))
+            assert self.shape.experts is not None
+            experts.append(add_experts(self._multiply, self.shape.experts, layer, x, normed))
             return x
-        gate_up = self._times(normed, layer.gate_up)
-        add("gate_up", normed, gate_up)
-        wide = _gated(gate_up)
-        x.add_(self._times(wide, layer.down))
-        add("down", wide, x)
+        gate_up = self._multiply(normed, layer.gate_up)
+        add_low_rank("gate_up", normed, gate_up)
+        wide = silu_and_mul(gate_up)
+        x.add_(self._multiply(wide, layer.down))
+        add_low_rank("down", wide, x)
         return x
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Root mean square normalisation, in half the time of torch's for few rows."""
+        """Normalise by the root mean square, for few rows in half the time of torch's operation."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
-        return x.div(length.hypot_(self._floor)).mul_(weight)
+        return x.div(length.hypot_(self._norm_floor)).mul_(weight)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self._times(self._norm(x, self._active.norm), self._active.head)
+        return self._multiply(self._norm(x, self._active.norm), self._active.head)
 
-    def _times(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x weightᵀ + bias, in new memory."""
-        if x.dtype != weight.dtype:
-            out = self._times(x.to(weight.dtype), weight).to(x.dtype)
-            return out if bias is None else out.add_(bias)
-        blocked = self._blocked.get(weight)
-        if blocked is None or _one_dnn is None or len(x) > _BLOCKED_ROWS:
-            return F.linear(x, weight, bias)
-        return _one_dnn(x, blocked, bias, "none", [], "")
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.products.multiply(x, weight, bias)
 
-    def _plus(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
-        whole = weight not in self._blocked and weight.dtype == x.dtype
-        return torch.addmm(x, mixed, weight.t()) if whole else self._times(mixed, weight).add_(x)
+    def _multiply_add(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
+        return self.products.multiply_add(x, mixed, weight)
 
 
-def _in_blocks(weights: Weights) -> dict[Tensor, Tensor]:
-    """Copies of large weights as oneDNN multiplies them, where it does; a copy takes about 1.5 ns an element."""
-    if _one_dnn is None or weights.storage.device.type != "cpu":
-        return {}
-    matrices = chain.from_iterable(
-        (layer.qkv, layer.out, layer.gate_up, layer.down) for layer in weights.layers
-    )
-    least = _WORTH_BLOCKS if weights.storage.dtype == torch.float32 else 0
-    large = [w for w in (weights.head, *matrices) if w.dim() == 2 and w.numel() >= least]
-    return {weight: torch.ops.mkldnn._reorder_linear_weight(weight) for weight in large}
+def _add_nothing(*_: object) -> None:
+    """Stand in for `LowRank` in a decoder without adapters."""
 
 
-def _add_experts(
-    times: Callable[[Tensor, Tensor], Tensor],
-    experts: Experts | None,
-    layer: Layer,
-    x: Tensor,
-    normed: Tensor,
-) -> Tensor:
-    """Add to `x` [N, hidden], in place, what tokens' experts make of `normed` [N, hidden]; which experts [N, k]."""
-    assert experts is not None and layer.router is not None
-    shares, chosen = (
-        times(normed, layer.router.to(normed.dtype)).softmax(-1).topk(experts.per_token, dim=-1)
-    )
-    if experts.normalised:
-        shares /= shares.sum(-1, keepdim=True)
-    order = chosen.flatten().argsort(stable=True)  # places (token, choice), by expert
-    sizes = chosen.flatten().bincount(minlength=experts.count).tolist()
-    for expert, places in enumerate(order.split(sizes)):
-        if len(places):
-            tokens = places // experts.per_token
-            wide = _gated(times(normed[tokens], layer.gate_up[expert]))
-            out = times(wide, layer.down[expert])
-            x.index_add_(0, tokens, out.mul_(shares.flatten()[places, None]))
-    return chosen
+def _stack_experts(experts: Sequence[Tensor]) -> np.ndarray:
+    """Stack the experts [N, k] of each sparse layer to [N, layers, k]."""
+    stacked: np.ndarray = torch.stack(list(experts), 1).cpu().numpy()
+    return stacked
 
 
-def _numbers(chosen: Sequence[Tensor]) -> np.ndarray:
-    """[N, sparse layers, k] from each sparse layer's [N, k]."""
-    numbers: np.ndarray = torch.stack(list(chosen), 1).cpu().numpy()
-    return numbers
-
-
-def _note(routing: np.ndarray, spans: Sequence[Span], numbers: np.ndarray) -> None:
-    """Write down, in the cache's `routing`, the experts of the spans' tokens, which lie end to end in `numbers`."""
+def _record_routing(routing: np.ndarray, spans: Sequence[PromptSpan], experts: np.ndarray) -> None:
+    """Write the experts of the spans' tokens, which are one after another, into the cache's `routing`."""
     end = 0
     for span in spans:
         if span.source != span.row:
             routing[span.row, : span.start] = routing[span.source, : span.start]
-        first, end = end, end + len(span.ids)
-        routing[span.row, span.start : span.start + len(span.ids)] = numbers[first:end]
+        first = end
+        end += len(span.token_ids)
+        routing[span.row, span.start : span.end] = experts[first:end]
 
 
-def _gated(gate_up: Tensor) -> Tensor:
-    half = gate_up.shape[-1] // 2
-    return F.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
-
-
-def _usable(device: str) -> torch.device:
+def _usable_device(device: str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for it
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # torch asserts that it was built for the device
         raise EngineError(
             f"torch cannot compute on device '{device}' here ({str(error).splitlines()[0]})"
         ) from error
-
-
-# of a decoder's layer the linear layers, with the projections that each fuses, in the order of its rows
-_FUSED: dict[str, tuple[Projection, ...]] = {
-    "qkv": ("q", "k", "v"),
-    "out": ("o",),
-    "gate_up": ("gate", "up"),
-    "down": ("down",),
-}
-Add = Callable[
-    [str, Tensor, Tensor], object
-]  # (linear layer, its input [N, inputs], its output [N, rows], in place)
-# by linear layer A of its projections, one above the other [R ..., inputs], and by projection its place in the layer's
-# output and (scale · B)ᵀ [R, rows]
-_SideBySide = dict[str, tuple[Tensor, dict[Projection, tuple[slice, Tensor]]]]
-
-
-class LowRank:
-    """The A and B of several adapters side by side, as if they were one of all their ranks, R.
-
-    A row's product with all A is set to 0 where the rank is not its adapter's; so a batch takes two products for each
-    projection, however many adapters are in it, and no row sees another's adapter.
-    """
-
-    def __init__(
-        self, shape: Architecture, adapters: Sequence[AdapterShape], device: torch.device
-    ) -> None:
-        """All zero, and so without effect, before `put`."""
-        ends = [0, *accumulate(adapter.rank for adapter in adapters)]
-        self._ranks = [slice(first, last) for first, last in pairwise(ends)]
-        self._scales = [adapter.scale for adapter in adapters]
-        # by number of an adapter, of which 0 is none, which ranks are others'
-        self._others = torch.ones(1 + len(adapters), ends[-1], dtype=torch.bool, device=device)
-        for number, ranks in enumerate(self._ranks, 1):
-            self._others[number, ranks] = False
-        places: dict[Projection, slice] = {}
-        for fused in _FUSED.values():
-            rows = pairwise(accumulate((shape.projections[x][0] for x in fused), initial=0))
-            places |= {x: slice(*own) for x, own in zip(fused, rows, strict=True)}
-        held = {x for adapter in adapters for x in adapter.targets}
-        self._layers: list[_SideBySide] = [{} for _ in range(shape.layers)]
-        for layer, linear in product(self._layers, _FUSED):
-            if own := [x for x in _FUSED[linear] if x in held]:
-                a = torch.zeros(len(own) * ends[-1], shape.projections[own[0]][1], device=device)
-                b = {x: torch.zeros(ends[-1], shape.projections[x][0], device=device) for x in own}
-                layer[linear] = a, {x: (places[x], b[x]) for x in own}
-
-    def put(self, number: int, weights: AdapterWeights) -> None:
-        """Compute adapter `number`, counted from 1, with `weights` from now on.
-
-        Raises:
-            EngineError: they are not finite; in the products they would reach other adapters' rows.
-        """
-        for name, tensor in weights.tensors():
-            if not tensor.isfinite().all():
-                raise EngineError(
-                    f"the adapter's tensor '{name}' has numbers that are not finite; see what trained it"
-                )
-        ranks, scale = self._ranks[number - 1], self._scales[number - 1]
-        for layer, own in zip(self._layers, weights.layers, strict=True):
-            for held, parts in layer.values():
-                for x, rows in zip(parts, held.chunk(len(parts)), strict=True):
-                    if x in own:
-                        rows[ranks], parts[x][1][ranks] = own[x][0], scale * own[x][1].t()
-
-    def of_rows(self, numbers: Tensor) -> list[Add]:
-        """By layer, what adds for each row [N] what its adapter, by number, adds."""
-        others = self._others[numbers, None]
-        return [partial(self._add, layer, others) for layer in self._layers]
-
-    def _add(self, layer: _SideBySide, others: Tensor, linear: str, x: Tensor, out: Tensor) -> None:
-        """Add to `out` [N, rows], in place, scale · B A x of each row but for ranks that are `others` [N, 1, R]."""
-        if linear not in layer:
-            return
-        a, parts = layer[linear]
-        low = F.linear(x, a).unflatten(-1, (len(parts), -1)).masked_fill_(others, 0.0)
-        for number, (rows, b) in enumerate(parts.values()):
-            out[:, rows].addmm_(low[:, number], b)

@@ -1,4 +1,4 @@
-"""The decoder of the deterministic mode: a token's logits have the same bits in any batch, and in the trainer."""
+"""Decoder of the exact mode: the logits of a token have the same bits in any batch, and in the trainer."""
 
 from typing import Any
 
@@ -6,25 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.engines.embedded.decoder import Add, CachedDecoder
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.engines.embedded.low_rank import AddLowRank
 from rollout.models.exact import COLUMNS, products_are_exact, row_attention, row_product
 from rollout.models.fused_weights import Layer
 
 
 def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
-    """A decoder of the same weights that computes exactly; the same one where that is not possible.
+    """Return an exact decoder of the same weights, or `decoder` itself where that is not possible.
 
-    It is on a CPU in float32 without adapters, where the library's products are as `models/exact.py` needs them.
+    It is possible on a CPU, in float32 and without adapters, if the library's products are exact in
+    the sense of `models/exact.py`.
     """
-    if (
-        decoder.device.type != "cpu"
-        or decoder.adapters is not None
-        or decoder.dtype != torch.float32
-    ):
+    on_cpu = decoder.device.type == "cpu"
+    if not on_cpu or decoder.adapters is not None or decoder.dtype != torch.float32:
         return decoder
     layer = decoder.weights.layers[0]
-    wide = [w if layer.router is None else w[0] for w in (layer.gate_up, layer.down)]
-    if not products_are_exact([layer.qkv, layer.out, *wide, decoder.weights.head]):
+    mlp = [layer.gate_up, layer.down]
+    if layer.router is not None:
+        mlp = [weight[0] for weight in mlp]  # of the first expert
+    if not products_are_exact([layer.qkv, layer.out, *mlp, decoder.weights.head]):
         return decoder
     exact = ExactDecoder(decoder.shape, decoder.max_length, decoder.halves)
     exact.adopt(decoder.half)
@@ -32,59 +33,59 @@ def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
 
 
 class ExactDecoder(CachedDecoder):
-    """Operation by operation what Megatron computes with `TrainerSpec.deterministic`; slower by half."""
+    """The operations that Megatron makes with `TrainerSpec.deterministic`; 1.6 times as slow."""
 
     exact = True
 
     def __init__(self, *args: Any) -> None:
-        """As `CachedDecoder`."""
         super().__init__(*args)
-        angles = torch.outer(
-            torch.arange(self.max_length).float(), self.shape.inverse_frequencies()
-        )
+        frequencies = self.shape.inverse_frequencies()
+        angles = torch.outer(torch.arange(self.max_length).float(), frequencies)
         angles = torch.cat([angles, angles], -1)
         self._rotation = torch.stack([angles.cos(), angles.sin()], -1)  # [M, D, 2]
 
     def _project(
-        self, layer: Layer, x: Tensor, rotation: Tensor, add: Add
+        self, layer: Layer, x: Tensor, rotation: Tensor, add_low_rank: AddLowRank
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As above, by cosines and sines [N, 1, D, 2]: halves of a head are rotated, not neighbours."""
+        """See `CachedDecoder`. Halves of a head are rotated by cosines and sines [N, 1, D, 2]."""
         shape = self.shape
-        qkv = self._times(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias).unflatten(
-            -1, (-1, shape.head_dim)
-        )
-        *parts, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
-        parts = [_halves(part) for part in parts]
+        normed = self._norm(x, layer.input_norm)
+        qkv = self._multiply(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_dim))
+        q, k, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+        q, k = _pairs_to_halves(q), _pairs_to_halves(k)
         if layer.q_norm is not None and layer.k_norm is not None:
-            norms = layer.q_norm, layer.k_norm
-            parts = [
-                self._norm(part, _halves(norm)) for part, norm in zip(parts, norms, strict=True)
-            ]
+            q = self._norm(q, _pairs_to_halves(layer.q_norm))
+            k = self._norm(k, _pairs_to_halves(layer.k_norm))
         cos, sin = rotation.unbind(-1)
-        q, k = (
-            part * cos + torch.cat([-part.chunk(2, -1)[1], part.chunk(2, -1)[0]], -1) * sin
-            for part in parts
-        )
+        q = _rotate(q, cos, sin)
+        k = _rotate(k, cos, sin)
         return q * shape.head_dim**-0.5, k, v
 
-    def _mixed(self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int) -> Tensor:
-        wide = COLUMNS * -(-seen // COLUMNS)
-        near = torch.arange(wide) <= torch.arange(seen - size, seen)[:, None]
-        mask = torch.where(near, 0.0, -torch.inf).repeat(q.shape[1] // size, 1)[None]
-        return row_attention(q, keys[:, :, :wide], values[:, :wide], mask)
+    def _attend_block(
+        self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int
+    ) -> Tensor:
+        width = COLUMNS * -(-seen // COLUMNS)
+        is_seen = torch.arange(width) <= torch.arange(seen - size, seen)[:, None]
+        mask = torch.where(is_seen, 0.0, -torch.inf).repeat(q.shape[1] // size, 1)[None]
+        return row_attention(q, keys[:, :, :width], values[:, :width], mask)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.shape.norm_eps)
 
-    def _times(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         product = row_product(x, weight)
         return product if bias is None else product + bias
 
-    def _plus(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
+    def _multiply_add(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
         return x + row_product(mixed, weight)
 
 
-def _halves(pairs: Tensor) -> Tensor:
-    """[..., D] in which the two elements that are rotated together are half a head apart, in place of neighbours."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def _pairs_to_halves(pairs: Tensor) -> Tensor:
+    """Reorder [..., D]: elements that are rotated together are half a head apart, not neighbours."""
     halves: Tensor = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2)
     return halves.flatten(-2)

@@ -1,11 +1,13 @@
 """Several embedded engines of one policy on one machine, each in a process of its own."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from rollout.base.processes import say
 from rollout.engines.embedded.engine import HostedEngine
+from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.engines.protocol import StreamingEngine, Tag, TokenCallback, TrainedEngine
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import SyncRoute, WeightUpdate
@@ -14,78 +16,70 @@ from rollout.sync.transport import SyncRoute, WeightUpdate
 class ReplicatedEngine(StreamingEngine, TrainedEngine):
     """Replicas of the embedded engine that read new weights from one folder.
 
-    A call goes to the replica with the smallest load. All samples of one prompt go to the same replica, which computes
-    the prompt once, unless its load is much larger. A replica whose process dies is started again, up to `restarts`
-    times an hour, and answers its calls then.
+    A call goes to the replica with the smallest load. All samples of one prompt go to the same
+    replica, which computes the prompt once, unless its load is much larger. A replica whose process
+    dies is started again, up to `restarts` times an hour, and answers its calls then.
     """
 
     transport = "disk"
 
     def __init__(
         self,
-        folder: Path | str,
+        settings: EmbeddedSettings,
+        placements: Sequence[Mapping[str, Any]],
         *,
-        places: Sequence[Mapping[str, Any]],
-        weights_folder: Path | str,
-        **settings: Any,
+        tell: Callable[[str], None] = say,
     ) -> None:
-        """Start the replicas on the Hugging Face model in `folder`.
+        """Start a replica with each of `placements`, which are Ray's actor options.
 
         Args:
-            folder: the model.
-            places: Ray's actor options of each replica.
-            weights_folder: folder that trainers write new weights to.
-            settings: other fields of `HostedSettings`.
+            settings: of each replica; must name a weights folder.
+            tell: called with one line when a replica is started again.
         """
-        self.version = 0
+        self.version = settings.version
         self.pause_s = 0.0
-        self._folder = str(folder)
-        self._weights_folder = str(weights_folder)
-        self._replicas = [
-            HostedEngine(
-                folder,
-                place=place,
-                transport=self.transport,
-                weights_folder=weights_folder,
-                **settings,
-            )
-            for place in places
+        self._settings = replace(settings, transport=self.transport)
+        self.replicas = [
+            HostedEngine(replace(self._settings, placement=placement), tell=tell)
+            for placement in placements
         ]
 
     @property
     def starts(self) -> int:  # type: ignore[override]
         """Number of processes that the replicas have started so far."""
-        return sum(replica.starts for replica in self._replicas)
+        return sum(replica.starts for replica in self.replicas)
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, on_tokens: TokenCallback | None
     ) -> Completion:
         """Sample one completion on the replica with the smallest load; see `StreamingEngine`."""
-        replica = min(self._replicas, key=lambda replica: replica.burden(prompt_ids))
+        replica = min(self.replicas, key=lambda replica: replica.load(prompt_ids))
         return await replica.stream(prompt_ids, sampling, on_tokens)
 
     async def begin_update(self) -> SyncRoute:
         """Return the route to the folder that all replicas read."""
         return SyncRoute(
             transport=self.transport,
-            target=self._weights_folder,
-            model=self._folder,
+            target=str(self._settings.weights_folder),
+            model=str(self._settings.folder),
             checksums=True,
         )
 
     async def commit_update(self, update: WeightUpdate) -> None:
-        """Let every replica read the weights of an update and compare their checksums."""
-        await asyncio.gather(*(replica.commit_update(update) for replica in self._replicas))
+        """Have every replica compute from the weights of `update`."""
+        await asyncio.gather(*(replica.commit_update(update) for replica in self.replicas))
+        self.pause_s = max(replica.pause_s for replica in self.replicas)
         self.version = update.version
-        self.pause_s = max(replica.pause_s for replica in self._replicas)
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        await asyncio.gather(*(replica.sleep(tags) for replica in self._replicas))
+        """Give the memory of all replicas back."""
+        await asyncio.gather(*(replica.sleep(tags) for replica in self.replicas))
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        await asyncio.gather(*(replica.wake(tags) for replica in self._replicas))
+        """Take the memory of all replicas again."""
+        await asyncio.gather(*(replica.wake(tags) for replica in self.replicas))
 
     def close(self) -> None:
-        """End the processes of the replicas, and remove the folder for weights."""
-        for replica in self._replicas:
+        """End the replicas and remove the weights folder."""
+        for replica in self.replicas:
             replica.close()

@@ -1,4 +1,6 @@
-"""Engines of adapters on SGLang servers: the frozen model is there once, and every adapter beside it by name."""
+"""SGLang servers that hold adapters of several policies beside one frozen model."""
+
+from __future__ import annotations
 
 import uuid
 from collections import Counter
@@ -6,44 +8,50 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rollout.base.errors import EngineError
 from rollout.engines.protocol import TokenCallback
-from rollout.engines.sglang.engine import SGLangEngine, tell_server
+from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.fleet import Left
-from rollout.engines.sglang.server import Replica
+from rollout.engines.sglang.replica import Replica
+from rollout.engines.sglang.settings import SGLangSettings
 from rollout.models.fused_weights import AdapterShape
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
 from rollout.sync.transport import SyncRoute, WeightUpdate
 
 
 @dataclass(slots=True)
-class _Slot:
-    """An adapter at the servers."""
+class _AdapterSlot:
+    """One adapter on the servers.
+
+    Attributes:
+        name: of its present version; None for the bare model, before the first update.
+        folder: that the servers read the present version from.
+        open_requests: number of open requests by name of the version.
+    """
 
     shape: AdapterShape
-    name: str | None = None  # of the present version; None: the bare model
-    folder: str = ""  # that the servers read it from
+    name: str | None = None
+    folder: str = ""
     version: int = 0
-    asked: Counter[str | None] = field(default_factory=Counter)  # requests under way, by name
+    open_requests: Counter[str | None] = field(default_factory=Counter)
 
 
 class AdapterServers(SGLangEngine):
-    """The servers of several adapters of one model, which nobody hands weights of its own.
+    """Host of the adapters of several policies, for `AdapterEngine`.
 
-    They compute requests of several adapters in one batch. A new version is loaded under a name of its own while the
-    one before answers. Requests that run end with the version that they began with, so nothing pauses and a reply has
-    one version; then the older one is given up. SGLang caches a prefix for its adapter only (`extra_key` of
-    managers/schedule_batch.py).
+    The servers compute requests of several adapters in one batch. A new version is loaded under a
+    name of its own while the one before answers. Requests end with the version with which they
+    began, so nothing pauses, and a reply has one version. Then the older version is unloaded.
+    SGLang caches a prefix for its adapter only (`extra_key` of managers/schedule_batch.py).
     """
 
-    def __init__(
-        self, folder: Path | str, adapters: Sequence[AdapterShape], **settings: Any
-    ) -> None:
-        super().__init__(folder, adapters=adapters, **settings)
-        self._slots = {number: _Slot(shape) for number, shape in enumerate(adapters, 1)}
+    def __init__(self, settings: SGLangSettings, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        self._slots = {
+            number: _AdapterSlot(shape) for number, shape in enumerate(settings.adapters, 1)
+        }
 
     async def stream(  # type: ignore[override]
         self,
@@ -52,72 +60,77 @@ class AdapterServers(SGLangEngine):
         on_tokens: TokenCallback | None,
         adapter: int,
     ) -> Completion:
-        """Sample one completion, with an adapter by number (see `SGLangEngine.stream`)."""
+        """Sample one completion (see `SGLangEngine`), with an adapter by number."""
         slot = self._slots[adapter]
         while True:
             name, version, starts = slot.name, slot.version, self.starts
-            slot.asked[name] += 1
+            slot.open_requests[name] += 1
             try:
-                said = await super().stream(prompt_ids, sampling, on_tokens, name)
+                completion = await super().stream(prompt_ids, sampling, on_tokens, name)
             except EngineError:
                 if name == slot.name or starts == self.starts:
                     raise
-                continue  # a server that was started again meanwhile has the present version only
+                continue  # a server was started again meanwhile, and has the present version only
             finally:
-                slot.asked[name] -= 1
-                self._give_up(slot)
-            return replace(
-                said, versions=(VersionSpan(version=version, start=0, end=len(said.token_ids)),)
-            )
+                slot.open_requests[name] -= 1
+                self._unload_old_versions(slot)
+            span = VersionSpan(version=version, start=0, end=len(completion.token_ids))
+            return replace(completion, versions=(span,))
 
-    async def route(self, number: int) -> SyncRoute:
-        """Return the route to the folder of an adapter, by number."""
+    async def adapter_route(self, number: int) -> SyncRoute:
+        """Return the route to an adapter's folder."""
         return SyncRoute(
             transport="adapter",
-            target=str(self.place / str(number)),
-            model=str(self.folder),
+            target=str(self.weights_folder / str(number)),
+            model=str(self.settings.folder),
             adapter=self._slots[number].shape,
         )
 
-    async def take(self, update: WeightUpdate, number: int) -> float:
-        """Compute with the adapter of `update` from the next request on; the seconds of the pause, which there is none.
+    async def commit_adapter(self, update: WeightUpdate, number: int) -> float:
+        """Use an adapter's new version from the next request on; return the pause, which is 0 s.
 
         Raises:
-            EngineError: a server refuses it, with its text, or is gone for good; the one before stays.
+            EngineError: a server refuses it, or is gone for good. The version before stays.
         """
-        slot, name, starts = (
-            self._slots[number],
-            f"{number}-v{update.version}-{uuid.uuid4().hex[:8]}",
-            -1,
-        )
-        slot.asked[name] = 0
+        slot = self._slots[number]
+        name = f"{number}-v{update.version}-{uuid.uuid4().hex[:8]}"
+        slot.open_requests[name] = 0
+        starts: int | None = None
         try:
-            while starts != self.starts:  # one that was started again meanwhile is told once more
+            while starts != self.starts:  # a server that was started again gets it once more
                 starts = self.starts
-                for replica in list(self._replicas):
+                for replica in list(self.fleet.replicas):
                     with suppress(Left):
-                        await _load(partial(self._fleet.call, replica), name, update.location)
-            slot.name, slot.folder, slot.version = name, update.location, update.version
+                        await _load(partial(self.fleet.call, replica), name, update.location)
+            slot.name = name
+            slot.folder = update.location
+            slot.version = update.version
         finally:
-            self._give_up(slot)
+            self._unload_old_versions(slot)
         return 0.0
 
-    def _give_up(self, slot: _Slot) -> None:
-        """Have every server unload versions that nobody asks any more; SGLang waits for the last request."""
-        for name in [name for name, asked in slot.asked.items() if not asked and name != slot.name]:
-            del slot.asked[name]
-            for replica in self._replicas if name else ():
-                tell_server(replica, "/unload_lora_adapter", {"lora_name": name}, self._tasks)
+    def _unload_old_versions(self, slot: _AdapterSlot) -> None:
+        """Have every server unload versions without open requests; SGLang waits for the last one."""
+        unused = [name for name, count in slot.open_requests.items() if not count]
+        for name in unused:
+            if name == slot.name:
+                continue
+            del slot.open_requests[name]
+            if name is None:
+                continue
+            for replica in self.fleet.replicas:
+                self.send_in_background(replica, "/unload_lora_adapter", {"lora_name": name})
 
-    async def _weigh(self, replica: Replica) -> bool:
+    async def load_present_weights(self, replica: Replica) -> bool:
+        """Load the present versions into a server that was started again."""
         for slot in self._slots.values():
-            if slot.name:
+            if slot.name is not None:
                 await _load(replica.client.call, slot.name, slot.folder)
         return True
 
 
 async def _load(call: Callable[..., Awaitable[Any]], name: str, folder: str) -> None:
-    """Have the server that `call` asks hold an adapter, which it may have heard of before its connection broke."""
+    """Have a server load an adapter; it may have done so before its connection broke."""
     try:
         await call("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
     except EngineError as error:

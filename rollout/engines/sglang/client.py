@@ -1,4 +1,4 @@
-"""One SGLang server's HTTP API: request bodies, answers, deadlines, and errors in its words."""
+"""HTTP API of one SGLang server: request bodies, answers, deadlines, and errors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rollout.engines.protocol import TokenCallback
 from rollout.models.architecture import Experts
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
 
-RETRIES = 3  # of a connection that broke
-_SHOWN = 300  # characters of a server's words in an error
-_REPLY_BYTES = (
-    1 << 30
-)  # of an answer, at most: the experts of a token take 4 kB of one of Qwen3 235B-A22B
+RETRIES = 3  # after a broken connection
+_ERROR_CHARS = 300  # of a server's error message
+# Upper bound of an answer. The experts of a token of Qwen3 235B-A22B take 4 kB.
+_MAX_REPLY_BYTES = 1 << 30
+_TOP_P_OF_ONE_TOKEN = 1e-6
 
 
 class SGLangClient:
-    """Calls one server, from one event loop after another."""
+    """Client of one server, for one event loop after another."""
 
     def __init__(
         self, url: str, *, timeout_s: float, connections: int, key: str | None = None
@@ -36,7 +36,7 @@ class SGLangClient:
             token=key,
             connections=connections,
             timeout_s=timeout_s,
-            max_reply_bytes=_REPLY_BYTES,
+            max_reply_bytes=_MAX_REPLY_BYTES,
         )
 
     async def call(
@@ -46,163 +46,204 @@ class SGLangClient:
         *,
         stream: StreamedReply | None = None,
     ) -> Any:
-        """The JSON of the answer, None if it has no body; of one that comes in events, what `stream` makes of them.
+        """Send a request and return the JSON of the answer, None if it is empty.
 
-        What is sent no `body` is read, with GET.
+        Args:
+            body: sent with POST; None: the path is read with GET.
+            stream: collects an answer that comes as events, and then is what is returned.
 
         Raises:
-            Unanswered: no connection within the retries: it is starting, busy dying, or gone.
-            EngineError: the deadline passed, or the server refused; with its text.
+            Unanswered: no connection within the retries. The server is starting, dying or gone.
+            EngineError: the deadline passed, or the server refused.
         """
+        method = "GET" if body is None else "POST"
 
         async def attempt() -> HttpReply:
+            on_chunk = stream.begin() if stream is not None else None
             try:
-                on_chunk = stream.begin() if stream is not None else None
-                return await self._http.send(
-                    "GET" if body is None else "POST", path, body, on_chunk=on_chunk
-                )
+                return await self._http.send(method, path, body, on_chunk=on_chunk)
             except TimedOut as error:
                 raise EngineError(f"SGLang {path}: {error}") from None
 
-        parsed = _parse(path, await retry(attempt, retries=RETRIES))
-        return stream.whole(path) if stream is not None else parsed
+        reply = await retry(attempt, retries=RETRIES)
+        answer = _parse(path, reply)
+        return answer if stream is None else stream.result(path)
 
     async def up(self) -> bool:
-        """Whether the server answers and is ready."""
+        """Return True if the server answers and is ready."""
         try:
-            return (await self._http.send("GET", "/health", timeout_s=5)).status == 200
+            reply = await self._http.send("GET", "/health", timeout_s=5)
         except Unanswered:
             return False
+        return reply.status == 200
 
     async def has(self, path: str) -> bool:
-        """Whether the server's API has a path, by what it says of itself; Unanswered if it says nothing."""
+        """Return True if the server's API has a path; raise Unanswered if it does not answer."""
         reply = await self._http.send("GET", "/openapi.json")
         return reply.status == 200 and path in reply.json().get("paths", {})
 
 
 def _parse(path: str, reply: HttpReply) -> Any:
+    """Return the JSON of a reply; raise EngineError if it says that the request failed."""
     try:
         body = json.loads(reply.content) if reply.content else None
     except ValueError:
         body = None
     failed = isinstance(body, dict) and (body.get("success") is False or "error" in body)
     if reply.status != 200 or failed:
-        raise EngineError(f"SGLang {path}: status {reply.status}: {_words(body, reply.text)}")
+        message = _error_message(body, reply.text)
+        raise EngineError(f"SGLang {path}: status {reply.status}: {message}")
     return body
 
 
-class StreamedReply:
-    """A completion that a server sends in events, each with all tokens so far or, if it is `incremental`, with news."""
+def _error_message(body: Any, text: str) -> str:
+    if isinstance(body, dict):
+        message = body.get("message") or body.get("error_message") or body.get("error")
+        if isinstance(message, dict):
+            message = message.get("message", message)
+        text = str(message or text)
+    return " ".join(text.split())[:_ERROR_CHARS]
 
-    def __init__(self, on_tokens: TokenCallback, end: Callable[[], None]) -> None:
-        """`end` is called once where `on_tokens` does not want more; the last event then comes soon."""
-        self._on_tokens, self._end = on_tokens, end
-        self._wanted = True
+
+class StreamedReply:
+    """A completion that a server sends in events.
+
+    Each event has all tokens so far or, with `--incremental-streaming-output`, only the new ones.
+    """
+
+    def __init__(self, on_tokens: TokenCallback, abort: Callable[[], None]) -> None:
+        """Prepare to collect a reply.
+
+        Args:
+            abort: called once if `on_tokens` wants no more; the last event then comes soon.
+        """
+        self._on_tokens = on_tokens
+        self._abort = abort
+        self._wants_more = True
 
     def begin(self) -> Callable[[bytes], None]:
-        """What takes the answer's bytes; another attempt begins anew."""
-        self._rest, self._last = b"", dict[str, Any]()
-        self._ids, self._logprobs = list[int](), list[Any]()
+        """Return the function that takes the answer's bytes; called for each attempt."""
+        self._rest = b""
+        self._last_event: dict[str, Any] = {}
+        self._token_ids: list[int] = []
+        self._logprobs: list[Any] = []
         return self._take
 
-    def whole(self, path: str) -> dict[str, Any]:
-        """The answer as it would have come at once; EngineError if the server failed, or stopped before the end."""
-        ended = (self._last.get("meta_info") or {}).get("finish_reason")
-        if (
-            "error" in self._last or not ended or ended.get("status_code")
-        ):  # which without a stream is the answer's own
-            raise EngineError(
-                f"SGLang {path}: {_words(ended or self._last, 'the stream ended before its reply')}"
-            )
-        meta = {**self._last["meta_info"], "output_token_logprobs": self._logprobs}
-        return {**self._last, "output_ids": self._ids, "meta_info": meta}
+    def result(self, path: str) -> dict[str, Any]:
+        """Return the answer as it would be without streaming.
 
-    def _take(self, part: bytes) -> None:
-        *events, self._rest = (self._rest + part).split(b"\n\n")
+        Raises:
+            EngineError: the server failed, or ended the stream before the reply.
+        """
+        last = self._last_event
+        reason = (last.get("meta_info") or {}).get("finish_reason")
+        # Without a stream, the status code of a failure is that of the answer.
+        if "error" in last or not reason or reason.get("status_code"):
+            message = _error_message(reason or last, "the stream ended before its reply")
+            raise EngineError(f"SGLang {path}: {message}")
+        meta = {**last["meta_info"], "output_token_logprobs": self._logprobs}
+        return {**last, "output_ids": self._token_ids, "meta_info": meta}
+
+    def _take(self, chunk: bytes) -> None:
+        *events, self._rest = (self._rest + chunk).split(b"\n\n")
         for event in events:
             data = event.removeprefix(b"data:").strip()
-            if data == b"[DONE]" or not data.startswith(b"{"):
+            if not data.startswith(b"{"):  # such as [DONE]
                 continue
-            self._last = json.loads(data)
-            if "error" not in self._last:
-                self._add(self._last["output_ids"], self._last["meta_info"])
+            self._last_event = json.loads(data)
+            if "error" not in self._last_event:
+                self._add(self._last_event["output_ids"], self._last_event["meta_info"])
 
-    def _add(self, ids: list[int], meta: Mapping[str, Any]) -> None:
-        known, place = len(self._ids), max(0, meta["completion_tokens"] - len(ids))
-        self._ids[place:] = ids
-        self._logprobs[place:] = meta["output_token_logprobs"][-len(ids) :] if ids else []
-        if (
-            self._wanted
-            and not meta["finish_reason"]
-            and not self._on_tokens(known, self._ids[known:])
-        ):
-            self._wanted = False
-            self._end()
-
-
-def _words(body: Any, text: str) -> str:
-    if isinstance(body, dict):
-        said = body.get("message") or body.get("error_message") or body.get("error")
-        text = str(said.get("message", said) if isinstance(said, dict) else said or text)
-    return " ".join(text.split())[:_SHOWN]
+    def _add(self, token_ids: list[int], meta: Mapping[str, Any]) -> None:
+        known = len(self._token_ids)
+        position = max(0, meta["completion_tokens"] - len(token_ids))
+        self._token_ids[position:] = token_ids
+        logprobs = meta["output_token_logprobs"]
+        self._logprobs[position:] = logprobs[-len(token_ids) :] if token_ids else []
+        if self._wants_more and not meta["finish_reason"]:
+            self._wants_more = self._on_tokens(known, self._token_ids[known:])
+            if not self._wants_more:
+                self._abort()
 
 
-_TINY = 1e-6  # a top-p that leaves the likeliest token only
-
-
-def body_of(
-    prompt_ids: Sequence[int], sampling: Sampling, seeded: bool, adapter: str | None = None
+def request_body(
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    seeded: bool,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
-    """One completion of token ids, with log-probabilities; `rid` is its name if it must be aborted."""
-    seed = {"sampling_seed": sampling.seed % 2**31} if seeded else {}
-    top_k, top_p = sampling.top_k or -1, sampling.top_p
+    """Return the body of `/generate` for one completion with log-probabilities.
+
+    Its `rid` names the request, for an abort.
+
+    Args:
+        seeded: send the seed; SGLang uses it in its deterministic inference only.
+        adapter: name of the adapter that the server holds.
+    """
+    top_k = sampling.top_k or -1
+    top_p = sampling.top_p
     if top_k == 1 and sampling.temperature > 0:
-        # SGLang calls top-k 1 greedy, and a batch of greedy requests alone gets log-probabilities without temperature
-        top_k, top_p = -1, _TINY
-    return {
+        # SGLang treats top-k 1 as greedy, and computes log-probabilities without temperature in a
+        # batch that has greedy requests only.
+        top_k = -1
+        top_p = _TOP_P_OF_ONE_TOKEN
+    sampling_params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop),
+        "ignore_eos": not sampling.stop,  # it would ignore stop_token_ids too
+    }
+    if seeded:
+        sampling_params["sampling_seed"] = sampling.seed % 2**31
+    body: dict[str, Any] = {
         "rid": uuid.uuid4().hex,
         "input_ids": list(prompt_ids),
-        "sampling_params": {
-            "temperature": sampling.temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "max_new_tokens": sampling.max_tokens,
-            "stop_token_ids": list(sampling.stop),
-            "ignore_eos": not sampling.stop,  # it would ignore stop_token_ids too
-            **seed,
-        },
+        "sampling_params": sampling_params,
         "return_logprob": True,
-        **({"lora_path": adapter} if adapter else {}),
     }
+    if adapter:
+        body["lora_path"] = adapter
+    return body
 
 
-def completion_of(reply: Mapping[str, Any], version: int) -> Completion:
-    """The completion in an answer; `version` is of a server whose weights were never updated.
+def parse_completion(reply: Mapping[str, Any], version: int) -> Completion:
+    """Return the completion in an answer of `/generate`.
+
+    Args:
+        version: of a server whose weights were never updated.
 
     Raises:
         EngineError: a token has no log-probability, as when the model computes NaN.
     """
     meta = reply["meta_info"]
-    tokens = tuple(reply["output_ids"])
-    logprobs = (
-        tuple(entry[0] for entry in meta["output_token_logprobs"][-len(tokens) :]) if tokens else ()
-    )
-    if len(logprobs) != len(tokens):
-        raise EngineError(f"SGLang gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
+    token_ids = tuple(reply["output_ids"])
+    logprobs: tuple[Any, ...] = ()
+    if token_ids:
+        logprobs = tuple(entry[0] for entry in meta["output_token_logprobs"][-len(token_ids) :])
+    if len(logprobs) != len(token_ids):
+        raise EngineError(
+            f"SGLang gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens"
+        )
     if None in logprobs:  # JSON has no NaN
         raise EngineError(
             f"SGLang gave no log-probability for token {logprobs.index(None)} of a reply; is it NaN?"
         )
-    spans = meta.get("weight_versions") or [
-        {"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}
-    ]
+    spans = meta.get("weight_versions")
+    if not spans:
+        whole = {"version": meta.get("weight_version"), "start": 0, "end": len(token_ids)}
+        spans = [whole]
     return Completion(
-        token_ids=tokens,
+        token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=meta["finish_reason"]["type"],
         versions=tuple(
             VersionSpan(
-                version=_number(span["version"], version), start=span["start"], end=span["end"]
+                version=_parse_version(span["version"], version),
+                start=span["start"],
+                end=span["end"],
             )
             for span in spans
         ),
@@ -210,38 +251,39 @@ def completion_of(reply: Mapping[str, Any], version: int) -> Completion:
     )
 
 
-def routing_of(reply: Mapping[str, Any], prompt: int, experts: Experts) -> bytes:
-    """Which experts each token of an answer to a `prompt` of so many went to, as `Completion` has them.
+def parse_routing(reply: Mapping[str, Any], prompt_length: int, experts: Experts) -> bytes:
+    """Return the experts of each token of prompt and reply, as `Completion` stores them.
 
-    SGLang 0.5.23 sends int32 [prompt + reply - 1, layers, k] in base64; every layer of its mixtures is sparse.
+    SGLang 0.5.23 sends int32 [prompt + reply - 1, layers, k] in base64. Every layer of its mixtures
+    is sparse.
 
     Raises:
-        EngineError: they are not there, not of so many tokens, or not numbers of different experts.
+        EngineError: they are missing, too few or too many, or not different experts.
     """
-    said = reply["meta_info"].get("routed_experts")
-    if said is None:
+    encoded = reply["meta_info"].get("routed_experts")
+    if encoded is None:
         raise EngineError(
-            "SGLang gave no routed experts, which engine.router_replay needs; start servers of your own with "
-            "--enable-return-routed-experts"
+            "SGLang gave no routed experts, which engine.router_replay needs; start servers of your "
+            "own with --enable-return-routed-experts"
         )
-    numbers = np.frombuffer(b64decode(said), "<i4")
-    want = (prompt + len(reply["output_ids"]) - 1, sum(experts.sparse), experts.per_token)
-    if numbers.size != math.prod(want) or not ((numbers >= 0) & (numbers < experts.count)).all():
+    numbers = np.frombuffer(b64decode(encoded), "<i4")
+    tokens = prompt_length + len(reply["output_ids"]) - 1
+    shape = (tokens, sum(experts.sparse), experts.per_token)
+    in_range = (numbers >= 0) & (numbers < experts.count)
+    if numbers.size != math.prod(shape) or not in_range.all():
         raise EngineError(
-            f"SGLang gave {numbers.size} routed experts between {numbers.min(initial=0)} and {numbers.max(initial=0)}; "
-            f"expected {' x '.join(map(str, want))} below {experts.count}"
+            f"SGLang gave {numbers.size} routed experts between {numbers.min(initial=0)} and "
+            f"{numbers.max(initial=0)}; expected {' x '.join(map(str, shape))} below {experts.count}"
         )
-    if (
-        experts.per_token > 1
-        and (numbers[:: experts.per_token] == numbers[1 :: experts.per_token]).any()
-    ):
+    first, second = numbers[:: experts.per_token], numbers[1 :: experts.per_token]
+    if experts.per_token > 1 and (first == second).any():
         raise EngineError(
-            "SGLang sent a token to one expert twice: it routes within a kernel, and does not know where; set "
-            "engine.options: {moe-runner-backend: triton}"
+            "SGLang sent a token to one expert twice: it routes within a kernel, and does not know "
+            "where; set engine.options: {moe-runner-backend: triton}"
         )
     return numbers.astype(f"<u{experts.number_bytes}").tobytes()
 
 
-def _number(said: Any, version: int) -> int:
-    """A server that has not been updated calls its version `default`."""
-    return int(said) if str(said).lstrip("-").isdecimal() else version
+def _parse_version(text: Any, default: int) -> int:
+    """Return a weights version; a server that was not updated calls its version `default`."""
+    return int(text) if str(text).lstrip("-").isdecimal() else default

@@ -1,4 +1,6 @@
-"""A policy's SGLang servers as one engine: routing, completions, updates of weights."""
+"""SGLang servers of one policy as an engine: routing, completions, and updates of weights."""
+
+from __future__ import annotations
 
 import asyncio
 import hashlib
@@ -6,79 +8,101 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollout.base.errors import EngineError
 from rollout.base.http import Unanswered
 from rollout.base.processes import say
+from rollout.engines.build import RestartGuard
 from rollout.engines.prompt_length import request_error
 from rollout.engines.protocol import StreamingEngine, Tag, TokenCallback, TrainedEngine
-from rollout.engines.sglang.client import StreamedReply, body_of, completion_of, routing_of
+from rollout.engines.sglang.client import (
+    StreamedReply,
+    parse_completion,
+    parse_routing,
+    request_body,
+)
 from rollout.engines.sglang.fleet import Fleet, Left, LostWeights
-from rollout.engines.sglang.server import Replica
-from rollout.engines.sglang.settings import PUSHED, SGLangSettings
+from rollout.engines.sglang.replica import Replica
+from rollout.engines.sglang.settings import PUSH_TRANSPORTS, SGLangSettings
 from rollout.engines.sglang.weight_check import WeightCheck
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.memory import memory_path
 from rollout.sync.transport import ServerOptions, SyncRoute, WeightUpdate
 
-_IDLE_S = 60.0  # that requests which were aborted may take to end, before servers sleep
+_IDLE_S = 60.0  # that aborted requests may take to end before servers sleep
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenUpdate:
+    """Update between `begin_update` and `commit_update`.
+
+    Attributes:
+        began: time at which the servers were paused.
+        starts: number of server starts then.
+    """
+
+    began: float
+    starts: int
 
 
 class SGLangEngine(StreamingEngine, TrainedEngine):
-    """Serves one policy from its `replicas` servers, or from those that run at `urls`.
+    """Engine of one policy's SGLang servers.
 
-    A server that dies is started again, up to `restarts` times an hour, and gets the present weights before it answers.
-    Requests of one session go to one replica. SGLang draws with a request's seed only if its deterministic inference
-    is on (`options: {enable-deterministic-inference: true}`); otherwise seeds are not sent.
+    A server that dies is started again, up to `restarts` times an hour, and gets the present weights
+    before it answers. Requests of one session go to one replica. SGLang samples by a request's seed
+    only in its deterministic inference; otherwise seeds are not sent.
+
+    Attributes:
+        settings: of the engine.
+        transport: weight transport, which tests change.
+        weights_folder: folder that weights are written to.
+        fleet: the servers.
+        background: tasks that send requests which nobody waits for.
     """
 
     def __init__(
         self,
-        folder: Path | str,
+        settings: SGLangSettings,
         *,
-        version: int = 0,
+        restart_guard: RestartGuard = nullcontext,
         tell: Callable[[str], None] = say,
-        **settings: Any,
     ) -> None:
-        """Set up the servers of the Hugging Face model in `folder`; each starts with the first call that needs it.
+        """Prepare the servers; each starts with the first call that needs it.
 
         Args:
-            version: of the weights in `folder`.
-            tell: called with one line when a server is started again.
-            settings: the fields of `SGLangSettings`.
+            restart_guard: context manager around the restart of a server.
+            tell: called with one line when a server is started again, joins or leaves.
 
         Raises:
-            EngineError: no interpreter, or as `SGLangSettings`.
+            EngineError: there is no such interpreter.
         """
-        self._settings = SGLangSettings(folder=Path(folder), **settings)
-        self.version = version
-        self.pause_s = 0.0  # that the last update kept the servers from decoding
-        self._transport = self._settings.transport
-        self.folder, self.place = (
-            self._settings.folder,
-            Path(self._settings.weights_folder or memory_path()),
+        self.settings = settings
+        self.transport = settings.transport
+        self.weights_folder = Path(settings.weights_folder or memory_path())
+        self.version = settings.version
+        self.pause_s = 0.0
+        self.background: set[asyncio.Task[None]] = set()
+        self.fleet = Fleet(
+            settings,
+            tell=tell,
+            load_weights=self.load_present_weights,
+            request_weights=self._request_weights,
+            restart_guard=restart_guard,
         )
-        self._fleet = Fleet(self._settings, tell=tell, weigh=self._weigh, restore=self._restore)
-        self._fleet.room = lambda: self.room()
-        self._replicas = self._fleet.replicas
+        self._lost_weights = LostWeights(self.fleet)
         self._weight_check = WeightCheck(tell)
-        self._last: WeightUpdate | None = (
-            None  # that the servers took; None: their weights are the folder's
-        )
-        self._new: list[Replica] = []  # servers that join with the update under way
-        self._update: _Update | None = None  # under way, between `begin_update` and `commit_update`
-        self._lost = LostWeights(self._fleet)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_update: WeightUpdate | None = None  # None: the servers have the folder's weights
+        self._open_update: _OpenUpdate | None = None
+        self._joining: list[Replica] = []  # servers that join with the open update
 
     @property
     def starts(self) -> int:  # type: ignore[override]
-        """How often servers were started or left, in all."""
-        return sum(replica.starts for replica in self._replicas) + self._fleet.left
+        """Number of starts of servers, and of servers that have left."""
+        return sum(replica.starts for replica in self.fleet.replicas) + self.fleet.left
 
     async def stream(
         self,
@@ -87,207 +111,214 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         on_tokens: TokenCallback | None,
         adapter: str | None = None,
     ) -> Completion:
-        """Sample one completion, of an `adapter` that the servers hold; `on_tokens` as `StreamingEngine` has it."""
+        """Sample one completion (see `StreamingEngine`), with an adapter that the servers hold."""
         problem = request_error(
             prompt_ids,
             sampling,
-            vocab_size=self._settings.vocab,
-            max_length=self._settings.max_length,
+            vocab_size=self.settings.vocab,
+            max_length=self.settings.max_length,
         )
         if problem:
             raise EngineError(problem)
-        body = body_of(prompt_ids, sampling, self._settings.seeded, adapter) | (
-            {"stream": True} if on_tokens else {}
-        )
-        if on_tokens is not None and on_tokens.every > 1:
-            body["sampling_params"]["stream_interval"] = on_tokens.every
-        experts = self._settings.experts
+
+        body = request_body(prompt_ids, sampling, seeded=self.settings.seeded, adapter=adapter)
+        if on_tokens is not None:
+            body["stream"] = True
+            if on_tokens.every > 1:
+                body["sampling_params"]["stream_interval"] = on_tokens.every
+        experts = self.settings.experts
         if experts is not None:
             body["return_routed_experts"] = True
+
         while True:
-            replica = _route(prompt_ids, sampling.session, self._replicas, self._settings.rows)
-            end = partial(tell_server, replica, "/abort_request", {"rid": body["rid"]}, self._tasks)
-            stream = StreamedReply(on_tokens, end) if on_tokens else None
-            replica.busy += 1
             try:
-                reply = await self._fleet.call(
-                    replica, "/generate", body, weighed=True, stream=stream
-                )
+                reply = await self._generate(body, sampling.session, on_tokens)
             except Left:
-                continue  # another one is asked
-            except asyncio.CancelledError:
-                end()
-                raise
-            finally:
-                replica.busy -= 1
-            said = completion_of(reply, self.version)
-            if experts is None or (
-                said.finish_reason == "abort" and "routed_experts" not in reply["meta_info"]
-            ):
-                return said  # one that was aborted before it ran, or between two runs, has none
-            return replace(said, routing=routing_of(reply, len(prompt_ids), experts))
+                continue  # another server is asked
+            completion = parse_completion(reply, self.version)
+            if experts is None:
+                return completion
+            if completion.finish_reason == "abort" and "routed_experts" not in reply["meta_info"]:
+                return completion  # it was aborted before it ran, or between two runs
+            routing = parse_routing(reply, len(prompt_ids), experts)
+            return replace(completion, routing=routing)
+
+    async def _generate(
+        self, body: dict[str, Any], session: str, on_tokens: TokenCallback | None
+    ) -> Any:
+        """Send a request to one server; abort it there if this call is cancelled."""
+        replica = self._choose_replica(body["input_ids"], session)
+
+        def abort() -> None:
+            self.send_in_background(replica, "/abort_request", {"rid": body["rid"]})
+
+        stream = None if on_tokens is None else StreamedReply(on_tokens, abort)
+        replica.busy += 1
+        try:
+            return await self.fleet.call(
+                replica, "/generate", body, needs_weights=True, stream=stream
+            )
+        except asyncio.CancelledError:
+            abort()
+            raise
+        finally:
+            replica.busy -= 1
+
+    def _choose_replica(self, prompt_ids: Sequence[int], session: str) -> Replica:
+        """Return the replica of a session, or of equal prompts; the least busy one if it is full."""
+        replicas = self.fleet.replicas
+        if len(replicas) == 1:
+            return replicas[0]
+        key = session.encode() if session else struct.pack(f"<{len(prompt_ids)}q", *prompt_ids)
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        own = replicas[int.from_bytes(digest, "big") % len(replicas)]
+        if own.busy < self.settings.rows:
+            return own
+        return min(replicas, key=lambda replica: replica.busy)
+
+    def send_in_background(self, replica: Replica, path: str, body: dict[str, Any]) -> None:
+        """Send a request whose answer nobody waits for."""
+
+        async def send() -> None:
+            with suppress(Unanswered, EngineError):
+                await replica.client.call(path, body)
+
+        if replica.ready:
+            task = asyncio.create_task(send())
+            self.background.add(task)
+            task.add_done_callback(self.background.discard)
 
     async def begin_update(self) -> SyncRoute:
-        """The folder to write to; or the servers themselves, which then pause until `commit_update`."""
-        self._new = await self._fleet.meet()
-        await self._fleet.all(
-            "/model_info"
-        )  # those that have died run again; /health fails during a pause
+        """Return the route to the folder, or to the servers, which then pause until `commit_update`."""
+        self._joining = await self.fleet.read_members()
+        # Servers that have died are started again. /health would fail during a pause.
+        await self.fleet.call_all("/model_info")
         began = time.perf_counter()
-        if self._update is not None:  # the update before failed, and has left the servers paused
-            began = self._update.began
-        self._update = _Update(began, self.starts)
+        if self._open_update is not None:
+            # The update before failed, and has left the servers paused.
+            began = self._open_update.began
+        self._open_update = _OpenUpdate(began, self.starts)
 
-        model = str(self._settings.folder)
-        if self._transport not in PUSHED:
-            return SyncRoute(transport=self._transport, target=str(self.place), model=model)
+        model = str(self.settings.folder)
+        if self.transport not in PUSH_TRANSPORTS:
+            return SyncRoute(transport=self.transport, target=str(self.weights_folder), model=model)
+        first = self.fleet.replicas[0].client
         servers = ServerOptions(
-            tp=self._settings.tp,
-            key=self._settings.own_key,
-            sessions=await self._replicas[0].client.has("/begin_weight_update"),
+            tp=self.settings.tp,
+            key=self.settings.server_key,
+            sessions=await first.has("/begin_weight_update"),
             starts=self.starts,
         )
-        await self._fleet.all("/pause_generation", {"mode": "retract"})
-        urls = [replica.client.url for replica in (*self._replicas, *self._new)]
+        await self.fleet.call_all("/pause_generation", {"mode": "retract"})
+        urls = [replica.client.url for replica in (*self.fleet.replicas, *self._joining)]
         return SyncRoute(
-            transport=self._transport, target=" ".join(urls), model=model, servers=servers
+            transport=self.transport, target=" ".join(urls), model=model, servers=servers
         )
 
     async def commit_update(self, update: WeightUpdate) -> None:
-        """Serve the weights of `update` (see `TrainedEngine`); running requests go on with the new ones.
+        """Serve the weights of `update`; running requests continue with them.
 
         Raises:
-            EngineError: a server refuses them, with its text; one died meanwhile, and what was sent is not whole; or
-                the servers do not hold the same weights.
+            EngineError: a server refuses them, a server died meanwhile so that pushed weights are
+                not whole, or the servers do not hold the same weights.
         """
-        began, begun = time.perf_counter(), self._update
-        if begun is not None and update.transport in PUSHED:
-            if begun.starts != self.starts:
+        began = time.perf_counter()
+        opened = self._open_update
+        if opened is not None and update.transport in PUSH_TRANSPORTS:
+            if opened.starts != self.starts:
                 raise EngineError(
                     "SGLang: a server was started again while new weights came; they must come again"
                 )
-            began = begun.began
-        self._last, before, self._update = update, self._last, None
+            began = opened.began
+        before = self._last_update
+        self._last_update = update
+        self._open_update = None
         self._weight_check.begin_update()
         try:
-            for replica in list(self._replicas):
+            for replica in list(self.fleet.replicas):
                 with suppress(Left):
-                    await self._take(replica, update)
-            while self._new:
-                with suppress(Unanswered):  # it is gone again, and never joined
-                    await self._apply(new := self._new.pop(), update)
-                    self._fleet.join(new)
+                    await self._take_update(replica, update)
+            while self._joining:
+                replica = self._joining.pop()
+                with suppress(Unanswered):  # a server that is gone again never joins
+                    await self._apply(replica, update)
+                    self.fleet.join(replica)
         except EngineError:
-            self._last = before
+            self._last_update = before
             raise
         finally:
             self.pause_s = time.perf_counter() - began
         self.version = update.version
-        self._lost.settle()
+        self._lost_weights.settle()
 
-    async def _take(self, replica: Replica, update: WeightUpdate) -> None:
-        """Have one server serve the weights of `update`; one that dies of it gets them when it is back."""
+    async def _take_update(self, replica: Replica, update: WeightUpdate) -> None:
+        """Have one server take an update; if it dies meanwhile, it gets the weights when it is back."""
         starts = replica.starts
         try:
             await self._apply(replica, update)
         except Unanswered as error:
-            await self._fleet.revive(replica, starts, error)
+            await self.fleet.restart(replica, starts, error)
             if replica.stale:
                 raise EngineError(
                     f"SGLang: {error} during an update; the weights must come again"
                 ) from None
 
-    async def _weigh(self, replica: Replica) -> bool:
-        """Give a server that was started again the weights that were handed over last, where they still lie."""
-        if self._last is None:
+    async def load_present_weights(self, replica: Replica) -> bool:
+        """Give a server that was started again the present weights; return False if they are gone."""
+        if self._last_update is None:
             return True
-        if self._last.transport in PUSHED or self._update is not None:
-            return False  # no copy is kept, or the next weights are being written in its place
-        await self._apply(replica, self._last)
+        pushed = self._last_update.transport in PUSH_TRANSPORTS
+        if pushed or self._open_update is not None:
+            return False  # there is no copy, or the next weights are being written in its place
+        await self._apply(replica, self._last_update)
         return True
 
-    def abort_update(self, error: Exception) -> None:
-        self._update = None
-        self._lost.settle(EngineError(f"SGLang: the weights did not come again: {error}"))
-
-    async def weights_lost(self) -> None:
-        await self._lost.needed()
-
-    async def _restore(self) -> None:
-        """Wait until weights that a server lost have come again; nothing if new ones are on their way."""
-        if self._update is None and self._fleet.stale:
-            await self._lost.restored(self._transport)
-
     async def _apply(self, replica: Replica, update: WeightUpdate) -> None:
-        if (
-            update.transport not in PUSHED
-        ):  # without a pause it would wait for the last request; with it they go on
-            await replica.client.call("/pause_generation", {"mode": "retract"})
+        """Have a server serve the weights that were written for it, and compare them."""
+        client = replica.client
+        if update.transport not in PUSH_TRANSPORTS:
+            # Without a pause, SGLang would wait for the last request to end.
+            await client.call("/pause_generation", {"mode": "retract"})
             body = {
                 "model_path": update.location,
                 "weight_version": str(update.version),
                 "flush_cache": True,
             }
             try:
-                await replica.client.call("/update_weights_from_disk", body)
+                await client.call("/update_weights_from_disk", body)
             except EngineError:
                 if not replica.stale:
-                    await replica.client.call("/continue_generation", {})
+                    await client.call("/continue_generation", {})
                 raise
-        await replica.client.call("/continue_generation", {})
+        await client.call("/continue_generation", {})
         replica.stale = False
-        if self._settings.verify:
+        if self.settings.verify:
             await self._weight_check.check(replica, update.version)
 
+    def abort_update(self, error: Exception) -> None:
+        """Fail the calls that wait for lost weights; see `TrainedEngine`."""
+        self._open_update = None
+        self._lost_weights.settle(EngineError(f"SGLang: the weights did not come again: {error}"))
+
+    async def weights_lost(self) -> None:
+        """Wait until a call needs weights that a server has lost; see `TrainedEngine`."""
+        await self._lost_weights.wait_until_needed()
+
+    async def _request_weights(self) -> None:
+        """Wait until lost weights have come again; return at once if an update is on its way."""
+        if self._open_update is None and self.fleet.stale:
+            await self._lost_weights.wait_until_restored(self.transport)
+
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Release the servers' memory; they must be idle and have been started with enable_memory_saver."""
-        await self._fleet.all(f"/flush_cache?timeout={_IDLE_S:g}", {})
-        await self._fleet.move(tags, asleep=True)
+        """Free the servers' memory; they must be idle and started with enable-memory-saver."""
+        await self.fleet.call_all(f"/flush_cache?timeout={_IDLE_S:g}", {})
+        await self.fleet.free_memory(tags)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Take the memory again; weights that were released come with the next update."""
-        await self._fleet.move(tags, asleep=False)
+        """Take the memory again; weights that were freed come with the next update."""
+        await self.fleet.take_memory(tags)
 
     def close(self) -> None:
-        """End the servers that are ours, and remove what was written for them."""
-        self._fleet.close()
-        shutil.rmtree(self.place, ignore_errors=True)
-
-
-def tell_server(
-    replica: Replica, path: str, body: dict[str, Any], tasks: set[asyncio.Task[None]]
-) -> None:
-    """Have a server end or give up something, which nobody waits for; `tasks` keeps what does."""
-
-    async def tell() -> None:
-        with suppress(Unanswered, EngineError):
-            await replica.client.call(path, body)
-
-    if replica.ready:
-        task = asyncio.create_task(tell())
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-
-class _Update(NamedTuple):
-    """One that was asked for and has not come yet."""
-
-    began: float  # when servers that are pushed to were paused
-    starts: int  # of servers so far
-
-
-def _route(
-    prompt_ids: Sequence[int], session: str, replicas: Sequence[Replica], rows: int
-) -> Replica:
-    """Where a request goes: with its session, or without one wherever an equal prompt went, if a row is free there.
-
-    Args:
-        rows: requests that a replica decodes at once.
-    """
-    if len(replicas) == 1:
-        return replicas[0]
-    key = session.encode() if session else struct.pack(f"<{len(prompt_ids)}q", *prompt_ids)
-    own = replicas[
-        int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % len(replicas)
-    ]
-    return own if own.busy < rows else min(replicas, key=lambda replica: replica.busy)
+        """Stop the servers that are owned, and remove the weights written for them."""
+        self.fleet.close()
+        shutil.rmtree(self.weights_folder, ignore_errors=True)

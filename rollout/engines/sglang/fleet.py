@@ -1,9 +1,10 @@
-"""The SGLang servers of one policy: started, called, and started again after a death."""
+"""The SGLang servers of one engine: started, called, and started again after a death."""
+
+from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from rollout.base.async_tasks import set_outcome
@@ -11,60 +12,79 @@ from rollout.base.errors import EngineError
 from rollout.base.event_loop import per_loop
 from rollout.base.http import Unanswered
 from rollout.base.processes import Restarts
+from rollout.engines.build import RestartGuard
 from rollout.engines.protocol import Tag
 from rollout.engines.sglang.client import StreamedReply
-from rollout.engines.sglang.server import NoRoom, Replica, owned_replica
+from rollout.engines.sglang.replica import NoRoom, Replica, owned_replica
 from rollout.engines.sglang.settings import SGLangSettings
 
-_ROOM_S = (
-    120.0  # that Ray may look for another node for a server whose own is lost, while others go on
-)
+# Seconds that Ray may look for another node for a server whose own is lost, while others go on.
+_ROOM_S = 120.0
 
 
 class Left(EngineError):
-    """A server is gone; others go on."""
+    """A server is gone for good, and others go on."""
 
 
-@dataclass(eq=False, repr=False)  # its settings have a key
 class Fleet:
-    """Calls servers, and starts those again that died, `restarts` times an hour.
+    """Servers of one engine, which are started again after a death, `restarts` times an hour.
 
-    A server that was started again and could not be given the present weights is left paused: it holds what it is
-    asked until the next update.
+    A server that was started again and could not get the present weights stays paused: it holds its
+    requests until the next update.
+
+    Attributes:
+        replicas: servers that are called.
+        left: number of servers that have left, and of their starts.
     """
 
-    settings: SGLangSettings
-    tell: Callable[[str], None]  # called with one line when a server is started again
-    weigh: Callable[
-        [Replica], Awaitable[bool]
-    ]  # gives a new server the present weights, or says that it cannot
-    restore: Callable[[], Awaitable[None]]  # has an update come, for a server that was left paused
-    room: Callable[[], AbstractAsyncContextManager[object]] = (
-        nullcontext  # inside, a server finds memory to start in
-    )
+    def __init__(
+        self,
+        settings: SGLangSettings,
+        *,
+        tell: Callable[[str], None],
+        load_weights: Callable[[Replica], Awaitable[bool]],
+        request_weights: Callable[[], Awaitable[None]],
+        restart_guard: RestartGuard,
+    ) -> None:
+        """Name the servers; each is started when it is first called.
 
-    def __post_init__(self) -> None:
-        """Name the servers; each is started when it is first asked."""
-        self._restarts = Restarts("engine", self.settings.restarts)
-        self.replicas = [Replica(self.settings, url=url) for url in self.settings.urls]
-        if not self.replicas:
-            self.replicas = [
-                owned_replica(self.settings, number) for number in range(self.settings.replicas)
-            ]
-        self._members = dict[str, Replica]()  # that have joined or are about to, by URL
-        self.left = 0  # members so far
-
-    async def meet(self) -> list[Replica]:
-        """Let servers go that the file of members names no more; those that it names newly, and that answer, the last
-        first. They pause, and are asked for nothing before they have been given weights and are told to `join`.
+        Args:
+            tell: called with one line when a server is started again, joins or leaves.
+            load_weights: gives the present weights to a server that was started again; returns
+                False if they are not there.
+            request_weights: waits for an update, for a server that is paused.
+            restart_guard: context manager around the restart of a server.
         """
-        named = await asyncio.to_thread(self.settings.named) if self.settings.members else []
-        for url in [url for url in self._members if url not in named]:
-            self.leave(self._members[url], f"{url} is not among the members any more")
+        self._settings = settings
+        self.tell = tell
+        self._load_weights = load_weights
+        self._request_weights = request_weights
+        self._restart_guard = restart_guard
+        self._restarts = Restarts("engine", settings.restarts)
+        self._members: dict[str, Replica] = {}  # that have joined, by URL
+        self.left = 0
+        if settings.urls:
+            self.replicas = [Replica(settings, url=url) for url in settings.urls]
+        else:
+            self.replicas = [owned_replica(settings, n) for n in range(settings.replicas)]
+
+    async def read_members(self) -> list[Replica]:
+        """Let servers leave that the file of members no longer names, and return new ones.
+
+        New servers that answer are paused, the last named first. They get no request before they
+        have weights and `join`.
+        """
+        if not self._settings.members:
+            return []
+        urls = await asyncio.to_thread(self._settings.read_members)
+        for url in list(self._members):
+            if url not in urls:
+                self.leave(self._members[url], f"{url} is not among the members any more")
         found = []
-        for replica in [
-            Replica(self.settings, url=url) for url in reversed(named) if url not in self._members
-        ]:
+        for url in reversed(urls):
+            if url in self._members:
+                continue
+            replica = Replica(self._settings, url=url)
             if await replica.client.up():
                 with suppress(Unanswered):
                     await replica.client.call("/pause_generation", {"mode": "retract"})
@@ -72,20 +92,20 @@ class Fleet:
         return found
 
     def join(self, replica: Replica) -> None:
-        """Ask this server too, which has the present weights."""
+        """Call this server too; it has the present weights."""
         replica.ready = True
         self._members[replica.client.url] = replica
         self.replicas.append(replica)
         self.tell(f"SGLang: {replica.client.url} joined; {len(self.replicas)} servers")
 
-    def leave(self, replica: Replica, why: str) -> bool:
-        """Ask a server no more; False if it is the last one, which stays."""
+    def leave(self, replica: Replica, reason: str) -> bool:
+        """Stop calling a server; return False if it is the last one, which stays."""
         if len(self.replicas) == 1:
             return False
         self.replicas.remove(replica)
         self.left += 1 + replica.starts
         self._members.pop(replica.client.url, None)
-        self.tell(f"SGLang: {why}; {len(self.replicas)} servers")
+        self.tell(f"SGLang: {reason}; {len(self.replicas)} servers")
         return True
 
     async def call(
@@ -94,170 +114,196 @@ class Fleet:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        weighed: bool = False,
+        needs_weights: bool = False,
         stream: StreamedReply | None = None,
     ) -> Any:
-        """A server's answer; one that dies of the question is started again and asked again.
+        """Return a server's answer. A server that dies is started again, and called again.
 
         Args:
-            weighed: ask for an update first if the server waits for one.
-            stream: what takes an answer in events.
+            needs_weights: request an update first if the server is paused without weights.
+            stream: collects an answer in events.
 
         Raises:
+            Left: the server is gone for good, and others go on.
             EngineError: it refuses, or is gone for good.
         """
         while True:
-            await self._ready(replica)
-            if weighed and replica.stale:
-                await self.restore()
-            async with self.reviving(replica):
+            await self._wait_until_ready(replica)
+            if needs_weights and replica.stale:
+                await self._request_weights()
+            async with self._restarting(replica):
                 return await replica.client.call(path, body, stream=stream)
 
-    async def all(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        """`call` every server."""
+    async def call_all(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """Call every server; see `call`."""
         await self._each(lambda replica: self.call(replica, path, body))
 
     async def _each(self, act: Callable[[Replica], Awaitable[Any]]) -> None:
-        async def one(replica: Replica) -> None:
+        async def act_unless_left(replica: Replica) -> None:
             with suppress(Left):
                 await act(replica)
 
-        await asyncio.gather(*map(one, list(self.replicas)))
+        await asyncio.gather(*(act_unless_left(replica) for replica in self.replicas))
 
     @asynccontextmanager
-    async def reviving(self, replica: Replica) -> AsyncIterator[None]:
-        """A block that ends early where the server is lost, which is then revived."""
+    async def _restarting(self, replica: Replica) -> AsyncIterator[None]:
+        """End the block early if the server is lost, and start it again."""
         starts = replica.starts
         try:
             yield
         except Unanswered as error:
-            await self.revive(replica, starts, error)
+            await self.restart(replica, starts, error)
 
-    async def revive(self, replica: Replica, starts: int, error: Unanswered) -> None:
-        """Start again a server that was started `starts` times and is lost, with the present weights or paused.
+    async def restart(self, replica: Replica, starts: int, error: Unanswered) -> None:
+        """Start a lost server again, with the present weights or paused.
+
+        Args:
+            starts: its starts when it was called; if it has more now, another call was faster.
 
         Raises:
-            EngineError: it is not ours, has died once too often, or does not take the weights.
+            EngineError: it is not owned, no restart is left, or it does not take the weights.
         """
-        # whoever asked may be cancelled meanwhile, and a server without its weights would answer the others
-        await asyncio.shield(asyncio.ensure_future(self._revived(replica, starts, error)))
+        # The caller may be cancelled meanwhile, and a server that was left without its weights
+        # would answer other calls with old ones.
+        await asyncio.shield(asyncio.ensure_future(self._restart(replica, starts, error)))
 
-    async def _revived(self, replica: Replica, starts: int, error: Unanswered) -> None:
-        async with _gate(replica):
-            while replica.starts == starts:  # else another call was faster
+    async def _restart(self, replica: Replica, starts: int, error: Unanswered) -> None:
+        async with _start_lock(replica):
+            while replica.starts == starts:
                 try:
                     await self._start_again(replica, error)
-                    replica.stale = "weights" in replica.asleep or not await self.weigh(replica)
+                    without_weights = "weights" in replica.asleep
+                    replica.stale = without_weights or not await self._load_weights(replica)
                     if replica.stale:
                         await replica.client.call("/pause_generation", {"mode": "retract"})
                 except Unanswered as again:
-                    starts, error = replica.starts, again
+                    starts = replica.starts
+                    error = again
 
     @property
     def stale(self) -> bool:
-        """Whether a server waits without the present weights."""
+        """True if a server is paused without the present weights."""
         return any(replica.stale for replica in self.replicas)
 
-    async def move(self, tags: Sequence[Tag], *, asleep: bool) -> None:
-        """Have the servers give memory away (`asleep`) or take it again, of each only what is not so already.
+    async def free_memory(self, tags: Sequence[Tag]) -> None:
+        """Have all servers free memory, of each only what it has not freed already."""
+        await self._move_memory(tags, free=True)
 
-        SGLang's memory saver ends a server over a tag that sleeps already, as after a rollout that never began, and
-        over one to wake that does not sleep.
+    async def take_memory(self, tags: Sequence[Tag]) -> None:
+        """Have all servers take memory again, of each only what it has freed."""
+        await self._move_memory(tags, free=False)
+
+    async def _move_memory(self, tags: Sequence[Tag], *, free: bool) -> None:
+        """Free or take memory.
+
+        SGLang's memory saver ends a server if a tag sleeps already, as after a rollout that never
+        began, and if a tag to wake does not sleep.
         """
-        # CUDA graphs go with keys and values, where a server can do without them (SGLANG_MEMORY_SAVER_CUDA_GRAPH)
-        wanted = [*tags, "cuda_graph"] if "kv_cache" in tags else [*tags]
+        wanted: list[str] = [*tags]
+        if "kv_cache" in tags:
+            # Graphs of decoding go with the KV cache (see `graph_error`).
+            wanted.append("cuda_graph")
 
-        async def one(replica: Replica) -> None:
-            await self._ready(replica)
-            while left := [tag for tag in wanted if (tag in replica.asleep) is not asleep]:
-                async with self.reviving(replica):
-                    await _move(replica, left, asleep=asleep)
+        async def move(replica: Replica) -> None:
+            await self._wait_until_ready(replica)
+            while True:  # a server that died meanwhile may have other tags asleep
+                left = [tag for tag in wanted if (tag in replica.asleep) is not free]
+                if not left:
+                    return
+                async with self._restarting(replica):
+                    await _call_memory_saver(replica, left, free=free)
 
-        await self._each(one)
+        await self._each(move)
 
     def close(self) -> None:
-        """End the servers that are ours."""
+        """Stop the servers that are owned."""
         for replica in self.replicas:
             replica.close()
 
     async def _start_again(self, replica: Replica, error: Unanswered) -> None:
-        ended = await replica.ended()
-        if not ended:
+        reason = await replica.end_reason()
+        if not reason:
             raise EngineError(
                 f"SGLang at {replica.client.url}: {error}; its process runs but does not answer"
             )
-        if replica not in self.replicas or (
-            replica.client.url in self._members and self.leave(replica, ended)
-        ):
+        if replica not in self.replicas:
             raise Left
-        if not replica.ours or not self._restarts.take():
-            raise EngineError(f"SGLang: {ended}{'; no restart is left' if replica.ours else ''}")
-        self.tell(f"SGLang: {ended}; started again, {self._restarts.remaining} restarts left")
-        asleep = set(replica.asleep)
-        async with self.room():
+        if replica.client.url in self._members and self.leave(replica, reason):
+            raise Left
+        if not replica.owned:
+            raise EngineError(f"SGLang: {reason}")
+        if not self._restarts.take():
+            raise EngineError(f"SGLang: {reason}; no restart is left")
+        self.tell(f"SGLang: {reason}; started again, {self._restarts.remaining} restarts left")
+
+        asleep = sorted(replica.asleep)
+        room_s = _ROOM_S if len(self.replicas) > 1 else None
+        async with self._restart_guard():
             try:
-                await replica.start(_ROOM_S if len(self.replicas) > 1 else None)
-            except NoRoom as error:
-                if not self.leave(replica, f"{ended}; {error}"):
+                await replica.start(room_s)
+            except NoRoom as no_room:
+                if not self.leave(replica, f"{reason}; {no_room}"):
                     raise
                 await asyncio.to_thread(replica.close)
                 raise Left from None
             replica.stale = True
-            await replica.wait(self.settings.start_s)
+            await replica.wait(self._settings.start_s)
             if asleep:
-                await _move(replica, sorted(asleep), asleep=True)
+                await _call_memory_saver(replica, asleep, free=True)
 
-    async def _ready(self, replica: Replica) -> None:
-        """Wait for the first answer of a server, and for the weights of one that was started again."""
-        async with _gate(replica):
+    async def _wait_until_ready(self, replica: Replica) -> None:
+        """Wait for the first answer of a server, and for a restart that is under way."""
+        async with _start_lock(replica):
             if not replica.ready:
-                await replica.wait(self.settings.start_s)
+                await replica.wait(self._settings.start_s)
 
 
-async def _move(replica: Replica, tags: Sequence[str], *, asleep: bool) -> None:
-    await replica.client.call(
-        f"/{'release' if asleep else 'resume'}_memory_occupation", {"tags": tags}
-    )
-    (replica.asleep.update if asleep else replica.asleep.difference_update)(tags)
+async def _call_memory_saver(replica: Replica, tags: Sequence[str], *, free: bool) -> None:
+    if free:
+        await replica.client.call("/release_memory_occupation", {"tags": tags})
+        replica.asleep.update(tags)
+    else:
+        await replica.client.call("/resume_memory_occupation", {"tags": tags})
+        replica.asleep.difference_update(tags)
 
 
-def _gate(replica: Replica) -> asyncio.Lock:
-    """Who starts or revives a server has it."""
-    return per_loop(("gate", replica), asyncio.Lock)
+def _start_lock(replica: Replica) -> asyncio.Lock:
+    """Return the lock that is held while a server is started or restarted."""
+    return per_loop(("start", replica), asyncio.Lock)
 
 
 class LostWeights:
-    """Calls that wait for weights which a server lost in a death, until the trainer has sent them again."""
+    """Calls that wait for weights which a server lost, until the trainer has sent them again."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._needed: asyncio.Event | None = None  # None: nobody would send them
+        self._needed: asyncio.Event | None = None  # None: no trainer waits to send them
         self._waiting: list[asyncio.Future[None]] = []
 
-    async def needed(self) -> None:
-        """Wait until some call needs them."""
+    async def wait_until_needed(self) -> None:
+        """Wait until a call needs the weights. The trainer calls this."""
         self._needed = asyncio.Event()
         while not (self._waiting and self._fleet.stale):
             await self._needed.wait()
             self._needed.clear()
 
-    async def restored(self, transport: str) -> None:
-        """Wait until they are there.
+    async def wait_until_restored(self, transport: str) -> None:
+        """Wait until the weights have come again.
 
         Raises:
-            EngineError: nobody sends them; or what `settle` was told.
+            EngineError: nobody sends them, or `settle` was called with this error.
         """
         if self._needed is None:
             raise EngineError(
                 f"SGLang: restarted, but transport '{transport}' keeps no weights to resend"
             )
         self._needed.set()
-        back: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(back)
-        await back
+        restored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(restored)
+        await restored
 
     def settle(self, error: EngineError | None = None) -> None:
-        """End the wait of all calls."""
+        """End the wait of all calls, with an error if the weights did not come."""
         waiting, self._waiting = self._waiting, []
-        for back in waiting:
-            set_outcome(back, error)
+        for restored in waiting:
+            set_outcome(restored, error)

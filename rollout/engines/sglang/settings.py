@@ -1,10 +1,8 @@
-"""Settings of an SGLang engine, checked once: its model, its servers, and how new weights come."""
+"""Settings of an SGLang engine: its model, its servers, and how new weights come."""
 
 from __future__ import annotations
 
 import secrets
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,164 +13,191 @@ from urllib.parse import urlsplit
 from rollout.base.errors import EngineError
 from rollout.base.urls import is_loopback
 from rollout.engines.registry import transport_error
-from rollout.engines.sglang.arguments import argument_problem, named
+from rollout.engines.sglang.arguments import argument_error, with_dashes
 from rollout.models.architecture import Experts, read_architecture, read_config
 
 if TYPE_CHECKING:
     from rollout.models.fused_weights import AdapterShape
     from rollout.models.layout import Projection
 
-PUSHED = ("tensor", "distributed")  # written into the servers while they pause
+PUSH_TRANSPORTS = ("tensor", "distributed")  # write into the servers while these pause
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangSettings:
-    """The settings of an engine, checked.
+    """Settings of an SGLang engine, which are validated.
+
+    Attributes:
+        folder: Hugging Face model.
+        max_length: tokens of prompt and reply.
+        rows: requests that a server decodes at once.
+        version: version of the weights in `folder`.
+        threads: CPU threads of a server without a GPU.
+        python: interpreter of SGLang's environment, which starts servers ...
+        urls: ... or servers that run already.
+        key: API key of the servers at `urls`.
+        multi_node: True if started servers may be on other nodes; they listen at their node's address.
+        members: file with the URLs of servers that join and leave, one a line.
+        replicas: number of servers to start.
+        tp: GPUs of each server.
+        transport: of new weights; see `TRANSPORTS`.
+        weights_folder: folder that trainer and servers see; None: one in shared memory.
+        placements: Ray actor options of each GPU, server by server; None: Ray chooses.
+        gpus: GPUs of each server that Ray does not place; empty: all that this process sees.
+        shares_gpus: True if other servers are on the same GPUs. They start one after another.
+        options: further arguments of sglang.launch_server.
+        environment: variables of the servers.
+        verify: compare the servers' checksums with each other after every update.
+        routing: completions name the experts of each token.
+        adapters: adapters that the servers hold beside the model, which then stays as it is.
+        restarts: per hour.
+        start_s: seconds that a server may take to answer for the first time.
+        timeout_s: seconds that a request may take.
+        log: of the servers; a number is put before the suffix.
 
     Raises:
-        EngineError: no such transport, a model that SGLang does not compute, an argument that has a setting here, or
-            servers on another machine without a key or a way for weights.
+        EngineError: there is no such transport or argument, SGLang does not compute the model, or
+            servers on another machine have no key or no folder for weights.
     """
 
-    folder: Path  # Hugging Face model
-    max_length: int  # tokens of prompt and reply
-    rows: int = 192  # requests decoded at once by a server
-    threads: int = 1  # of a server without a GPU
-    python: str | None = None  # interpreter of SGLang's environment, or ...
-    urls: Sequence[str] = ()  # ... servers that run already
-    key: str | None = None  # of those
-    far: bool = (
-        False  # servers of our own may be on other nodes: they listen at their node's address
-    )
-    members: Path | str | None = (
-        None  # file with the URLs of servers that join and leave, one a line
-    )
-    replicas: int = 1  # servers of our own
-    tp: int = 1  # GPUs of each server
+    folder: Path
+    max_length: int
+    rows: int = 192
+    version: int = 0
+    threads: int = 1
+    python: str | None = None
+    urls: Sequence[str] = ()
+    key: str | None = field(default=None, repr=False)
+    multi_node: bool = False
+    members: Path | str | None = None
+    replicas: int = 1
+    tp: int = 1
     transport: str = "disk"
-    weights_folder: Path | str | None = (
-        None  # that trainer and servers see; None: one in shared memory
-    )
-    # actor options for each GPU, server by server; None: Ray's choice
-    places: Sequence[Mapping[str, Any]] | None = None
-    # other servers are on its GPUs (seat i of all engines is one), and they start one after the other
-    in_turn: bool = False
-    gpus: Sequence[
-        Sequence[str]
-    ] = ()  # that each server sees where Ray places none; (): all that this process sees
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # further arguments of sglang.launch_server
+    weights_folder: Path | str | None = None
+    placements: Sequence[Mapping[str, Any]] | None = None
+    gpus: Sequence[Sequence[str]] = ()
+    shares_gpus: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    verify: bool = True  # compare the servers' checksums with each other after every update
-    routing: bool = False  # completions say which experts of a mixture each token went to
-    adapters: Sequence[
-        AdapterShape
-    ] = ()  # that the servers hold beside the model, which then stays as it is
-    restarts: int = 2  # in an hour
-    start_s: float = 900.0  # that a server may take to answer for the first time
-    timeout_s: float = 600.0  # of one request
-    log: Path | str = "sglang.log"  # of the servers; a number is put before its suffix
+    verify: bool = True
+    routing: bool = False
+    adapters: Sequence[AdapterShape] = ()
+    restarts: int = 2
+    start_s: float = 900.0
+    timeout_s: float = 600.0
+    log: Path | str = "sglang.log"
 
     def __post_init__(self) -> None:
-        if problem := transport_error("sglang", self.transport):
+        problem = transport_error("sglang", self.transport)
+        if problem:
             raise EngineError(problem)
-        if problem := argument_problem(self.options):
+        problem = argument_error(self.options)
+        if problem:
             raise EngineError(f"engine.options: {problem}")
-        _check_model(self.folder, self._model)
+        _check_sparse_layers(self.folder, self._model_config)
         for adapter in self.adapters:
-            if problem := slot_problem(adapter.targets):
+            problem = adapter_error(adapter.targets)
+            if problem:
                 raise EngineError(problem)
         for url in self.urls:
             self._check_url(url)
-        if self.far and self.transport == "disk" and not self.weights_folder:
+        if self.multi_node and self.transport == "disk" and not self.weights_folder:
             raise EngineError(
                 "servers on other nodes take their weights from a folder that all nodes see; name one"
             )
 
     @property
+    def pushes_weights(self) -> bool:
+        """True if new weights are written into the servers, which keep no other copy of them."""
+        return self.transport in PUSH_TRANSPORTS
+
+    @property
     def arguments(self) -> dict[str, Any]:
-        """`options`, named as on the server's command line, and what adapters and routing need."""
-        slots: dict[
-            str, Any
-        ] = {}  # of the present version of each adapter and the one before, beside the bare model
+        """Arguments that `options`, adapters and routing give the servers."""
+        options = with_dashes(self.options)
+        arguments: dict[str, Any] = {}
         if self.adapters:
-            slots = {
+            projections = {target for adapter in self.adapters for target in adapter.targets}
+            arguments = {
                 "enable-lora": True,
                 "max-lora-rank": max(adapter.rank for adapter in self.adapters),
-                "lora-target-modules": sorted(
-                    {f"{x}_proj" for adapter in self.adapters for x in adapter.targets}
-                ),
+                "lora-target-modules": sorted(f"{target}_proj" for target in projections),
+                # The present version of each adapter, the one before, and the bare model.
                 "max-loras-per-batch": 2 * len(self.adapters) + 1,
                 "lora-strict-loading": True,
             }
-        given = named(self.options)
         if self.routing:
-            slots["enable-return-routed-experts"] = True
-            if not given.keys() & {"quantization", "moe-a2a-backend"}:
-                # what SGLang takes on other GPUs too: on Blackwell its own choice routes within a kernel, and the
-                # experts that it then says are all 0 (`bind_runner_backend` of layers/moe/topk.py)
-                slots["moe-runner-backend"] = "triton"
-        return slots | given
+            arguments["enable-return-routed-experts"] = True
+            if not options.keys() & {"quantization", "moe-a2a-backend"}:
+                # On Blackwell, SGLang's own choice routes within a kernel and returns 0 for all
+                # experts (`bind_runner_backend` of layers/moe/topk.py).
+                arguments["moe-runner-backend"] = "triton"
+        return arguments | options
 
     @property
-    def variables(self) -> dict[str, str]:
-        """The servers' environment."""
-        own = {"OMP_NUM_THREADS": str(self.threads)}
-        if self.max_length <= self._model.get("max_position_embeddings", 0):
-            # what a server is told beyond `max_length` it never computes, but it would not start so near a model's end
-            own["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-        return own | dict(self.environment)
+    def server_environment(self) -> dict[str, str]:
+        """Environment variables of the servers."""
+        variables = {"OMP_NUM_THREADS": str(self.threads)}
+        if self.max_length <= self._model_config.get("max_position_embeddings", 0):
+            # A server's context is a few tokens longer than `max_length`. Near the model's last
+            # position it would refuse that, though it never computes those tokens.
+            variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        return variables | dict(self.environment)
 
     @cached_property
-    def own_key(self) -> str:
-        """What servers of our own ask of callers, also on loopback: they take weights, as pickles too."""
+    def server_key(self) -> str:
+        """API key of servers that are started here.
+
+        They ask for it on the loopback too, because they take weights, and pickles of them.
+        """
         return self.key or secrets.token_hex(32)
 
     @property
-    def share(self) -> float | None:
-        """Of the memory of GPUs that other servers are on too, what each of its servers takes; None: SGLang chooses."""
-        given = self.arguments.get("mem-fraction-static")
-        return float(given) if self.in_turn and given is not None else None
+    def memory_share(self) -> float | None:
+        """Part of its GPUs' whole memory that each server takes; None if SGLang chooses."""
+        share = self.arguments.get("mem-fraction-static")
+        return float(share) if self.shares_gpus and share is not None else None
 
     @property
     def vocab(self) -> int:
-        """Token ids below this are the model's."""
-        return int(self._model["vocab_size"])
+        """Size of the model's vocabulary."""
+        return int(self._model_config["vocab_size"])
 
     @cached_property
     def experts(self) -> Experts | None:
-        """Of the model, where completions say which of them each token went to."""
+        """Experts of the model, if completions name those of each token."""
         return read_architecture(self.folder).experts if self.routing else None
 
     @property
     def seeded(self) -> bool:
-        """Whether SGLang draws with a request's seed."""
+        """True if SGLang samples by the seed of a request."""
         return bool(self.arguments.get("enable-deterministic-inference"))
 
-    def named(self) -> list[str]:
-        """The servers that `members` names now; [] without such a file.
+    def read_members(self) -> list[str]:
+        """Return the URLs that the file `members` has now; none without a file.
 
         Raises:
-            EngineError: one is on another machine without a key or a way for weights.
+            EngineError: a server is on another machine, without a key or a folder for weights.
         """
         file = Path(self.members or "")
-        lines = file.read_text().splitlines() if file.is_file() else []
-        urls = [
-            line.strip().rstrip("/") for line in lines if line.strip() and not line.startswith("#")
-        ]
-        for url in urls:
-            self._check_url(url)
-        return list(dict.fromkeys(urls))
+        if not file.is_file():
+            return []
+        urls = []
+        for line in file.read_text().splitlines():
+            url = line.strip().rstrip("/")
+            if url and not line.startswith("#") and url not in urls:
+                self._check_url(url)
+                urls.append(url)
+        return urls
 
     @cached_property
-    def _model(self) -> Mapping[str, Any]:
-        read = read_config(self.folder)
-        if "vocab_size" not in read:
+    def _model_config(self) -> Mapping[str, Any]:
+        config = read_config(self.folder)
+        if "vocab_size" not in config:
             raise EngineError(
                 f"{self.folder}/config.json: no key 'vocab_size'; expected a Hugging Face folder"
             )
-        return read
+        return config
 
     def _check_url(self, url: str) -> None:
         if is_loopback(urlsplit(url).hostname or ""):
@@ -181,67 +206,46 @@ class SGLangSettings:
             raise EngineError(
                 f"engine: {url} is not on this machine; give the servers' key in engine.key_file"
             )
-        if self.transport in PUSHED or not self.weights_folder:
+        if self.pushes_weights or not self.weights_folder:
             raise EngineError(
-                f"engine: {url} is not on this machine; its weights go through a folder that both machines see: "
-                "set engine.weights_folder, and engine.transport to disk"
+                f"engine: {url} is not on this machine; its weights go through a folder that both "
+                "machines see: set engine.weights_folder, and engine.transport to disk"
             )
 
 
-def slot_problem(targets: Sequence[Projection]) -> str:
-    """Why SGLang 0.5.23 would leave out a part of an adapter, or not read it; "" if it computes all of it.
+def adapter_error(targets: Sequence[Projection]) -> str:
+    """Return why SGLang 0.5.23 would not compute all of an adapter, or "".
 
-    It stacks q, k and v by the names of q's tensors, and gate and up by gate's (`normalize_qkv_proj` of lora/lora.py).
+    It stacks q, k and v by the names of q's tensors, and gate and up by gate's
+    (`normalize_qkv_proj` of lora/lora.py).
     """
-    some = {*targets}
-    if (some & {"q", "k", "v"} and not some >= {"q", "v"}) or ("up" in some and "gate" not in some):
-        return (
-            f"engine.adapters: slots with lora.targets {', '.join(targets)}: SGLang takes an adapter of q, k or v only "
-            "with q and v both, and one of up only with gate; add them, or set engine.adapters: merged"
-        )
-    return ""
-
-
-# the wheel of NCCL that torch brings, as an environment's metadata say
-_NCCL = (
-    "from importlib.metadata import distributions as found; "
-    "print(*(d.version for name in ('nvidia-nccl-cu13', 'nvidia-nccl-cu12') for d in found(name=name)))"
-)
-
-
-def nccl_mismatch(python: Path) -> str | None:
-    """Why processes of this environment and of that of `python` cannot be in one NCCL group; None if nothing is known.
-
-    NCCL refuses a group of two versions, minutes later and on every rank.
-    """
-    here, there = _nccl_of(sys.executable), _nccl_of(str(python))
-    if here == there or not (here and there):
-        return None
+    projections = set(targets)
+    qkv_incomplete = projections & {"q", "k", "v"} and not projections >= {"q", "v"}
+    up_alone = "up" in projections and "gate" not in projections
+    if not qkv_incomplete and not up_alone:
+        return ""
     return (
-        f"NCCL takes no two versions into one group, and it is {here} here and {there} in {python}; "
-        f"install nvidia-nccl {there} here (environment.post-deploy.sh)"
+        f"engine.adapters: slots with lora.targets {', '.join(targets)}: SGLang takes an adapter of "
+        "q, k or v only with q and v both, and one of up only with gate; add them, or set "
+        "engine.adapters: merged"
     )
 
 
-def _nccl_of(python: str) -> str:
-    """The version of NCCL in an interpreter's environment, "" where no wheel brought it."""
-    command = [python, "-I", "-c", _NCCL]
-    said = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False
-    ).stdout.split()
-    return said[0] if said else ""
+def _check_sparse_layers(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a mixture with dense layers.
 
-
-def _check_model(folder: Path, config: Mapping[str, Any]) -> None:
-    """SGLang 0.5.23 makes every layer of a Qwen-MoE a mixture (`stage_facts` of models/qwen3_moe.py).
-
-    What the checkpoint has for a dense layer it leaves out, without a word, and computes with unset memory instead.
+    SGLang 0.5.23 makes every layer of a Qwen-MoE a mixture (`stage_facts` of models/qwen3_moe.py).
+    It silently leaves out what the checkpoint has for a dense layer, and computes with
+    uninitialised memory instead.
     """
-    if not str(config.get("model_type", "")).endswith("_moe"):
+    model_type = str(config.get("model_type", ""))
+    if not model_type.endswith("_moe"):
         return
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
-    if dense or step != 1:
+    dense_layers = config.get("mlp_only_layers") or []
+    sparse_step = config.get("decoder_sparse_step", 1)
+    if dense_layers or sparse_step != 1:
         raise EngineError(
-            f"{folder}: mlp_only_layers {dense} and decoder_sparse_step {step} make some layers dense, and SGLang "
-            f"takes every layer of a {config['model_type']} for a mixture; expected [] and 1"
+            f"{folder}: mlp_only_layers {dense_layers} and decoder_sparse_step {sparse_step} make "
+            f"some layers dense, and SGLang takes every layer of a {model_type} for a mixture; "
+            "expected [] and 1"
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.base.errors import EngineError
-from rollout.engines.sglang.server import Replica
+from rollout.engines.sglang.replica import Replica
 
 _PATH = "/weights_checker"
 

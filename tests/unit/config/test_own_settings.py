@@ -13,9 +13,10 @@ from mcore_mas.config.run import ConfigError, RunConfig, for_policy, updates_in_
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel
 from mcore_mas.planning.worker_groups import list_worker_groups
-from mcore_mas.runtime import engine_factory
+from mcore_mas.runtime.engine_factory import engine_requests
 from mcore_mas.runtime.trainer_specs import policy_spec
 from mcore_mas.training.policy_trainer import PolicyTrainer
+from rollout.engines.sglang.build import sglang_settings
 
 OWN = [
     "policies.verifier.own.loss={options: {clip_high: 0.28}, kl: {coef: 0.1}, entropy: 0.01}",
@@ -65,13 +66,12 @@ def test_what_a_policy_sets_itself_is_its_own() -> None:
     ],
 )
 def test_a_server_that_is_to_sleep_is_started_so_that_it_can(
-    settings: list[str], saves: bool | None
+    settings: list[str], saves: bool | None, tmp_path: Path
 ) -> None:
     run = config("engine=sglang", *settings)
-    assert (
-        engine_factory._engine_settings(run, run.engine, True)["options"].get("enable-memory-saver")
-        is saves
-    )
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    (request,) = engine_requests(run, {"solver": tmp_path}, tmp_path, trained=True)
+    assert sglang_settings(request).options.get("enable-memory-saver") is saves
 
 
 def test_a_trainer_that_broadcasts_to_servers_tells_nccl_what_they_tell_it() -> None:
@@ -173,21 +173,14 @@ def test_each_policys_samples_are_split_into_its_own_updates() -> None:
     assert {sample.entropy_coef for part in parts["solver"] for sample in part.samples} == {0.0}
 
 
-def test_each_policy_has_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, dict[str, Any]] = {}
-    monkeypatch.setattr(
-        engine_factory,
-        "engine_class",
-        lambda name: lambda model, **settings: made.update({model: settings}),
-    )
+def test_each_policy_has_its_own_engine() -> None:
     run = config(*OWN, "policies.verifier.bf16=true")
-    engine_factory.make_engines(
-        run, {name: name for name in run.policies}, Path("log"), trained=False
-    )
-    assert {name: (own["rows"], own["max_length"], own["bf16"]) for name, own in made.items()} == {
-        "solver": (192, 512, False),
-        "verifier": (8, 256, True),
-    }
+    models = {policy: policy for policy in run.policies}
+    requests = engine_requests(run, models, Path("log"), trained=False)
+    assert [
+        (request.policies, request.config.slots, request.config.max_length, request.bf16)
+        for request in requests
+    ] == [(["solver"], 192, 512, False), (["verifier"], 8, 256, True)]
     servers = config(
         "engine.name=sglang",
         "engine.python=python",
@@ -199,26 +192,16 @@ def test_each_policy_has_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None
     assert taken == [("solver", 1), ("verifier", 6)]
 
 
-def test_a_policy_may_have_another_engine_than_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, tuple[str, dict[str, Any]]] = {}
-    monkeypatch.setattr(
-        engine_factory,
-        "engine_class",
-        lambda name: lambda model, **settings: made.update({model: (name, settings)}),
-    )
+def test_a_policy_may_have_another_engine_than_the_run() -> None:
     mixed = config(
         "policies.verifier.own.engine={name: sglang, urls: ['http://127.0.0.1:1'], options: {dtype: half}}"
     )
-    engine_factory.make_engines(
-        mixed, {name: name for name in mixed.policies}, Path("log"), trained=False
-    )
-    assert {name: engine for name, (engine, _) in made.items()} == {
-        "solver": "embedded_local",
-        "verifier": "sglang",
-    }
-    assert (
-        made["verifier"][1]["urls"] == ("http://127.0.0.1:1",) and "urls" not in made["solver"][1]
-    )
+    models = {policy: policy for policy in mixed.policies}
+    requests = engine_requests(mixed, models, Path("log"), trained=False)
+    assert [(request.config.name, request.config.urls) for request in requests] == [
+        ("embedded", ()),
+        ("sglang", ("http://127.0.0.1:1",)),
+    ]
     assert (mixed.precision_of("solver"), mixed.precision_of("verifier")) == ("float32", "bfloat16")
 
     servers = [

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from rollout.base.processes import say
 
 if TYPE_CHECKING:
     from rollout.engines.sglang.engine import SGLangEngine
@@ -38,15 +41,25 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(folder: Path, tmp_path: Path) -> Iterator[Callable[..., SGLangEngine]]:
     """SGLang engines of pretended servers, closed at the end."""
     from rollout.engines.sglang.engine import SGLangEngine
+    from rollout.engines.sglang.settings import SGLangSettings
 
     made: list[SGLangEngine] = []
 
-    def engine(**settings: Any) -> SGLangEngine:
-        where = {"weights_folder": tmp_path / "weights", "log": tmp_path / "server.log"}
-        settings = {"verify": False} | where | settings  # these servers have no weights
-        made.append(
-            SGLangEngine(folder, max_length=64, rows=4, python=str(FAKE), start_s=60.0, **settings)
-        )
+    def engine(
+        *, tell: Any = say, restart_guard: Any = nullcontext, **settings: Any
+    ) -> SGLangEngine:
+        where = {
+            "folder": folder,
+            "max_length": 64,
+            "rows": 4,
+            "python": str(FAKE),
+            "start_s": 60.0,
+            "weights_folder": tmp_path / "weights",
+            "log": tmp_path / "server.log",
+            "verify": False,  # these servers have no weights
+        }
+        checked = SGLangSettings(**(where | settings))
+        made.append(SGLangEngine(checked, restart_guard=restart_guard, tell=tell))
         return made[-1]
 
     yield engine

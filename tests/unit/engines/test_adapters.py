@@ -17,6 +17,8 @@ from rollout.base.errors import EngineError
 from rollout.engines.adapters import AdapterEngine, adapter_engines
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.engines.embedded.engine import HostedEngine
+from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.fused_weights import AdapterShape, AdapterWeights
 from rollout.models.tensors import read_tensors
@@ -66,9 +68,7 @@ def put(
     blank = AdapterWeights(shape, adapter, torch.empty(0, device="meta"))
     weights = AdapterWeights(shape, adapter, torch.empty(blank.elements))
     weights.fill(tensors.items())
-    assert engine.decoder.adapters is not None
-    engine.decoder.adapters.put(number, weights)
-    engine._rows.renew(version, number)
+    engine.adopt_adapter(number, weights, version)
 
 
 def on_base(folder: Path, adapters: list[AdapterShape] = SHAPES, **settings: Any) -> EmbeddedEngine:
@@ -190,7 +190,12 @@ def test_adapters_are_handed_over_one_by_one_and_outlive_the_actor(
     first, second = (drawn(shape, SHAPES[n], n) for n in (0, 1))
     told: list[str] = []
     engines = adapter_engines(
-        "embedded", tmp_path / "model", SHAPES[:2], max_length=96, rows=8, tell=told.append
+        HostedEngine(
+            EmbeddedSettings(folder=tmp_path / "model", max_length=96, rows=8),
+            adapters=SHAPES[:2],
+            tell=told.append,
+        ),
+        len(SHAPES[:2]),
     )
     sampling = [Sampling(max_tokens=9, seed=seed) for seed in range(3)]
 
@@ -218,7 +223,7 @@ def test_adapters_are_handed_over_one_by_one_and_outlive_the_actor(
         assert all(map(close, trained, expected(engines[1], SHAPES[1], second)))
         assert trained[0].versions[0].version == 4
         await engines[0].load_weights(first.items(), 5)
-        os.kill(await engines[0].host._call("pid"), signal.SIGKILL)
+        os.kill(await engines[0].host.call("pid"), signal.SIGKILL)
         again = await ask()
         for engine, adapter, tensors, got in zip(
             engines, SHAPES, (first, second), again, strict=False

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.runtime.engine_factory import make_renderers
+from mcore_mas.runtime.players import make_renderers
 from rollout.base.errors import ModelError
 from rollout.engines import EngineClient
 from rollout.models.chat_template import Renderer

@@ -18,16 +18,14 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from rollout.base.errors import EngineError
-from rollout.engines import TokenCallback
+from rollout.engines import EngineConfig, TokenCallback
+from rollout.engines.build import EngineRequest
 from rollout.engines.embedded import batching
-from rollout.engines.embedded.batching import (
-    Ask,
-    EmbeddedEngine,
-    LocalEngine,
-    LocalReplicas,
-    Report,
-)
-from rollout.engines.embedded.rows import uniforms
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.build import build_local_engine
+from rollout.engines.embedded.local import LocalEngine, LocalReplicas
+from rollout.engines.embedded.requests import Report, Request
+from rollout.engines.embedded.sampling import uniforms
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, steps, worst
 
@@ -66,14 +64,17 @@ def test_an_exchange_takes_as_long_as_nobody_wants_it_back(
     steps_taken: int,
 ) -> None:
     engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
-    engine.called = None if called is None else np.array(called)
+    engine.interrupt = None if called is None else np.array(called)
     seconds = itertools.count()  # one for each step
     monkeypatch.setattr(
         batching,
         "time",
         SimpleNamespace(monotonic=lambda: next(seconds), thread_time=time.thread_time),
     )
-    engine.exchange([(1, [1, 2], Sampling(max_tokens=60), stream, 0)], [], 2.0)
+    request = Request(
+        id=1, prompt_ids=[1, 2], sampling=Sampling(max_tokens=60), notify_every=stream
+    )
+    engine.exchange([request], [], 2.0)
     assert engine.stats.steps == steps_taken
 
 
@@ -200,10 +201,13 @@ def test_what_broken_weights_left_in_a_row_harms_no_one(qwen2: Path) -> None:
 
 def test_copies_of_an_engine_share_the_work_and_a_prompt_goes_where_it_is(qwen2: Path) -> None:
     """As on several GPUs: a reply is the same wherever it is sampled, and the model is in the host's memory once."""
-    alone = LocalEngine(qwen2, max_length=64, deterministic=True)
-    engine = LocalReplicas(
-        qwen2, devices=["cpu", "cpu"], max_length=64, rows=16, deterministic=True
+    alone = LocalEngine(EmbeddedEngine.from_folder(qwen2, max_length=64, deterministic=True))
+    config = EngineConfig(slots=16, max_length=64, deterministic=True)
+    request = EngineRequest(
+        policies=["solver"], model=qwen2, config=config, log_folder=qwen2, trained=False
     )
+    engine = build_local_engine(request, ["cpu", "cpu"])
+    assert isinstance(engine, LocalReplicas)
     first, second = engine.engines
     assert first.core.decoder.halves is second.core.decoder.halves
     prompts = [[1, 2, number % 2] for number in range(12)]
@@ -226,7 +230,7 @@ def test_engines_on_gpus_work_at_the_same_time(
     qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines, both = (
-        [LocalEngine(qwen2, max_length=64, rows=2) for _ in range(2)],
+        [LocalEngine(EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)) for _ in range(2)],
         threading.Barrier(2, timeout=20),
     )
     for engine in engines:
@@ -234,15 +238,10 @@ def test_engines_on_gpus_work_at_the_same_time(
             engine.core.decoder, "device", torch.device("meta")
         )  # no CPU; nothing is computed
 
-        def exchange(asks: list[Ask], aborts: list[int]) -> list[Report]:
+        def exchange(requests: list[Request], aborts: list[int]) -> list[Report]:
             both.wait()
-            return [
-                (
-                    number,
-                    Completion(token_ids=(9,), logprobs=(0.0,), finish_reason="stop", versions=()),
-                )
-                for number, *_ in asks
-            ]
+            reply = Completion(token_ids=(9,), logprobs=(0.0,), finish_reason="stop", versions=())
+            return [(request.id, reply) for request in requests]
 
         monkeypatch.setattr(engine.core, "exchange", exchange)
 
@@ -257,7 +256,7 @@ def test_engines_on_gpus_work_at_the_same_time(
 def test_a_step_that_breaks_fails_who_waits_and_nobody_later(
     qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = LocalEngine(qwen2, max_length=64, rows=2)
+    engine = LocalEngine(EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2))
 
     def breaks(*_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -322,7 +321,7 @@ def test_a_token_is_drawn_by_its_seed_and_its_place_in_the_completion(qwen2: Pat
 
 def test_every_token_of_a_reply_is_told_once_whatever_weights_sampled_it(qwen2: Path) -> None:
     async def run() -> None:
-        engine = LocalEngine(qwen2, max_length=160)
+        engine = LocalEngine(EmbeddedEngine.from_folder(qwen2, max_length=160))
         parts: list[Sequence[int]] = []
 
         def note(position: int, token_ids: Sequence[int]) -> bool:
@@ -398,7 +397,7 @@ def test_sleep_forgets_keys_and_keeps_weights(qwen2: Path) -> None:
 
 
 def test_a_cancelled_call_takes_no_further_step(qwen2: Path) -> None:
-    engine = LocalEngine(qwen2, max_length=64)
+    engine = LocalEngine(EmbeddedEngine.from_folder(qwen2, max_length=64))
 
     async def play() -> None:
         gone = asyncio.create_task(engine.generate([1, 2], Sampling(max_tokens=60)))

@@ -11,17 +11,22 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from rollout.engines.embedded import decoder as module
+from rollout.engines.embedded import decoder as decoder_module
+from rollout.engines.embedded import products
 from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.cache import Cache
+from rollout.engines.embedded.cache import KVCache
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import architecture_of
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, worst
 
 torch.set_num_threads(1)
-needs_bf16 = pytest.mark.skipif(not module._has_bf16(), reason="needs a processor with AVX512-BF16")
-needs_one_dnn = pytest.mark.skipif(module._one_dnn is None, reason="torch is built without oneDNN")
+needs_bf16 = pytest.mark.skipif(
+    not products.has_bf16(), reason="needs a processor with AVX512-BF16"
+)
+needs_one_dnn = pytest.mark.skipif(
+    products.one_dnn_linear is None, reason="torch is built without oneDNN"
+)
 
 
 def make_decoder(seed: int, **settings: Any) -> CachedDecoder:
@@ -36,15 +41,16 @@ def test_large_weights_are_multiplied_in_blocks_and_follow_every_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        module, "_WORTH_BLOCKS", 32 * 64
+        products, "_MIN_BLOCKED_ELEMENTS", 32 * 64
     )  # of this model all but the output of attention
     decoder = make_decoder(0)
     layer = decoder.weights.layers[0]
     large = layer.qkv, layer.gate_up, layer.down, decoder.weights.head
-    assert [weight in decoder._blocked for weight in (*large, layer.out)] == [True] * 4 + [False]
+    assert [weight in decoder.products for weight in (*large, layer.out)] == [True] * 4 + [False]
     x = torch.randn(7, 32)
     torch.testing.assert_close(
-        decoder._times(x, layer.qkv, layer.qkv_bias), F.linear(x, layer.qkv, layer.qkv_bias)
+        decoder.products.multiply(x, layer.qkv, layer.qkv_bias),
+        F.linear(x, layer.qkv, layer.qkv_bias),
     )
     engine, prompt = EmbeddedEngine(decoder), [5, 6, 7]
     for seed in (1, 0, 2):  # in either half of the buffers
@@ -56,9 +62,9 @@ def test_large_weights_are_multiplied_in_blocks_and_follow_every_update(
             max(worst(model, prompt, said) for said in drain(engine).values()) < LOGPROB_TOLERANCE
         )
     engine.sleep(("weights",))
-    assert not decoder._blocked
+    assert not len(decoder.products)
     engine.wake(("weights",))
-    assert len(decoder._blocked) == 7  # three in each of two layers, and the head
+    assert len(decoder.products) == 7  # three in each of two layers, and the head
 
 
 @needs_bf16
@@ -70,11 +76,11 @@ def test_products_in_bfloat16_round_their_factors_and_their_sums() -> None:
         torch.tensor([[1.0, 0.0], [1.0, 1.0]]).bfloat16(),
         torch.tensor([0.5, 2**-9]).bfloat16(),
     )
-    assert decoder._times(x, weight).tolist() == [[1.0, 256.0]]
-    assert decoder._times(x, weight, bias).tolist() == [
+    assert decoder.products.multiply(x, weight).tolist() == [[1.0, 256.0]]
+    assert decoder.products.multiply(x, weight, bias).tolist() == [
         [1.5, 256.0 + 2**-9]
     ]  # the bias is added in float32
-    assert decoder._plus(x, x, weight).tolist() == [[2 + 2**-9, 512.0]]
+    assert decoder.products.multiply_add(x, x, weight).tolist() == [[2 + 2**-9, 512.0]]
 
 
 @needs_bf16
@@ -83,10 +89,10 @@ def test_an_engine_in_bfloat16_is_as_near_as_hugging_faces(
     blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not blocks:
-        monkeypatch.setattr(module, "_one_dnn", None)
+        monkeypatch.setattr(products, "one_dnn_linear", None)
     decoder, prompt = make_decoder(0, bf16=True), [5, 6, 7]
-    assert len(decoder._blocked) == (
-        9 if blocks and module._one_dnn else 0
+    assert len(decoder.products) == (
+        9 if blocks and products.one_dnn_linear else 0
     )  # four in each of two layers, and the head
     engine = EmbeddedEngine(decoder)
     for seed in (1, 0, 2):  # in either half of the buffers
@@ -110,7 +116,7 @@ def test_an_engine_in_bfloat16_is_as_near_as_hugging_faces(
 def test_a_processor_that_does_not_multiply_in_bfloat16_stays_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_has_bf16", lambda: False)
+    monkeypatch.setattr(decoder_module, "has_bf16", lambda: False)
     decoder = make_decoder(0, bf16=True)
     assert decoder.dtype == torch.float32
     assert decoder._active is decoder.weights
@@ -137,17 +143,16 @@ def test_experts_are_chosen_in_float32_by_an_engine_in_bfloat16() -> None:
     )
     x = torch.zeros(1, 2)
     normed = torch.tensor([[256.0, 256.5]])  # which are the same in bfloat16
-    times = make_decoder(0, bf16=True)._times
-    chosen = module._add_experts(
-        times, SimpleNamespace(per_token=1, normalised=True, count=2), layer, x, normed
-    )
+    experts: Any = SimpleNamespace(per_token=1, normalised=True, count=2)
+    multiply = make_decoder(0, bf16=True).products.multiply
+    chosen = products.add_experts(multiply, experts, layer, x, normed)
     assert chosen.tolist() == [[1]]
 
 
 def test_small_weights_and_exact_products_have_no_copies() -> None:
     decoder = make_decoder(0)
-    assert not decoder._blocked
-    assert not EmbeddedEngine(decoder, deterministic=True).decoder._blocked
+    assert not len(decoder.products)
+    assert not len(EmbeddedEngine(decoder, deterministic=True).decoder.products)
 
 
 def test_normalisation_is_torchs() -> None:
@@ -167,10 +172,10 @@ def test_a_tokens_key_is_contiguous_but_in_the_exact_mode() -> None:
         (False, (1, 8)),
         (True, (48, 1)),
     ):  # of a head's 8 dimensions, and of 48 positions
-        cache = Cache(shape, 3, 40, torch.device("cpu"), exact=exact)
+        cache = KVCache(shape, 3, 40, torch.device("cpu"), exact=exact)
         assert cache.keys.shape == (2, 3, 2, 8, 48)
         assert cache.keys.stride()[-2:] == strides
         assert not cache.keys.any()
         cache.keys[1, 0, 1, :, 2] = torch.arange(8.0)
-        cache.copy(0, [2], 3)
+        cache.copy_prefix(0, [2], 3)
         assert cache.keys[1, 2, 1, :, 2].tolist() == list(range(8))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from rollout.base.errors import EngineError
-from rollout.base.lookup import UnknownName
-from rollout.engines.registry import ENGINES, engine_class
+from rollout.engines import EngineConfig
+from rollout.engines.build import EngineRequest, build_engines
 from rollout.records.trajectory import Completion, Sampling
+from tests.support.own_engine import OWN_ENGINE
 from tests.support.scripted_engine import ScriptedEngine
 
 
@@ -36,11 +39,26 @@ def test_scripted_replies() -> None:
         replies(ScriptedEngine({(1,): [2]}), ([4], Sampling()))
 
 
-def test_engines_are_found_by_name() -> None:
-    classes = {"HostedEngine", "LocalEngine", "ReplicatedEngine", "SGLangEngine"}
-    assert {engine_class(name).__name__ for name in ENGINES} == classes
-    with pytest.raises(
-        UnknownName,
-        match="unknown engine 'sglong'; nearest: sglang; known: embedded, embedded_local, embedded_replicas",
-    ):
-        engine_class("sglong")
+def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
+    message = "unknown engine 'sglong'; nearest: sglang; known: embedded, sglang"
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(name="sglong")
+
+
+def test_an_engine_class_of_the_users_own_gets_its_sizes_and_its_placement(tmp_path: Path) -> None:
+    config = EngineConfig(name=OWN_ENGINE, slots=3, max_length=9)
+    request = EngineRequest(
+        policies=["solver"], model=tmp_path, config=config, log_folder=tmp_path, trained=True
+    )
+    (engine,) = build_engines(request)
+    assert engine.arguments == (str(tmp_path), 3, 9, None)
+    (placed,) = build_engines(replace(request, placements=[{"num_gpus": 1}]))
+    assert placed.arguments == (str(tmp_path), 3, 9, {"num_gpus": 1})
+
+
+def test_router_replay_needs_an_engine_that_records_experts() -> None:
+    message = (
+        "router_replay: '.*:OwnEngine' does not say which experts it chose; use embedded or sglang"
+    )
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(name=OWN_ENGINE, router_replay=True)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rollout.base.errors import EngineError
-from rollout.engines.embedded import rows as sampler
+from rollout.engines.embedded import rows as cache_rows
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import architecture_of
@@ -49,16 +49,16 @@ class OneDevice(TorchDispatchMode):
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedEngine]:
     """An engine whose GPU is torch's `meta` device: shapes and devices are right, and there are no numbers."""
-    choose = sampler.choose
+    sample_tokens = cache_rows.sample_tokens
 
-    def chosen(logits: Tensor, *settings: np.ndarray) -> tuple[Any, Any]:
+    def sample_on_meta(logits: Tensor, **settings: np.ndarray) -> tuple[Any, Any]:
         assert logits.device.type == "meta"
-        tokens, logprobs = choose(logits, *settings)
+        tokens, logprobs = sample_tokens(logits, **settings)
         assert (tokens.device.type, logprobs.device.type) == ("meta", "meta")
         assert tokens.shape == logprobs.shape == logits.shape[:1]
         return _Host(np.full(tokens.shape, 7)), _Host(np.full(tokens.shape, -1.0, dtype=np.float32))
 
-    monkeypatch.setattr(sampler, "choose", chosen)
+    monkeypatch.setattr(cache_rows, "sample_tokens", sample_on_meta)
     with OneDevice():
         yield EmbeddedEngine(
             CachedDecoder(architecture_of(CONFIG, "here"), 700, device="meta"), rows=8

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout.engines.embedded.engine import HostedEngine
+from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.records.trajectory import Sampling
 from tests.support.tiny import MAX_LENGTH, make_model
 
@@ -21,13 +22,14 @@ def test_an_actor_that_is_stopped_is_started_again_and_says_the_same(
     make_model(0).save_pretrained(tmp_path / "model")
     told: list[str] = []
     engine = HostedEngine(
-        tmp_path / "model", max_length=MAX_LENGTH, restarts=1, hang_s=20.0, tell=told.append
+        EmbeddedSettings(folder=tmp_path / "model", max_length=MAX_LENGTH, restarts=1, hang_s=20.0),
+        tell=told.append,
     )
     sampling = Sampling(max_tokens=30, seed=3)
 
     async def play() -> tuple[object, object]:
         first = await engine.generate([1, 2, 3], sampling)
-        os.kill(await engine._call("pid"), signal.SIGSTOP)
+        os.kill(await engine.call("pid"), signal.SIGSTOP)
         return first, await engine.generate([1, 2, 3], sampling)
 
     try:

@@ -10,7 +10,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.config.agents import build_player
-from rollout.engines.embedded.batching import LocalEngine
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.local import LocalEngine
 from rollout.records.trajectory import Status, VersionSpan
 from rollout.teams.collect import Deadlines
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
@@ -88,11 +89,13 @@ def said(played):
 
 
 def test_a_repeated_step_says_the_same_whoever_else_plays(model):
-    whole = play(LocalEngine(model, max_length=128, rows=64))
-    again = play(LocalEngine(model, max_length=128, rows=64))
+    whole = play(LocalEngine(EmbeddedEngine.from_folder(model, max_length=128, rows=64)))
+    again = play(LocalEngine(EmbeddedEngine.from_folder(model, max_length=128, rows=64)))
     assert said(again) == said(whole)
     # one task of the three, one row for all: other batches, other caches, the same tokens
-    few = play(LocalEngine(model, max_length=128, rows=1), tasks=TASKS[1:2])
+    few = play(
+        LocalEngine(EmbeddedEngine.from_folder(model, max_length=128, rows=1)), tasks=TASKS[1:2]
+    )
     assert said(few) == {name: tokens for name, tokens in said(whole).items() if name in few}
     gaps = [
         abs(a - b)
@@ -101,23 +104,25 @@ def test_a_repeated_step_says_the_same_whoever_else_plays(model):
         for a, b in zip(one.logprobs, other.logprobs, strict=True)
     ]
     assert max(gaps) < 1e-4  # sums in another order
-    other_step = play(LocalEngine(model, max_length=128, rows=64), step=STEP + 1)
+    other_step = play(
+        LocalEngine(EmbeddedEngine.from_folder(model, max_length=128, rows=64)), step=STEP + 1
+    )
     assert not set(map(str, said(other_step).values())) & set(map(str, said(whole).values()))
 
 
 def test_what_is_late_leaves_no_row_of_the_engine_occupied(model):
-    engine = LocalEngine(model, max_length=128, rows=4)
+    engine = LocalEngine(EmbeddedEngine.from_folder(model, max_length=128, rows=4))
     played = play(engine, deadlines=Deadlines(batch_s=0.002))
     assert Status.ABORTED in {trajectory.status for trajectory in played.values()}
-    assert not engine.core._rows.live.any()
-    assert not engine._waiting
+    assert not engine.core.has_work
+    assert not engine.open_requests()
     assert {trajectory.status for trajectory in play(engine, tasks=TASKS[:1]).values()} == {
         Status.COMPLETED
     }
 
 
 def test_a_turn_records_which_weights_sampled_which_of_its_tokens(model):
-    engine = LocalEngine(model, max_length=128, rows=4)
+    engine = LocalEngine(EmbeddedEngine.from_folder(model, max_length=128, rows=4))
 
     async def run():
         playing = asyncio.create_task(

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from rollout.base.errors import EngineError
-from rollout.engines.embedded.batching import LocalEngine
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.local import LocalEngine
 from rollout.engines.embedded.replicas import ReplicatedEngine
+from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.records.trajectory import Completion, Sampling
 from tests.support.tiny import MAX_LENGTH, make_model
 
@@ -42,10 +44,10 @@ async def sample_all(engine: Any) -> list[tuple[int, ...]]:
 def test_samples_of_one_prompt_go_to_one_replica(tmp_path: Path, running_ray: None) -> None:
     make_model(0).save_pretrained(tmp_path / "model")
     engine = ReplicatedEngine(
-        tmp_path / "model",
-        places=[{}, {}],
-        weights_folder=tmp_path / "weights",
-        max_length=MAX_LENGTH,
+        EmbeddedSettings(
+            folder=tmp_path / "model", weights_folder=tmp_path / "weights", max_length=MAX_LENGTH
+        ),
+        [{}, {}],
     )
 
     async def run() -> None:
@@ -53,11 +55,11 @@ def test_samples_of_one_prompt_go_to_one_replica(tmp_path: Path, running_ray: No
             asyncio.create_task(engine.generate(PROMPTS[n // 8], Sampling(max_tokens=9, seed=n)))
             for n in range(32)
         ]
-        first, second = engine._replicas
-        while len(first._waiting) + len(second._waiting) < 32:
+        first, second = engine.replicas
+        while len(first._open) + len(second._open) < 32:
             await asyncio.sleep(0)
         prompts = [
-            sorted(tuple(ask[1]) for ask, _, _ in replica._waiting.values())
+            sorted(tuple(call.request.prompt_ids) for call in replica._open.values())
             for replica in (first, second)
         ]
         assert prompts == [[(0, 1, 2)] * 8 + [(2, 3, 4)] * 8, [(1, 2, 3)] * 8 + [(3, 4, 5)] * 8]
@@ -74,15 +76,18 @@ def test_a_replica_that_dies_is_started_again_with_the_present_weights(
     make_model(0).save_pretrained(tmp_path / "model")
     lines: list[str] = []
     engine = ReplicatedEngine(
-        tmp_path / "model",
-        places=[{}, {}],
-        weights_folder=tmp_path / "weights",
-        restarts=1,
+        EmbeddedSettings(
+            folder=tmp_path / "model",
+            weights_folder=tmp_path / "weights",
+            restarts=1,
+            max_length=MAX_LENGTH,
+            deterministic=True,
+        ),
+        [{}, {}],
         tell=lines.append,
-        max_length=MAX_LENGTH,
-        deterministic=True,
     )
-    reference = LocalEngine(tmp_path / "model", max_length=MAX_LENGTH, deterministic=True)
+    core = EmbeddedEngine.from_folder(tmp_path / "model", max_length=MAX_LENGTH, deterministic=True)
+    reference = LocalEngine(core)
 
     async def run() -> None:
         before = await sample_all(reference)
@@ -92,10 +97,10 @@ def test_a_replica_that_dies_is_started_again_with_the_present_weights(
         after = await sample_all(reference)
         assert after != before
 
-        replica = engine._replicas[0]
-        os.kill(await replica._call("pid"), signal.SIGKILL)
+        replica = engine.replicas[0]
+        os.kill(await replica.call("pid"), signal.SIGKILL)
         assert await sample_all(engine) == after
-        os.kill(await replica._call("pid"), signal.SIGKILL)
+        os.kill(await replica.call("pid"), signal.SIGKILL)
         with pytest.raises(EngineError, match="actor failed"):
             await sample_all(engine)
 
@@ -111,10 +116,12 @@ def test_a_model_that_is_not_there_ends_the_engine_at_once(
     tmp_path: Path, running_ray: None
 ) -> None:
     with pytest.raises(EngineError, match="/nowhere: no model here"):
-        ReplicatedEngine("/nowhere", places=[{}], weights_folder=tmp_path / "w", max_length=8)
+        ReplicatedEngine(
+            EmbeddedSettings(folder="/nowhere", weights_folder=tmp_path / "w", max_length=8), [{}]
+        )
     make_model(0).config.save_pretrained(tmp_path)
     engine = ReplicatedEngine(
-        tmp_path, places=[{}, {}], weights_folder=tmp_path / "w", max_length=8
+        EmbeddedSettings(folder=tmp_path, weights_folder=tmp_path / "w", max_length=8), [{}, {}]
     )
     with pytest.raises(EngineError, match=r"no \*.safetensors file"):
         asyncio.run(engine.generate([1], Sampling(max_tokens=1)))

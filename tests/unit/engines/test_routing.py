@@ -17,7 +17,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from rollout.base.errors import EngineError
 from rollout.engines import TokenCallback
 from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.sglang.client import SGLangClient, StreamedReply, routing_of
+from rollout.engines.sglang.client import SGLangClient, StreamedReply, parse_routing
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.server import server_arguments
 from rollout.engines.sglang.settings import SGLangSettings
@@ -125,28 +125,29 @@ def test_an_answer_of_sglang_is_read() -> None:
     numbers = np.random.default_rng(0).permuted(
         np.tile(np.arange(128), (5 + 3 - 1, 48, 1)), axis=2
     )[..., :8]
-    assert routing_of(answered(numbers, 3), 5, EXPERTS) == numbers.astype("u1").tobytes()
+    assert parse_routing(answered(numbers, 3), 5, EXPERTS) == numbers.astype("u1").tobytes()
     many = Experts(count=512, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48)
     assert (
-        routing_of(answered(numbers + 300, 3), 5, many) == (numbers + 300).astype("<u2").tobytes()
+        parse_routing(answered(numbers + 300, 3), 5, many)
+        == (numbers + 300).astype("<u2").tobytes()
     )
     with pytest.raises(
         EngineError,
         match=r"SGLang gave 2688 routed experts between 0 and 127; expected 8 x 48 x 8 belo",
     ):
-        routing_of(answered(numbers, 4), 5, EXPERTS)
+        parse_routing(answered(numbers, 4), 5, EXPERTS)
     with pytest.raises(EngineError, match=r"between 0 and 128; expected 7 x 48 x 8 below 128"):
-        routing_of(answered(numbers + 1, 3), 5, EXPERTS)
+        parse_routing(answered(numbers + 1, 3), 5, EXPERTS)
     with pytest.raises(
         EngineError,
         match=r"no routed experts, which engine.router_replay needs; .* --enable-return-r",
     ):
-        routing_of({"output_ids": [7], "meta_info": {}}, 5, EXPERTS)
+        parse_routing({"output_ids": [7], "meta_info": {}}, 5, EXPERTS)
     with pytest.raises(
         EngineError,
         match=r"one expert twice: .* set engine.options: \{moe-runner-backend: triton\}",
     ):
-        routing_of(answered(0 * numbers, 3), 5, EXPERTS)  # of a kernel that routes by itself
+        parse_routing(answered(0 * numbers, 3), 5, EXPERTS)  # of a kernel that routes by itself
 
 
 def test_the_experts_of_a_long_reply_fit_into_an_answer() -> None:
@@ -167,7 +168,7 @@ def test_a_stream_has_them_in_its_last_event() -> None:
     for event in events:
         event["meta_info"]["output_token_logprobs"] = [[-0.5, 7, None]] * len(event["output_ids"])
         take(f"data: {json.dumps(event)}\n\n".encode())
-    assert routing_of(reply.whole("/generate"), 2, EXPERTS) == numbers.astype("u1").tobytes()
+    assert parse_routing(reply.result("/generate"), 2, EXPERTS) == numbers.astype("u1").tobytes()
 
 
 def test_servers_are_started_to_say_it(tmp_path: Path) -> None:
@@ -194,7 +195,14 @@ def test_a_server_is_asked_for_it(tmp_path: Path) -> None:
         "verify": False,
     }
     engine = SGLangEngine(
-        tmp_path / "model", max_length=64, python=str(FAKE), start_s=60.0, routing=True, **where
+        SGLangSettings(
+            folder=tmp_path / "model",
+            max_length=64,
+            python=str(FAKE),
+            start_s=60.0,
+            routing=True,
+            **where,
+        )
     )
 
     async def run() -> None:

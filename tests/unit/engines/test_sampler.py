@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engines.embedded.rows import choose, uniforms
+from rollout.engines.embedded.sampling import sample_tokens, uniforms
 
 DRAWS = 40_000
 PROBS = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04, 0.0, 0.0])
@@ -18,12 +18,12 @@ def draw(
     """Observed frequencies over `DRAWS` rows with seeds 0, 1, 2, ..."""
     logits = torch.from_numpy(np.log(np.maximum(probs, 1e-30))).float().expand(DRAWS, -1)
     full = np.full(DRAWS, 1.0, dtype=np.float32)
-    tokens, _ = choose(
+    tokens, _ = sample_tokens(
         logits,
-        full * np.float32(temperature),
-        full * np.float32(top_p),
-        np.full(DRAWS, top_k),
-        uniforms(np.arange(DRAWS, dtype=np.uint64), np.full(DRAWS, 3)),
+        temperature=full * np.float32(temperature),
+        top_p=full * np.float32(top_p),
+        top_k=np.full(DRAWS, top_k),
+        uniform=uniforms(np.arange(DRAWS, dtype=np.uint64), np.full(DRAWS, 3)),
     )
     return np.bincount(tokens.numpy(), minlength=len(probs)) / DRAWS
 
@@ -78,19 +78,25 @@ def test_the_largest_uniform_still_hits_a_token_with_mass() -> None:
     edge = np.full(500, 1 - 2.0**-24, dtype=np.float32)
     ones = np.ones(500, dtype=np.float32)
     for point in (edge, np.zeros(500, dtype=np.float32)):
-        tokens, logprobs = choose(logits, ones, ones, np.zeros(500, dtype=np.int64), point)
+        tokens, logprobs = sample_tokens(
+            logits,
+            temperature=ones,
+            top_p=ones,
+            top_k=np.zeros(500, dtype=np.int64),
+            uniform=point,
+        )
         assert tokens.max() < 200
         assert logprobs.min() > -60
 
 
 def test_greedy_rows_report_temperature_one() -> None:
     logits = torch.tensor([[0.0, np.log(3.0)], [0.0, np.log(3.0)]])
-    tokens, logprobs = choose(
+    tokens, logprobs = sample_tokens(
         logits.float(),
-        np.array([0.0, 0.5], dtype=np.float32),
-        np.ones(2, dtype=np.float32),
-        np.zeros(2, dtype=np.int64),
-        np.array([0.0, 0.99], dtype=np.float32),
+        temperature=np.array([0.0, 0.5], dtype=np.float32),
+        top_p=np.ones(2, dtype=np.float32),
+        top_k=np.zeros(2, dtype=np.int64),
+        uniform=np.array([0.0, 0.99], dtype=np.float32),
     )
     assert tokens.tolist() == [1, 1]
     assert logprobs.tolist() == pytest.approx([np.log(0.75), np.log(0.9)], abs=1e-6)

@@ -18,8 +18,11 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.worker_groups import list_worker_groups
 from rollout.base.errors import EngineError
+from rollout.base.processes import say
 from rollout.engines import EngineConfig
 from rollout.engines.adapters import AdapterEngine, adapter_engines
+from rollout.engines.sglang.adapters import AdapterServers
+from rollout.engines.sglang.settings import SGLangSettings
 from rollout.models.fused_weights import AdapterShape
 from rollout.models.layout import Projection
 from rollout.records.trajectory import Completion, Sampling
@@ -48,21 +51,26 @@ def adapter(targets: tuple[str, ...] = TARGETS) -> list[tuple[str, torch.Tensor]
 def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
     made: list[AdapterEngine] = []
 
-    def engines(*shapes: AdapterShape, **settings: Any) -> list[AdapterEngine]:
-        where = {
+    def make_adapter_engines(
+        *shapes: AdapterShape, tell: Callable[[str], None] = say, **changed: Any
+    ) -> list[AdapterEngine]:
+        defaults = {
+            "folder": folder,
+            "max_length": 64,
+            "rows": 4,
+            "start_s": 60.0,
             "weights_folder": tmp_path / "weights",
             "log": tmp_path / "server.log",
             "python": str(FAKE),
         }
-        found = adapter_engines(
-            "sglang", folder, shapes, max_length=64, rows=4, start_s=60.0, **(where | settings)
-        )
-        made.extend(found)
-        return found
+        settings = SGLangSettings(**(defaults | changed), adapters=shapes)
+        engines = adapter_engines(AdapterServers(settings, tell=tell), len(shapes))
+        made.extend(engines)
+        return engines
 
-    yield engines
-    for one in made:
-        one.close()
+    yield make_adapter_engines
+    for engine in made:
+        engine.close()
 
 
 async def ask(engine: AdapterEngine, *prompt: int) -> Completion:
@@ -71,7 +79,7 @@ async def ask(engine: AdapterEngine, *prompt: int) -> Completion:
 
 async def server(engine: AdapterEngine) -> dict[str, Any]:
     """What the stand-in has been asked, and the adapters that it holds."""
-    said: dict[str, Any] = await engine.host._replicas[0].client.call("/what", {})
+    said: dict[str, Any] = await engine.host.fleet.replicas[0].client.call("/what", {})
     return said
 
 
@@ -93,7 +101,7 @@ def test_two_adapters_are_on_one_server_under_names_with_their_versions(make: Ma
         await one.load_weights(
             adapter(), 2
         )  # the same version again, as for an engine that lost its weights
-        await asyncio.gather(*one.host._tasks)
+        await asyncio.gather(*one.host.background)
         assert versions(await ask(one, 1)) == [(2, 0, 3)]
         said = await server(one)
         assert [name[:5] for name in said["asked"]] == ["", "1-v1-", "", "1-v2-"]
@@ -126,11 +134,11 @@ def test_a_request_ends_with_the_version_that_it_began_with_and_only_then_is_tha
         await engine.load_weights(adapter(), 2)
         await engine.load_weights(adapter(), 3)  # waits for no request
         assert versions(await ask(engine, 1)) == [(3, 0, 3)]
-        await asyncio.gather(*engine.host._tasks)
+        await asyncio.gather(*engine.host.background)
         assert [name[:4] for name in (await server(engine))["adapters"]] == ["1-v1", "1-v3"]
-        await engine.host._replicas[0].client.call("/free", {})
+        await engine.host.fleet.replicas[0].client.call("/free", {})
         assert versions(await running) == [(1, 0, 3)]
-        await asyncio.gather(*engine.host._tasks)
+        await asyncio.gather(*engine.host.background)
         assert [name[:4] for name in (await server(engine))["adapters"]] == ["1-v3"]
 
     asyncio.run(play())
@@ -146,11 +154,11 @@ def test_a_server_that_died_holds_all_present_adapters_before_it_answers(make: M
         while not (await server(one))["asked"]:
             await asyncio.sleep(0.01)
         await one.load_weights(adapter(), 2)
-        pid = await pid_of(one.host._replicas[0])
+        pid = await pid_of(one.host.fleet.replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         assert versions(await ask(other, 1)) == [(4, 0, 3)]
-        await one.host._replicas[0].client.call("/free", {})
+        await one.host.fleet.replicas[0].client.call("/free", {})
         assert versions(await running) == [(2, 0, 3)]  # begun again, with what the new server has
         assert sorted(name[:4] for name in (await server(one))["adapters"]) == ["1-v2", "2-v4"]
 
@@ -164,8 +172,8 @@ def test_what_a_server_refuses_is_told_and_the_version_before_stays(make: Make) 
     async def play() -> None:
         await engine.load_weights(adapter(), 1)
         there = {
-            "urls": [engine.host._replicas[0].client.url],
-            "key": engine.host._settings.own_key,
+            "urls": [engine.host.fleet.replicas[0].client.url],
+            "key": engine.host.settings.server_key,
         }
         bare = [
             (name, torch.cat([tensor, tensor], dim=name.count(".lora_B.")))
@@ -198,17 +206,21 @@ def test_a_server_without_adapters_says_so(make: Make, folder: Path, tmp_path: P
     from rollout.engines.sglang.engine import SGLangEngine
 
     plain = SGLangEngine(
-        folder,
-        max_length=64,
-        python=str(FAKE),
-        verify=False,
-        log=tmp_path / "plain.log",
-        start_s=60.0,
+        SGLangSettings(
+            folder=folder,
+            max_length=64,
+            python=str(FAKE),
+            verify=False,
+            log=tmp_path / "plain.log",
+            start_s=60.0,
+        )
     )
 
     async def play() -> None:
         await plain.generate([1], Sampling(max_tokens=1))
-        (engine,) = make(shape(), urls=[plain._replicas[0].client.url], key=plain._settings.own_key)
+        (engine,) = make(
+            shape(), urls=[plain.fleet.replicas[0].client.url], key=plain.settings.server_key
+        )
         with pytest.raises(
             EngineError, match=r"status 400: LoRA is not enabled. Please set `--enable-lora`"
         ):
@@ -227,7 +239,16 @@ def test_the_folder_is_pefts_and_makes_the_merged_models_logprobs(
     trained = make_model(0)
     adapt(trained, TARGETS)
     (engine,) = adapter_engines(
-        "sglang", folder, [shape()], max_length=64, python=str(FAKE), weights_folder=tmp_path
+        AdapterServers(
+            SGLangSettings(
+                folder=folder,
+                adapters=[shape()],
+                max_length=64,
+                python=str(FAKE),
+                weights_folder=tmp_path,
+            )
+        ),
+        len([shape()]),
     )
     route = asyncio.run(engine.begin_update())
     sender = make_sender(route)
@@ -272,7 +293,9 @@ def test_what_sglang_would_leave_out_of_an_adapter_is_refused(
         EngineError,
         match=r"lora.targets .*: SGLang takes an adapter of q, k or v only with q and v both",
     ):
-        adapter_engines("sglang", folder, [shape(targets=targets)], max_length=64, python=str(FAKE))
+        SGLangSettings(
+            folder=folder, adapters=[shape(targets=targets)], max_length=64, python=str(FAKE)
+        )
 
 
 @pytest.mark.parametrize(
@@ -280,8 +303,8 @@ def test_what_sglang_would_leave_out_of_an_adapter_is_refused(
     [("q", "v"), ("o",), ("gate",), ("down",), ("q", "k", "v", "o", "gate", "up", "down")],
 )
 def test_what_sglang_computes_is_taken(folder: Path, targets: tuple[Projection, ...]) -> None:
-    assert adapter_engines(
-        "sglang", folder, [shape(targets=targets)], max_length=64, python=str(FAKE)
+    SGLangSettings(
+        folder=folder, adapters=[shape(targets=targets)], max_length=64, python=str(FAKE)
     )
 
 

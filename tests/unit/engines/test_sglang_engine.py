@@ -18,9 +18,10 @@ import torch
 
 from rollout.base.errors import EngineError
 from rollout.engines import TokenCallback
-from rollout.engines.sglang.client import StreamedReply, body_of, completion_of
+from rollout.engines.sglang.client import StreamedReply, parse_completion, request_body
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.server import Replica, Server, server_arguments
+from rollout.engines.sglang.replica import Replica
+from rollout.engines.sglang.server import Server, server_arguments
 from rollout.engines.sglang.settings import SGLangSettings
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync.transport import make_sender
@@ -64,7 +65,9 @@ def test_sessions_stay_with_their_replica(make: Make) -> None:
 def test_a_session_goes_elsewhere_when_its_replica_has_no_row_free(folder: Path) -> None:
     """Eight requests of one session, two replicas of four rows: none waits while a row is free."""
     with slotted_server(4, 0.2, [7]) as one, slotted_server(4, 0.2, [8]) as other:
-        engine = SGLangEngine(folder, max_length=64, rows=4, urls=[one, other], verify=False)
+        engine = SGLangEngine(
+            SGLangSettings(folder=folder, max_length=64, rows=4, urls=[one, other], verify=False)
+        )
 
         async def play() -> list[Completion]:
             return await asyncio.gather(*(ask(engine, [i], "s") for i in range(8)))
@@ -79,7 +82,9 @@ def test_requests_that_wait_for_a_slot_are_not_late(folder: Path) -> None:
     """200 requests, 8 slots, 0.2 s each and a deadline of 3 s: 5 s in all, so that those behind were late."""
     with slotted_server(8, 0.2) as url:
         engine = SGLangEngine(
-            folder, max_length=64, rows=8, urls=[url], verify=False, timeout_s=3.0
+            SGLangSettings(
+                folder=folder, max_length=64, rows=8, urls=[url], verify=False, timeout_s=3.0
+            )
         )
 
         async def play() -> tuple[list[Completion], float]:
@@ -112,14 +117,14 @@ def test_completions_carry_versions_and_logprobs(make: Make) -> None:
 
 
 def test_the_likeliest_token_keeps_its_temperature() -> None:
-    def asked(**settings: Any) -> list[float]:
-        said = body_of([1], Sampling(**settings), False)["sampling_params"]
-        return [said[name] for name in ("temperature", "top_k", "top_p")]
+    def sent_parameters(**settings: Any) -> list[float]:
+        body = request_body([1], Sampling(**settings), seeded=False)
+        return [body["sampling_params"][name] for name in ("temperature", "top_k", "top_p")]
 
-    assert asked(temperature=0.7, top_k=20, top_p=0.9) == [0.7, 20, 0.9]
-    assert asked(temperature=0.7, top_k=1) == [0.7, -1, 1e-6]
-    assert asked(temperature=0.0, top_k=1) == [0.0, 1, 1.0]
-    assert asked() == [1.0, -1, 1.0]
+    assert sent_parameters(temperature=0.7, top_k=20, top_p=0.9) == [0.7, 20, 0.9]
+    assert sent_parameters(temperature=0.7, top_k=1) == [0.7, -1, 1e-6]
+    assert sent_parameters(temperature=0.0, top_k=1) == [0.0, 1, 1.0]
+    assert sent_parameters() == [1.0, -1, 1.0]
 
 
 def test_a_reply_without_logprobs_is_an_error() -> None:
@@ -128,9 +133,9 @@ def test_a_reply_without_logprobs_is_an_error() -> None:
         "output_token_logprobs": [[-0.5, 7, None], [None, 8, None]],
     }
     with pytest.raises(EngineError, match="no log-probability for token 1 of a reply; is it NaN"):
-        completion_of({"output_ids": [7, 8], "meta_info": meta}, 0)
+        parse_completion({"output_ids": [7, 8], "meta_info": meta}, 0)
     with pytest.raises(EngineError, match="2 log-probabilities for 3 tokens"):
-        completion_of({"output_ids": [7, 8, 9], "meta_info": meta}, 0)
+        parse_completion({"output_ids": [7, 8, 9], "meta_info": meta}, 0)
 
 
 def test_a_refusal_is_told_and_the_server_goes_on(make: Make, tmp_path: Path) -> None:
@@ -138,7 +143,7 @@ def test_a_refusal_is_told_and_the_server_goes_on(make: Make, tmp_path: Path) ->
 
     async def play() -> Completion:
         await engine.load_weights(tensors(), 1)
-        update = engine._last
+        update = engine._last_update
         assert update is not None
         for file in Path(update.location).iterdir():
             file.unlink()
@@ -241,7 +246,7 @@ def test_a_server_that_dies_before_it_reads_gets_the_new_weights(make: Make) -> 
     async def play() -> Completion:
         await ask(engine, [1])
         await engine.load_weights(tensors(), 1)
-        pid = await pid_of(engine._replicas[0])
+        pid = await pid_of(engine.fleet.replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         await engine.load_weights(tensors(), 2)
@@ -260,7 +265,7 @@ def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(
         while True:
             await engine.weights_lost()
             sent.append(engine.version)
-            said = await engine._replicas[0].client.call("/what", {})
+            said = await engine.fleet.replicas[0].client.call("/what", {})
             assert said["calls"] == [
                 "/pause_generation",
                 "/what",
@@ -270,7 +275,7 @@ def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(
     async def play() -> list[Completion]:
         await engine.load_weights(tensors(), 7)
         sending = asyncio.create_task(trainer())
-        pid = await pid_of(engine._replicas[0])
+        pid = await pid_of(engine.fleet.replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         first = asyncio.create_task(ask(engine, [1]))
@@ -294,7 +299,7 @@ def test_a_death_amid_an_update_is_told_to_who_sends_it(make: Make, shared_by_na
         await engine.load_weights(tensors(), 1)
         route = await engine.begin_update()
         update = make_sender(route).send(tensors(), 2)
-        pid = await pid_of(engine._replicas[0])
+        pid = await pid_of(engine.fleet.replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(
@@ -319,11 +324,11 @@ def test_a_deadline_is_kept_and_servers_end(make: Make) -> None:
         gone = asyncio.create_task(ask(engine, [14]))
         await asyncio.sleep(0.05)
         gone.cancel()
-        await asyncio.gather(gone, *engine._tasks, return_exceptions=True)
-        await asyncio.gather(*engine._tasks)
-        said = await engine._replicas[0].client.call("/what", {})
+        await asyncio.gather(gone, *engine.background, return_exceptions=True)
+        await asyncio.gather(*engine.background)
+        said = await engine.fleet.replicas[0].client.call("/what", {})
         assert "/abort_request" in said["calls"]
-        pid = await pid_of(engine._replicas[0])
+        pid = await pid_of(engine.fleet.replicas[0])
         assert pid is not None
         return pid
 
@@ -334,49 +339,45 @@ def test_a_deadline_is_kept_and_servers_end(make: Make) -> None:
 
 
 def test_only_what_sleeps_is_woken_and_the_reverse(make: Make) -> None:
-    engine = make(restarts=1, tell=lambda _: None)
+    async def memory_calls() -> list[str]:
+        record = await engine.fleet.replicas[0].client.call("/what", {})
+        return [path for path in record["calls"] if "memory" in path or "health" in path]
 
-    async def calls() -> list[str]:
-        said = await engine._replicas[0].client.call("/what", {})
-        return [path for path in said["calls"] if "memory" in path or "health" in path]
+    at_restart: list[list[str]] = []  # before and after it, in the guard
 
+    @asynccontextmanager
+    async def restart_guard() -> AsyncIterator[None]:
+        at_restart.append(sorted([*engine.fleet.replicas[0].asleep, str(engine.starts)]))
+        yield
+        at_restart.append(sorted([*await memory_calls(), str(engine.starts)]))
+
+    engine = make(restarts=1, tell=lambda _: None, restart_guard=restart_guard)
     asleep = []
 
     async def play() -> tuple[list[str], list[str]]:
         await engine.sleep(("kv_cache",))
-        asleep.append(sorted(engine._replicas[0].asleep))
+        asleep.append(sorted(engine.fleet.replicas[0].asleep))
         await engine.sleep(("kv_cache",))
         await engine.wake(("weights",))
         await engine.wake()
         await engine.wake()
-        asleep.append(sorted(engine._replicas[0].asleep))
-        slept = await calls()
+        asleep.append(sorted(engine.fleet.replicas[0].asleep))
+        slept = await memory_calls()
         await engine.sleep()
-        pid = await pid_of(engine._replicas[0])
+        pid = await pid_of(engine.fleet.replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        engine.room = room
         await engine.wake(("weights",))
         await engine.load_weights(tensors(), 4)
         await engine.wake(("kv_cache",))
-        return slept, await calls()
+        return slept, await memory_calls()
 
-    @asynccontextmanager
-    async def room() -> AsyncIterator[None]:
-        rooms.append([*map(str, engine._replicas[0].asleep), str(engine.starts)])
-        yield
-        rooms.append([*await calls(), str(engine.starts)])
-
-    rooms: list[list[str]] = []
     slept, died = asyncio.run(play())
     give, take = "/release_memory_occupation", "/resume_memory_occupation"
     assert slept == [give, take]
     assert asleep == [["cuda_graph", "kv_cache"], []]
-    # it starts and sleeps there
-    assert [sorted(seen) for seen in rooms] == [
-        ["1", "cuda_graph", "kv_cache", "weights"],
-        [give, "2"],
-    ]
+    # The server starts and frees its memory again inside the guard.
+    assert at_restart == [["1", "cuda_graph", "kv_cache", "weights"], [give, "2"]]
     assert died == [give, take, take]
     assert engine.starts == 2
 
@@ -436,7 +437,7 @@ def test_a_stream_that_a_real_server_sent_is_read_whatever_parts_it_comes_in(
     for place in range(0, len(sent), size):
         take(sent[place : place + size])
     assert heard == [(0, [59]), (1, [93]), (2, [79])]  # the last comes with the reply
-    got = completion_of(reply.whole("/generate"), 3)
+    got = parse_completion(reply.result("/generate"), 3)
     assert (got.token_ids, got.finish_reason) == ((59, 93, 79, 42), "length")
     assert got.logprobs == pytest.approx((-2.960897, -4.383044, -7.336450, -4.814980), abs=1e-6)
     assert [(span.version, span.start, span.end) for span in got.versions] == [(3, 0, 4)]
@@ -452,4 +453,4 @@ def test_what_a_server_refuses_in_a_stream_is_its_error() -> None:
         + b"\n\ndata: [DONE]\n\n"
     )
     with pytest.raises(EngineError, match="SGLang /generate: out of memory"):
-        reply.whole("/generate")
+        reply.result("/generate")

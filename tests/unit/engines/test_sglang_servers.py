@@ -18,7 +18,8 @@ from rollout.base.errors import EngineError
 from rollout.engines.sglang import fleet
 from rollout.engines.sglang.client import SGLangClient
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.server import Replica, Server, owned_replica, server_arguments
+from rollout.engines.sglang.replica import Replica, owned_replica
+from rollout.engines.sglang.server import Server, server_arguments
 from rollout.engines.sglang.settings import SGLangSettings
 from tests.support.sglang_server import pid_of
 from tests.unit.engines.test_sglang_engine import ask, tensors
@@ -29,9 +30,9 @@ Make = Callable[..., SGLangEngine]
 
 def test_the_server_says_what_it_can_compute(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="no model here"):
-        SGLangEngine(tmp_path, max_length=64, python=str(FAKE))
+        SGLangEngine(SGLangSettings(folder=tmp_path, max_length=64, python=str(FAKE)))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "vocab_size": 9}')
-    engine = SGLangEngine(tmp_path, max_length=64, python=str(FAKE))
+    engine = SGLangEngine(SGLangSettings(folder=tmp_path, max_length=64, python=str(FAKE)))
     with pytest.raises(EngineError, match=r"token ids outside 0\.\.8"):
         asyncio.run(ask(engine, [9]))
 
@@ -40,11 +41,11 @@ def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
     with pytest.raises(
         EngineError, match=r"engine.python: no interpreter at /nowhere; see requirements/sglang.txt"
     ):
-        SGLangEngine(folder, max_length=64, python="/nowhere")
+        SGLangEngine(SGLangSettings(folder=folder, max_length=64, python="/nowhere"))
     with pytest.raises(
         EngineError, match=r"https://example.org is not on this machine; give the servers' key"
     ):
-        SGLangEngine(folder, max_length=64, urls=["https://example.org"])
+        SGLangEngine(SGLangSettings(folder=folder, max_length=64, urls=["https://example.org"]))
     with pytest.raises(
         EngineError, match="sglang has no transport 'shared'; known: disk, tensor, distributed"
     ):
@@ -55,7 +56,9 @@ def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
         EngineError,
         match=r"weights go through a folder that both machines see: set engine.weights_f",
     ):
-        SGLangEngine(folder, max_length=64, urls=["https://example.org"], key="k")
+        SGLangEngine(
+            SGLangSettings(folder=folder, max_length=64, urls=["https://example.org"], key="k")
+        )
     with pytest.raises(
         EngineError, match=r"engine.options: tp-size is not to be given .*; set engine.tp instead"
     ):
@@ -71,7 +74,9 @@ def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
     ):
         make(options={"port": 30000})
     server = SGLangEngine(
-        folder, max_length=64, urls=["http://127.0.0.1:9"], start_s=0.1, restarts=0
+        SGLangSettings(
+            folder=folder, max_length=64, urls=["http://127.0.0.1:9"], start_s=0.1, restarts=0
+        )
     )
     with pytest.raises(EngineError, match=r"SGLang at http://127.0.0.1:9: not ready within 0.1 s"):
         asyncio.run(ask(server, [1]))
@@ -97,15 +102,15 @@ def test_arguments_are_the_servers_own(folder: Path, tmp_path: Path) -> None:
         '{"decode": {"backend": "full", "max_bs": 64}}',
     ]
     silent = Server(str(FAKE), [], str(tmp_path / "log"), {})
-    assert silent.ended() == "the server ended"  # it was never started
+    assert silent.end_reason() == "the server ended"  # it was never started
 
 
 def test_a_context_may_be_filled_to_the_models_last_position(folder: Path) -> None:
     longest = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
-    filled = SGLangSettings(folder=folder, max_length=longest).variables
+    filled = SGLangSettings(folder=folder, max_length=longest).server_environment
     # SGLang leaves some tokens of its context empty, and would refuse a context so near the end
     assert filled == {"OMP_NUM_THREADS": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    longer = SGLangSettings(folder=folder, max_length=longest + 1).variables
+    longer = SGLangSettings(folder=folder, max_length=longest + 1).server_environment
     assert longer == {"OMP_NUM_THREADS": "1"}
 
 
@@ -123,7 +128,7 @@ def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file
         str(tmp_path / "sglang.0.log"),
         {"OMP_NUM_THREADS": "3"},
         "8" * 64,
-        far=True,
+        multi_node=True,
     )
     url = server.start(["4", "6"])
     try:
@@ -167,11 +172,15 @@ def test_a_share_of_a_gpu_is_of_all_its_memory_whoever_is_on_it(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     settings = SGLangSettings(
-        folder=folder, max_length=64, options={"mem_fraction_static": 0.4}, in_turn=True
+        folder=folder, max_length=64, options={"mem_fraction_static": 0.4}, shares_gpus=True
     )
     server = owned_replica(replace(settings, python=str(FAKE), log=tmp_path / "sglang.log"), 0).host
-    assert (server.share, replace(settings, in_turn=False).share) == (0.4, None)
-    assert server._fraction(["3", "5"]) == ["--mem-fraction-static", "0.500"]  # of the fuller one
+    assert server.memory_share == 0.4
+    assert replace(settings, shares_gpus=False).memory_share is None
+    assert server.memory_arguments(["3", "5"]) == [
+        "--mem-fraction-static",
+        "0.500",
+    ]  # of the fuller one
     url = server.start(["3", "5"])
     try:
         said = asyncio.run(asked(url, server.key))["arguments"]
@@ -181,14 +190,14 @@ def test_a_share_of_a_gpu_is_of_all_its_memory_whoever_is_on_it(
         "0.4",
         "0.500",
     ]
-    server.share = 0.9
-    assert server._fraction(["3", "5"]) == [
+    server.memory_share = 0.9
+    assert server.memory_arguments(["3", "5"]) == [
         "--mem-fraction-static",
         "0.950",
     ]  # something stays for what it computes
-    assert server._fraction(["4"]) == []  # nobody knows that one
+    assert server.memory_arguments(["4"]) == []  # nobody knows that one
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert server._fraction(["3"]) == []
+    assert server.memory_arguments(["3"]) == []
 
 
 def test_a_server_on_this_machine_asks_for_a_key_too(make: Make) -> None:
@@ -196,7 +205,9 @@ def test_a_server_on_this_machine_asks_for_a_key_too(make: Make) -> None:
     engine = make()
 
     async def refused(key: str | None) -> None:
-        client = SGLangClient(engine._replicas[0].client.url, timeout_s=20, connections=1, key=key)
+        client = SGLangClient(
+            engine.fleet.replicas[0].client.url, timeout_s=20, connections=1, key=key
+        )
         with pytest.raises(EngineError, match="/update_weights_from_tensor: status 401"):
             await client.call("/update_weights_from_tensor", {})
 
@@ -204,12 +215,12 @@ def test_a_server_on_this_machine_asks_for_a_key_too(make: Make) -> None:
         assert len((await ask(engine, [1])).token_ids) == 3
         await refused(None)
         await refused("guessed")
-        pid = await pid_of(engine._replicas[0])
-        assert engine._settings.own_key not in Path(f"/proc/{pid}/cmdline").read_text()
+        pid = await pid_of(engine.fleet.replicas[0])
+        assert engine.settings.server_key not in Path(f"/proc/{pid}/cmdline").read_text()
 
     asyncio.run(play())
     assert [
-        file.stat().st_mode & 0o777 for file in Path(engine._settings.log).parent.glob("*.key.yaml")
+        file.stat().st_mode & 0o777 for file in Path(engine.settings.log).parent.glob("*.key.yaml")
     ] == [0o600]
 
 
@@ -223,8 +234,10 @@ async def asked(url: str, key: str | None = None) -> dict[str, Any]:
 
 
 def test_a_replica_and_its_fleet_are_shown_without_the_key(folder: Path) -> None:
-    engine = SGLangEngine(folder, max_length=64, urls=["http://127.0.0.1:1"], key="hush")
-    assert "hush" not in f"{engine._replicas!r} {engine._fleet!r}"
+    engine = SGLangEngine(
+        SGLangSettings(folder=folder, max_length=64, urls=["http://127.0.0.1:1"], key="hush")
+    )
+    assert "hush" not in f"{engine.fleet.replicas!r} {engine.fleet!r}"
 
 
 @pytest.mark.slow
@@ -235,7 +248,7 @@ def test_where_ray_runs_a_server_ends_with_its_actor_and_closing_again_does_noth
 
     async def play(engine: SGLangEngine) -> int:
         await ask(engine, [1])
-        pid = await pid_of(engine._replicas[0])
+        pid = await pid_of(engine.fleet.replicas[0])
         assert pid is not None
         return pid
 
@@ -260,7 +273,7 @@ def test_a_server_without_a_node_leaves_where_another_goes_on(
 
     async def play() -> None:
         await engine.load_weights(tensors(), 1)
-        stays, lost = engine._replicas
+        stays, lost = engine.fleet.replicas
         own, gone = {await pid_of(stays)}, await pid_of(lost)
         nowhere = ray.remote(num_cpus=0)(Server).options(resources={"gone": 1})
         lost.actors = lambda: [nowhere.remote("python", [], "log", {})]
@@ -270,7 +283,7 @@ def test_a_server_without_a_node_leaves_where_another_goes_on(
         said = await asyncio.gather(*(ask(engine, [n + 20], f"session {n}") for n in range(12)))
         assert {completion.token_ids[0] for completion in said} == own
         await engine.load_weights(tensors(), 2)
-        assert engine._replicas == [stays]
+        assert engine.fleet.replicas == [stays]
 
     asyncio.run(play())
     assert told[-1].endswith(
@@ -290,7 +303,7 @@ def test_servers_on_one_gpu_start_one_after_the_other(
             await asyncio.sleep(0)
             said.append(f"{name} answers")
 
-        monkeypatch.setattr(replica, "_answering", answering)
+        monkeypatch.setattr(replica, "_wait_until_up", answering)
         await replica.wait(1.0)
 
     async def play(*seats: Sequence[int]) -> list[str]:

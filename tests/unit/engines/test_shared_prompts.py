@@ -36,8 +36,8 @@ def prompts() -> list[list[int]]:
 
 def blocks(engine: EmbeddedEngine) -> list[tuple[str, int]]:
     """(Kind, rows) of what attends together in the next pass."""
-    batch, _ = engine._rows.newest(np.flatnonzero(engine._rows.live))
-    found = engine._cache.blocks(batch)
+    batch, _ = engine._rows.decode_batch(np.flatnonzero(engine._rows.live))
+    found = engine._attention.plan(batch)
     return [(type(block).__name__, block.part.stop - block.part.start) for block in found]
 
 
@@ -65,7 +65,7 @@ def test_prompts_that_begin_alike_and_come_mixed_up_are_a_group_each(
         engine.submit(number, asked[number % 3], Sampling(max_tokens=5, seed=number))
     engine.step()
     assert engine.stats.prefill_tokens == 5 + sum(LENGTHS)
-    assert engine._rows.common[:12].tolist() == [225] * 4 + [245] * 4 + [215] * 4
+    assert engine._rows.shared[:12].tolist() == [225] * 4 + [245] * 4 + [215] * 4
     assert blocks(engine) == [("GroupBlock", 12)]
     done = drain(engine)
     assert max(worst(model, asked[n % 3], done[n]) for n in range(12)) < LOGPROB_TOLERANCE
@@ -77,7 +77,7 @@ def test_prompts_that_share_most_are_one_group(engine: EmbeddedEngine) -> None:
         engine.submit(number, [*long, number // 4, 1], Sampling(max_tokens=4, seed=number))
     engine.step()
     assert len({*engine._rows.group[:8].tolist()}) == 1
-    assert engine._rows.common[:8].tolist() == [222] * 4 + [220] * 4
+    assert engine._rows.shared[:8].tolist() == [222] * 4 + [220] * 4
     assert blocks(engine) == [("GroupBlock", 8)]
 
 
@@ -102,7 +102,7 @@ def test_a_row_taken_by_another_prompt_leaves_the_group(engine: EmbeddedEngine) 
     for number in range(16):  # every row of the cache
         engine.submit(number, first, Sampling(max_tokens=2 if number == 0 else 12, seed=number))
     engine.submit(16, other, Sampling(max_tokens=12, seed=16))
-    while not any(request is not None and request.id == 16 for request in engine._rows.requests):
+    while not any(running is not None and running.id == 16 for running in engine._rows.generations):
         engine.step()
     assert int(engine._rows.group[0]) != int(engine._rows.group[1]), (
         "the group's first row is another's now"
@@ -130,17 +130,18 @@ def test_blocks_that_go_on_see_what_new_ones_see(engine: EmbeddedEngine) -> None
         engine.submit(number, [1, 2, number], Sampling(max_tokens=40, seed=number))
     engine.step()
     cache, draw, kept = engine._cache, torch.Generator().manual_seed(0), 0
+    assert cache is not None
     while engine.has_work:
-        batch, _ = engine._rows.newest(np.flatnonzero(engine._rows.live))
-        before = cache._blocks
+        batch, _ = engine._rows.decode_batch(np.flatnonzero(engine._rows.live))
+        before = engine._attention.blocks
         engine.step()
-        kept += cache._blocks is before
+        kept += engine._attention.blocks is before
         q = torch.randn(len(batch.rows), SIZES["num_attention_heads"], 8, generator=draw)
         old, new = (
             torch.cat(
                 [block.attend(q[block.part], cache.keys[0], cache.values[0], 0) for block in found]
             )
-            for found in (cache._blocks, cache._cut(batch))
+            for found in (engine._attention.blocks, engine._attention.cut(batch))
         )
         torch.testing.assert_close(old, new, rtol=0, atol=1e-6)
     assert kept > 20, "most steps go on with what the last one had"

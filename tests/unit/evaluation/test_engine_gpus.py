@@ -19,9 +19,11 @@ from mcore_mas.planning.memory import engine_weight_bytes
 from mcore_mas.planning.worker_groups import PlacementError
 from mcore_mas.runtime.cluster import Node
 from mcore_mas.runtime.devices import find_devices
-from mcore_mas.runtime.engine_factory import make_engines, sidecar_of
-from rollout.engines.embedded.batching import LocalReplicas
-from rollout.engines.sglang.server import Replica, Server
+from mcore_mas.runtime.engine_factory import engine_requests, make_engines
+from mcore_mas.runtime.run_environments import make_sidecar
+from rollout.engines.embedded.build import local_devices
+from rollout.engines.sglang.replica import Replica
+from rollout.engines.sglang.server import Server
 from rollout.models.architecture import read_architecture
 from tests.support.run_folder import make_run
 
@@ -67,7 +69,7 @@ def test_the_retriever_has_the_last_gpu() -> None:
     assert devices.nodes == {"": 7}
     assert devices.ray_gpus == 7
     assert config.retriever is not None
-    command = sidecar_of(config.retriever, Path("index")).command
+    command = make_sidecar(config.retriever, Path("index")).command
     assert command[:2] == ["env", "CUDA_VISIBLE_DEVICES=15"]
 
     joined_node = Node(address="10.0.0.3", id="n3", gpus=8, cpus=64)
@@ -82,7 +84,7 @@ def test_a_server_with_more_gpus_than_the_machine_is_refused() -> None:
         assign_engine_gpus(make_config("engine.tp=16"))
 
 
-def test_embedded_engines_use_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_engines_use_all_gpus(tmp_path: Path) -> None:
     config = make_config(*EMBEDDED)
     gpus = assign_engine_gpus(config)
     assert gpus == {
@@ -90,19 +92,12 @@ def test_embedded_engines_use_all_gpus(tmp_path: Path, monkeypatch: pytest.Monke
         "verifier": [["12"], ["13"], ["14"], ["15"]],
     }
 
-    settings_of_engines: list[Any] = []
-
-    def record_settings(engine: object, model: object, **settings: Any) -> None:
-        settings_of_engines.append(settings)
-
-    monkeypatch.setattr(LocalReplicas, "__init__", record_settings)
     models = dict.fromkeys(config.models, "model")
-    make_engines(config, models, tmp_path, trained=False, gpus=gpus)
-    assert [settings["devices"] for settings in settings_of_engines] == [
+    requests = engine_requests(config, models, tmp_path, trained=False, gpus=gpus)
+    assert [local_devices(request) for request in requests] == [
         ["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
         ["cuda:4", "cuda:5", "cuda:6", "cuda:7"],
     ]
-    assert not any("device" in settings for settings in settings_of_engines)
 
 
 def test_embedded_engines_on_the_cpu_use_no_gpu() -> None:
@@ -195,9 +190,9 @@ class TestSharedMemory:
         config = self.make_config(model, f"engine.python={sys.executable}")
         with running_team(config, f"{tmp_path}/", -2):
             for engine in made[0].values():
-                [replica] = engine._replicas
+                [replica] = engine.fleet.replicas
                 assert replica.seats == ["8"]
-                assert replica.host.share == 0.4
+                assert replica.host.memory_share == 0.4
                 assert replica.gpus == ["8"]
 
 
@@ -226,7 +221,7 @@ def test_a_server_sees_its_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         gpus=assign_engine_gpus(config),
     )
     for engine in engines.values():
-        for replica in engine._replicas:
+        for replica in engine.fleet.replicas:
             assert isinstance(replica, Replica)
             asyncio.run(replica.start())
     assert started == [["8", "9"], ["10", "11"], ["12", "13"], ["14", "15"]]

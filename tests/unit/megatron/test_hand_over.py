@@ -15,6 +15,7 @@ import torch
 
 from rollout.base.errors import EngineError
 from rollout.engines.embedded.engine import HostedEngine
+from rollout.engines.embedded.settings import EmbeddedSettings
 from rollout.models.architecture import read_architecture
 from rollout.models.tensors import checksum, read_tensors
 from rollout.records.trajectory import Sampling
@@ -79,18 +80,20 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(
     reference.make_model("qwen2", tmp_path)
     weights = {name: tensor * 1.1 for name, tensor in read_tensors(tmp_path)}
     told: list[str] = []
-    engine = HostedEngine(tmp_path, max_length=64, rows=4, restarts=2, tell=told.append)
+    engine = HostedEngine(
+        EmbeddedSettings(folder=tmp_path, max_length=64, rows=4, restarts=2), tell=told.append
+    )
     sampling = Sampling(max_tokens=40, seed=3)
 
     async def die() -> None:
-        pid = await engine._call("pid")
+        pid = await engine.call("pid")
         os.kill(pid, signal.SIGKILL)
 
     async def play() -> dict[str, Any]:
         await engine.load_weights(weights.items(), 4)
         before = await engine.generate([1, 2, 3], sampling)
         exchanges = engine.exchanges
-        pid = await engine._call("pid")
+        pid = await engine.call("pid")
         asked = [asyncio.create_task(engine.generate([1, 2, 3], sampling))]
         while not engine.exchanges > exchanges:  # until the actor has it
             await asyncio.sleep(0)
@@ -140,7 +143,7 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(
 
     try:
         said = asyncio.run(play())
-        place = engine.held[0].file
+        place = engine.slots[0].file
     finally:
         engine.close()
     assert not place.exists()
@@ -168,7 +171,8 @@ def test_an_engine_that_takes_weights_from_a_folder_survives_deaths_and_wrong_we
     weights = dict(read_tensors(tmp_path / "model"))
     told: list[str] = []
     engine = HostedEngine(
-        tmp_path / "model", max_length=64, rows=4, transport="disk", tell=told.append
+        EmbeddedSettings(folder=tmp_path / "model", max_length=64, rows=4, transport="disk"),
+        tell=told.append,
     )
     sampling = Sampling(max_tokens=20, seed=3)
 
@@ -176,7 +180,7 @@ def test_an_engine_that_takes_weights_from_a_folder_survives_deaths_and_wrong_we
         weights["model.norm.weight"][:2] += 3.0
         update = make_sender(await engine.begin_update()).send(weights.items(), version)
         if dies:
-            os.kill(await engine._call("pid"), signal.SIGKILL)
+            os.kill(await engine.call("pid"), signal.SIGKILL)
         if wrong:
             checksums = dict(update.checksums) | {"model.norm.weight": "0" * 16}
             update = dataclasses.replace(update, checksums=checksums)
@@ -186,7 +190,7 @@ def test_an_engine_that_takes_weights_from_a_folder_survives_deaths_and_wrong_we
         await send(1)
         await send(2)
         before = await engine.generate([1, 2, 3], sampling)
-        os.kill(await engine._call("pid"), signal.SIGKILL)
+        os.kill(await engine.call("pid"), signal.SIGKILL)
         after = await engine.generate([1, 2, 3], sampling)
         await send(3, dies=True)
         late = await engine.generate([1, 2, 3], sampling)

@@ -21,8 +21,8 @@ from mcore_mas.planning.worker_groups import (
 )
 from mcore_mas.runtime.cluster import Node
 from mcore_mas.runtime.devices import find_devices
-from rollout.engines.sglang import settings
-from rollout.engines.sglang.settings import nccl_mismatch
+from rollout.engines.sglang import nccl
+from rollout.engines.sglang.nccl import nccl_mismatch, nccl_version
 
 LAYOUT = [
     "cluster.device=auto",
@@ -135,13 +135,13 @@ def test_two_versions_of_nccl_are_refused_before_anything_starts(
         for n in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
         for d in metadata.distributions(name=n)
     ]
-    assert settings._nccl_of(str(python)) == "9.9.9" and settings._nccl_of(
-        sys.executable
-    ) == "".join(here[:1])
+    assert nccl_version(str(python)) == "9.9.9"
+    assert nccl_version(sys.executable) == "".join(here[:1])
     with monkeypatch.context() as patch:
-        patch.setattr(settings, "_nccl_of", {sys.executable: "2.29.7", str(python): "9.9.9"}.get)
+        versions = {sys.executable: "2.29.7", str(python): "9.9.9"}
+        patch.setattr(nccl, "nccl_version", versions.get)
         told = nccl_mismatch(python)
-        patch.setattr(settings, "_nccl_of", {sys.executable: "9.9.9", str(python): "9.9.9"}.get)
+        versions[sys.executable] = "9.9.9"
         assert nccl_mismatch(python) is None
     assert told == (
         f"NCCL takes no two versions into one group, and it is 2.29.7 here and 9.9.9 in {python}; install nvidia-nccl "

@@ -12,7 +12,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession
-from rollout.engines.embedded.batching import Ask, EmbeddedEngine, LocalEngine, Outcome
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.local import LocalEngine
+from rollout.engines.embedded.requests import Outcome, Request
 from rollout.records.files import read_trajectories
 from rollout.records.trajectory import Trajectory
 from rollout.sync.transport import SyncRoute, WeightUpdate
@@ -50,10 +52,8 @@ class TimedEngine(LocalEngine):
     starts, pause_s = 1, 0.0
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, max_length=LENGTH, rows=1)
-        self.core = EmbeddedEngine.from_folder(
-            folder, max_length=LENGTH, rows=32, deterministic=True
-        )
+        core = EmbeddedEngine.from_folder(folder, max_length=LENGTH, rows=32, deterministic=True)
+        super().__init__(core)
 
     async def begin_update(self) -> SyncRoute:
         return SyncRoute(transport="simulated", target="", model="")
@@ -64,9 +64,11 @@ class TimedEngine(LocalEngine):
     async def commit_update(self, update: WeightUpdate) -> None:
         await self.load_weights(weights(update.version).state_dict().items(), update.version)
 
-    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
+    async def exchange(
+        self, requests: list[Request], aborts: list[int]
+    ) -> list[tuple[int, Outcome]]:
         await asyncio.sleep(TOKEN_S)
-        return await super().exchange(asks, aborts)
+        return await super().exchange(requests, aborts)
 
 
 def train(folder: Path, model: Path, staleness: int, *, update_s: float) -> TrainingSession:

@@ -13,13 +13,14 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import to_samples
-from mcore_mas.runtime.engine_factory import _engine_settings
+from mcore_mas.runtime.engine_factory import engine_requests
 from mcore_mas.runtime.trainer_specs import policy_spec
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from rollout.config.agents import build_player, build_team
 from rollout.config.environment import build_env
 from rollout.config.reward import build_allocator
-from rollout.engines import EngineConfig
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.build import embedded_settings
 from rollout.records.files import read_trajectories, write_trajectories
 from rollout.records.trajectory import Group as Played
 from rollout.records.trajectory import Task
@@ -76,8 +77,9 @@ def run_config(folder: Path, model: Path, *overrides: str) -> RunConfig:
 def gaps(folder: Path, model: Path, replay: bool) -> list[float]:
     """KL(engine, trainer) of the solver in each step, whose turns went through a file."""
     config = run_config(folder, model, f"engine.router_replay={str(replay).lower()}")
-    said = _engine_settings(config, config.engine, trained=True)
-    engine = Engine(model, max_length=512, rows=8, routing=said.get("routing", False))
+    (request,) = engine_requests(config, {"solver": model}, folder, trained=True)
+    routing = embedded_settings(request).routing
+    engine = Engine(EmbeddedEngine.from_folder(model, max_length=512, rows=8, routing=routing))
     player = build_player(engine, Bytes(), deadline_s=None, max_in_flight=None)
     team = build_team(config.agents, dict.fromkeys(config.policies, player))
     rules = {name: config.advantage_of(name) for name in config.agents}
@@ -142,9 +144,3 @@ def test_a_remote_model_has_no_router_to_replay(tmp_path: Path) -> None:
         run_config(
             tmp_path, tmp_path, "~policies", *(f"+{remote}" for remote in remotes), *overrides
         )
-
-
-def test_an_engine_that_does_not_say_what_it_chose_is_refused() -> None:
-    told = r"router_replay: 'embedded_local' does not say which experts it chose; use embedded or sglang"
-    with pytest.raises(ValueError, match=told):
-        EngineConfig(name="embedded_local", router_replay=True)

@@ -13,9 +13,9 @@ import pytest
 
 from mcore_mas.runtime.checkpoint import Checkpoint
 from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
+from mcore_mas.training.colocation import Colocation, trainers_away
 from mcore_mas.training.session import load_weights
 from mcore_mas.training.step import TrainingSession
-from mcore_mas.training.weight_sync import Memory
 from rollout.base.errors import EngineError
 
 
@@ -44,13 +44,13 @@ class Taker:
         self._said.append(f"{self._name} {verb} {'+'.join(tags)}")
 
 
-def memory_of(said: list[str], *, sleep: bool = True, busy: bool = False) -> Memory:
+def memory_of(said: list[str], *, sleep: bool = True, busy: bool = False) -> Colocation:
     engines: Any = {name: Taker(name, said, busy=busy) for name in ("learner", "frozen")}
     trainers: Any = [Taker("trainer", said), Taker("critic", said)]
-    return Memory(engines, trainers, sleeps=sleep)
+    return Colocation(engines, trainers, sleeps=sleep)
 
 
-def play(memory: Memory, said: list[str], error: Exception | None = None) -> None:
+def play(memory: Colocation, said: list[str], error: Exception | None = None) -> None:
     async def act() -> None:
         async with memory.rollout(["learner"]):
             said.append("-")
@@ -108,19 +108,17 @@ def test_of_trainers_one_by_one_only_the_one_that_works_has_memory() -> None:
     assert said[:3] == ["critic gives all", "policy takes all", "works"]
     assert said[3:] == ["policy gives all", "critic takes all", "works"]
     said.clear()
-    memory = Memory({}, cast("list[TrainerGroup]", trainers), one_by_one=True)
+    memory = Colocation({}, cast("list[TrainerGroup]", trainers), one_by_one=True)
     play(memory, said)
     assert said == ["policy gives all", "critic gives all", "-"]  # and take it when they are asked
 
 
 def test_a_server_that_died_beside_trainers_starts_while_they_have_given_their_memory() -> None:
     said: list[str] = []
-    engine: Any = Taker("learner", said)
     trainers: Any = [Taker("trainer", said), Taker("critic", said)]
-    Memory({"learner": engine}, trainers, sleeps=True)
 
     async def start() -> None:
-        async with engine.room():
+        async with trainers_away(trainers):
             said.append("starts")
 
     asyncio.run(start())

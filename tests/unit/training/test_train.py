@@ -12,7 +12,7 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.runtime.engine_factory import sidecar_of, world
+from mcore_mas.runtime.run_environments import make_sidecar, open_environments
 from mcore_mas.training.train import train
 from retrieval.corpus import RetrievalError
 from rollout.engines import remote as keys
@@ -39,12 +39,12 @@ def test_keys_leave_the_environment_before_the_first_child_process(
     seen = {}
 
     @contextmanager
-    def world(config, log):  # starts the retriever, the first process of a run
+    def open_environments(config, log):  # starts the retriever, the first process of a run
         seen.update(os.environ)
         raise _NothingStarts
         yield
 
-    monkeypatch.setattr("mcore_mas.training.train.world", world)
+    monkeypatch.setattr("mcore_mas.training.train.open_environments", open_environments)
     run = make_run(tmp_path, *COACHED)
     with pytest.raises(_NothingStarts):
         train(run / "config.yaml")
@@ -72,7 +72,10 @@ def test_a_retriever_elsewhere_is_asked_with_its_token(tmp_path: Path) -> None:
             f"+retriever.key_file={token}",
         ]
         config = RunConfig.check(resolve(["experiment=demo_search", *url]), "a test")
-        with world(config, "unused") as make_env, pytest.raises(RetrievalError, match="400"):
+        with (
+            open_environments(config, "unused") as make_env,
+            pytest.raises(RetrievalError, match="400"),
+        ):
             asyncio.run(make_env.keywords["retriever"].search("who?"))
         server.shutdown()
     assert asked == ["Bearer 0123456789abcdef"]
@@ -94,7 +97,7 @@ def test_a_retriever_inherits_no_key_even_where_no_coach_is_asked(
 
     monkeypatch.setattr("retrieval.sidecar.RetrieverSidecar.__enter__", start)
     config = RunConfig.check(resolve(["experiment=demo_search", *COACHED]), "a test")
-    with pytest.raises(_NothingStarts), world(config, "evaluation/base-retriever"):
+    with pytest.raises(_NothingStarts), open_environments(config, "evaluation/base-retriever"):
         pass
     assert seen
     assert VARIABLE not in seen
@@ -110,14 +113,14 @@ def test_a_search_may_wait_for_all_that_an_evaluation_plays() -> None:
     searches_per_s = 71 / (21 * 768 / 384) * 32 / 2
     longest_s = config.trajectories_in_flight(8) / searches_per_s
     assert config.retriever.timeout_s > longest_s
-    options = sidecar_of(config.retriever, Path("index")).command
+    options = make_sidecar(config.retriever, Path("index")).command
     assert float(options[options.index("--deadline-s") + 1]) > longest_s
     elsewhere = [
         "experiment=demo_search",
         "+retriever.urls=[http://127.0.0.1:1]",
         "+retriever.timeout_s=77",
     ]
-    with world(RunConfig.check(resolve(elsewhere), "a test"), "unused") as make_env:
+    with open_environments(RunConfig.check(resolve(elsewhere), "a test"), "unused") as make_env:
         assert make_env.keywords["retriever"].timeout_s == 77
 
 
@@ -125,7 +128,9 @@ def test_thousands_of_trajectories_have_a_connection_each() -> None:
     before = _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
     try:
-        with world(RunConfig.check(resolve(["experiment=demo_math"]), "a test"), "unused"):
+        with open_environments(
+            RunConfig.check(resolve(["experiment=demo_math"]), "a test"), "unused"
+        ):
             assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(most, 8192)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.training.weight_sync import WeightSync, watched
+from mcore_mas.training.weight_sync import WeightSync, resend_lost_weights
 from rollout.base.errors import EngineError
 from rollout.sync.transport import SyncRoute, WeightUpdate
 from tests.support.simulated import handed_over
@@ -83,7 +83,7 @@ def test_an_engine_that_lost_its_weights_gets_the_same_version_again() -> None:
     async def play() -> tuple[Any, Any, Any]:
         trainer, engine = Trainer(), Engine()
         sync = WeightSync(trainer, engine)  # type: ignore[arg-type]
-        async with watched([sync]):
+        async with resend_lost_weights([sync]):
             await sync.push(1)
             for refusals in ([], [False], []):
                 engine.refusals = refusals

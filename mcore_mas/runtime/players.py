@@ -1,0 +1,80 @@
+"""Clients of a run's policies: of those with an engine, and of remote models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_mas.config.run import RunConfig, for_policy
+from rollout.base.errors import ModelError
+from rollout.config.agents import build_player
+from rollout.engines import PolicyClient
+from rollout.engines.remote.caller import RemoteClient
+from rollout.models.chat_template import Renderer
+
+
+def open_remotes(config: RunConfig, folder: Path) -> dict[str, RemoteClient]:
+    """Return the remote models by policy, before any child process starts.
+
+    Args:
+        folder: their replies are kept below it.
+
+    Raises:
+        RemoteError: a key is missing, or a folder is in use.
+    """
+    return {name: RemoteClient(remote, folder / name) for name, remote in config.remotes.items()}
+
+
+def make_renderers(config: RunConfig, models: Mapping[str, str | Path]) -> dict[str, Renderer]:
+    """Return the renderer of each policy's chats, with the tokenizer of its folder in `models`.
+
+    Raises:
+        ModelError: a folder has no chat template, or one that reads no such argument.
+    """
+    renderers = {}
+    for policy, model in models.items():
+        policy_config = config.policies[policy]
+        try:
+            renderers[policy] = Renderer(
+                model,
+                template=policy_config.chat_template,
+                arguments=policy_config.chat_template_kwargs,
+            )
+        except ModelError as error:
+            raise ModelError(f"policies.{policy}: {error}") from None
+    return renderers
+
+
+def make_players(
+    config: RunConfig,
+    engines: Mapping[str, Any],
+    servers: Mapping[str, Sequence[object]] | None = None,
+) -> dict[str, PolicyClient]:
+    """Return the clients of the policies that have an engine.
+
+    An engine gets as many calls at a time as it has slots. More would wait in the engine, where
+    their deadline already runs. Adapters of one host share its slots.
+
+    Args:
+        servers: servers of each policy's engine; None: as many as the config says.
+    """
+    renderers = make_renderers(config, {policy: config.models[policy] for policy in engines})
+    slots: dict[int, asyncio.Semaphore] = {}  # by host
+    players: dict[str, PolicyClient] = {}
+    for policy, engine in engines.items():
+        section = for_policy(config, policy).engine
+        host = getattr(engine, "host", engine)
+        if id(host) not in slots:
+            count = section.servers if servers is None else len(servers[policy])
+            slots[id(host)] = asyncio.Semaphore(section.slots * count)
+        players[policy] = build_player(
+            engine,
+            renderers[policy],
+            deadline_s=config.collection.call_s,
+            max_length=section.max_length,
+            overlong_prompts=section.overlong_prompts,
+            max_in_flight=config.policies[policy].max_in_flight or slots[id(host)],
+        )
+    return players

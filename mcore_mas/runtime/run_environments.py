@@ -1,0 +1,85 @@
+"""Environments of a run, with the retriever that they search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from mcore_mas.config.run import RunConfig
+from mcore_mas.planning.machine import visible_gpu_ids
+from retrieval.client import RetrievalClient
+from retrieval.sidecar import RetrieverSidecar
+from rollout.base.processes import Restarts, allow_open_files
+from rollout.config.environment import build_env
+from rollout.config.retriever import RetrieverConfig
+from rollout.engines.remote import hide
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Task
+
+RETRIEVER_RESTARTS = 3  # per hour, of a server beside a run that died or hangs
+
+
+@contextmanager
+def open_environments(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
+    """Yield a function that makes an environment for a task; a retriever runs for this block.
+
+    The keys of remote models leave the environment variables first, also where only training would
+    use them.
+
+    Args:
+        log: path of the retriever's log in the run folder, without its suffix.
+
+    Raises:
+        RetrievalError: the retriever does not start.
+    """
+    allow_open_files()
+    for remote in config.remotes.values():
+        hide(remote.key_variable)
+    if config.coach is not None:
+        hide(config.coach.key_variable)
+    if config.retriever is None:
+        yield build_env(config.env)
+        return
+
+    retriever = config.retriever
+    with ExitStack() as stack:
+        urls = retriever.urls
+        revive = None
+        if not retriever.elsewhere:
+            index_dir = retriever.folder or config.folder / "index"
+            sidecar = make_sidecar(retriever, index_dir, config.folder / f"{log}.log")
+            urls = (stack.enter_context(sidecar),)
+            revive = sidecar.revive
+        client = RetrievalClient(
+            *urls,
+            timeout_s=retriever.timeout_s,
+            patience_s=retriever.patience_s,
+            token_file=retriever.key_file,
+            revive=revive,
+        )
+        yield build_env(config.env, retriever=client)
+
+
+def make_sidecar(
+    retriever: RetrieverConfig, index_dir: Path, log: Path | None = None
+) -> RetrieverSidecar:
+    """Return the retrieval server beside a run; it uses the last GPU of the machine, or none."""
+    return RetrieverSidecar(
+        index_dir,
+        log_path=log,
+        python=retriever.python,
+        encoder_folder=retriever.encoder_folder,
+        gpus=visible_gpu_ids()[-retriever.gpus :] if retriever.gpus else (),
+        extra_args=(
+            "--threads",
+            str(retriever.threads),
+            "--ranking",
+            retriever.ranking,
+            "--device",
+            retriever.device,
+            "--deadline-s",
+            str(retriever.timeout_s),
+        ),
+        may_restart=Restarts("retriever", RETRIEVER_RESTARTS).take,
+    )

@@ -1,0 +1,95 @@
+"""Colocation: engines and trainers on the same GPUs take turns in their memory."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
+
+from mcore_mas.runtime.trainer_group import TrainerGroup
+from rollout.base.errors import EngineError
+from rollout.engines.protocol import Tag, TrainedEngine
+
+
+class Colocation:
+    """Memory of engines and trainers on the same GPUs.
+
+    Memory is freed before it is taken, because the GPUs have room for one side only.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, TrainedEngine],
+        offloaded: Sequence[TrainerGroup],
+        *,
+        sleeps: bool = False,
+        one_by_one: bool = False,
+    ) -> None:
+        """Name the engines by policy, and the trainers that are offloaded during rollouts.
+
+        Args:
+            sleeps: True if engines free their memory while policies are trained.
+            one_by_one: True if only one trainer has its memory at a time. Trainers then take it
+                themselves when they are called (`TrainerTurns`).
+        """
+        self._engines = engines
+        self._offloaded = offloaded
+        self._sleeps = sleeps
+        self._one_by_one = asyncio.Lock() if one_by_one else None
+
+    def learning(self) -> AbstractAsyncContextManager[object]:
+        """Return the context manager around all that a policy does in a step's update."""
+        return self._one_by_one or nullcontext()
+
+    @asynccontextmanager
+    async def rollout(self, trained: Sequence[str] = ()) -> AsyncIterator[None]:
+        """Give engines all their memory for this block, while trainers are offloaded.
+
+        Args:
+            trained: policies that are trained after the block. Their engines free the weights too,
+                because new ones will come.
+        """
+        try:
+            await asyncio.gather(*(group.sleep() for group in self._offloaded))
+            if self._sleeps:
+                engines = self._engines.values()
+                await asyncio.gather(*(engine.wake(("kv_cache",)) for engine in engines))
+            yield
+        except BaseException:
+            with suppress(EngineError):  # abandoned requests may still be running
+                await self._free_engine_memory(())
+            raise
+        else:
+            await self._free_engine_memory(trained)
+        finally:
+            if self._one_by_one is None:
+                await asyncio.gather(*(group.wake() for group in self._offloaded))
+
+    async def _free_engine_memory(self, trained: Sequence[str]) -> None:
+        if not self._sleeps:
+            return
+
+        async def sleep(policy: str, engine: TrainedEngine) -> None:
+            tags: tuple[Tag, ...] = ("kv_cache",)
+            if policy in trained:
+                tags = ("weights", "kv_cache")
+            await engine.sleep(tags)
+
+        await asyncio.gather(*(sleep(policy, engine) for policy, engine in self._engines.items()))
+
+
+@asynccontextmanager
+async def trainers_away(groups: Sequence[TrainerGroup]) -> AsyncIterator[None]:
+    """Offload trainers for this block; calls to them wait.
+
+    An engine process that died beside trainers is started again here, because it sizes its memory
+    by what is free.
+    """
+    async with AsyncExitStack() as away:
+        for group in groups:
+            await away.enter_async_context(group.away())
+        yield

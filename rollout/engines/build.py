@@ -1,0 +1,85 @@
+"""Engines of a run: what a run asks for, and the call that builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.base.lookup import lookup_import
+from rollout.engines.config import EngineConfig
+from rollout.engines.registry import ENGINES
+
+if TYPE_CHECKING:
+    from rollout.models.fused_weights import AdapterShape
+
+RestartGuard = Callable[[], AbstractAsyncContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """Request for the engines of some policies that have one model.
+
+    Attributes:
+        policies: one policy, or one for each of `adapters`.
+        model: Hugging Face folder.
+        config: section `engine` of the policies.
+        log_folder: folder of the servers' logs.
+        trained: True if trainers send weights. Ray must be running then.
+        version: version of the weights in `model`.
+        adapters: adapters that the engine holds beside the model; empty if it takes full weights.
+        threads: CPU threads of each engine process.
+        bf16: True if the policies are trained in bfloat16.
+        weights_folder: folder for weights that trainer and engine see; None: one in shared memory.
+        placements: Ray actor options of each of the engine's devices; None: Ray chooses.
+        multi_node: True if servers may be on other nodes than this process.
+        shares_gpus: True if other engines are on the same GPUs.
+        gpus: in an evaluation, the GPUs of each server.
+        visible_gpus: GPUs that this process sees, in their order.
+        restart_guard: context manager around the restart of an engine process; inside, trainers on
+            the same GPUs have given their memory back.
+    """
+
+    policies: Sequence[str]
+    model: Path
+    config: EngineConfig
+    log_folder: Path
+    trained: bool
+    version: int = 0
+    adapters: Sequence[AdapterShape] = ()
+    threads: int = 1
+    bf16: bool = False
+    weights_folder: Path | None = None
+    placements: Sequence[Mapping[str, Any]] | None = None
+    multi_node: bool = False
+    shares_gpus: bool = False
+    gpus: Sequence[Sequence[str]] | None = None
+    visible_gpus: Sequence[str] = ()
+    restart_guard: RestartGuard = field(default=nullcontext)
+
+
+def build_engines(request: EngineRequest) -> list[Any]:
+    """Return an engine for each policy of the request.
+
+    Raises:
+        EngineError: the engine does not compute the model, or cannot start.
+    """
+    name = request.config.name
+    builder: Any = lookup_import("engine", name, ENGINES)
+    if name in ENGINES:
+        engines: list[Any] = builder(request)
+        return engines
+    return [_build_own_engine(builder, request)]
+
+
+def _build_own_engine(engine_class: Any, request: EngineRequest) -> Any:
+    """Call an engine class of the user's own; only a training places its actors."""
+    keywords: dict[str, Any] = {
+        "rows": request.config.slots,
+        "max_length": request.config.max_length,
+    }
+    if request.placements:
+        keywords["place"] = request.placements[0]
+    return engine_class(str(request.model), **keywords)

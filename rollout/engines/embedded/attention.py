@@ -1,0 +1,304 @@
+"""Attention of a decoding pass over the KV cache.
+
+A batch is cut into blocks. A `RowBlock` has neighbouring rows of the cache, all as wide as their
+longest sequence. A `GroupBlock` has groups of rows with the same prompt, whose common keys are read
+once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.engines.embedded.cache import DecodeBatch, KVCache
+from rollout.models.exact import COLUMNS, row_attention
+
+# Costs are counted in tokens of context that can be read in the time of the overhead.
+_ROW_BLOCK_COST = 400  # starting another attention product
+_GROUP_BLOCK_COST = 600  # the same with the copies and sums between a group block's products
+
+
+class AttentionPlanner:
+    """Cuts decoding batches into blocks, and keeps the blocks while a batch continues."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.blocks: list[RowBlock | GroupBlock] = []
+        self._cache = cache
+        self._device = cache.keys.device
+        self._batch: DecodeBatch | None = None
+        self._prefixes: dict[bytes, tuple[Tensor, Tensor]] = {}
+
+    def plan(self, batch: DecodeBatch) -> list[RowBlock | GroupBlock]:
+        """Return the blocks of a batch, which together have its rows in order.
+
+        They are cut anew every `COLUMNS` tokens even if the batch continues, because rows grow.
+        """
+        last = self._batch
+        continues = last is not None and batch.continues(last)
+        if continues and batch.positions.max() % COLUMNS:
+            for block in self.blocks:
+                block.advance()
+        else:
+            self.blocks = self.cut(batch)
+        self._batch = batch
+        return self.blocks
+
+    def cut(self, batch: DecodeBatch) -> list[RowBlock | GroupBlock]:
+        """Cut a batch into group blocks, where they are worth their cost, and row blocks between."""
+        known_prefixes, self._prefixes = self._prefixes, {}
+        cache_rows = self._cache.keys.shape[1]
+        blocks: list[RowBlock | GroupBlock] = []
+        first = 0
+        for runs in _group_runs(batch, cache_rows):
+            blocks += row_blocks(batch, self._device, first, runs[0].start)
+            key = b"".join(
+                batch.groups[run.start].tobytes() + batch.shared[run].min().tobytes()
+                for run in runs
+            )
+            prefix = known_prefixes.get(key)
+            if prefix is None:
+                prefix = self._gather_prefix(batch, runs)
+            self._prefixes[key] = prefix
+            blocks.append(GroupBlock(batch, runs, cache_rows, *prefix))
+            first = runs[-1].stop
+        return blocks + row_blocks(batch, self._device, first)
+
+    def _gather_prefix(self, batch: DecodeBatch, runs: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """Copy the keys [L, G KV, D, P] and values [L, G KV, P, D] that each group's rows share."""
+        keys, values = self._cache.keys, self._cache.values
+        rows = torch.tensor([int(batch.rows[run.start]) for run in runs], device=self._device)
+        tokens = max(int(batch.shared[run].min()) for run in runs)
+        prefix_keys = keys[:, rows, :, :, :tokens].flatten(1, 2).contiguous()
+        prefix_values = values[:, rows, :, :tokens].flatten(1, 2)
+        return prefix_keys, prefix_values
+
+
+def row_blocks(
+    batch: DecodeBatch, device: torch.device, first: int = 0, last: int | None = None
+) -> list[RowBlock]:
+    """Cut the rows `first` to `last` of a batch into row blocks.
+
+    A block ends where one attention product would read more idle rows and padding than another
+    product costs.
+    """
+    if last is None:
+        last = len(batch.rows)
+    if first == last:
+        return []
+    rows = batch.rows.tolist()
+    contexts = (batch.positions + 1).tolist()
+    blocks: list[RowBlock] = []
+    width = 0
+    for i in range(first, last):
+        wider = max(width, contexts[i])
+        read = (rows[i] - rows[first] + 1) * wider
+        read_before = (rows[i - 1] - rows[first] + 1) * width
+        if i > first and read - contexts[i] - read_before > _ROW_BLOCK_COST:
+            blocks.append(RowBlock(batch, slice(first, i), device))
+            first = i
+            wider = contexts[i]
+        width = wider
+    blocks.append(RowBlock(batch, slice(first, last), device))
+    return blocks
+
+
+class _Window:
+    """Neighbouring rows of the cache that attend together.
+
+    Idle rows between them take part with position 0 only, and their results are dropped.
+    """
+
+    def __init__(
+        self, batch: DecodeBatch, part: slice, first_row: int, size: int, device: torch.device
+    ) -> None:
+        """Put the `part` of a batch into the window of `size` cache rows from `first_row` on."""
+        self.part = part
+        self._rows = slice(first_row, first_row + size)
+        self._device = device
+        self._offsets = batch.rows[part] - first_row
+        self._live: Tensor | None = None  # None if all rows of the window are live
+        if size != len(self._offsets):
+            self._live = torch.from_numpy(self._offsets).to(device)
+        self._positions = np.zeros(size, dtype=np.int64)
+        self._positions[self._offsets] = batch.positions[part]
+        self._update_mask()
+
+    def advance(self) -> None:
+        """Go on to the next token of each row."""
+        self._positions[self._offsets] += 1
+        self._update_mask()
+
+    def _update_mask(self) -> None:
+        raise NotImplementedError
+
+    def _spread(self, q: Tensor) -> Tensor:
+        """Put the queries [n, H, D] of live rows at their place in the window [size, H, D]."""
+        if self._live is None:
+            return q
+        spread = q.new_zeros(len(self._positions), *q.shape[1:])
+        spread[self._live] = q
+        return spread
+
+    def _select_live(self, mixed: Tensor) -> Tensor:
+        """Return the results [n, H D] of live rows from those of the window [size, H D]."""
+        return mixed if self._live is None else mixed[self._live]
+
+
+class RowBlock(_Window):
+    """Neighbouring rows, all as wide as their longest sequence."""
+
+    def __init__(self, batch: DecodeBatch, part: slice, device: torch.device) -> None:
+        first_row, last_row = int(batch.rows[part][0]), int(batch.rows[part][-1])
+        super().__init__(batch, part, first_row, last_row - first_row + 1, device)
+
+    def _update_mask(self) -> None:
+        self._width = COLUMNS * -(-(int(self._positions.max()) + 1) // COLUMNS)
+        seen = np.arange(self._width) <= self._positions[:, None]
+        self._mask = _additive_mask(seen, self._device)[:, None]
+
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False
+    ) -> Tensor:
+        """Return the attention [n, H D] of queries [n, H, D] over a layer's cache.
+
+        Args:
+            keys: [S, KV, D, M].
+            values: [S, KV, M, D].
+            exact: compute as the trainer's exact mode does.
+        """
+        kv_heads = keys.shape[1]
+        heads, head_dim = q.shape[1:]
+        window = len(self._mask)
+        folded = self._spread(q).reshape(window * kv_heads, heads // kv_heads, head_dim)
+        window_keys = keys[self._rows].flatten(0, 1)[..., : self._width]
+        window_values = values[self._rows].flatten(0, 1)[:, : self._width]
+        if exact:
+            mixed = row_attention(folded, window_keys, window_values, self._mask)
+        else:
+            scores = torch.bmm(folded, window_keys)
+            scores.view(window, heads, self._width).add_(self._mask)
+            mixed = torch.bmm(scores.softmax(-1), window_values)
+        return self._select_live(mixed.reshape(window, heads * head_dim))
+
+
+class GroupBlock(_Window):
+    """Groups of rows at equal distances; each group's common keys are read once for all its rows."""
+
+    def __init__(
+        self,
+        batch: DecodeBatch,
+        runs: Sequence[slice],
+        cache_rows: int,
+        prefix_keys: Tensor,
+        prefix_values: Tensor,
+    ) -> None:
+        """Build a block of the groups in the `runs` of a batch.
+
+        Args:
+            prefix_keys: common keys of each group [L, G KV, D, P].
+            prefix_values: common values of each group [L, G KV, P, D].
+        """
+        part = slice(runs[0].start, runs[-1].stop)
+        self._prefix_keys = prefix_keys
+        self._prefix_values = prefix_values
+        self._prefix_tokens = prefix_keys.shape[-1]
+
+        homes = [int(batch.groups[run.start]) % cache_rows for run in runs]
+        if len(runs) > 1:
+            first_row = homes[0]
+            distance = homes[1] - homes[0]
+        else:
+            first_row = int(batch.rows[part][0])
+            distance = int(np.ptp(batch.rows[part])) + 1
+        self._grid = (len(runs), distance)
+        shared = [int(batch.shared[run].min()) for run in runs]
+        self._shared = np.repeat(shared, distance)
+        super().__init__(batch, part, first_row, len(runs) * distance, prefix_keys.device)
+
+    def _update_mask(self) -> None:
+        positions = self._positions[:, None]
+        shared = self._shared[:, None]
+        # Columns behind the common keys, which each row reads by itself.
+        self._own = slice(int(shared.min()), int(positions.max()) + 1)
+        self._mask: Tensor | None = None
+        if np.ptp(shared) or np.ptp(positions):
+            columns = np.arange(self._own.start, self._own.stop)
+            in_prefix = np.arange(self._prefix_tokens) < shared
+            in_own = (shared <= columns) & (columns <= positions)
+            mask = _additive_mask(np.concatenate((in_prefix, in_own), 1), self._device)
+            self._mask = mask.view(*self._grid, 1, 1, -1).transpose(1, 2)
+
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False
+    ) -> Tensor:
+        """Return the attention of the block; see `RowBlock.attend`. It is never exact."""
+        kv_heads = keys.shape[1]
+        heads, head_dim = q.shape[1:]
+        groups, distance = self._grid
+        heads_per_kv = heads // kv_heads
+        q = self._spread(q).reshape(groups, distance, kv_heads, heads_per_kv, head_dim)
+
+        # Scores of the common keys, one product for each group, and of each row's own keys.
+        folded = q.transpose(1, 2).reshape(groups * kv_heads, -1, head_dim)
+        prefix_scores = torch.bmm(folded, self._prefix_keys[layer])
+        own_keys = keys[self._rows].flatten(0, 1)[:, :, self._own]
+        own_scores = torch.bmm(q.flatten(0, 2), own_keys)
+        own_scores = own_scores.view(groups, distance, kv_heads, heads_per_kv, -1).transpose(1, 2)
+        scores = torch.cat([prefix_scores.view(*own_scores.shape[:-1], -1), own_scores], -1)
+        if self._mask is not None:
+            scores.add_(self._mask)
+        weights = scores.softmax(-1)
+
+        prefix_weights = weights.view(groups * kv_heads, distance * heads_per_kv, -1)
+        prefix_weights = prefix_weights[..., : self._prefix_tokens]
+        prefix_mixed = torch.bmm(prefix_weights, self._prefix_values[layer])
+        own_weights = weights[..., self._prefix_tokens :].transpose(1, 2).flatten(0, 2)
+        own_values = values[self._rows].flatten(0, 1)[:, self._own]
+        mixed = torch.bmm(own_weights, own_values).view(q.shape)
+        mixed += prefix_mixed.view(groups, kv_heads, distance, heads_per_kv, head_dim).transpose(
+            1, 2
+        )
+        return self._select_live(mixed.view(groups * distance, heads * head_dim))
+
+
+def _group_runs(batch: DecodeBatch, cache_rows: int) -> Iterator[list[slice]]:
+    """Yield lists of runs of rows; the runs of a list are groups that one block can hold."""
+    ends = (np.flatnonzero(np.diff(batch.groups)) + 1).tolist()
+    bounds = [0, *ends, len(batch.rows)]
+    together: list[slice] = []
+    for start, stop in pairwise(bounds):
+        run = slice(start, stop)
+        saved = (stop - start - 1) * batch.shared[run].min()
+        if saved <= _GROUP_BLOCK_COST:
+            continue
+        if together and not _fits(batch, [*together, run], cache_rows):
+            yield together
+            together = []
+        together.append(run)
+    if together:
+        yield together
+
+
+def _fits(batch: DecodeBatch, runs: Sequence[slice], cache_rows: int) -> bool:
+    """Return True if the last run continues the grid of those before, without too much padding."""
+    homes = [int(batch.groups[run.start]) % cache_rows for run in runs]
+    distance = homes[1] - homes[0]
+    for home, run in zip(homes, runs, strict=True):
+        first_row, last_row = batch.rows[run.start], batch.rows[run.stop - 1]
+        if not (home <= first_row and last_row < home + distance <= cache_rows):
+            return False
+    adjacent = runs[-2].stop == runs[-1].start and homes[-1] - homes[-2] == distance
+    padding = sum(
+        abs(int(column[runs[-1]].max() - column[runs[0]].max()))
+        for column in (batch.shared, batch.positions)
+    )
+    return adjacent and distance * padding <= _GROUP_BLOCK_COST
+
+
+def _additive_mask(seen: np.ndarray, device: torch.device) -> Tensor:
+    """Return 0 where a key is seen, and -inf elsewhere."""
+    return torch.from_numpy(np.where(seen, np.float32(0), np.float32("-inf"))).to(device)

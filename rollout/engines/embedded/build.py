@@ -1,0 +1,103 @@
+"""Embedded engines of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.engines.adapters import adapter_engines
+from rollout.engines.build import EngineRequest
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.engines.embedded.engine import HostedEngine
+from rollout.engines.embedded.local import LocalEngine, LocalReplicas
+from rollout.engines.embedded.replicas import ReplicatedEngine
+from rollout.engines.embedded.settings import EmbeddedSettings
+from rollout.engines.registry import TRANSPORTS
+
+
+def build_embedded_engines(request: EngineRequest) -> list[Any]:
+    """Return the embedded engines of a request: Ray actors if they are trained, else in this process."""
+    if not request.trained:
+        return [build_local_engine(request, local_devices(request))]
+
+    settings = embedded_settings(request)
+    if request.adapters:
+        host = HostedEngine(settings, adapters=request.adapters)
+        return list(adapter_engines(host, len(request.adapters)))
+    if request.config.replicas > 1:
+        placements = request.placements or [{}] * request.config.replicas
+        return [ReplicatedEngine(settings, placements)]
+    return [HostedEngine(settings)]
+
+
+def embedded_settings(request: EngineRequest) -> EmbeddedSettings:
+    """Return the settings of an embedded engine that is trained."""
+    config = request.config
+    weights_folder = request.weights_folder
+    if weights_folder is None and config.replicas > 1:
+        weights_folder = (request.log_folder / request.policies[0]).resolve()
+    return EmbeddedSettings(
+        folder=request.model,
+        max_length=config.max_length,
+        rows=config.slots,
+        threads=request.threads,
+        deterministic=config.deterministic,
+        routing=config.router_replay,
+        bf16=request.bf16,
+        device=config.device,
+        placement=request.placements[0] if request.placements else None,
+        transport=config.transport or TRANSPORTS["embedded"][0],
+        weights_folder=weights_folder,
+        restarts=config.restarts,
+    )
+
+
+def build_local_engine(
+    request: EngineRequest, devices: Sequence[str]
+) -> LocalEngine | LocalReplicas:
+    """Return an engine in this process on one device, or replicas on several."""
+    first = _load_engine(request, devices[0])
+    if len(devices) == 1:
+        return LocalEngine(first)
+    cores = [first, *(_copy_engine(request, first, device) for device in devices[1:])]
+    return LocalReplicas([LocalEngine(core) for core in cores])
+
+
+def local_devices(request: EngineRequest) -> list[str]:
+    """Return the devices that an embedded engine in this process computes on."""
+    if request.gpus is None or not any(request.gpus):
+        return [request.config.device]
+    return [f"cuda:{request.visible_gpus.index(gpu)}" for (gpu,) in request.gpus]
+
+
+def _load_engine(request: EngineRequest, device: str) -> EmbeddedEngine:
+    config = request.config
+    return EmbeddedEngine.from_folder(
+        request.model,
+        max_length=config.max_length,
+        device=device,
+        bf16=request.bf16,
+        rows=config.slots,
+        version=request.version,
+        deterministic=config.deterministic,
+    )
+
+
+def _copy_engine(request: EngineRequest, engine: EmbeddedEngine, device: str) -> EmbeddedEngine:
+    """Return an engine on another device that has its weights in the same memory of the host."""
+    config = request.config
+    decoder = CachedDecoder(
+        engine.decoder.shape,
+        config.max_length,
+        engine.decoder.halves,
+        device,
+        bf16=request.bf16,
+    )
+    decoder.adopt(engine.decoder.half)
+    return EmbeddedEngine(
+        decoder,
+        rows=config.slots,
+        version=request.version,
+        deterministic=config.deterministic,
+    )

@@ -1,0 +1,119 @@
+"""Actor's side of an embedded engine that runs in a Ray actor."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from rollout.base.errors import EngineError
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.decoder import CachedDecoder
+from rollout.engines.embedded.settings import EmbeddedSettings
+from rollout.models.architecture import read_architecture
+from rollout.models.fused_weights import AdapterShape
+from rollout.models.tensors import checksum, compare, read_tensors
+from rollout.sync.shared import SharedWeights
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightSlot:
+    """Full weights of an actor, or one of its adapters, in shared memory.
+
+    Attributes:
+        file: file in shared memory that the trainer writes; None: memory of the actor alone.
+        adapter: shape of the adapter; None for the full weights.
+        version: version that the actor computes from.
+        half: half that the actor computes from; None before the first update.
+    """
+
+    file: Path | None
+    adapter: AdapterShape | None = None
+    version: int = 0
+    half: int | None = None
+
+    @property
+    def free_half(self) -> int:
+        """Half that the next update is written to."""
+        return 0 if self.half is None else 1 - self.half
+
+
+class Host(EmbeddedEngine):
+    """Embedded engine in a Ray actor, with its weights in shared memory."""
+
+    def __init__(self, settings: EmbeddedSettings, slots: Sequence[WeightSlot]) -> None:
+        """Load the weights from shared memory, or from the model's folder before the first update.
+
+        Args:
+            slots: the full weights, and then every adapter.
+        """
+        torch.set_num_threads(settings.threads)
+        architecture = read_architecture(settings.folder)
+        self._shared = [SharedWeights(slot.file, architecture, slot.adapter) for slot in slots]
+        weights, *adapters = slots
+        decoder = CachedDecoder(
+            architecture,
+            settings.max_length,
+            self._shared[0].halves,
+            settings.device,
+            [slot.adapter for slot in adapters if slot.adapter is not None],
+            settings.bf16,
+        )
+        if weights.half is None:
+            decoder.load(read_tensors(settings.folder))
+        else:
+            decoder.adopt(weights.half)
+        super().__init__(
+            decoder,
+            rows=settings.rows,
+            version=weights.version,
+            deterministic=settings.deterministic,
+            routing=settings.routing,
+        )
+        for shared in self._shared:
+            if shared.file is not None:
+                self.interrupt = shared.interrupt
+                break
+        for number, slot in enumerate(adapters, 1):
+            if slot.half is not None:
+                self.adopt_adapter(number, self._shared[number].halves[slot.half], slot.version)
+
+    def commit(
+        self, half: int, version: int, checksums: dict[str, str], number: int, folder: str
+    ) -> None:
+        """Compare the weights in `half` with the trainer's checksums, and compute from them.
+
+        Args:
+            number: of the adapter; 0 for the full weights.
+            folder: folder to read the weights from; "" if the trainer has written them into `half`.
+
+        Raises:
+            EngineError: the weights are of another version, or differ from the trainer's. The
+                engine then keeps its present weights.
+        """
+        shared = self._shared[number]
+        if folder:
+            shared.versions[half] = -1
+            shared.halves[half].fill(read_tensors(folder))
+            shared.versions[half] = version
+        if shared.versions[half] != version:
+            raise EngineError(
+                f"the shared weights hold version {shared.versions[half]}; expected {version}"
+            )
+        engine_checksums = {
+            name: checksum(tensor) for name, tensor in shared.halves[half].tensors()
+        }
+        compare(engine_checksums, checksums, version)
+        if number:
+            self.adopt_adapter(number, shared.halves[half], version)
+        else:
+            self.adopt(half, version)
+
+    def pid(self) -> int:
+        """Return the actor's process id."""
+        return os.getpid()
+
+    def counters(self) -> dict[str, float]:
+        """Return the engine's statistics by field name."""
+        return asdict(self.stats)

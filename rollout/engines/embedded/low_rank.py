@@ -1,0 +1,125 @@
+"""Low-rank adapters of a decoder (multi-LoRA): each row of a batch is computed with its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollout.base.errors import EngineError
+from rollout.models.architecture import Architecture
+from rollout.models.fused_weights import AdapterShape, AdapterWeights
+from rollout.models.layout import Projection
+
+# Linear layers of a decoder layer, with the projections that each fuses, in the order of its rows.
+_FUSED: dict[str, tuple[Projection, ...]] = {
+    "qkv": ("q", "k", "v"),
+    "out": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}
+
+# Adds to the output [N, rows] of a linear layer, in place, what the adapters add for its input
+# [N, inputs].
+AddLowRank = Callable[[str, Tensor, Tensor], object]
+
+# By linear layer: A of all its projections, one above the other [projections R, inputs], and by
+# projection its rows in the output and (scale B)ᵀ [R, rows].
+_LayerAdapters = dict[str, tuple[Tensor, dict[Projection, tuple[slice, Tensor]]]]
+
+
+class LowRank:
+    """A and B of several adapters side by side, as if they were one adapter of all their ranks R.
+
+    A row's product with all A is set to 0 at the ranks of other adapters. So a batch takes two
+    products for each projection, however many adapters it has, and no row sees another's adapter.
+    """
+
+    def __init__(
+        self, architecture: Architecture, adapters: Sequence[AdapterShape], device: torch.device
+    ) -> None:
+        """Allocate the adapters; they are zero, and so without effect, before `put`."""
+        ends = [0, *accumulate(adapter.rank for adapter in adapters)]
+        total_rank = ends[-1]
+        self._ranks = [slice(first, last) for first, last in pairwise(ends)]
+        self._scales = [adapter.scale for adapter in adapters]
+
+        # True at the ranks that are of other adapters than the row's; row 0 is of no adapter.
+        self._others = torch.ones(1 + len(adapters), total_rank, dtype=torch.bool, device=device)
+        for number, ranks in enumerate(self._ranks, 1):
+            self._others[number, ranks] = False
+
+        output_rows = _output_rows(architecture)
+        targets = {projection for adapter in adapters for projection in adapter.targets}
+        self._layers: list[_LayerAdapters] = []
+        for _ in range(architecture.layers):
+            layer: _LayerAdapters = {}
+            for linear, fused in _FUSED.items():
+                own = [projection for projection in fused if projection in targets]
+                if not own:
+                    continue
+                inputs = architecture.projections[own[0]][1]
+                a = torch.zeros(len(own) * total_rank, inputs, device=device)
+                parts = {}
+                for projection in own:
+                    rows = architecture.projections[projection][0]
+                    b = torch.zeros(total_rank, rows, device=device)
+                    parts[projection] = (output_rows[projection], b)
+                layer[linear] = (a, parts)
+            self._layers.append(layer)
+
+    def put(self, number: int, weights: AdapterWeights) -> None:
+        """Compute adapter `number`, counted from 1, with `weights` from now on.
+
+        Raises:
+            EngineError: a tensor has infinite values or NaN. In the products these would reach rows
+                of other adapters.
+        """
+        for name, tensor in weights.tensors():
+            if not tensor.isfinite().all():
+                raise EngineError(
+                    f"the adapter's tensor '{name}' has numbers that are not finite; look at the "
+                    "training that produced it"
+                )
+        ranks = self._ranks[number - 1]
+        scale = self._scales[number - 1]
+        for layer, projections in zip(self._layers, weights.layers, strict=True):
+            for a, parts in layer.values():
+                a_parts = a.chunk(len(parts))
+                for (projection, (_, b)), a_part in zip(parts.items(), a_parts, strict=True):
+                    if projection in projections:
+                        new_a, new_b = projections[projection]
+                        a_part[ranks] = new_a
+                        b[ranks] = scale * new_b.t()
+
+    def for_rows(self, numbers: Tensor) -> list[AddLowRank]:
+        """Return, for each layer, the function that adds the adapters of the rows, by number [N]."""
+        others = self._others[numbers, None]
+        return [partial(self._add, layer, others) for layer in self._layers]
+
+    def _add(
+        self, layer: _LayerAdapters, others: Tensor, linear: str, x: Tensor, output: Tensor
+    ) -> None:
+        """Add scale B A x to `output` [N, rows], without the ranks of `others` [N, 1, R]."""
+        if linear not in layer:
+            return
+        a, parts = layer[linear]
+        low = F.linear(x, a).unflatten(-1, (len(parts), -1)).masked_fill_(others, 0.0)
+        for number, (rows, b) in enumerate(parts.values()):
+            output[:, rows].addmm_(low[:, number], b)
+
+
+def _output_rows(architecture: Architecture) -> dict[Projection, slice]:
+    """Return the rows of each projection in the output of its linear layer."""
+    rows: dict[Projection, slice] = {}
+    for fused in _FUSED.values():
+        first = 0
+        for projection in fused:
+            last = first + architecture.projections[projection][0]
+            rows[projection] = slice(first, last)
+            first = last
+    return rows

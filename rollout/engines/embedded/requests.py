@@ -1,0 +1,65 @@
+"""Requests to the embedded engine, and what it reports of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.base.errors import EngineError
+from rollout.records.trajectory import Completion, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Request for one completion.
+
+    Attributes:
+        id: chosen by the client, unique among its open requests.
+        adapter: number of the adapter to compute with; 0 for none.
+        notify_every: number of new tokens after which they are reported; 0 for never.
+    """
+
+    id: int
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    adapter: int = 0
+    notify_every: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Further tokens of a completion that is being sampled.
+
+    Attributes:
+        position: of the first of them in the completion.
+    """
+
+    position: int
+    token_ids: list[int]
+
+
+Outcome = Completion | EngineError
+Report = tuple[int, Outcome | NewTokens]  # with the request's id
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """State of a request in the engine, waiting or running.
+
+    Attributes:
+        prompt: token ids [P], int64.
+        versions: (weights version, its first completion token), in order.
+        cached_tokens: prompt tokens whose keys were reused.
+        reported: completion tokens that were reported as `NewTokens`.
+    """
+
+    id: int
+    prompt: np.ndarray
+    sampling: Sampling
+    adapter: int = 0
+    notify_every: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    cached_tokens: int = 0
+    reported: int = 0

@@ -1,0 +1,120 @@
+"""Sampling of the next token, from seeds and positions alone."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK = 64  # tokens whose weights are summed before single tokens are looked at
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return a float32 in [0, 1) for each pair of seed and position, independent of all others.
+
+    Args:
+        seeds: uint64 [N].
+        positions: index of the token in its completion, integer [N].
+    """
+    counter = _mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
+    return (_mix(counter) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """Mix 64-bit integers as splitmix64 does (Steele, Lea and Flood 2014)."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
+
+
+def sample_tokens(
+    logits: Tensor,
+    *,
+    temperature: np.ndarray,
+    top_p: np.ndarray,
+    top_k: np.ndarray,
+    uniform: np.ndarray,
+) -> tuple[Tensor, Tensor]:
+    """Sample a token for each row of logits by inverting the cumulative distribution.
+
+    Top-k and top-p both look at the distribution after temperature, as in SGLang: a token stays if
+    it is among the k likeliest and the probability of all likelier tokens is below p. Temperature
+    0 takes the likeliest token.
+
+    Args:
+        logits: float32 [N, V].
+        temperature, top_p: float32 [N].
+        top_k: int64 [N]; 0 for no limit.
+        uniform: float32 [N] in [0, 1), where the distribution is inverted.
+
+    Returns:
+        Tokens, int64 [N], and their log-probabilities, float32 [N]. These are of the full
+        distribution after temperature, before top-p and top-k, and at temperature 1 for greedy
+        rows. They are NaN where the logits are not finite.
+    """
+    device = logits.device
+    greedy = temperature == 0
+    if (temperature != 1).any():
+        scale = np.where(greedy, 1, temperature).astype(np.float32)
+        logits = logits / torch.from_numpy(scale).to(device)[:, None]
+    peak = logits.amax(-1, keepdim=True)
+    weights = (logits - peak).exp_()
+    # The sum is of weights relative to the peak, as in the trainer's exact head, so that both give
+    # the same bits.
+    log_sum = weights.sum(-1, keepdim=True).log_()
+
+    truncated = np.flatnonzero((top_p < 1) | (top_k > 0))
+    if len(truncated):
+        rows = torch.from_numpy(truncated).to(device)
+        probabilities = (logits[rows] - peak[rows] - log_sum[rows]).exp_()
+        weights[rows] = _truncate(
+            probabilities,
+            top_p=torch.from_numpy(top_p[truncated]).to(device),
+            top_k=torch.from_numpy(top_k[truncated]).to(device),
+        )
+
+    tokens = _invert(weights, torch.from_numpy(uniform).to(device)[:, None])
+    if greedy.any():
+        is_greedy = torch.from_numpy(greedy).to(device)[:, None]
+        tokens = torch.where(is_greedy, logits.argmax(-1, keepdim=True), tokens)
+    logprobs = logits.gather(-1, tokens) - peak - log_sum
+    return tokens[:, 0], logprobs[:, 0]
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Return the token [N, 1] where the running sum of `weights` [N, V] exceeds `uniform` [N, 1] x total.
+
+    The sum is taken over blocks of tokens first, and then inside the block where it is exceeded.
+    """
+    missing = -weights.shape[1] % _BLOCK
+    padded = F.pad(weights, (0, missing)) if missing else weights
+    blocks = padded.unflatten(1, (-1, _BLOCK))
+    block_sums = blocks.sum(-1).cumsum_(-1)
+    point = uniform * block_sums[:, -1:]
+    block = _first_above(block_sums, point)
+    point -= torch.where(block > 0, block_sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    sums = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0].cumsum_(-1)
+    token = block * _BLOCK + _first_above(sums, point)
+    return token.clamp_(max=weights.shape[1] - 1)
+
+
+def _first_above(sums: Tensor, point: Tensor) -> Tensor:
+    """Return the index [N, 1] of the first of the running `sums` [N, K] that exceeds `point` [N, 1].
+
+    Rounding may have lifted `point` to the last sum, which then counts as exceeding it.
+    """
+    last = sums[:, -1:]
+    below = torch.minimum(point, torch.nextafter(last, torch.zeros_like(last)))
+    index = torch.searchsorted(sums, below, right=True)
+    return index.clamp_(max=sums.shape[1] - 1)  # NaN is sorted behind all sums
+
+
+def _truncate(probabilities: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Set the probabilities [N, V] of tokens that top-p or top-k leave out to 0."""
+    ordered, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    rank = torch.arange(probabilities.shape[-1], device=probabilities.device)
+    keep = (before < top_p[:, None]) & ((rank < top_k[:, None]) | (top_k[:, None] == 0))
+    keep[:, 0] = True
+    return torch.zeros_like(probabilities).scatter_(-1, order, ordered * keep)

@@ -1,0 +1,67 @@
+"""Admission of waiting requests to rows of the KV cache."""
+
+from collections import defaultdict, deque
+from itertools import chain
+
+from rollout.engines.embedded.decoder import PromptSpan
+from rollout.engines.embedded.requests import Generation
+from rollout.engines.embedded.rows import CacheRows
+
+_PREFILL_TOKENS = 1024  # of one forward pass; more would not stay in the processor's cache
+
+
+def admit(
+    rows: CacheRows, waiting: deque[Generation], *, reuse_prefixes: bool, one_by_one: bool
+) -> list[PromptSpan]:
+    """Move waiting requests to rows, first come, first served, up to the budget of one prefill pass.
+
+    Requests with equal prompts are admitted together, in neighbouring rows, and computed once.
+
+    Args:
+        reuse_prefixes: start from cached keys of other rows.
+        one_by_one: admit one prompt, and compute all of it.
+
+    Returns:
+        The parts of prompts to compute.
+    """
+    budget = 1 if one_by_one else _PREFILL_TOKENS
+    spans: list[PromptSpan] = []
+    by_prompt = defaultdict[tuple[int, bytes | int], deque[Generation]](deque)
+    for generation in waiting:
+        key = generation.prompt.tobytes() if reuse_prefixes else generation.id
+        by_prompt[generation.adapter, key].append(generation)
+
+    for same_prompt in by_prompt.values():
+        if budget <= 0 or rows.live.all():
+            break
+        generation = same_prompt.popleft()
+        size = len(generation.prompt)
+        source, shared = 0, 0
+        if reuse_prefixes and not one_by_one:
+            source, shared = rows.longest_prefix(generation.prompt, generation.adapter)
+        row = rows.find_idle_row(source, shared)
+        if not shared:
+            source = row
+        generation.cached_tokens = shared
+        span = PromptSpan(
+            row=row,
+            start=shared,
+            token_ids=generation.prompt[shared:],
+            source=source,
+            adapter=generation.adapter,
+        )
+        spans.append(span)
+        budget -= size - shared
+        rows.occupy(row, generation, source, shared, has_copies=bool(same_prompt))
+        rows.cached[row] = size  # later spans of this pass may start from these keys
+
+        while same_prompt and not rows.live.all():
+            copy = rows.find_idle_row(0, 0)
+            twin = same_prompt.popleft()
+            twin.cached_tokens = size
+            rows.occupy(copy, twin, row, size)
+            span.copies.append(copy)
+
+    waiting.clear()
+    waiting.extend(chain.from_iterable(by_prompt.values()))
+    return spans

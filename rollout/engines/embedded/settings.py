@@ -1,0 +1,41 @@
+"""Settings of an embedded engine in a Ray actor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedSettings:
+    """Settings of an embedded engine in a Ray actor.
+
+    Attributes:
+        folder: Hugging Face model.
+        max_length: tokens of prompt and reply.
+        rows: sequences that the cache holds.
+        version: version of the weights in `folder`.
+        threads: CPU threads of the actor.
+        deterministic, routing: see `EmbeddedEngine`.
+        device, bf16: see `CachedDecoder`; "cuda" needs a GPU in `placement`.
+        placement: Ray actor options; None: nothing is set aside.
+        transport: "shared", or "disk" through `weights_folder`.
+        weights_folder: folder that the trainer sees too; None: one in shared memory.
+        restarts: per hour.
+        hang_s: seconds that the actor may take for one call.
+    """
+
+    folder: Path | str
+    max_length: int
+    rows: int = 192
+    version: int = 0
+    threads: int = 1
+    deterministic: bool = False
+    routing: bool = False
+    bf16: bool = False
+    device: str = "cpu"
+    placement: Mapping[str, Any] | None = None
+    transport: str = "shared"
+    weights_folder: Path | str | None = None
+    restarts: int = 2
+    hang_s: float = 600.0

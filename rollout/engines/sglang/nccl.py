@@ -1,0 +1,40 @@
+"""Comparison of the NCCL versions of two Python environments."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+# Prints the version of the NCCL wheel that torch brings.
+_PRINT_VERSION = (
+    "from importlib.metadata import distributions; "
+    "names = ('nvidia-nccl-cu13', 'nvidia-nccl-cu12'); "
+    "print(*(d.version for name in names for d in distributions(name=name)))"
+)
+
+
+def nccl_mismatch(python: Path) -> str | None:
+    """Return why this environment and that of `python` cannot form an NCCL group; None if they can.
+
+    NCCL refuses a group of two versions, but only after minutes and on every rank.
+    """
+    here = nccl_version(sys.executable)
+    there = nccl_version(str(python))
+    if here == there or not here or not there:
+        return None
+    return (
+        f"NCCL takes no two versions into one group, and it is {here} here and {there} in {python}; "
+        f"install nvidia-nccl {there} here (environment.post-deploy.sh)"
+    )
+
+
+def nccl_version(python: str) -> str:
+    """Return the NCCL version in an interpreter's environment, or "" if it has no wheel of NCCL."""
+    result = subprocess.run(
+        [python, "-I", "-c", _PRINT_VERSION],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    versions = result.stdout.split()
+    return versions[0] if versions else ""

@@ -1,0 +1,225 @@
+"""One server of an SGLang engine, as the engine sees it: its start, its end, and its client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rollout.base.errors import EngineError
+from rollout.base.event_loop import per_loop
+from rollout.engines.sglang.client import SGLangClient
+from rollout.engines.sglang.server import Server, server_arguments
+from rollout.engines.sglang.settings import SGLangSettings
+
+_POLL_S = 0.25  # between two looks at a server that starts
+_STOP_S = 30.0  # that a server in an actor may take to stop
+_SPARE_CONNECTIONS = 8  # to a server, beside one for each request
+
+
+class NoRoom(EngineError):
+    """Ray has no devices for a server whose node is lost."""
+
+
+class Replica:
+    """A server that answers, starts, or has died.
+
+    Attributes:
+        starts: number of starts so far.
+        busy: completions that it is asked for now.
+        ready: True once it has answered, until it is started again.
+        stale: True if it is paused without the present weights.
+        asleep: tags of the memory that it has freed.
+        gpus: GPUs that it sees, if Ray does not place it.
+        seats: its GPUs, by name or number, if other servers start on them too.
+        actors: starts the Ray actors of the server. The first runs it, the others hold its further
+            GPUs.
+        host: the `Server`, its actor, or None for a server that somebody else runs.
+    """
+
+    def __init__(
+        self,
+        settings: SGLangSettings,
+        *,
+        url: str = "",
+        server: Server | None = None,
+        actors: Callable[[], Sequence[Any]] | None = None,
+        gpus: Sequence[str] = (),
+        seats: Sequence[Any] = (),
+    ) -> None:
+        """Prepare the server, which starts with `wait`.
+
+        Args:
+            url: of a server that runs already; or else give
+            server: to run in this process, or
+            actors: to run in Ray actors.
+        """
+        self._settings = settings
+        self.actors = actors
+        self.gpus = gpus
+        self.seats = seats
+        self.host: Any = server
+        self._other_actors: Sequence[Any] = ()
+        if actors is not None:
+            self.host, *self._other_actors = actors()
+        self.starts = 0
+        self.busy = 0
+        self.ready = False
+        self.stale = False
+        self.asleep: set[str] = set()
+        self._client = self._make_client(url, settings.key) if url else None
+
+    def _make_client(self, url: str, key: str | None) -> SGLangClient:
+        return SGLangClient(
+            url.rstrip("/"),
+            timeout_s=self._settings.timeout_s,
+            connections=self._settings.rows + _SPARE_CONNECTIONS,
+            key=key,
+        )
+
+    @property
+    def owned(self) -> bool:
+        """True if the process is started and stopped here."""
+        return self.host is not None
+
+    @property
+    def client(self) -> SGLangClient:
+        """Client of the server's API."""
+        assert self._client is not None, "a server is waited for before it is called"
+        return self._client
+
+    async def start(self, room_s: float | None = None) -> None:
+        """Start the server, again if it ran before; it may not answer yet.
+
+        Args:
+            room_s: seconds that Ray may look for another node for it; None: without a limit.
+
+        Raises:
+            NoRoom: Ray has found none.
+        """
+        if self.actors is None:
+            url = self.host.start(self.gpus)
+        else:
+            url = await self._start_actor(self.actors, room_s)
+        self._client = self._make_client(url, self._settings.server_key)
+        self.starts += 1
+        self.ready = False
+        self.asleep.clear()
+
+    async def _start_actor(
+        self, make_actors: Callable[[], Sequence[Any]], room_s: float | None
+    ) -> str:
+        try:
+            await self.host.pid.remote()
+        except ray.exceptions.RayActorError:
+            # The actor died with its node, and Ray looks for another one.
+            self.host, *self._other_actors = make_actors()
+        devices: list[str] = []
+        try:
+            async with asyncio.timeout(room_s):
+                for actor in (self.host, *self._other_actors):
+                    devices += await actor.devices.remote()
+        except TimeoutError:
+            raise NoRoom(f"no node has had room for another within {room_s:g} s") from None
+        return str(await self.host.start.remote(devices))
+
+    async def wait(self, start_s: float) -> None:
+        """Wait until the server is ready; start it if it has not been started.
+
+        Servers on the same GPUs start one after another, because each sizes its cache by the memory
+        that it finds free.
+
+        Raises:
+            EngineError: it has ended, or `start_s` have passed.
+        """
+        async with AsyncExitStack() as turns:
+            for seat in sorted(self.seats):
+                await turns.enter_async_context(per_loop(("GPU", seat), asyncio.Lock))
+            if self._client is None:
+                await self.start()
+            await self._wait_until_up(start_s)
+        self.ready = True
+
+    async def _wait_until_up(self, start_s: float) -> None:
+        deadline = time.monotonic() + start_s
+        while not await self.client.up():
+            reason = await self.end_reason()
+            if reason and self.owned:
+                raise EngineError(f"SGLang: {reason}")
+            if time.monotonic() > deadline:
+                raise EngineError(f"SGLang at {self.client.url}: not ready within {start_s:g} s")
+            await asyncio.sleep(_POLL_S)
+
+    async def end_reason(self) -> str:
+        """Return why the server has ended; "" while its process runs."""
+        if self.host is None:
+            return f"the server at {self.client.url} is gone, and it is not ours to start"
+        if self.actors is None:
+            return str(self.host.end_reason())
+        try:
+            return str(await self.host.end_reason.remote())
+        except ray.exceptions.RayActorError:
+            return f"the server at {self.client.url} is gone with its actor"
+
+    def close(self) -> None:
+        """Stop the server if it is owned; a second call has no effect."""
+        host, self.host = self.host, None
+        if host is None:
+            return
+        if self.actors is None:
+            host.stop()
+            return
+        with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            ray.get(host.stop.remote(), timeout=_STOP_S)
+        for actor in (host, *self._other_actors):
+            ray.kill(actor)
+
+
+def owned_replica(settings: SGLangSettings, number: int) -> Replica:
+    """Return server `number` of an engine, in Ray actors if Ray runs, else in this process.
+
+    Raises:
+        EngineError: there is no such interpreter.
+    """
+    arguments: dict[str, Any] = {
+        "python": settings.python or "",
+        "arguments": server_arguments(settings),
+        "log": str(Path(settings.log).with_suffix(f".{number}.log")),
+        "environment": settings.server_environment,
+        "key": settings.server_key,
+        "multi_node": settings.multi_node,
+        "memory_share": settings.memory_share,
+    }
+    server = Server(**arguments)  # raises here rather than in an actor
+    if not ray.is_initialized():
+        gpus = settings.gpus[number] if settings.gpus else ()
+        return Replica(
+            settings,
+            server=server,
+            gpus=gpus,
+            seats=gpus if settings.shares_gpus else (),
+        )
+
+    first = number * settings.tp
+    last = first + settings.tp
+    actor_options: Sequence[Mapping[str, Any]]
+    if settings.placements:
+        actor_options = settings.placements[first:last]
+    else:
+        num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        actor_options = [{"num_gpus": num_gpus}] * settings.tp
+    actor_class: Any = ray.remote(num_cpus=0)(Server)
+
+    def make_actors() -> list[Any]:
+        return [actor_class.options(**options).remote(**arguments) for options in actor_options]
+
+    return Replica(
+        settings,
+        actors=make_actors,
+        seats=range(first, last) if settings.shares_gpus else (),
+    )
