@@ -162,8 +162,8 @@ GIVEN = {  # what a block's page takes for granted, as overrides
     "engines-0": ["cluster.device=auto"],
     "engines-3": ["~experiment", *BARE, "team=solver_verifier"],
     "gateway-0": ["~experiment", *BARE, MODEL, "sharing=shared", "+run=x"],
-    "lora-1": ["policies.solver.tp=1"],
     "lora-2": ["policies.solver.tp=1"],
+    "lora-3": ["policies.solver.tp=1"],
     "cluster-14": ["engine=sglang", "engine.python=python"],
 }
 
