@@ -64,6 +64,16 @@ def test_no_page_links_to_a_generated_one(page: Path) -> None:
     assert not [link for link in links if link in GENERATED]
 
 
+def test_the_names_of_the_glossary_are_defined_where_it_says() -> None:
+    page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| `([\w.]+)` \| `([\w/.]+)` \|$", page, re.MULTILINE)
+    assert len(rows) > 40
+    for term, name, path in rows:
+        code = (ROOT / path).read_text(encoding="utf-8")
+        last = re.escape(name.rpartition(".")[2])
+        assert re.search(rf"\b(class|def) {last}\b|^ *{last}\b *[:=]", code, re.MULTILINE), term
+
+
 def test_what_is_not_there_is_seen() -> None:
     assert paths_of("# A head\n[a](c.md) `docs/e.md`\n") == ["docs/e.md"]
     assert not is_there("docs/e.md")
