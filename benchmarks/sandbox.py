@@ -15,7 +15,7 @@ sys.path.insert(
 )  # runs from a checkout, installed or not
 
 from rollout.sandbox import Sandbox
-from rollout.sandbox.pool import interpreter
+from rollout.sandbox.tiers import interpreter
 
 PROGRAM, STDIN, STDOUT = "print(sum(map(int, input().split())))", "1 2 3\n", "6\n"
 RUNS, SLOTS = 100, 2  # per repeat

@@ -20,7 +20,7 @@ from rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
 from rollout.models.tool_calls import ToolSchema
 from rollout.records.trajectory import ToolUse
 from rollout.sandbox import Sandbox, Session
-from rollout.sandbox.records import RunLimits, Verdict, render_result, without_middle
+from rollout.sandbox.records import RunLimits, Verdict, render_result, truncate_middle
 
 
 class ToolFailed(Exception):
@@ -104,7 +104,7 @@ async def call_tool(
         result = f"{use.name}: nothing came within {call_s:g} s"
     except (AgentMistake, ToolFailed) as error:
         result = str(error)
-    shown = without_middle(result, most_chars)
+    shown = truncate_middle(result, most_chars)
     return ToolCall(tool=use.name, query=use.arguments, result=shown, failed=failed)
 
 

@@ -1,1 +1,1 @@
-"""HTTP gateway through which agent programs call a trajectory's agents in OpenAI's or Anthropic's API."""
+"""HTTP gateway, at which agent programs call agents through OpenAI's or Anthropic's API."""

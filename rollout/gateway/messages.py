@@ -126,7 +126,8 @@ def _parse_user_blocks(blocks: list[_Block]) -> list[Message]:
 def _parse_model_blocks(role: str, blocks: list[_Block]) -> list[Message]:
     """Return one message with the text, the thoughts and the tool calls of these blocks.
 
-    A system message that has no text and no calls is left out; an empty reply of the assistant is not.
+    A system message that has no text and no calls is left out; an empty reply of the assistant is
+    not.
     """
     text_blocks: list[ContentPart] = []
     thoughts = []

@@ -73,7 +73,7 @@ class _ResponsesBody(RequestBody):
 
 
 class _AssistantMessage:
-    """An assistant's message under construction from consecutive items: thoughts, text and calls."""
+    """An assistant's message that is assembled from consecutive items."""
 
     def __init__(self) -> None:
         self.reasoning = ""

@@ -1,10 +1,10 @@
-"""Sessions of the gateway: calls of an agent program in one trajectory, each of which becomes a turn.
+"""Sessions of the gateway: calls of an agent program in one trajectory, each of which is a turn.
 
 A call carries its whole conversation. `GatewaySession` finds the longest beginning of the
-conversation that ends with a reply of this session, and continues that reply's chat with its sampled
-token ids. Conversations are compared by content: ids of calls, spaces around a reply, thoughts and
-the formatting of JSON do not count. If the program has rewritten a reply, the chat is tokenized anew
-and the turn has the score `root`.
+conversation that ends with a reply of this session, and continues that reply's chat with its
+sampled token ids. Conversations are compared by content: ids of calls, spaces around a reply,
+thoughts and the formatting of JSON do not count. If the program has rewritten a reply, the chat is
+tokenized anew and the turn has the score `root`.
 """
 
 from __future__ import annotations
@@ -156,11 +156,10 @@ def _overlap(text: str, mark: str) -> int:
 class GatewaySession:
     """A trajectory's session, which answers the HTTP calls of an agent program.
 
-    Attributes:
-        team: session of the trajectory with its team.
-        aliases: agents by the model names that the program uses; `*` stands for any other name.
-        max_turns: number of calls that are answered.
-        honor_sampling: True if a call may set `temperature` and `top_p`. In training the agent's own
+    Attributes: team: session of the trajectory with its team. aliases: agents by the model names
+        that the program uses; `*` stands for any other name. max_turns: number of calls that are
+        answered. honor_sampling: True if a call may set `temperature` and `top_p`. In training the
+        agent's own
             values hold, because the trainer must know the sampling distribution.
         failure: future of the error that fails the trajectory, such as an EngineError, whatever the
             program makes of it.
@@ -216,8 +215,8 @@ class GatewaySession:
         several, as for several samples, it is not known whose answer was lost, so that a retry is a
         new sample.
 
-        A reply is sampled to its end and recorded even if the program stops waiting for it. Only the
-        sampling of a stream ends when its reader leaves.
+        A reply is sampled to its end and recorded even if the program stops waiting for it. Only
+        the sampling of a stream ends when its reader leaves.
 
         Raises:
             GatewayError: the call cannot be answered.
@@ -443,7 +442,7 @@ def _chat_reply(
 
 @contextmanager
 def _template_errors() -> Iterator[None]:
-    """Turn an error of the model's chat template about the caller's messages into a GatewayError."""
+    """Raise a chat template's error about the caller's messages as a GatewayError."""
     try:
         yield
     except Defect as error:

@@ -25,7 +25,7 @@ from rollout.base.urls import without_proxy
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from rollout.sandbox.guest.filters import can_confine, confine_program
-from rollout.sandbox.pool import readable_paths
+from rollout.sandbox.tiers import readable_paths
 from rollout.teams.source_checks import misused
 from rollout.teams.team import TeamSession
 

@@ -1,7 +1,9 @@
-"""Sandbox for model-written Python: isolated processes without network, other files or other processes."""
+"""Sandbox for model-written Python: isolated processes without network or other files."""
 
-from rollout.sandbox.box import Runner, Sandbox, SandboxFusion
+from rollout.sandbox.box import Sandbox
+from rollout.sandbox.fusion import SandboxFusion
 from rollout.sandbox.records import RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
+from rollout.sandbox.runner import Runner
 from rollout.sandbox.session import Session
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""Control groups (cgroups): limits on the memory and processes of a job's whole tree, where this user may set them."""
+"""Control groups (cgroups): limits on the memory and the processes of a job's whole process tree.
+
+They are used where this user may create control groups; see `writable_parents`.
+"""
 
 import os
 import signal
@@ -9,158 +12,201 @@ from pathlib import Path
 
 PREFIX = "mcore-sandbox-"
 _ROOT = Path("/sys/fs/cgroup")
-_SPARE_BYTES = 48 << 20  # of the warden and of output that is still to be read
-_WARDENS = 2  # processes beside the program's own
+_SPARE_BYTES = 48 << 20  # for the warden, and for output that nobody has read yet
+_WARDEN_PROCESSES = 2  # in the group besides the program's own
 _REMOVAL_S = 2.0
 
 
 class Cgroup:
-    """One group, version 1 or 2, used by one job after another."""
+    """One control group, of version 1 or 2, which one job after another uses."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
-        """`folders` by controller, `memory` and `pids`; they are made."""
+        """Create the group.
+
+        Args:
+            folders: its folder by controller, "memory" and "pids"; one and the same in version 2.
+        """
         self._folders = folders
-        self._set: tuple[int, int] | None = None
+        self._limits: tuple[int, int] | None = None  # bytes and processes that are set
         for folder in set(folders.values()):
             folder.mkdir()
-        self._kills = self._count_kills()
+        self._oom_kills_seen = self.oom_kills()
 
     def limit(self, memory_bytes: int, processes: int) -> None:
-        """Set what the next job's tree may use together."""
-        wanted = (memory_bytes + _SPARE_BYTES, processes + _WARDENS)
-        if wanted != self._set:
-            (
-                self._folders["memory"] / self._file("memory.max", "memory.limit_in_bytes")
-            ).write_text(str(wanted[0]))
-            (self._folders["pids"] / "pids.max").write_text(str(wanted[1]))
-            if self._unified:
-                with suppress(OSError):  # absent without swap accounting
-                    (self._folders["memory"] / "memory.swap.max").write_text("0")
-            self._set = wanted
+        """Limit the process tree of the next job."""
+        limits = (memory_bytes + _SPARE_BYTES, processes + _WARDEN_PROCESSES)
+        if limits == self._limits:
+            return
+        memory_limit, process_limit = limits
+        self._memory_file("memory.max", "memory.limit_in_bytes").write_text(str(memory_limit))
+        (self._folders["pids"] / "pids.max").write_text(str(process_limit))
+        if self._is_version_2:
+            with suppress(OSError):  # the file is absent without swap accounting
+                (self._folders["memory"] / "memory.swap.max").write_text("0")
+        self._limits = limits
 
-    def open(self) -> list[int]:
-        """Descriptors through which a process joins by writing `0`."""
+    def open_process_files(self) -> list[int]:
+        """Return open `cgroup.procs` files; a process that writes `0` to each joins the group."""
         return [
             os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
             for folder in set(self._folders.values())
         ]
 
-    def ran_out(self) -> bool:
-        """Whether the kernel killed a process of the group for memory since the last time this was asked."""
-        before, self._kills = self._kills, self._count_kills()
-        return self._kills > before
+    def oom_kills(self) -> int:
+        """Return the number of processes of the group that the kernel has killed for memory."""
+        try:
+            events = self._memory_file("memory.events", "memory.oom_control").read_text()
+        except FileNotFoundError:  # the group was removed with its pool
+            return 0
+        for line in events.splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+        return 0
 
-    def empty(self) -> bool:
-        """Whether no process is left in it."""
+    def has_new_oom_kills(self) -> bool:
+        """Return True if the kernel has killed a process for memory since the previous call."""
+        kills = self.oom_kills()
+        has_new = kills > self._oom_kills_seen
+        self._oom_kills_seen = kills
+        return has_new
+
+    def is_empty(self) -> bool:
+        """Return True if the group has no process."""
         return not any((folder / "cgroup.procs").read_text() for folder in self._folders.values())
 
     def remove(self) -> None:
-        """Kill what is in it and remove it."""
+        """Kill the processes of the group and remove it."""
         for folder in set(self._folders.values()):
             _remove(folder)
 
     @property
-    def _unified(self) -> bool:
+    def _is_version_2(self) -> bool:
         return self._folders["memory"] == self._folders["pids"]
 
-    def _file(self, unified: str, legacy: str) -> str:
-        return unified if self._unified else legacy
-
-    def _count_kills(self) -> int:
-        try:
-            text = (
-                self._folders["memory"] / self._file("memory.events", "memory.oom_control")
-            ).read_text()
-        except FileNotFoundError:  # removed with its pool
-            return 0
-        return next(
-            (int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0
-        )
+    def _memory_file(self, version_2_name: str, version_1_name: str) -> Path:
+        name = version_2_name if self._is_version_2 else version_1_name
+        return self._folders["memory"] / name
 
 
 class Cgroups:
-    """The groups of one sandbox: made when they are needed, lent, used again."""
+    """Control groups of one sandbox, created on demand and used again.
+
+    Attributes:
+        groups: all groups that exist.
+    """
 
     def __init__(self, parents: dict[str, Path]) -> None:
-        """`parents`: the folder by controller under which groups can be made; see `writable_parents`.
+        """Remove the groups that killed processes have left.
 
-        Groups that a killed process left there are removed.
+        Args:
+            parents: folder in which groups are created, by controller; see `writable_parents`.
         """
+        self.groups: list[Cgroup] = []
         self._parents = parents
         self._free: list[Cgroup] = []
-        self._all: list[Cgroup] = []
-        for folder in (left for parent in set(parents.values()) for left in abandoned(parent)):
-            _remove(folder)
-        self._owner = f"{PREFIX}{os.getpid()}-{started(os.getpid())}-{id(self):x}"
+        for parent in set(parents.values()):
+            for folder in abandoned_folders(parent):
+                _remove(folder)
+        self._name_prefix = f"{process_prefix()}{id(self):x}"
 
     def lend(self) -> Cgroup:
-        """A group without processes."""
+        """Return a group without processes."""
         for group in self._free:
-            if group.empty():
+            if group.is_empty():
                 self._free.remove(group)
-                group.ran_out()  # forget what happened to earlier jobs
+                group.has_new_oom_kills()  # forgets the kills of earlier jobs
                 return group
-        name = f"{self._owner}-{len(self._all)}"
-        group = Cgroup({controller: parent / name for controller, parent in self._parents.items()})
-        self._all.append(group)
+        name = f"{self._name_prefix}-{len(self.groups)}"
+        folders = {controller: parent / name for controller, parent in self._parents.items()}
+        group = Cgroup(folders)
+        self.groups.append(group)
         return group
 
     def take_back(self, group: Cgroup) -> None:
-        """A lent group whose job has ended or is about to; one of an earlier pool is not kept."""
-        if group in self._all:
+        """Accept a lent group whose job has ended or is about to; ignore groups of closed pools."""
+        if group in self.groups:
             self._free.append(group)
 
     def close(self) -> None:
         """Remove all groups."""
-        for group in self._all:
+        for group in self.groups:
             group.remove()
-        self._all, self._free = [], []
+        self.groups.clear()
+        self._free.clear()
 
 
 def writable_parents() -> dict[str, Path] | None:
-    """The folder by controller where this process may make groups with limits, nearest first; None without one."""
-    own: dict[str, str] = {}  # path by controller; of "" that of all in version 2
+    """Return the nearest folders in which this process may create limited groups, by controller.
+
+    Returns:
+        Folders of the controllers "memory" and "pids"; None if there are none.
+    """
+    paths: dict[str, str] = {}  # this process's group by controller; "" is the key in version 2
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        own |= dict.fromkeys(controllers.split(","), path)
-    if {"memory", "pids"} <= own.keys():
-        memory = _nearest(_ROOT / "memory", own["memory"], "memory.limit_in_bytes")
-        pids = _nearest(_ROOT / "pids", own["pids"], "pids.max")
+        for controller in controllers.split(","):
+            paths[controller] = path
+
+    memory: Path | None
+    pids: Path | None
+    if "memory" in paths and "pids" in paths:
+        memory = _nearest_writable(_ROOT / "memory", paths["memory"], "memory.limit_in_bytes")
+        pids = _nearest_writable(_ROOT / "pids", paths["pids"], "pids.max")
+    elif "" in paths:
+        memory = pids = _nearest_writable(_ROOT, paths[""], "memory.max", "pids.max")
     else:
-        memory = pids = _nearest(_ROOT, own[""], "memory.max", "pids.max") if "" in own else None
-    return {"memory": memory, "pids": pids} if memory and pids else None
+        return None
+    if memory is None or pids is None:
+        return None
+    return {"memory": memory, "pids": pids}
 
 
-def abandoned(parent: Path) -> Iterator[Path]:
-    """The folders in `parent` that a killed process left: their names are the prefix, its id, its start, ..."""
+def abandoned_folders(parent: Path) -> Iterator[Path]:
+    """Yield the folders that processes have left in `parent` when they were killed.
+
+    Their names begin with `process_prefix` of these processes.
+    """
     for folder in parent.glob(f"{PREFIX}*"):
         pid, _, rest = folder.name.removeprefix(PREFIX).partition("-")
-        if pid.isdecimal() and started(int(pid)) != rest.partition("-")[0]:
+        start = rest.partition("-")[0]
+        if pid.isdecimal() and start_ticks(int(pid)) != start:
             yield folder
 
 
-def started(pid: int) -> str:
-    """When a process started, in clock ticks since boot: with its id, a name that is used once. "" if it is gone."""
+def process_prefix() -> str:
+    """Return the beginning of the names of this process's folders: its id and its start time.
+
+    The kernel reuses process ids, but not together with the start time.
+    """
+    pid = os.getpid()
+    return f"{PREFIX}{pid}-{start_ticks(pid)}-"
+
+
+def start_ticks(pid: int) -> str:
+    """Return the start time of a process in clock ticks since boot, or "" if it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+    fields = status.rpartition(")")[2].split()  # the program's name in parentheses may have spaces
+    return fields[19]
 
 
-def _nearest(root: Path, path: str, *files: str) -> Path | None:
-    own = root / path.strip("/")
-    for folder in (own, *own.parents):
+def _nearest_writable(root: Path, path: str, *limit_files: str) -> Path | None:
+    """Return the nearest folder, at or above a group, in which limited groups can be created."""
+    group = root / path.strip("/")
+    for folder in (group, *group.parents):
         if not folder.is_relative_to(root):
             return None
-        probe = folder / f"{PREFIX}{os.getpid()}-{started(os.getpid())}-probe"
+        probe = folder / f"{process_prefix()}probe"
         try:
             probe.mkdir()
         except OSError:
             continue
-        usable = all(os.access(probe / file, os.W_OK) for file in files)
+        is_writable = all(os.access(probe / file, os.W_OK) for file in limit_files)
         with suppress(OSError):
             probe.rmdir()
-        if usable:
+        if is_writable:
             return folder
     return None
 
@@ -176,7 +222,7 @@ def _remove(folder: Path) -> None:
             return
         except FileNotFoundError:
             return
-        except (
-            OSError
-        ):  # busy until the last page and process are gone; what stays, the next start sweeps
+        except OSError:
+            # The group is busy until its last process and page are gone. If it outlasts the
+            # deadline, the next sandbox removes it.
             time.sleep(0.005)

@@ -1,262 +1,257 @@
-"""Host side of a jail (one isolated job), and the in-memory files that both sides exchange."""
+"""Host side of a jail, in which one job after another runs isolated."""
 
 import asyncio
-import fcntl
 import json
 import os
 import socket
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 from rollout.base.async_tasks import set_outcome
 from rollout.sandbox.cgroup import Cgroup
 from rollout.sandbox.guest import wire
-from rollout.sandbox.records import RunLimits, SandboxError
+from rollout.sandbox.memory_files import memory_files, read_bytes
+from rollout.sandbox.records import JobReport, RunLimits, SandboxError
 
-_LISTING_BYTES = 64 << 20  # 2048 names of the greatest length, each byte written as six
-_ASK_S = 60.0  # for a warden to hand a file over
+_LISTING_BYTES = 64 << 20  # enough for 2048 names of the maximum length, six characters per byte
+_ANSWER_S = 60.0  # within which a warden must hand a file over
 
 
 class Cores:
-    """The cores that this process may use, of which a job is given those with the fewest jobs."""
+    """Cores of this process; a job gets those with the fewest jobs."""
 
     def __init__(self) -> None:
-        own = sorted(os.sched_getaffinity(0))
-        first = os.getpid() % len(own)  # another process' jobs begin with another core
-        self._jobs = dict.fromkeys([*own[first:], *own[:first]], 0)
+        cores = sorted(os.sched_getaffinity(0))
+        first = os.getpid() % len(cores)  # so that processes begin with different cores
+        self._jobs = dict.fromkeys([*cores[first:], *cores[:first]], 0)  # number of jobs by core
 
     def take(self, count: int) -> list[int]:
-        """Give a job so many of them, or all where there are fewer."""
-        taken = sorted(self._jobs, key=lambda core: self._jobs[core])[:count]
-        for core in taken:
+        """Return `count` cores for a job, or all cores if there are fewer."""
+        cores = sorted(self._jobs, key=lambda core: self._jobs[core])[:count]
+        for core in cores:
             self._jobs[core] += 1
-        return taken
+        return cores
 
     def give_back(self, cores: Sequence[int]) -> None:
-        """Those of a job that has ended."""
+        """Accept the cores of a job that has ended."""
         for core in cores:
             self._jobs[core] -= 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A message of a warden, and the files that it hands over."""
+
+    message: dict[str, Any]
+    files: list[int]
+
+
 class Jail:
-    """A job and all that it starts; closing it ends them."""
+    """A warden process, and the job that it runs with all of the job's children.
+
+    Closing the jail ends all of them.
+    """
 
     def __init__(self, channel: socket.socket, group: Cgroup | None, cores: Cores) -> None:
-        """`channel` leads to the warden, which is in `group`, if there is one; it takes some of `cores`."""
+        """Control a warden that was just cloned.
+
+        Args:
+            channel: leads to the warden.
+            group: control group of the warden, if there is one.
+            cores: cores from which the job takes some.
+        """
         channel.setblocking(False)
         self.group = group
-        self._cores, self._own = cores, list[int]()
+        self._all_cores = cores
+        self._job_cores: list[int] = []
         self._channel = channel
-        self._jobs = 0  # started so far
-        self._ended: dict[str, Any] | None = (
-            None  # report on the last one, if it came before it was waited for
-        )
+        self._jobs_started = 0
+        # message about the latest job's end, if it came before `wait` was called
+        self._end_message: dict[str, Any] | None = None
 
     def open(self, limits: RunLimits) -> None:
-        """Furnish the box, the first thing to ask for; SandboxError if the warden or its group is gone."""
+        """Set the limits and prepare the working folder; call this before any other method.
+
+        Raises:
+            SandboxError: the warden or its control group is gone.
+        """
         if self.group is not None:
             try:
                 self.group.limit((limits.memory_mb + limits.disk_mb) << 20, limits.processes)
             except OSError as error:
-                raise SandboxError(f"a job's group cannot be limited ({error.strerror})") from error
-        self._own = self._cores.take(limits.cores)
-        self._tell({"do": "open", "limits": asdict(limits), "cores": self._own})
+                raise SandboxError(
+                    f"the control group of a job cannot be limited ({error.strerror})"
+                ) from error
+        self._job_cores = self._all_cores.take(limits.cores)
+        self._send({"do": "open", "limits": asdict(limits), "cores": self._job_cores})
 
     def start(self, kind: str, files: Sequence[int]) -> None:
-        """Start a `program` (source, stdin, stdout, stderr) or `cells` (their channel)."""
-        self._jobs += 1
-        self._ended = None
-        self._tell({"do": "start", "kind": kind, "job": self._jobs}, files)
+        """Start a job.
+
+        Args:
+            kind: "program" or "cells".
+            files: of a program: source, stdin, stdout and stderr; of cells: their channel.
+        """
+        self._jobs_started += 1
+        self._end_message = None
+        self._send({"do": "start", "kind": kind, "job": self._jobs_started}, files)
 
     def interrupt(self) -> None:
-        """Send the job what Ctrl-C sends."""
-        self._tell({"do": "interrupt"})
+        """Send the job SIGINT, as Ctrl-C does."""
+        self._send({"do": "interrupt"})
 
-    def rest(self, rests: bool) -> None:
-        """Stop the job with all that it has started, or let it go on."""
-        self._tell({"do": "rest", "rests": rests})
+    def pause(self) -> None:
+        """Stop the job and all processes that it has started."""
+        self._send({"do": "pause"})
+
+    def resume(self) -> None:
+        """Let a paused job continue."""
+        self._send({"do": "resume"})
 
     def kill(self) -> None:
-        """End the job; the box stays."""
-        self._tell({"do": "kill"})
+        """Kill the job; its files stay."""
+        self._send({"do": "kill"})
 
-    async def ended(self) -> dict[str, Any]:
-        """Wait until the job has ended and nothing that it started lives.
-
-        Returns:
-            `exit` (status, negative for a signal), `killed` (why the warden ended it, or ""), `cpu_s`, `memory_bytes`
-            and `ran_out` (the kernel killed one of its processes for memory).
+    async def wait(self) -> JobReport:
+        """Wait until the job and all processes that it has started have ended.
 
         Raises:
             SandboxError: the warden is gone or could not set the job up.
         """
         try:
-            while self._ended is None:
-                self._keep(await self._receive())
+            while self._end_message is None:
+                answer = await self._receive()
+                self._store_end_message(answer.message)
         except SandboxError:
-            if self.group is None or not self.group.ran_out():
+            if self.group is None or not self.group.has_new_oom_kills():
                 raise
-            return {
-                "exit": -9,
-                "killed": "",
-                "cpu_s": 0.0,
-                "memory_bytes": 0,
-                "ran_out": True,
-            }  # it took the warden
-        ran_out = self.group is not None and self._ended["exit"] != 0 and self.group.ran_out()
-        return self._ended | {"ran_out": ran_out}
+            # the kernel has killed the warden too, because it is in the job's control group
+            return JobReport(
+                exit_code=-9, kill_reason="", cpu_s=0.0, memory_bytes=0, out_of_memory=True
+            )
+
+        message = self._end_message
+        has_failed = message["exit"] != 0
+        return JobReport(
+            exit_code=message["exit"],
+            kill_reason=message["killed"],
+            cpu_s=message["cpu_s"],
+            memory_bytes=message["memory_bytes"],
+            out_of_memory=(
+                self.group is not None and has_failed and self.group.has_new_oom_kills()
+            ),
+        )
 
     async def put(self, name: str, content: bytes) -> None:
-        """Write a file of the box, with its folders; one of that name is replaced.
+        """Write a file of the box and create its folders; replace a file of this name.
 
         Raises:
-            OSError: it does not fit, or a link is in the way.
+            OSError: the file does not fit, or a symbolic link is in the way.
             ValueError: `name` leads out of the box.
         """
         check_name(name)
-        with opened_files(content) as files:
-            answer, _ = await self._ask({"do": "put", "name": name}, files)
-        if "refused" in answer:
-            raise OSError(f"cannot write {name} into the box: {answer['refused']}")
+        with memory_files(content) as files:
+            answer = await self._request({"do": "put", "name": name}, files)
+        if "refused" in answer.message:
+            raise OSError(f"cannot write {name} into the box: {answer.message['refused']}")
 
-    async def get(self, name: str, limit: int) -> bytes | None:
-        """Up to `limit` bytes of a file of the box; None without a regular file of that name.
+    async def get(self, name: str, max_bytes: int) -> bytes | None:
+        """Return up to `max_bytes` bytes of a file of the box; None if it is no regular file.
 
         Raises:
             ValueError: `name` leads out of the box.
         """
         check_name(name)
-        _, files = await self._ask({"do": "get", "name": name})
-        return _take(files, limit) if files else None
+        answer = await self._request({"do": "get", "name": name})
+        return _read_and_close(answer.files, max_bytes) if answer.files else None
 
     async def files(self) -> dict[str, int]:
-        """Size in bytes of every regular file in the box, by path."""
-        _, files = await self._ask({"do": "list"})
-        return dict(json.loads(_take(files, _LISTING_BYTES)))
+        """Return the size in bytes of every regular file in the box, by path."""
+        answer = await self._request({"do": "list"})
+        sizes: dict[str, int] = json.loads(_read_and_close(answer.files, _LISTING_BYTES))
+        return sizes
 
     def close(self) -> None:
-        """End the job, if it runs, and the warden."""
+        """End the warden, and the job if it runs."""
         self._channel.close()
-        self._cores.give_back(self._own)
-        self._own = []
+        self._all_cores.give_back(self._job_cores)
+        self._job_cores = []
 
-    def _tell(self, message: dict[str, Any], files: Sequence[int] = ()) -> None:
+    def _send(self, message: dict[str, Any], files: Sequence[int] = ()) -> None:
         try:
             wire.send(self._channel, message, files)
         except OSError as error:
-            raise SandboxError(f"a job's warden is gone ({error.strerror})") from error
+            raise SandboxError(f"the warden of a job is gone ({error.strerror})") from error
 
-    async def _ask(
-        self, message: dict[str, Any], files: Sequence[int] = ()
-    ) -> tuple[dict[str, Any], list[int]]:
-        self._tell(message, files)
+    async def _request(self, message: dict[str, Any], files: Sequence[int] = ()) -> _Answer:
+        """Send a request and return its answer; store the report on a job that comes before it."""
+        self._send(message, files)
         try:
-            async with asyncio.timeout(_ASK_S):
-                while "exit" in (answer := await self._receive())[0]:
-                    self._keep(answer)
-                return answer
+            async with asyncio.timeout(_ANSWER_S):
+                while True:
+                    answer = await self._receive()
+                    if "exit" not in answer.message:
+                        return answer
+                    self._store_end_message(answer.message)
         except TimeoutError:
-            raise SandboxError(f"a job's warden did not answer within {_ASK_S:g} s") from None
+            raise SandboxError(
+                f"the warden of a job did not answer within {_ANSWER_S:g} s"
+            ) from None
 
-    def _keep(self, answer: tuple[dict[str, Any], list[int]]) -> None:
-        if (
-            answer[0].get("job") == self._jobs
-        ):  # not the late report on a job that nobody waited for
-            self._ended = answer[0]
+    def _store_end_message(self, message: dict[str, Any]) -> None:
+        """Store the message about the latest job; ignore messages about earlier jobs."""
+        if message.get("job") == self._jobs_started:
+            self._end_message = message
 
-    async def _receive(self) -> tuple[dict[str, Any], list[int]]:
+    async def _receive(self) -> _Answer:
         await until_readable(self._channel)
         try:
-            answer, files = wire.receive(self._channel)
+            message, files = wire.receive(self._channel)
         except (EOFError, ConnectionError) as error:
-            raise SandboxError("a job's warden died") from error
-        if "fault" in answer:
-            raise SandboxError(f"a job could not be set up: {answer['fault']}")
-        return answer, files
+            raise SandboxError("the warden of a job has died") from error
+        if "fault" in message:
+            raise SandboxError(f"a job could not be set up: {message['fault']}")
+        return _Answer(message, files)
 
 
 async def until_readable(channel: socket.socket) -> None:
-    """Wait until something can be received."""
+    """Wait until a socket has something to receive."""
     loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(channel, set_outcome, ready, None)
+    readable: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(channel, set_outcome, readable, None)
     try:
-        await ready
+        await readable
     finally:
         loop.remove_reader(channel)
 
 
 def check_name(name: str) -> None:
-    """Refuse a path that is not a plain relative one.
+    """Raise ValueError if a path does not lead to a file in a box.
 
-    Raises:
-        ValueError: it is empty, absolute, has a part such as `..`, or cannot be written in bytes.
+    The path must be relative, encodable in bytes, and without parts such as `..`.
     """
-    path = PurePosixPath(name)
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
         raise ValueError(f"{name!r} is no path in a box: it has half a character") from None
-    if (
-        not path.parts
-        or path.is_absolute()
-        or path.as_posix() != name
-        or ".." in path.parts
-        or "\0" in name
-    ):
+
+    path = PurePosixPath(name)
+    is_normal = bool(path.parts) and path.as_posix() == name and "\0" not in name
+    if not is_normal or path.is_absolute() or ".." in path.parts:
         raise ValueError(
-            f"{name!r} is no path in a box; expected a relative one without `.`, `..` or doubled slashes"
+            f"{name!r} is no path in a box; expected a relative path without `.`, `..` or doubled "
+            "slashes"
         )
 
 
-def _take(files: list[int], limit: int) -> bytes:
+def _read_and_close(files: list[int], max_bytes: int) -> bytes:
+    """Read the first file, if it is a regular one, and close all files."""
     try:
-        return take_bytes(files[0], limit) if stat.S_ISREG(os.fstat(files[0]).st_mode) else b""
+        is_regular = stat.S_ISREG(os.fstat(files[0]).st_mode)
+        return read_bytes(files[0], max_bytes) if is_regular else b""
     finally:
         for file in files:
             os.close(file)
-
-
-@contextmanager
-def opened_files(*contents: str | bytes | None) -> Iterator[list[int]]:
-    """Descriptors of `as_file` for the block."""
-    with ExitStack() as opened:
-        files = []
-        for content in contents:
-            files.append(as_file(content))
-            opened.callback(os.close, files[-1])
-        yield files
-
-
-def as_file(content: str | bytes | None) -> int:
-    """A descriptor of a file with `content` that nobody can change, at its start; None is an empty one to write to."""
-    file = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    if content is not None:
-        view = memoryview(
-            content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-        )
-        while view:
-            view = view[os.pwrite(file, view, os.fstat(file).st_size) :]
-        fcntl.fcntl(
-            file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-        )
-    return file
-
-
-def take_bytes(file: int, limit: int) -> bytes:
-    """Up to `limit` bytes from the start of an open file."""
-    parts: list[bytes] = []
-    while limit > 0 and (part := os.pread(file, limit, sum(map(len, parts)))):
-        parts.append(part)
-        limit -= len(part)
-    return b"".join(parts)
-
-
-def take_texts(files: Sequence[int], limit: int) -> tuple[list[str], bool]:
-    """Up to `limit` bytes from the start of each open file, as text with U+FFFD for the rest; whether that is all."""
-    texts = [take_bytes(file, limit).decode("utf-8", "replace") for file in files]
-    return texts, all(os.fstat(file).st_size <= limit for file in files)

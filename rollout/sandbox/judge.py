@@ -1,4 +1,8 @@
-"""Judging programs by tests: a program gets inputs only, and its answers are compared outside the sandbox."""
+"""Judging programs by tests.
+
+A program gets the inputs of a test only. Its answers are compared with the expected ones outside of
+the sandbox, so that a program cannot find them there.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout.base.async_tasks import gather_or_cancel
-from rollout.sandbox.box import Runner
 from rollout.sandbox.records import RunLimits, RunResult, Verdict
+from rollout.sandbox.runner import Runner
 
 _CALLER = (Path(__file__).resolve().parent / "guest" / "caller.py").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StdinTest:
-    """A program reads `stdin` and is to print `expected`."""
+    """Test of a program that reads `stdin` and must print `expected`."""
 
     stdin: str
     expected: str
@@ -27,11 +31,15 @@ class StdinTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTest:
-    """`function`, of the program or of its class Solution, is to return one of `accepted`."""
+    """Test of a function, which must return one of the `accepted` values.
+
+    The function is the program's, or a method of its class `Solution`. Arguments and accepted
+    values are JSON values.
+    """
 
     function: str
-    arguments: tuple[Any, ...]  # JSON values
-    accepted: tuple[Any, ...]  # JSON values
+    arguments: tuple[Any, ...]
+    accepted: tuple[Any, ...]
 
 
 Test = StdinTest | CallTest
@@ -46,22 +54,31 @@ async def judge(
     limits: RunLimits | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> RunResult:
-    """Run a program on one test, whose verdict knows what was expected; `compare` is a name in COMPARES.
+    """Run a program on one test; the verdict is `WA` if its answer is not the expected one.
+
+    Args:
+        runner: runs the program.
+        source: Python code.
+        test: input and expected answer.
+        compare: name of a comparison in `COMPARES`, for a `StdinTest`.
+        limits: in place of the runner's own.
+        files: files of the working folder, by relative path.
 
     Raises:
         SandboxError: there is no verdict.
-        ValueError: `files`, which it finds in its folder, are not paths in one.
+        ValueError: the path of a file leads out of the folder.
     """
     if isinstance(test, StdinTest):
         result = await runner.run(source, stdin=test.stdin, limits=limits, files=files)
-        right = COMPARES[compare](result.stdout, test.expected)
+        is_right = COMPARES[compare](result.stdout, test.expected)
     else:
-        request = {"source": source, "function": test.function, "arguments": test.arguments}
-        result = await runner.run(_CALLER, stdin=json.dumps(request), limits=limits, files=files)
-        right = any(same_value(result.stdout, value) for value in test.accepted)
-    return (
-        result if right or result.verdict is not Verdict.OK else replace(result, verdict=Verdict.WA)
-    )
+        call = {"source": source, "function": test.function, "arguments": test.arguments}
+        result = await runner.run(_CALLER, stdin=json.dumps(call), limits=limits, files=files)
+        is_right = any(same_value(result.stdout, value) for value in test.accepted)
+
+    if result.verdict is Verdict.OK and not is_right:
+        return replace(result, verdict=Verdict.WA)
+    return result
 
 
 async def judge_all(
@@ -72,7 +89,11 @@ async def judge_all(
     compare: CompareBy = "tokens",
     limits: RunLimits | None = None,
 ) -> list[RunResult]:
-    """Run a program on every test, in order; SandboxError if there is no verdict on one of them."""
+    """Run a program on every test; return the results in order (see `judge`).
+
+    Raises:
+        SandboxError: there is no verdict on one of the tests.
+    """
     return await gather_or_cancel(
         judge(runner, source, test, compare=compare, limits=limits) for test in tests
     )
@@ -82,23 +103,27 @@ TOLERANCE = 1e-6  # relative and absolute
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _INTEGER = re.compile(r"[+-]?\d+")
 
-Compare = Callable[[str, str], bool]  # (given, expected)
+Compare = Callable[[str, str], bool]  # (answer, expected) -> equal
 
 
-def same_lines(given: str, expected: str) -> bool:
-    """Equal lines, but for white space at their ends and empty lines at the end."""
-    return _lines(given) == _lines(expected)
+def same_lines(answer: str, expected: str) -> bool:
+    """Return True if the lines are equal, up to trailing white space and trailing empty lines."""
+    return _lines(answer) == _lines(expected)
 
 
-def same_tokens(given: str, expected: str) -> bool:
-    """Equal words, whatever white space is between them."""
-    return given.split() == expected.split()
+def same_tokens(answer: str, expected: str) -> bool:
+    """Return True if the words are equal, whatever white space is between them."""
+    return answer.split() == expected.split()
 
 
-def same_floats(given: str, expected: str) -> bool:
-    """Equal words, where an expected decimal number may be missed by TOLERANCE; integers are exact."""
-    words, wanted = given.split(), expected.split()
-    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
+def same_floats(answer: str, expected: str) -> bool:
+    """Return True if the words are equal and the decimal numbers are within TOLERANCE.
+
+    Expected integers must be matched exactly.
+    """
+    words = answer.split()
+    expected_words = expected.split()
+    return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
 
 
 CompareBy = Literal["lines", "tokens", "floats"]
@@ -109,17 +134,18 @@ COMPARES: dict[CompareBy, Compare] = {
 }
 
 
-def same_value(given: str, expected: Any) -> bool:
-    """Whether a JSON text is the value `expected`, floats within TOLERANCE; False if it is no JSON.
+def same_value(answer: str, expected: Any) -> bool:
+    """Return True if a JSON text is the expected value, with floats within TOLERANCE.
 
-    Lists stand for tuples too, True for 1, as in Python.
+    Lists also match tuples, and True matches 1, as in Python. A text that is no JSON matches
+    nothing.
     """
     try:
-        return _same(json.loads(given), json.loads(json.dumps(expected)))
+        return _same(json.loads(answer), json.loads(json.dumps(expected)))
     except (
         ValueError,
         RecursionError,
-    ):  # no JSON, a number of too many digits, or nested without end
+    ):  # no JSON, a number with too many digits, or nested too deep
         return False
 
 
@@ -127,42 +153,41 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _same_word(given: str, expected: str) -> bool:
-    if given == expected:
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
         return True
-    # An integer's neighbour is within any relative tolerance if it is long enough: integers are compared as text.
-    if _INTEGER.fullmatch(expected) or not (
-        _NUMBER.fullmatch(given) and _NUMBER.fullmatch(expected)
-    ):
+    # Integers are compared as text: neighbours of a long integer are within any relative tolerance.
+    if _INTEGER.fullmatch(expected):
         return False
-    return _close(float(given), float(expected))
+    if not _NUMBER.fullmatch(word) or not _NUMBER.fullmatch(expected):
+        return False
+    return _close(float(word), float(expected))
 
 
-def _same(given: Any, expected: Any) -> bool:
+def _same(value: Any, expected: Any) -> bool:
     if isinstance(expected, list):
         return (
-            isinstance(given, list)
-            and len(given) == len(expected)
-            and all(map(_same, given, expected))
+            isinstance(value, list)
+            and len(value) == len(expected)
+            and all(map(_same, value, expected))
         )
     if isinstance(expected, dict):
         return (
-            isinstance(given, dict)
-            and given.keys() == expected.keys()
-            and all(_same(given[key], value) for key, value in expected.items())
+            isinstance(value, dict)
+            and value.keys() == expected.keys()
+            and all(_same(value[key], expected[key]) for key in expected)
         )
-    if isinstance(given, float) or isinstance(expected, float):
-        return (
-            isinstance(given, int | float)
-            and isinstance(expected, int | float)
-            and _close(given, expected)
-        )
-    alike = type(given) is type(expected) or {type(given), type(expected)} == {bool, int}
-    return alike and bool(given == expected)
+    if isinstance(value, float) or isinstance(expected, float):
+        are_numbers = isinstance(value, int | float) and isinstance(expected, int | float)
+        return are_numbers and _close(value, expected)
+
+    types = {type(value), type(expected)}
+    are_comparable = len(types) == 1 or types == {bool, int}
+    return are_comparable and bool(value == expected)
 
 
-def _close(given: float, expected: float) -> bool:
+def _close(value: float, expected: float) -> bool:
     try:
-        return math.isclose(given, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except OverflowError:  # an integer beyond any float
         return False

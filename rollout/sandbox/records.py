@@ -10,90 +10,135 @@ from rollout.base.errors import EnvError
 
 
 class Verdict(enum.StrEnum):
-    """How a program ended, in the words of programming contests."""
+    """Outcome of a program, in the terms of programming contests."""
 
-    OK = "OK"  # it ended with status 0, or, where something is expected of it, its output is right
-    WA = "WA"  # it ended with status 0 and its output is wrong
-    RE = "RE"  # it ended with another status, an exception or a signal
-    TLE = "TLE"  # out of processor or wall time
+    OK = "OK"  # exit status 0, and the expected output if the program is judged by a test
+    WA = "WA"  # exit status 0, and wrong output
+    RE = "RE"  # another exit status, an exception or a signal
+    TLE = "TLE"  # out of CPU time or wall time
     MLE = "MLE"  # out of memory
     OLE = "OLE"  # too much output, or too many or too large files
-    SE = "SE"  # the sandbox failed: nothing is known about the program. Raised as SandboxError, never scored
+    # The sandbox failed and nothing is known about the program. It is raised as a SandboxError and
+    # never scored.
+    SE = "SE"
 
 
 class SandboxError(EnvError):
-    """The sandbox failed, not the program: the trajectory is masked, never scored 0."""
+    """The sandbox failed, not the program; the trajectory is masked instead of scored with 0."""
 
     verdict = Verdict.SE
 
 
 class SandboxUnavailable(SandboxError):
-    """This machine cannot run programs isolated, or not in the tier that was asked for."""
+    """This machine cannot run isolated programs, or not with the requested isolation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLimits:
-    """What one program may use."""
+    """Limits of one program.
 
-    wall_s: float = 12.0  # generous: on a busy machine processor time is the fair measure
-    cpu_s: int = 6  # of one process
-    memory_mb: int = 512  # address space of one process beyond the interpreter's
-    cores: int = 1  # that it computes on, with all that it starts
-    processes: int = 32  # at once, threads included
-    output_kb: int = 1024  # of stdout, and of stderr
-    file_mb: int = 16  # of one file
-    disk_mb: int = 64  # of all files
-    files: int = 2048  # at once, folders included
+    Attributes:
+        wall_s: wall time in seconds. It is generous, because CPU time is the fair measure on a busy
+            machine.
+        cpu_s: CPU time in seconds of one process.
+        memory_mb: address space of one process, in addition to the interpreter's.
+        cores: cores that the program and its children share.
+        processes: processes and threads at the same time.
+        output_kb: size of stdout, and of stderr.
+        file_mb: size of one file.
+        disk_mb: size of all files together.
+        files: number of files and folders at the same time.
+        open_files: open files of one process.
+    """
+
+    wall_s: float = 12.0
+    cpu_s: int = 6
+    memory_mb: int = 512
+    cores: int = 1
+    processes: int = 32
+    output_kb: int = 1024
+    file_mb: int = 16
+    disk_mb: int = 64
+    files: int = 2048
     open_files: int = 64
 
     def __post_init__(self) -> None:
-        bad = [f"{name} is {value}" for name, value in asdict(self).items() if not value > 0]
-        if bad:
-            raise ValueError(f"limits of the sandbox: {', '.join(bad)}; each must be positive")
+        problems = [f"{name} is {value}" for name, value in asdict(self).items() if not value > 0]
+        if problems:
+            raise ValueError(f"limits of the sandbox: {', '.join(problems)}; each must be positive")
         if self.output_kb > 1024 * self.file_mb:
             raise ValueError(
-                f"limits of the sandbox: output_kb is {self.output_kb}, more than file_mb ({self.file_mb})"
+                f"limits of the sandbox: output_kb is {self.output_kb}, "
+                f"more than file_mb ({self.file_mb})"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One program to run; see `Runner.run`."""
+    """A program with its input; see `Runner.run`."""
 
     source: str
     stdin: str | bytes = b""
     limits: RunLimits
-    files: Mapping[str, bytes] = field(
-        default_factory=dict
-    )  # put into its folder first, by relative path
+    files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the working folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How one run ended."""
+    """Result of one run.
+
+    Attributes:
+        stdout: at most `output_kb`, with bytes that are not UTF-8 replaced.
+        stderr: likewise.
+        exit_code: exit status; negative if a signal of this number ended the program.
+        cpu_s: CPU time of all processes of the program.
+        memory_mb: peak resident memory of its largest process.
+        fresh: True if the process had no state of an earlier cell, as always outside of a session.
+    """
 
     verdict: Verdict
-    stdout: str  # at most output_kb, bytes that are no UTF-8 replaced
+    stdout: str
     stderr: str
-    exit_code: int  # negative: minus the signal that ended it
+    exit_code: int
     wall_s: float
-    cpu_s: float = 0.0  # of all its processes
-    memory_mb: float = 0.0  # resident at the peak, of its largest process
-    fresh: bool = True  # nothing of an earlier cell was there: always so outside a session
+    cpu_s: float = 0.0
+    memory_mb: float = 0.0
+    fresh: bool = True
 
 
-def without_middle(text: str, most: int) -> str:
-    """The text, or of one that has more than `most` characters so many from its ends."""
-    half = most // 2
-    return (
-        text
-        if len(text) <= most
-        else f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReport:
+    """Report of a jail about a job that has ended.
+
+    Attributes:
+        exit_code: exit status; negative if a signal of this number ended the job.
+        kill_reason: limit for which the warden ended the job, such as "wall" or "disk", or "".
+        cpu_s: CPU time of all its processes.
+        memory_bytes: peak resident memory of its largest process.
+        out_of_memory: True if the kernel killed one of its processes because its control group had
+            no memory left.
+    """
+
+    exit_code: int
+    kill_reason: str
+    cpu_s: float
+    memory_bytes: int
+    out_of_memory: bool
+
+
+def truncate_middle(text: str, max_chars: int) -> str:
+    """Return the text; of a longer one the first and the last half of `max_chars` characters."""
+    if len(text) <= max_chars:
+        return text
+    half = max_chars // 2
+    omitted = len(text) - 2 * half
+    return f"{text[:half]}\n[... {omitted} characters ...]\n{text[-half:]}"
 
 
 NO_OUTPUT = "[no output]"
-ENDINGS = {  # in words
+
+# descriptions of failures for the model that wrote the program
+ENDINGS = {
     Verdict.TLE: "out of time",
     Verdict.MLE: "out of memory",
     Verdict.OLE: "too much output",
@@ -102,13 +147,16 @@ ENDINGS = {  # in words
 
 
 def render_result(result: RunResult, max_chars: int) -> str:
-    """A result as a model reads it: what was printed, then stderr, then how it ended if not well.
+    """Return a result as a model reads it: stdout, stderr, and the failure if there was one.
 
-    Of longer output the middle is left out.
+    Args:
+        max_chars: of stdout and stderr together; the middle of longer output is left out.
     """
-    text = "\n".join(part for part in (result.stdout.rstrip(), result.stderr.rstrip()) if part)
-    text = without_middle(text, max_chars)
+    outputs = [result.stdout.rstrip(), result.stderr.rstrip()]
+    text = truncate_middle("\n".join(output for output in outputs if output), max_chars)
+
     ending = ENDINGS.get(result.verdict)
-    if ending and not (result.verdict is Verdict.RE and result.stderr):
+    has_traceback = result.verdict is Verdict.RE and result.stderr
+    if ending and not has_traceback:
         text = f"{text}\n[{ending}]".lstrip()
     return text or NO_OUTPUT

@@ -1,4 +1,4 @@
-"""Running code in a jail: one program to its end, or a session of cells that share variables and files."""
+"""Execution in a jail: one program, or a session of cells that share variables and files."""
 
 import asyncio
 import json
@@ -7,196 +7,246 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any
+from dataclasses import replace
 
 from rollout.sandbox.guest import wire
 from rollout.sandbox.guest.program import OUT_OF_MEMORY
-from rollout.sandbox.jail import Jail, opened_files, take_texts, until_readable
-from rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, Verdict
+from rollout.sandbox.jail import Jail, until_readable
+from rollout.sandbox.memory_files import memory_files, read_texts
+from rollout.sandbox.records import (
+    JobReport,
+    Program,
+    RunLimits,
+    RunResult,
+    SandboxError,
+    Verdict,
+)
 
-_GRACE_S = 5.0  # for a warden to report, beyond the job's wall time
-_INTERRUPT_S = 1.0  # for a cell to give in to an interrupt before its process is killed
+_REPORT_S = 5.0  # within which a warden must report the end of a job
+_INTERRUPT_S = 1.0  # within which a cell must react to an interrupt before its process is killed
+
+# verdicts on jobs that a warden has ended, by its reason; any other reason is a time limit
+_KILL_VERDICTS = {
+    "disk": Verdict.OLE,
+    "memory": Verdict.MLE,
+    "threads": Verdict.RE,
+}
 
 
 class Session:
-    """Cells in one jail, one at a time; made by `Sandbox.session`.
+    """Cells that run one after another in one jail; `Sandbox.session` opens it.
 
-    Between cells all that they have started rests: threads and processes go on with the next one.
-    A cell that runs out of time is interrupted and leaves what it had reached. If its process has to be killed, or
-    ends by itself, variables are gone and files stay; the next cell starts a new process, and its result is `fresh`.
+    Threads and processes that a cell has started are paused until the next cell. A cell that runs
+    out of time is interrupted, and keeps the variables that it has set. If its process has to be
+    killed, or ends by itself, the variables are lost and the files stay; the next cell starts a new
+    process, and its result is `fresh`.
     """
 
     def __init__(
         self, jail: Jail, limits: RunLimits, slot: Callable[[], AbstractAsyncContextManager[None]]
     ) -> None:
-        """`slot` is entered for every cell, so that sessions share the processors with everybody."""
+        """Initialize a session.
+
+        Args:
+            jail: an open jail.
+            limits: of the session.
+            slot: returns a context that each cell enters, so that the sessions share the cores.
+        """
         self._jail = jail
         self._limits = limits
         self._slot = slot
-        self._cells: socket.socket | None = None
-        self._turn = asyncio.Lock()
+        self._cells: socket.socket | None = None  # channel to the process of the cells
+        self._lock = asyncio.Lock()
 
     async def run(self, source: str, *, wall_s: float | None = None) -> RunResult:
-        """Run one cell; the value of a last expression is shown as in a notebook.
+        """Run one cell; print the value of a last expression, as a notebook does.
 
-        A call that is cancelled ends the process.
+        A cancelled call ends the process.
+
+        Args:
+            source: Python code.
+            wall_s: time limit of the cell; None: that of the session.
 
         Raises:
             SandboxError: the sandbox failed.
         """
-        async with self._turn, self._slot():
-            fresh = self._cells is None
-            cells = self._cells or self._start()
-            with opened_files(source, None, None) as handles:
+        async with self._lock, self._slot():
+            is_fresh = self._cells is None
+            cells = self._cells or self._start_process()
+            with memory_files(source, None, None) as files:
                 try:
-                    return await self._run(cells, handles, wall_s or self._limits.wall_s, fresh)
+                    return await self._run_cell(
+                        cells, files, wall_s=wall_s or self._limits.wall_s, is_fresh=is_fresh
+                    )
                 except BaseException:
                     self.end()
                     raise
 
     async def put(self, name: str, content: bytes) -> None:
-        async with self._turn:
+        """Write a file of the box (see `Jail.put`)."""
+        async with self._lock:
             await self._jail.put(name, content)
 
     async def get(self, name: str) -> bytes | None:
-        """A file of the box, up to `file_mb`; None if there is no regular file of that name."""
-        async with self._turn:
+        """Return a file of the box, up to `file_mb`; None if there is no regular file."""
+        async with self._lock:
             return await self._jail.get(name, self._limits.file_mb << 20)
 
     async def files(self) -> dict[str, int]:
-        async with self._turn:
+        """Return the size in bytes of every regular file in the box, by path."""
+        async with self._lock:
             return await self._jail.files()
 
     def end(self) -> None:
-        """End the process; files stay."""
+        """End the process; the files stay."""
         if self._cells is not None:
             self._cells.close()
             self._cells = None
-            with suppress(SandboxError):  # its warden is gone, and it with that
+            with suppress(SandboxError):  # without its warden the process has ended already
                 self._jail.kill()
 
-    def _start(self) -> socket.socket:
-        self._cells, theirs = wire.pair()
+    def _start_process(self) -> socket.socket:
+        self._cells, process_end = wire.pair()
         self._cells.setblocking(False)
-        with theirs:
-            self._jail.start("cells", [theirs.fileno()])
+        with process_end:
+            self._jail.start("cells", [process_end.fileno()])
         return self._cells
 
-    async def _run(
-        self, cells: socket.socket, handles: list[int], wall_s: float, fresh: bool
+    async def _run_cell(
+        self, cells: socket.socket, files: list[int], *, wall_s: float, is_fresh: bool
     ) -> RunResult:
-        began = time.monotonic()
-        late = False
-        ended: dict[str, Any] = {}
+        """Run the cell whose source, stdout and stderr are in `files`."""
+        started_s = time.monotonic()
+        is_late = False
+        report: JobReport | None = None
+        error: str | None = ""  # name of the exception that ended the cell
         try:
-            if not fresh:
-                self._jail.rest(False)
-            wire.send(cells, {}, handles)
-            error = await _answer(cells, wall_s)
+            if not is_fresh:
+                self._jail.resume()
+            wire.send(cells, {}, files)
+            error = await _receive_error(cells, wall_s)
             if error is None:
-                late = True
+                is_late = True
                 self._jail.interrupt()
-                error = await _answer(cells, _INTERRUPT_S)
+                error = await _receive_error(cells, _INTERRUPT_S)
             if error is None:
                 self._jail.kill()
                 raise EOFError
-            self._jail.rest(True)
-        except (
-            EOFError,
-            OSError,
-        ):  # it has ended, or closed or filled its channel: the program holds it, so it may
+            self._jail.pause()
+        except (EOFError, OSError):
+            # The process has ended, or has closed or filled its end of the channel, which the
+            # program can do at any time.
             cells.close()
             self._cells = None
-            ended = await _ended_soon(self._jail)
-            error = ""
-        (stdout, stderr), complete = take_texts(handles[1:], self._limits.output_kb << 10)
-        if ended:
-            verdict = judge_end(ended, self._limits, complete)
-        elif not complete:
-            verdict = Verdict.OLE
+            report = await _end_unresponsive(self._jail)
+
+        (stdout, stderr), is_complete = read_texts(files[1:], self._limits.output_kb << 10)
+        if report is not None:
+            verdict = job_verdict(report, self._limits, output_complete=is_complete)
+            exit_code = report.exit_code
         else:
-            verdict = {"": Verdict.OK, "MemoryError": Verdict.MLE}.get(error, Verdict.RE)
+            verdict = _cell_verdict(error, output_complete=is_complete)
+            exit_code = 1 if error else 0
         return RunResult(
-            verdict=Verdict.TLE if late else verdict,
+            verdict=Verdict.TLE if is_late else verdict,
             stdout=stdout,
             stderr=stderr,
-            exit_code=ended.get("exit", int(bool(error))),
-            wall_s=time.monotonic() - began,
-            fresh=fresh,
+            exit_code=exit_code,
+            wall_s=time.monotonic() - started_s,
+            fresh=is_fresh,
         )
 
 
-async def _answer(cells: socket.socket, patience_s: float) -> str | None:
-    """The name of the exception that ended a cell, "" for none; None if it is late; EOFError where nobody answers."""
+async def _receive_error(cells: socket.socket, timeout_s: float) -> str | None:
+    """Return the name of the exception that ended a cell, "" for none, or None after the timeout.
+
+    Raises:
+        EOFError: the process has closed its channel or sent something else.
+    """
     try:
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(timeout_s):
             await until_readable(cells)
     except TimeoutError:
         return None
-    body = cells.recv(wire.MAX_BYTES)  # the kernel drops descriptors that are not asked for
+    body = cells.recv(wire.MAX_BYTES)  # recv, unlike recv_fds, drops descriptors that come along
     try:
         return str(json.loads(body)["error"])
     except (ValueError, LookupError, TypeError, RecursionError):
         raise EOFError from None
 
 
-async def _ended_soon(jail: Jail) -> dict[str, Any]:
-    """How a process ended that answers no more; one that lives on is killed, which is its own failure."""
+async def _end_unresponsive(jail: Jail) -> JobReport:
+    """Return the report on a process that does not answer; kill it if it has not ended.
+
+    The kill counts as the program's own failure and not as a limit that it has reached.
+    """
     try:
         async with asyncio.timeout(_INTERRUPT_S):
-            return await jail.ended()
+            return await jail.wait()
     except TimeoutError:
         jail.kill()
-    return {**await _end(jail, _GRACE_S), "killed": ""}
+    report = await _wait_for_report(jail, _REPORT_S)
+    return replace(report, kill_reason="")
 
 
 async def execute(jail: Jail, program: Program) -> RunResult:
-    """Run a program in a jail that was just lent; SandboxError if the jail failed."""
+    """Run a program in a jail that was just lent; raise SandboxError if the jail fails."""
     limits = program.limits
     jail.open(limits)
     for name, content in program.files.items():
         await jail.put(name, content)
-    with opened_files(program.source, program.stdin, None, None) as handles:
-        began = time.monotonic()
-        jail.start("program", handles)
-        ended = await _end(jail, limits.wall_s + _GRACE_S)
-        wall_s = time.monotonic() - began
-        (stdout, stderr), complete = take_texts(handles[2:], limits.output_kb << 10)
+
+    with memory_files(program.source, program.stdin, None, None) as files:
+        started_s = time.monotonic()
+        jail.start("program", files)
+        report = await _wait_for_report(jail, limits.wall_s + _REPORT_S)
+        wall_s = time.monotonic() - started_s
+        (stdout, stderr), is_complete = read_texts(files[2:], limits.output_kb << 10)
+
     return RunResult(
-        verdict=judge_end(ended, limits, complete),
+        verdict=job_verdict(report, limits, output_complete=is_complete),
         stdout=stdout,
         stderr=stderr,
-        exit_code=ended["exit"],
+        exit_code=report.exit_code,
         wall_s=wall_s,
-        cpu_s=ended["cpu_s"],
-        memory_mb=ended["memory_bytes"] / 2**20,
+        cpu_s=report.cpu_s,
+        memory_mb=report.memory_bytes / 2**20,
     )
 
 
-async def _end(jail: Jail, patience_s: float) -> dict[str, Any]:
+async def _wait_for_report(jail: Jail, timeout_s: float) -> JobReport:
     try:
-        async with asyncio.timeout(patience_s):
-            return await jail.ended()
+        async with asyncio.timeout(timeout_s):
+            return await jail.wait()
     except TimeoutError:
-        raise SandboxError(f"a job's warden did not report within {patience_s:g} s") from None
+        raise SandboxError(f"the warden of a job did not report within {timeout_s:g} s") from None
 
 
-_KILLED = {
-    "disk": Verdict.OLE,
-    "memory": Verdict.MLE,
-    "threads": Verdict.RE,
-}  # why a warden ended a job
+def job_verdict(report: JobReport, limits: RunLimits, *, output_complete: bool) -> Verdict:
+    """Return the verdict on a job that has ended.
 
-
-def judge_end(ended: dict[str, Any], limits: RunLimits, output_complete: bool) -> Verdict:
-    """The verdict on a job from its warden's report, in which `ran_out` says that the kernel killed for memory."""
-    code = ended["exit"]
+    Args:
+        output_complete: False if the job has written more than `output_kb`.
+    """
+    exit_code = report.exit_code
     if not output_complete:
         return Verdict.OLE
-    if ended["killed"]:
-        return _KILLED.get(ended["killed"], Verdict.TLE)
-    if ended.get("ran_out") or code == OUT_OF_MEMORY:
+    if report.kill_reason:
+        return _KILL_VERDICTS.get(report.kill_reason, Verdict.TLE)
+    if report.out_of_memory or exit_code == OUT_OF_MEMORY:
         return Verdict.MLE
-    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and ended["cpu_s"] >= limits.cpu_s):
+
+    # A program that ignores SIGXCPU is killed one second of CPU time later.
+    has_used_cpu_time = report.cpu_s >= limits.cpu_s
+    if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and has_used_cpu_time):
         return Verdict.TLE
-    return Verdict.OK if code == 0 else Verdict.RE
+    return Verdict.OK if exit_code == 0 else Verdict.RE
+
+
+def _cell_verdict(error: str | None, *, output_complete: bool) -> Verdict:
+    """Return the verdict on a cell whose process goes on."""
+    if not output_complete:
+        return Verdict.OLE
+    if not error:
+        return Verdict.OK
+    return Verdict.MLE if error == "MemoryError" else Verdict.RE

@@ -10,9 +10,9 @@ from rollout.sandbox import RunLimits, RunResult, Sandbox, SandboxUnavailable, V
 
 REFUSED = """
 import os, socket, ctypes
-def refused(what):
+def refused(call):
     try:
-        value = what()
+        value = call()
     except (OSError, EOFError):
         return True
     return value
@@ -21,7 +21,7 @@ LIMITS = RunLimits(wall_s=20.0, cpu_s=4, memory_mb=256, processes=24)
 
 
 def started(tier: str, **options: object) -> Sandbox:
-    """A sandbox of `tier`; skips where this machine has none."""
+    """Return a started sandbox of this tier; skip the test if the machine has no such tier."""
     sandbox = Sandbox(LIMITS, slots=2, tier=tier, **options)  # type: ignore[arg-type]
     try:
         asyncio.run(sandbox.start())
@@ -31,11 +31,11 @@ def started(tier: str, **options: object) -> Sandbox:
 
 
 def run(box: Sandbox, source: str, limits: RunLimits | None = None, **options: object) -> RunResult:
-    """How one program ends."""
+    """Run one program; return its result."""
     return asyncio.run(box.run(source, limits=limits, **options))  # type: ignore[arg-type]
 
 
-def refused(box: Sandbox, expression: str, setup: str = "") -> None:
-    """`expression`, a call, raises OSError in the sandbox."""
+def assert_refused(box: Sandbox, expression: str, setup: str = "") -> None:
+    """Assert that an expression raises OSError in the sandbox."""
     result = run(box, f"{REFUSED}{setup}\nprint(refused(lambda: {expression}))")
     assert (result.stdout, result.verdict) == ("True\n", Verdict.OK), result

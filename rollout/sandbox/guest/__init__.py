@@ -1,1 +1,1 @@
-"""Code that runs inside the sandbox: standard library only, started by path, imports nothing of ours."""
+"""Code inside the sandbox, which is started by path and imports the standard library only."""

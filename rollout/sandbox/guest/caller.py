@@ -1,7 +1,8 @@
-"""The program that a call-based test runs: calls one function of a solution and writes its result as JSON.
+"""Program of a call-based test: it calls one function of a solution and writes the result as JSON.
 
-Reads {"source", "function", "arguments"} from stdin. What the solution prints goes to stderr. It could write a result
-of its own to this program's stdout, and gains nothing by that: what is expected is not here.
+It reads {"source", "function", "arguments"} from stdin. The output of the solution goes to stderr.
+A solution may write a result of its own to this program's stdout, but gains nothing: the expected
+result is not in this process.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+# names that sites with call-based problems import for every solution
 _PRELUDE = """
 from typing import *
 from collections import *
@@ -18,24 +20,25 @@ from heapq import *
 from bisect import *
 from math import *
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
-"""  # what sites with call-based problems import for every solution
+"""
 
 
 def main() -> None:
-    """Call, and write the result."""
+    """Call the function and write its result."""
     request = json.load(sys.stdin)
-    with open(os.dup(1), "w") as channel:
+    with open(os.dup(1), "w") as result_file:
         os.dup2(2, 1)
         scope: dict[str, Any] = {"__name__": "solution"}
         exec(_PRELUDE, scope)
         exec(compile(request["source"], "solution.py", "exec"), scope)
         name = request["function"]
         function = scope[name] if name in scope else getattr(scope["Solution"](), name)
-        channel.write(json.dumps(function(*request["arguments"]), default=_plain))
+        result = function(*request["arguments"])
+        result_file.write(json.dumps(result, default=_to_list))
 
 
-def _plain(value: Any) -> Any:
-    """Arrays, sets, queues and iterators as lists."""
+def _to_list(value: Any) -> Any:
+    """Convert arrays, sets, queues and iterators to lists."""
     return value.tolist() if hasattr(value, "tolist") else list(value)
 
 

@@ -1,4 +1,4 @@
-"""Landlock and seccomp filters: the files that a process may open and the system calls that it may make, for good."""
+"""Landlock and seccomp filters, which limit the files and the system calls of this process."""
 
 import ctypes
 import errno
@@ -10,245 +10,354 @@ from collections.abc import Iterable
 
 from . import linux
 
-# linux/landlock.h
-_EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE = 1, 2, 4, 8, 1 << 14
-_CHARACTER_DEVICE, _BLOCK_DEVICE, _DEVICE_IOCTL = 1 << 6, 1 << 11, 1 << 15
-_FILE_RIGHTS = _EXECUTE | _WRITE | _READ | _TRUNCATE | _DEVICE_IOCTL
-_LEAST_VERSION = 3  # the first with a right to truncate
-_FILE_SYSTEM_RIGHTS = {3: 15, 4: 15}  # ABI version -> how many there are; 16 from version 5 on
-_BIND_TCP, _CONNECT_TCP, _ABSTRACT_SOCKETS, _SIGNALS = 1, 2, 1, 2
-_ASK_VERSION, _BENEATH, _PORT = 1, 1, 2
-_CALLING_VERSION = 6  # the first with rights to TCP ports, signals and sockets without files
+# --- Landlock (linux/landlock.h)
+
+_EXECUTE = 1
+_WRITE_FILE = 2
+_READ_FILE = 4
+_READ_FOLDER = 8
+_MAKE_CHARACTER_DEVICE = 1 << 6
+_MAKE_BLOCK_DEVICE = 1 << 11
+_TRUNCATE = 1 << 14
+_DEVICE_IOCTL = 1 << 15
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _DEVICE_IOCTL
+
+_BIND_TCP = 1
+_CONNECT_TCP = 2
+_SCOPE_ABSTRACT_SOCKETS = 1
+_SCOPE_SIGNALS = 2
+
+_GET_VERSION = 1  # flag of landlock_create_ruleset
+_RULE_PATH_BENEATH = 1
+_RULE_PORT = 2
+
+_TRUNCATE_VERSION = 3  # the first with a right to truncate files
+_PORTS_VERSION = 4  # the first with rights to TCP ports
+_SCOPES_VERSION = 6  # the first that knows signals and sockets without files
+_FILE_SYSTEM_RIGHTS = {3: 15, 4: 15}  # number of rights by version; 16 from version 5 on
+
+# --- seccomp (linux/bpf_common.h, linux/seccomp.h)
+
+_LOAD = 0x20
+_AND = 0x54
+_IF_EQUAL = 0x15
+_IF_AT_LEAST = 0x35
+_IF_ABOVE = 0x25
+_IF_ANY_BIT = 0x45
+_RETURN = 0x06
+
+_RETURN_ERROR = 0x00050000
+_RETURN_ALLOW = 0x7FFF0000
+_RETURN_KILL_PROCESS = 0x80000000
+_SET_MODE_FILTER = 2
+
+# offsets in the data that a filter sees
+_CALL_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST_ARGUMENT = 16
+
+_X86_64 = 0xC000003E
+_X32_BIT = 0x40000000  # set in the numbers of the x32 ABI's calls
+
+# --- system calls (asm/unistd_64.h)
+
+# Calls that Python, its standard library and numerical packages need. There are no sockets but
+# pairs; no tracing, mounting, keys, BPF, io_uring, shared memory segments; no priorities, affinity
+# or clocks to set; and no timers with a signal of the program's choice, which could wake a paused
+# program.
+with open(
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), "system_calls.txt"), encoding="ascii"
+) as _calls_file:
+    _ALLOWED_CALLS = _calls_file.read()
+
+# Landlock does not check these. Without a root file system of its own, a program could change the
+# mode of its user's files and lock the user out.
+_ATTRIBUTE_CALLS = (
+    "chmod=90 fchmod=91 utime=132 utimes=235 futimesat=261 fchmodat=268 utimensat=280 fchmodat2=452"
+)
+_PROCESS_CALLS = "fork=57 vfork=58 execve=59 kill=62 tkill=200 tgkill=234"
+_CONNECTION_CALLS = "connect=42 setsockopt=54 getsockopt=55"
+_SESSION_CALLS = "setpgid=109 setsid=112"
+
+_IOCTL = 16
+_SOCKET = 41
+_SENDTO = 44
+_SENDMSG = 46
+_SOCKETPAIR = 53
+_CLONE = 56
+_KILL = 62
+_FCNTL = 72
+_PRCTL = 157
+_TGKILL = 234
+_PRLIMIT = 302
+_CLONE3 = 435
+# Newer calls are refused as unknown (ENOSYS), so that libraries fall back to older ones.
+_FIRST_RECENT_CALL = 424
+
+# --- arguments of system calls
+
+_MSG_FASTOPEN = 0x20000000  # lets sendto and sendmsg open a connection
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+_TERMINAL_QUERIES = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# F_SETOWN, F_SETSIG, F_SETOWN_EX: they have the kernel send signals in the program's name
+_OWNER_COMMANDS = (8, 10, 15)
+# PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
+_HARMLESS_PRCTL = (3, 15, 16, 0x53564D41)
+_CLONE_NAMESPACES = 0x7E020080  # every CLONE_NEW*
+_CLONE_THREAD = 0x00010000
+_AF_UNIX = 1
+_AF_INET = 2
+_SOCK_STREAM = 1
+_SOCK_TYPE_MASK = 0xF
+
+# operation, instructions to skip if true, instructions to skip if false, operand
+Instruction = tuple[int, int, int, int]
+_ALLOW: Instruction = (_RETURN, 0, 0, _RETURN_ALLOW)
 
 
 def can_confine() -> bool:
-    """Whether this machine's kernel can do what `confine_program` asks of it."""
+    """Return True if this machine's kernel supports `confine_program`."""
     try:
-        return platform.machine() == "x86_64" and _version() >= _CALLING_VERSION
+        return platform.machine() == "x86_64" and _landlock_version() >= _SCOPES_VERSION
     except (OSError, AttributeError):
         return False
 
 
 def confine_program(*, readable: Iterable[str], writable: Iterable[str], port: int) -> None:
-    """Confine this process and what it executes for good: these files, no network but a TCP port, no other process."""
+    """Confine this process and the programs that it executes, for good.
+
+    They reach these files, one TCP port and no other network, and no processes but their own.
+
+    Args:
+        readable: paths that may be read.
+        writable: paths that may be written.
+        port: TCP port that may be connected to.
+    """
     confine_files(readable=readable, writable=writable, port=port)
     linux.drop_capabilities()
     install_filter(processes=True, own_pid=0, connects=True)
 
 
-def _version() -> int:
-    return linux.call("landlock_create_ruleset", None, 0, _ASK_VERSION)
-
-
 def confine_files(*, readable: Iterable[str], writable: Iterable[str], port: int = 0) -> None:
-    """Let this process and its children open only what is at or below these paths, and no device but /dev/null.
+    """Let this process and its children open only files at or below these paths, and /dev/null.
 
     Args:
-        port: the TCP port that they may connect to; 0, none.
+        readable: paths that may be read and executed.
+        writable: paths that may be written.
+        port: TCP port that may be connected to; 0: none.
 
-    Raises:
-        OSError: the kernel has no Landlock, or one that lets files outside be truncated.
+    Raises: OSError: the kernel has no Landlock, or one that does not protect files from being
+        truncated.
     """
-    abi = _version()
-    if abi < _LEAST_VERSION:
+    version = _landlock_version()
+    if version < _TRUNCATE_VERSION:
         raise OSError(
             errno.ENOSYS,
-            f"Landlock is version {abi}; version {_LEAST_VERSION} (Linux 6.2) refuses to truncate files",
+            f"Landlock is version {version}; version {_TRUNCATE_VERSION} (Linux 6.2) is needed, "
+            "which protects files from being truncated",
         )
-    rights = (1 << _FILE_SYSTEM_RIGHTS.get(abi, 16)) - 1
-    ports = _BIND_TCP | _CONNECT_TCP if abi >= 4 else 0
-    scopes = _ABSTRACT_SOCKETS | _SIGNALS if abi >= 6 else 0
-    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
-    attributes = ctypes.create_string_buffer(struct.pack("=QQQ", rights, ports, scopes))
-    rules = linux.call("landlock_create_ruleset", attributes, size, 0)
-    everything = rights & ~(_EXECUTE | _CHARACTER_DEVICE | _BLOCK_DEVICE | _DEVICE_IOCTL)
+
+    rights = (1 << _FILE_SYSTEM_RIGHTS.get(version, 16)) - 1
+    rules = _create_ruleset(version, rights)
     for path in readable:
-        _open_below(rules, path, _EXECUTE | _READ | _LIST)
+        _allow_below(rules, path, _EXECUTE | _READ_FILE | _READ_FOLDER)
+    refused = _EXECUTE | _MAKE_CHARACTER_DEVICE | _MAKE_BLOCK_DEVICE | _DEVICE_IOCTL
     for path in writable:
-        _open_below(rules, path, everything)
-    _open_below(rules, "/dev/null", _READ | _WRITE)
+        _allow_below(rules, path, rights & ~refused)
+    _allow_below(rules, "/dev/null", _READ_FILE | _WRITE_FILE)
     if port:
         rule = ctypes.create_string_buffer(struct.pack("=QQ", _CONNECT_TCP, port))
-        linux.call("landlock_add_rule", rules, _PORT, rule, 0)
+        linux.call("landlock_add_rule", rules, _RULE_PORT, rule, 0)
     linux.prctl(linux.SET_NO_NEW_PRIVS, 1)
     linux.call("landlock_restrict_self", rules, 0)
     os.close(rules)
 
 
-def _open_below(rules: int, path: str, rights: int) -> None:
+def _landlock_version() -> int:
+    return linux.call("landlock_create_ruleset", None, 0, _GET_VERSION)
+
+
+def _create_ruleset(version: int, file_system_rights: int) -> int:
+    """Return a descriptor of rules that refuse everything that this version can refuse."""
+    port_rights = 0
+    scopes = 0
+    size = 8  # of the attributes, which later versions have extended
+    if version >= _PORTS_VERSION:
+        port_rights = _BIND_TCP | _CONNECT_TCP
+        size = 16
+    if version >= _SCOPES_VERSION:
+        scopes = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS
+        size = 24
+    attributes = struct.pack("=QQQ", file_system_rights, port_rights, scopes)
+    return linux.call("landlock_create_ruleset", ctypes.create_string_buffer(attributes), size, 0)
+
+
+def _allow_below(rules: int, path: str, rights: int) -> None:
+    """Allow these rights at and below a path; ignore a path that does not exist."""
     try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        file = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:
-        if not stat.S_ISDIR(os.fstat(place).st_mode):
+        if not stat.S_ISDIR(os.fstat(file).st_mode):
             rights &= _FILE_RIGHTS
-        linux.call(
-            "landlock_add_rule",
-            rules,
-            _BENEATH,
-            ctypes.create_string_buffer(struct.pack("=Qi", rights, place)),
-            0,
-        )
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, file))
+        linux.call("landlock_add_rule", rules, _RULE_PATH_BENEATH, rule, 0)
     finally:
-        os.close(place)
-
-
-# asm/unistd_64.h. What Python, its standard library and numerical packages need; no sockets but pairs, no tracing,
-# mounting, keys, BPF, io_uring, shared memory segments, priorities, affinity or clocks to set, nor timers that send a
-# signal of the program's choice, by which one that is stopped could wake.
-with open(
-    os.path.join(os.path.dirname(os.path.abspath(__file__)), "system_calls.txt"), encoding="ascii"
-) as _table:
-    _ALLOWED = _table.read()
-# Landlock does not see these, so without a root of its own a program could lock its user out of his files.
-_ATTRIBUTES = (
-    "chmod=90 fchmod=91 utime=132 utimes=235 futimesat=261 fchmodat=268 utimensat=280 fchmodat2=452"
-)
-_PROCESSES = "fork=57 vfork=58 execve=59 kill=62 tkill=200 tgkill=234"
-_CONNECTIONS, _SESSIONS = "connect=42 setsockopt=54 getsockopt=55", "setpgid=109 setsid=112"
-_SOCKET, _SOCKETPAIR, _CLONE, _IOCTL, _FCNTL, _PRCTL, _PRLIMIT, _CLONE3 = (
-    41,
-    53,
-    56,
-    16,
-    72,
-    157,
-    302,
-    435,
-)
-_KILL, _TGKILL = 62, 234
-_SENDS, _FAST_OPEN = (
-    ((44, 3), (46, 2)),
-    0x20000000,
-)  # sendto, sendmsg and where their flags are; it would connect too
-_FIRST_RECENT = (
-    424  # newer calls are refused as unknown, and libraries then fall back to older ones
-)
-_TERMINAL_QUERIES = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIO*CLEX
-_OWNER_COMMANDS = (
-    8,
-    10,
-    15,
-)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals sent by the kernel in our name
-_HARMLESS_PRCTL = (3, 15, 16, 0x53564D41)  # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
-_NAMESPACES = 0x7E020080  # every CLONE_NEW*
-_THREAD = 0x00010000  # CLONE_THREAD
-_UNIX, _INTERNET, _STREAM = 1, 2, 1
-
-# linux/bpf_common.h, linux/seccomp.h
-_LOAD, _EQUAL, _AT_LEAST, _ABOVE, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x25, 0x45, 0x54, 0x06
-_ERROR, _KILL_PROCESS = 0x00050000, 0x80000000
-_X86_64, _X32_BIT = 0xC000003E, 0x40000000
-_SET_MODE_FILTER = 2
-
-Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if false, operand
-_ALLOW: Instruction = (_RETURN, 0, 0, 0x7FFF0000)
+        os.close(file)
 
 
 def install_filter(*, processes: bool, own_pid: int, connects: bool = False) -> None:
-    """Confine this process for good.
+    """Install a seccomp filter for this process and its children, for good.
 
     Args:
-        processes: it may start others, signal them and change file attributes: it has a process namespace and a root
-            file system of its own. Else it may have threads and signal itself, and changing attributes does nothing.
-        own_pid: its id.
-        connects: it may open TCP connections, stays in its process group, and changing attributes does nothing.
+        processes: True if the process may start others, signal them and change attributes of files,
+            because it has a process namespace and a root file system of its own. Otherwise it may
+            have threads and signal itself, and changes of attributes do nothing.
+        own_pid: id of the process.
+        connects: True if the process may open TCP connections. It then stays in its process group,
+            and changes of attributes do nothing.
     """
     code = b"".join(
-        struct.pack("=HBBI", *instruction) for instruction in rules(processes, own_pid, connects)
+        struct.pack("=HBBI", *instruction)
+        for instruction in filter_program(processes, own_pid, connects)
     )
-    buffer = ctypes.create_string_buffer(code, len(code))
-    program = ctypes.create_string_buffer(
-        struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
-    )
+    code_buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(code_buffer))
+    program_buffer = ctypes.create_string_buffer(program)
     linux.prctl(linux.SET_NO_NEW_PRIVS, 1)
-    linux.prctl(linux.SET_SECCOMP, _SET_MODE_FILTER, ctypes.addressof(program))
+    linux.prctl(linux.SET_SECCOMP, _SET_MODE_FILTER, ctypes.addressof(program_buffer))
 
 
-def rules(processes: bool, own_pid: int, connects: bool = False) -> list[Instruction]:
-    """The filter's program; see `install`."""
-    code: list[Instruction] = [
-        (_LOAD, 0, 0, 4),  # the architecture
-        (_EQUAL, 1, 0, _X86_64),
-        (_RETURN, 0, 0, _KILL_PROCESS),
-        (_LOAD, 0, 0, 0),  # the call's number
-        (_AT_LEAST, 0, 1, _X32_BIT),
-        (_RETURN, 0, 0, _KILL_PROCESS),
+def filter_program(processes: bool, own_pid: int, connects: bool = False) -> list[Instruction]:
+    """Return the BPF program of a filter; see `install_filter` for the arguments."""
+    code = [
+        *_kill_other_architectures(),
+        *_check_sockets(connects),
+        *_check_commands(),
+        *_check_processes(processes, own_pid),
     ]
-    code += _only_if(_SOCKETPAIR, _if_stream(_UNIX))
-    if connects:
-        code += _only_if(_SOCKET, _if_stream(_INTERNET))
-        for number, flags in _SENDS:
-            code += _only_if(
-                number, [*_argument(flags), (_ANY_BIT, 0, 1, _FAST_OPEN), _refuse(), _ALLOW]
-            )
-    code += _only_if(_IOCTL, _if_argument(1, _TERMINAL_QUERIES, _ALLOW, _refuse(errno.ENOTTY)))
-    code += _only_if(_FCNTL, _if_argument(1, _OWNER_COMMANDS, _refuse(), _ALLOW))
-    code += _only_if(_PRCTL, _if_argument(0, _HARMLESS_PRCTL, _ALLOW, _refuse()))
-    code += _only_if(_PRLIMIT, _if_argument(0, (0,), _ALLOW, _refuse()))
-    code += _only_if(
-        _CLONE3, [_refuse(errno.ENOSYS)]
-    )  # its flags are out of sight; libc falls back to clone
-    allowed = _numbers(_ALLOWED)
-    if processes:
-        code += _only_if(_CLONE, [*_argument(0), (_ANY_BIT, 0, 1, _NAMESPACES), _refuse(), _ALLOW])
-        allowed += _numbers(_PROCESSES) + _numbers(_CONNECTIONS if connects else _ATTRIBUTES)
-    else:
-        code += _only_if(_CLONE, [*_argument(0), (_ANY_BIT, 1, 0, _THREAD), _refuse(), _ALLOW])
-        for number in (_KILL, _TGKILL):
-            code += _only_if(number, _if_argument(0, (own_pid,), _ALLOW, _refuse()))
+
+    # these calls succeed and do nothing
     if connects or not processes:
-        for number in _numbers(_ATTRIBUTES):
-            code += _only_if(number, [_refuse(0)])
-    for first, last in _runs(sorted(set(allowed) - set(_numbers(_SESSIONS) if connects else ()))):
-        code += [(_AT_LEAST, 0, 2, first), (_ABOVE, 1, 0, last), _ALLOW]
-    return [*code, (_AT_LEAST, 0, 1, _FIRST_RECENT), _refuse(errno.ENOSYS), _refuse()]
+        for number in _numbers(_ATTRIBUTE_CALLS):
+            code += _for_call(number, [_refuse(0)])
+
+    for first, last in _ranges(_allowed_numbers(processes, connects)):
+        code += [(_IF_AT_LEAST, 0, 2, first), (_IF_ABOVE, 1, 0, last), _ALLOW]
+    code += [(_IF_AT_LEAST, 0, 1, _FIRST_RECENT_CALL), _refuse(errno.ENOSYS), _refuse()]
+    return code
 
 
-def _only_if(number: int, body: list[Instruction]) -> list[Instruction]:
-    return [(_EQUAL, 0, len(body), number), *body]
+def _kill_other_architectures() -> list[Instruction]:
+    """Kill the process at a call of another architecture; leave the call's number loaded."""
+    kill: Instruction = (_RETURN, 0, 0, _RETURN_KILL_PROCESS)
+    return [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_IF_EQUAL, 1, 0, _X86_64),
+        kill,
+        (_LOAD, 0, 0, _CALL_NUMBER),
+        (_IF_AT_LEAST, 0, 1, _X32_BIT),
+        kill,
+    ]
 
 
-def _if_stream(family: int) -> list[Instruction]:
-    """Of sockets only streams of this family."""
-    kind = [*_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM)]
-    return [*_argument(0), (_EQUAL, 0, 3, family), *kind, _refuse(), _ALLOW]
+def _check_sockets(connects: bool) -> list[Instruction]:
+    code = _for_call(_SOCKETPAIR, _allow_streams(_AF_UNIX))
+    if connects:
+        code += _for_call(_SOCKET, _allow_streams(_AF_INET))
+        for number, flags_index in ((_SENDTO, 3), (_SENDMSG, 2)):
+            code += _for_call(number, _refuse_any_bit(flags_index, _MSG_FASTOPEN))
+    return code
+
+
+def _check_commands() -> list[Instruction]:
+    """Check the calls that choose one of many functions by an argument."""
+    return [
+        *_for_call(_IOCTL, _if_argument(1, _TERMINAL_QUERIES, _ALLOW, _refuse(errno.ENOTTY))),
+        *_for_call(_FCNTL, _if_argument(1, _OWNER_COMMANDS, _refuse(), _ALLOW)),
+        *_for_call(_PRCTL, _if_argument(0, _HARMLESS_PRCTL, _ALLOW, _refuse())),
+        *_for_call(_PRLIMIT, _if_argument(0, (0,), _ALLOW, _refuse())),
+    ]
+
+
+def _check_processes(processes: bool, own_pid: int) -> list[Instruction]:
+    # clone3 has its flags in memory that a filter cannot read; libc falls back to clone
+    code = _for_call(_CLONE3, [_refuse(errno.ENOSYS)])
+    if processes:
+        code += _for_call(_CLONE, _refuse_any_bit(0, _CLONE_NAMESPACES))
+        return code
+
+    only_threads = [*_load_argument(0), (_IF_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(), _ALLOW]
+    code += _for_call(_CLONE, only_threads)
+    for number in (_KILL, _TGKILL):
+        code += _for_call(number, _if_argument(0, (own_pid,), _ALLOW, _refuse()))
+    return code
+
+
+def _allowed_numbers(processes: bool, connects: bool) -> list[int]:
+    """Return the numbers of the calls that are allowed with any arguments, sorted."""
+    allowed = set(_numbers(_ALLOWED_CALLS))
+    if processes:
+        allowed.update(_numbers(_PROCESS_CALLS))
+        allowed.update(_numbers(_CONNECTION_CALLS if connects else _ATTRIBUTE_CALLS))
+    if connects:
+        allowed.difference_update(_numbers(_SESSION_CALLS))
+    return sorted(allowed)
+
+
+def _for_call(number: int, body: list[Instruction]) -> list[Instruction]:
+    """Run `body`, which ends with a decision, for the call of this number only."""
+    return [(_IF_EQUAL, 0, len(body), number), *body]
+
+
+def _allow_streams(family: int) -> list[Instruction]:
+    """Allow sockets of this family and of type SOCK_STREAM; refuse all other sockets."""
+    return [
+        *_load_argument(0),
+        (_IF_EQUAL, 0, 3, family),
+        *_load_argument(1),
+        (_AND, 0, 0, _SOCK_TYPE_MASK),
+        (_IF_EQUAL, 1, 0, _SOCK_STREAM),
+        _refuse(),
+        _ALLOW,
+    ]
+
+
+def _refuse_any_bit(index: int, bits: int) -> list[Instruction]:
+    """Refuse the call if an argument has any of these bits; allow it otherwise."""
+    return [*_load_argument(index), (_IF_ANY_BIT, 0, 1, bits), _refuse(), _ALLOW]
 
 
 def _if_argument(
     index: int, values: tuple[int, ...], then: Instruction, otherwise: Instruction
 ) -> list[Instruction]:
-    tests = [(_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
-    return [*_argument(index), *tests, otherwise, then]
+    """Decide `then` if an argument has one of these values, else `otherwise`."""
+    tests = [(_IF_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
+    return [*_load_argument(index), *tests, otherwise, then]
 
 
-def _argument(index: int) -> list[Instruction]:
-    return [
-        (_LOAD, 0, 0, 16 + 8 * index)
-    ]  # the low half: what is tested here is a C int or fits one
+def _load_argument(index: int) -> list[Instruction]:
+    # The lower half suffices: every argument that is tested is a C int, or fits into one.
+    return [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * index)]
 
 
-def _refuse(number: int = errno.EPERM) -> Instruction:
-    return (_RETURN, 0, 0, _ERROR | number)  # error 0: the call does nothing and succeeds
+def _refuse(error_number: int = errno.EPERM) -> Instruction:
+    """Return the decision to fail with an error; a call with error 0 succeeds and does nothing."""
+    return (_RETURN, 0, 0, _RETURN_ERROR | error_number)
 
 
 def _numbers(table: str) -> list[int]:
+    """Return the numbers in a table of `name=number`."""
     return [int(entry.partition("=")[2]) for entry in table.split()]
 
 
-def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    runs: list[tuple[int, int]] = []
+def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
+    """Return the first and the last number of every run of consecutive numbers."""
+    ranges: list[tuple[int, int]] = []
     for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = (runs[-1][0], number)
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = (ranges[-1][0], number)
         else:
-            runs.append((number, number))
-    return runs
+            ranges.append((number, number))
+    return ranges

@@ -1,11 +1,12 @@
-"""Linux system calls that Python's library lacks, on x86_64."""
+"""Linux system calls that Python's standard library lacks, on x86_64."""
 
 import ctypes
 import os
 import signal
 import struct
 
-CALLS = {  # asm/unistd_64.h
+# asm/unistd_64.h
+CALLS = {
     "clone": 56,
     "openat2": 437,
     "pivot_root": 155,
@@ -18,106 +19,140 @@ CALLS = {  # asm/unistd_64.h
     "landlock_add_rule": 445,
     "landlock_restrict_self": 446,
 }
-# linux/sched.h
-NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
-NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
-# sys/mount.h
-RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE, DETACH = (
-    1,
-    2,
-    4,
-    8,
-    0x20,
-    0x1000,
-    0x4000,
-    0x40000,
-    2,
-)
+
+# linux/sched.h: flags of clone and unshare
+NEWNS = 0x00020000
+NEWCGROUP = 0x02000000
+NEWUTS = 0x04000000
+NEWIPC = 0x08000000
+NEWUSER = 0x10000000
+NEWPID = 0x20000000
+NEWNET = 0x40000000
+
+# sys/mount.h: flags of mount and umount2
+RDONLY = 1
+NOSUID = 2
+NODEV = 4
+NOEXEC = 8
+REMOUNT = 0x20
+BIND = 0x1000
+REC = 0x4000
+PRIVATE = 0x40000
+DETACH = 2
+
 # linux/prctl.h
-SET_PDEATHSIG, SET_DUMPABLE, SET_SECCOMP, CAPBSET_DROP, SET_NO_NEW_PRIVS, CAP_AMBIENT = (
-    1,
-    4,
-    22,
-    24,
-    38,
-    47,
-)
-_CAPABILITIES = 41  # CAP_CHECKPOINT_RESTORE is the last; a kernel that knows fewer refuses the rest
+SET_PDEATHSIG = 1
+SET_DUMPABLE = 4
+SET_SECCOMP = 22
+CAPBSET_DROP = 24
+SET_NO_NEW_PRIVS = 38
+CAP_AMBIENT = 47
+
 _AMBIENT_CLEAR_ALL = 4
-_RESOLVE_INSIDE = (
-    0x01 | 0x02 | 0x04 | 0x08
-)  # no other mount, no magic link, no link, nothing above the folder
+_CAPABILITIES = 41  # CAP_CHECKPOINT_RESTORE is the last; a kernel that knows fewer refuses the rest
+_CAPABILITY_VERSION_3 = 0x20080522
+_AT_FDCWD = 2**64 - 100  # -100 as an unsigned long
+_AT_RECURSIVE = 0x8000
+
+# linux/openat2.h: no other mount, no magic link, no symbolic link, nothing above the folder
+_RESOLVE_INSIDE = 0x01 | 0x02 | 0x04 | 0x08
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(
     name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None, on: str = ""
 ) -> int:
-    """The system call `name`; OSError, which says it and `on` what, if the kernel refused it."""
-    plain = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in arguments]
-    return _done(int(_libc.syscall(ctypes.c_long(CALLS[name]), *plain)), f"{name} {on}".strip())
+    """Make a system call and return its result.
+
+    Args:
+        name: in `CALLS`.
+        on: object of the call, for the message of an error.
+
+    Raises:
+        OSError: the kernel refused the call.
+    """
+    c_arguments = [
+        ctypes.c_ulong(argument) if isinstance(argument, int) else argument
+        for argument in arguments
+    ]
+    result = int(_libc.syscall(ctypes.c_long(CALLS[name]), *c_arguments))
+    return _checked(result, f"{name} {on}".strip())
 
 
 def prctl(option: int, *arguments: int) -> None:
-    """Set one of this process's properties; on other processors too, where its number is another."""
-    four = map(ctypes.c_ulong, [*arguments, 0, 0, 0, 0][:4])
-    _done(int(_libc.prctl(ctypes.c_int(option), *four)), f"prctl {option}")
+    """Set a property of this process.
+
+    This goes through the C library, because the number of the call differs between processors.
+    """
+    four_arguments = [*arguments, 0, 0, 0, 0][:4]
+    result = int(_libc.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, four_arguments)))
+    _checked(result, f"prctl {option}")
 
 
-def _done(result: int, what: str) -> int:
+def _checked(result: int, call_name: str) -> int:
     if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, f"{call_name}: {os.strerror(error_number)}")
     return result
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces named by `flags` for new ones."""
+    """Leave the namespaces of these flags for new ones."""
     call("unshare", flags, on=f"{flags:#x}")
 
 
 def clone(flags: int) -> int:
-    """Fork into the new namespaces of `flags`; 0 in the child, its id in the parent.
+    """Fork into new namespaces of these flags; return 0 in the child, and its id in the parent.
 
-    Python's own bookkeeping after a fork does not run in the child: it must be single-threaded, and it may fork again.
+    Python's own handlers for forks do not run in the child. The process must be single-threaded;
+    the child may fork again.
     """
     return call("clone", flags | signal.SIGCHLD, 0, 0, 0, 0)
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2)."""
-    names = [text.encode() for text in (source, target, kind)]
-    call("mount", *names, flags, options.encode() or None, on=f"{kind or 'bind'} on {target}")
+    """Mount a file system (mount(2))."""
+    call(
+        "mount",
+        source.encode(),
+        target.encode(),
+        kind.encode(),
+        flags,
+        options.encode() or None,
+        on=f"{kind or 'bind'} on {target}",
+    )
 
 
 def detach(target: str) -> None:
-    """Unmount `target`, lazily."""
+    """Unmount `target` as soon as it is not in use."""
     call("umount2", target.encode(), DETACH, on=target)
 
 
 def mount_read_only(path: str) -> None:
-    """Make the mount at `path` and all below it read-only, without set-user-id programs."""
+    """Make the mount at `path` and all mounts below it read-only, without set-user-id programs."""
     attributes = ctypes.create_string_buffer(struct.pack("=QQQQ", RDONLY | NOSUID, 0, 0, 0))
-    at_cwd, recursive = 2**64 - 100, 0x8000
-    call("mount_setattr", at_cwd, path.encode(), recursive, attributes, len(attributes) - 1)
+    size = len(attributes) - 1  # without the final zero of the buffer
+    call("mount_setattr", _AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, size)
 
 
 def open_inside(folder: int, name: str, flags: int, mode: int = 0) -> int:
-    """A descriptor of the path `name` below the open `folder`, refusing every link and every way out of it."""
-    how = ctypes.create_string_buffer(
-        struct.pack("=QQQ", flags | os.O_CLOEXEC | os.O_NONBLOCK, mode, _RESOLVE_INSIDE)
-    )
+    """Open a path below an open folder; refuse all links and paths that leave the folder."""
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK
+    how = ctypes.create_string_buffer(struct.pack("=QQQ", flags, mode, _RESOLVE_INSIDE))
     return call("openat2", folder, os.fsencode(name), how, len(how) - 1)
 
 
 def drop_capabilities() -> None:
-    """Give up every privilege for good, also for what is executed later."""
+    """Give up all privileges of this process, and of programs that it executes, for good."""
     for capability in range(_CAPABILITIES):
         try:
             prctl(CAPBSET_DROP, capability)
-        except OSError:  # without CAP_SETPCAP there is nothing to drop, and no new privileges come
+        except OSError:
+            # Without CAP_SETPCAP nothing can be dropped, and no new privileges can be gained.
             break
     prctl(CAP_AMBIENT, _AMBIENT_CLEAR_ALL)
-    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
-    call("capset", header, ctypes.create_string_buffer(24))
+    header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0))
+    no_capabilities = ctypes.create_string_buffer(24)
+    call("capset", header, no_capabilities)
     prctl(SET_NO_NEW_PRIVS, 1)

@@ -1,4 +1,4 @@
-"""The model's code: a program, run as `python main.py` would run it, or cells in one process, like a notebook's."""
+"""Execution of the model's code, as a program like `python main.py` or as cells of a notebook."""
 
 import ast
 import atexit
@@ -15,106 +15,119 @@ from typing import Any, NoReturn
 from . import wire
 
 OUT_OF_MEMORY = 251  # exit status of a program that a MemoryError ended
-_NAME = "main.py"
+_PROGRAM_NAME = "main.py"
 
 
 def run_main(source: int) -> NoReturn:
-    """Run the program in the open file `source` and end this process with its exit status."""
-    text = _read_all(source)
+    """Run the program in the open file `source`, and end this process with its exit status."""
+    text = _read_file(source)
     os.close(source)
-    module = _new_main()
+    module = _new_main_module()
     status = 0
     try:
-        _remember(_NAME, text)
-        exec(compile(text, _NAME, "exec", dont_inherit=True), module.__dict__)
+        _cache_lines(_PROGRAM_NAME, text)
+        exec(compile(text, _PROGRAM_NAME, "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
-        status = _report_error(error)
+        status = _report_exception(error)
+
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does at its end
+        # as the interpreter does at its end: wait for threads, then call the exit functions
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
     except BaseException as error:
-        status = _report_error(error) or status
+        status = _report_exception(error) or status
     finally:
         os._exit(status & 255)
 
 
 def run_cells(channel: int) -> NoReturn:
-    """Serve the host at the descriptor `channel` until it closes."""
-    # were it not told the socket's kind, Python would ask by calls that are refused here
+    """Run the cells that the host sends through the descriptor `channel` until it is closed."""
+    # Without the explicit family and type Python would ask for them, with refused system calls.
     host = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, channel)
-    scope = _new_main().__dict__
-    number = 0
+    scope = _new_main_module().__dict__
+    cell_count = 0
     while True:
         try:
-            _, (source, out, err) = wire.receive(host)
-        except KeyboardInterrupt:  # meant for a cell that has just ended
+            _, (source, stdout, stderr) = wire.receive(host)
+        except KeyboardInterrupt:  # an interrupt that came just after the end of its cell
             continue
         except (EOFError, OSError):
             os._exit(0)
-        number += 1
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        text = _read_all(source)
-        for file in (source, out, err):
+        cell_count += 1
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        text = _read_file(source)
+        for file in (source, stdout, stderr):
             os.close(file)
-        wire.send(host, {"error": _run_cell(text, f"cell {number}", scope)})
+        wire.send(host, {"error": _run_cell(text, f"cell {cell_count}", scope)})
 
 
 def _run_cell(text: bytes, name: str, scope: dict[str, Any]) -> str:
-    """Run one cell and show its last expression; the name of the exception that ended it, or ""."""
+    """Run one cell and print the value of its last expression.
+
+    Returns:
+        Name of the exception that ended the cell, or "".
+    """
+    error_name = ""
     try:
-        _remember(name, text)
+        _cache_lines(name, text)
         tree = ast.parse(text, name)
-        shown = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        last_expression = None
+        last_statement = tree.body[-1] if tree.body else None
+        if isinstance(last_statement, ast.Expr):
+            tree.body.pop()
+            last_expression = ast.Expression(last_statement.value)
         exec(compile(tree, name, "exec", dont_inherit=True), scope)
-        if isinstance(shown, ast.Expr):
-            value = eval(
-                compile(ast.Expression(shown.value), name, "eval", dont_inherit=True), scope
-            )
+        if last_expression is not None:
+            value = eval(compile(last_expression, name, "eval", dont_inherit=True), scope)
             if value is not None:
                 print(repr(value))
-        error = ""
-    except BaseException as end:
-        kind = "MemoryError" if isinstance(end, MemoryError) else type(end).__name__
-        error = kind if _report_error(end) else ""
+    except BaseException as error:
+        if _report_exception(error):
+            is_memory_error = isinstance(error, MemoryError)
+            error_name = "MemoryError" if is_memory_error else type(error).__name__
+
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BaseException as end:
-            error = error or type(end).__name__
-    return error
+        except BaseException as error:
+            error_name = error_name or type(error).__name__
+    return error_name
 
 
-def _read_all(file: int) -> bytes:
-    """All of an open file, from its start."""
+def _read_file(file: int) -> bytes:
+    """Return the content of an open file."""
     return os.pread(file, os.fstat(file).st_size, 0)
 
 
-def _new_main() -> types.ModuleType:
-    """An empty `__main__` in place of our own."""
+def _new_main_module() -> types.ModuleType:
+    """Replace the `__main__` of this process by an empty module."""
     module = types.ModuleType("__main__")
-    module.__dict__.update(__builtins__=builtins, __file__=_NAME)
+    module.__dict__.update(__builtins__=builtins, __file__=_PROGRAM_NAME)
     sys.modules["__main__"] = module
     return module
 
 
-def _remember(name: str, text: bytes) -> None:
+def _cache_lines(name: str, text: bytes) -> None:
     """Let tracebacks quote the lines of `text`."""
     lines = text.decode("utf-8", "replace").splitlines(keepends=True)
     linecache.cache[name] = (len(text), None, lines, name)
 
 
-def _report_error(error: BaseException) -> int:
-    """Print what an exception prints, without our own frames; the exit status it stands for."""
+def _report_exception(error: BaseException) -> int:
+    """Print an exception without the frame of this module; return the exit status it stands for."""
     if isinstance(error, SystemExit):
-        if error.code is None or isinstance(error.code, int):
-            return error.code or 0
+        if error.code is None:
+            return 0
+        if isinstance(error.code, int):
+            return error.code
         print(error.code, file=sys.stderr)
         return 1
-    trace = error.__traceback__
+
+    program_frames = error.__traceback__.tb_next if error.__traceback__ else None
     try:
-        traceback.print_exception(type(error), error, trace.tb_next if trace else None)
+        traceback.print_exception(type(error), error, program_frames)
     except BaseException:
         os.write(2, f"{type(error).__name__}\n".encode())
     return OUT_OF_MEMORY if isinstance(error, MemoryError) else 1

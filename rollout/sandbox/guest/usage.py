@@ -1,4 +1,4 @@
-"""What a job takes that the kernel does not limit by itself: read from /proc between two ticks of its warden."""
+"""Resources of a job that the kernel does not limit, as the warden reads them from /proc."""
 
 import os
 import stat
@@ -6,61 +6,70 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_BLOCK_BYTES = 512  # unit of st_blocks
+_MAX_PROC_FILE_BYTES = 1 << 16
 
 
-def threads(process: int) -> int:
-    """How many threads a process has."""
+def thread_count(pid: int) -> int:
+    """Return the number of threads of a process; 0 if it has ended."""
     with suppress(OSError):
-        return len(os.listdir(f"/proc/{process}/task"))
+        return len(os.listdir(f"/proc/{pid}/task"))
     return 0
 
 
-def unlinked_bytes(process: int) -> int:
-    """What a process's open files without a name take on disk, in bytes."""
-    used = 0
+def unlinked_bytes(pid: int) -> int:
+    """Return the size on disk of a process's open files that have no name any more."""
+    total = 0
+    folder = f"/proc/{pid}/fd"
     with suppress(OSError):
-        for name in os.listdir(folder := f"/proc/{process}/fd"):
+        for name in os.listdir(folder):
             with suppress(OSError):
                 status = os.stat(f"{folder}/{name}")
                 if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
-                    used += status.st_blocks * 512
-    return used
+                    total += status.st_blocks * _BLOCK_BYTES
+    return total
 
 
-def tree_over(proc: int, limit: int) -> bool:
-    """Whether all processes that descend from this one hold more than so many bytes of memory together.
+def tree_exceeds(proc: int, max_bytes: int) -> bool:
+    """Return True if all descendants of this process hold more than `max_bytes` of memory together.
 
-    `proc` is an open /proc. Pages that several share count once, which is dear to find out: that is asked only where
-    they are over the limit when every process counts its pages as its own.
+    Pages that several processes share count once. Because the kernel takes long to find out which
+    pages are shared, it is asked only if the resident sizes of the processes add up to more than
+    the limit.
+
+    Args:
+        proc: descriptor of a /proc.
     """
-    tree = list(_descendants(proc, os.readlink("self", dir_fd=proc)))
-    resident = sum(
-        int((read_proc(proc, f"{process}/statm") or "0 0").split()[1]) for process in tree
-    )
-    if resident * PAGE_BYTES <= limit:
+    pids = list(_descendants(proc, os.readlink("self", dir_fd=proc)))
+    if sum(_resident_bytes(proc, pid) for pid in pids) <= max_bytes:
         return False
-    return (
-        sum(_proportional_bytes(read_proc(proc, f"{process}/smaps_rollup")) for process in tree)
-        > limit
-    )
+    return sum(_proportional_bytes(proc, pid) for pid in pids) > max_bytes
 
 
-def _descendants(proc: int, process: str) -> Iterator[str]:
-    waiting = [process]
+def _descendants(proc: int, pid: str) -> Iterator[str]:
+    waiting = [pid]
     while waiting:
-        for thread in _entries(proc, f"{(parent := waiting.pop())}/task"):
+        parent = waiting.pop()
+        for thread in _list_folder(proc, f"{parent}/task"):
             children = read_proc(proc, f"{parent}/task/{thread}/children").split()
             waiting += children
             yield from children
 
 
-def _proportional_bytes(rollup: str) -> int:
-    return next(
-        (int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:")), 0
-    )
+def _resident_bytes(proc: int, pid: str) -> int:
+    page_counts = (read_proc(proc, f"{pid}/statm") or "0 0").split()
+    return int(page_counts[1]) * PAGE_BYTES
 
 
-def _entries(proc: int, name: str) -> list[str]:
+def _proportional_bytes(proc: int, pid: str) -> int:
+    """Return the memory of a process, where a page that n processes share counts as 1/n."""
+    for line in read_proc(proc, f"{pid}/smaps_rollup").splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _list_folder(proc: int, name: str) -> list[str]:
     with suppress(OSError):
         folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=proc)
         try:
@@ -71,11 +80,11 @@ def _entries(proc: int, name: str) -> list[str]:
 
 
 def read_proc(proc: int, name: str) -> str:
-    """A file of `proc`, "" when its process is gone."""
+    """Return the content of a file below the open folder `proc`; "" if its process has ended."""
     with suppress(OSError):
         file = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
         try:
-            return os.read(file, 1 << 16).decode()
+            return os.read(file, _MAX_PROC_FILE_BYTES).decode()
         finally:
             os.close(file)
     return ""

@@ -1,4 +1,4 @@
-"""Zygote and wardens: the process that a sandbox clones, and the clones that start, watch and end one job each."""
+"""Zygote and wardens: the process that a sandbox clones, and the clones, which run one job each."""
 
 import gc
 import json
@@ -15,64 +15,68 @@ from typing import Any, NoReturn
 
 from . import box, filters, jail, linux, program, usage, wire
 
-_TICK_S = 0.1  # between looks at what the kernel does not limit by itself
+_CHECK_S = 0.1  # interval between checks of limits that the kernel does not enforce
 _STACK_BYTES = 256 << 20
-_SPARE_BYTES = (
-    48 << 20
-)  # of the interpreters of a tree whose memory is counted, beyond what programs may have
+# Memory of the interpreters in a process tree, in addition to that of their programs.
+_SPARE_BYTES = 48 << 20
+_MAX_FILES = 1 << 20
+_JOB_FILES = 4  # descriptors that a job has: stdin, stdout, stderr, and its program or its channel
 
 
-class _BoxDesk:
-    """Hands files of the job's box in and out, for the host."""
+class Warden:
+    """Process that serves one host connection: it runs jobs, and reads and writes their files.
 
-    def __init__(self, channel: socket.socket, path: str) -> None:
+    When the connection is closed, the job, the box and this process end.
+    """
+
+    def __init__(self, channel: socket.socket, settings: dict[str, Any], box_path: str) -> None:
+        """Initialize a warden.
+
+        Args:
+            channel: leads to the host.
+            settings: of the sandbox; see `main`.
+            box_path: the job's working folder, or in the namespaces tier the path where it is
+                mounted.
+        """
         self._channel = channel
-        self._path = path
-        self._box = -1  # descriptor of the box
-
-    def _do_put(self, files: list[int], name: str) -> None:
-        self._answer(lambda: box.put(self._box, name, files[0]))
-
-    def _do_get(self, files: list[int], name: str) -> None:
-        self._answer(lambda: box.get(self._box, name))
-
-    def _do_list(self, files: list[int]) -> None:
-        self._answer(lambda: box.listing(self._path))
-
-    def _answer(self, work: Callable[[], int | None]) -> None:
-        """Send what `work` returns, an open file or nothing, or why it could not."""
-        try:
-            file = work()
-        except OSError as error:
-            wire.send(self._channel, {"refused": error.strerror})
-            return
-        wire.send(self._channel, {"done": True}, [] if file is None else [file])
-        if file is not None:
-            os.close(file)
-
-
-class Warden(_BoxDesk):
-    """Serves one host connection until it closes; then the job's tree, the box and this process end."""
-
-    def __init__(self, channel: socket.socket, settings: dict[str, Any], path: str) -> None:
-        """`path` is the job's folder; it exists, or is where jobs of the namespaces tier mount theirs."""
-        super().__init__(channel, path)
         self._settings = settings
         self._tier: str = settings["tier"]
-        self._limits, self._cores = dict[str, Any](), list[int]()  # those of the host's RunLimits
-        self._job = 0  # process id; 0 when none runs
-        self._number = 0  # of the job, as the host counts
-        self._cpu_s = 0.0  # processor time of earlier jobs
-        self._ended = -1  # pidfd of the job
-        self._deadline = float("inf")
-        self._killed = ""
-        self._proc = -1  # an open /proc, where no control group limits the tree's memory
+        self._box_path = box_path
+        self._box = -1  # descriptor of the box
+        self._limits: dict[str, Any] = {}  # fields of the host's RunLimits
+        self._cores: list[int] = []
+        self._job_number = 0  # as the host counts
+        self._job_pid = 0  # 0 while no job runs
+        self._job_end = -1  # pidfd, which is readable when the job has ended
+        self._deadline_s = float("inf")
+        self._kill_reason = ""
+        self._earlier_cpu_s = 0.0  # CPU time of earlier jobs
+        # Descriptor of a /proc, where no control group limits the memory of the process tree.
+        self._watched_proc = -1
 
-    def run(self, proc: int, user: tuple[int, int], groups: list[int]) -> NoReturn:
-        """Settle in, serve, and end this process."""
+        self._commands: dict[str, Callable[..., None]] = {
+            "open": self._open_box,
+            "start": self._start_job,
+            "interrupt": self._interrupt_job,
+            "pause": self._pause_job,
+            "resume": self._resume_job,
+            "kill": self._kill_job,
+            "put": self._put_file,
+            "get": self._get_file,
+            "list": self._list_files,
+        }
+
+    def run(self, proc: int, user: tuple[int, int], group_files: list[int]) -> NoReturn:
+        """Set this process up, serve the host, and end this process.
+
+        Args:
+            proc: descriptor of the old /proc.
+            user: user and group of the zygote.
+            group_files: descriptors through which this process joins its control groups.
+        """
         status = 1
         try:
-            self._settle(proc, user, groups)
+            self._set_up(proc, user, group_files)
             self._serve()
         except EOFError:
             status = 0
@@ -82,229 +86,307 @@ class Warden(_BoxDesk):
         finally:
             self._end_tree()
             if self._tier != "namespaces":
-                box.remove_tree(self._path)
+                box.remove_tree(self._box_path)
             os._exit(status)
 
-    def _settle(self, proc: int, user: tuple[int, int], groups: list[int]) -> None:
+    def _set_up(self, proc: int, user: tuple[int, int], group_files: list[int]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         linux.prctl(linux.SET_PDEATHSIG, signal.SIGKILL)
         if self._tier == "namespaces":
             jail.enter_job(proc, user)
-        for group in groups:
-            os.write(group, b"0")
-            os.close(group)
-        if self._tier == "namespaces" and not groups:
-            self._proc = proc
+        for file in group_files:
+            os.write(file, b"0")
+            os.close(file)
+        if self._tier == "namespaces" and not group_files:
+            self._watched_proc = proc
         else:
             os.close(proc)
 
     def _serve(self) -> None:
         while True:
-            watched = select.poll()
-            watched.register(self._channel, select.POLLIN)
-            if self._job:
-                watched.register(self._ended, select.POLLIN)
-            ready = {file for file, _ in watched.poll(self._patience_ms())}
-            if self._job and (self._ended in ready or self._overdue()):
-                self._report()
+            poll = select.poll()
+            poll.register(self._channel, select.POLLIN)
+            if self._job_pid:
+                poll.register(self._job_end, select.POLLIN)
+            ready = {file for file, _ in poll.poll(self._poll_timeout_ms())}
+
+            if self._job_pid:
+                has_ended = self._job_end in ready
+                if not has_ended:
+                    self._kill_reason = self._exceeded_limit()
+                if has_ended or self._kill_reason:
+                    self._report_end()
+
             if self._channel.fileno() in ready:
                 message, files = wire.receive(self._channel)
-                getattr(self, f"_do_{message.pop('do')}")(files, **message)
+                command = self._commands[message.pop("do")]
+                command(files, **message)
 
-    def _patience_ms(self) -> int | None:
-        if not self._job:
+    def _poll_timeout_ms(self) -> int | None:
+        if not self._job_pid:
             return None
-        left_s = self._deadline - time.monotonic()
-        if self._tier != "namespaces" or self._proc >= 0:
-            left_s = min(left_s, _TICK_S)
-        return None if left_s == float("inf") else max(0, int(left_s * 1000) + 1)
+        timeout_s = self._deadline_s - time.monotonic()
+        if self._tier != "namespaces" or self._watched_proc >= 0:
+            timeout_s = min(timeout_s, _CHECK_S)
+        if timeout_s == float("inf"):
+            return None
+        return max(0, int(timeout_s * 1000) + 1)
 
-    def _overdue(self) -> bool:
-        allowed = self._limits
-        if time.monotonic() >= self._deadline:
-            self._killed = "wall"
-        elif self._tier != "namespaces":
-            unlinked = usage.unlinked_bytes(self._job)
-            if box.overfull(self._path, allowed["disk_mb"] << 20, allowed["files"], unlinked):
-                self._killed = "disk"
-            elif usage.threads(self._job) > allowed["processes"]:
-                self._killed = "threads"
-        elif self._proc >= 0 and usage.tree_over(
-            self._proc, (allowed["memory_mb"] << 20) + _SPARE_BYTES
-        ):
-            self._killed = "memory"
-        return bool(self._killed)
+    def _exceeded_limit(self) -> str:
+        """Return the limit that the job exceeds, or ""."""
+        limits = self._limits
+        if time.monotonic() >= self._deadline_s:
+            return "wall"
 
-    def _do_open(self, files: list[int], limits: dict[str, Any], cores: list[int]) -> None:
-        self._limits, self._cores = limits, cores
+        if self._tier != "namespaces":
+            box_is_full = box.exceeds(
+                self._box_path,
+                max_bytes=limits["disk_mb"] << 20,
+                max_files=limits["files"],
+                unlinked_bytes=usage.unlinked_bytes(self._job_pid),
+            )
+            if box_is_full:
+                return "disk"
+            if usage.thread_count(self._job_pid) > limits["processes"]:
+                return "threads"
+        elif self._watched_proc >= 0:
+            max_bytes = (limits["memory_mb"] << 20) + _SPARE_BYTES
+            if usage.tree_exceeds(self._watched_proc, max_bytes):
+                return "memory"
+        return ""
+
+    # --- commands of the host
+
+    def _open_box(self, files: list[int], limits: dict[str, Any], cores: list[int]) -> None:
+        self._limits = limits
+        self._cores = cores
         if self._tier == "namespaces":
             jail.furnish_job(limits["disk_mb"] << 20, limits["files"])
-        self._box = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        os.chdir(self._path)
-        linux.prctl(
-            linux.SET_DUMPABLE, 0
-        )  # the job has our user id and must not look into this process
+        self._box = os.open(self._box_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.chdir(self._box_path)
+        # The job has the same user id, and must not look into this process.
+        linux.prctl(linux.SET_DUMPABLE, 0)
 
-    def _do_start(self, files: list[int], kind: str, job: int) -> None:
-        self._number = job
-        self._cpu_s = _cpu_s(resource.getrusage(resource.RUSAGE_CHILDREN))
-        trouble_out, trouble_in = os.pipe()
-        self._job = os.fork()
-        if self._job == 0:
-            os.close(trouble_out)
-            self._become(kind, files, trouble_in)
-        os.close(trouble_in)
+    def _start_job(self, files: list[int], kind: str, job: int) -> None:
+        self._job_number = job
+        self._earlier_cpu_s = _children_cpu_s()
+        error_read, error_write = os.pipe()
+        self._job_pid = os.fork()
+        if self._job_pid == 0:
+            os.close(error_read)
+            self._become_job(kind, files, error_write)
+        os.close(error_write)
         for file in files:
             os.close(file)
-        trouble = os.read(trouble_out, 4096).decode()  # returns when the job is confined
-        os.close(trouble_out)
-        if trouble:
-            raise OSError(f"the job cannot be confined: {trouble}")
-        self._ended = os.pidfd_open(self._job)
-        self._killed = ""
-        self._deadline = (
-            time.monotonic() + self._limits["wall_s"] if kind == "program" else float("inf")
-        )
 
-    def _become(self, kind: str, files: list[int], trouble: int) -> NoReturn:
+        error = os.read(error_read, 4096).decode()  # returns when the job is confined
+        os.close(error_read)
+        if error:
+            raise OSError(f"the job cannot be confined: {error}")
+        self._job_end = os.pidfd_open(self._job_pid)
+        self._kill_reason = ""
+        self._deadline_s = float("inf")
+        if kind == "program":
+            self._deadline_s = time.monotonic() + self._limits["wall_s"]
+
+    def _interrupt_job(self, files: list[int]) -> None:
+        if self._job_pid:
+            os.kill(self._job_pid, signal.SIGINT)
+
+    def _pause_job(self, files: list[int]) -> None:
+        """Stop all processes of the job; a process that is stopped cannot wake another one."""
+        if self._job_pid:
+            self._signal_tree(signal.SIGSTOP)
+
+    def _resume_job(self, files: list[int]) -> None:
+        if self._job_pid:
+            self._signal_tree(signal.SIGCONT)
+
+    def _kill_job(self, files: list[int]) -> None:
+        if self._job_pid:
+            self._kill_reason = "asked"
+            self._report_end()
+
+    def _put_file(self, files: list[int], name: str) -> None:
         try:
-            self._confine(kind, files, trouble)
+            box.put(self._box, name, files[0])
+        except OSError as error:
+            self._send_refusal(error)
+        else:
+            wire.send(self._channel, {"done": True})
+
+    def _get_file(self, files: list[int], name: str) -> None:
+        self._send_file(lambda: box.get(self._box, name))
+
+    def _list_files(self, files: list[int]) -> None:
+        self._send_file(lambda: box.listing(self._box_path))
+
+    def _send_file(self, open_file: Callable[[], int]) -> None:
+        try:
+            file = open_file()
+        except OSError as error:
+            self._send_refusal(error)
+            return
+        wire.send(self._channel, {"done": True}, [file])
+        os.close(file)
+
+    def _send_refusal(self, error: OSError) -> None:
+        wire.send(self._channel, {"refused": error.strerror})
+
+    # --- the job
+
+    def _become_job(self, kind: str, files: list[int], error_pipe: int) -> NoReturn:
+        """Confine this process, and run the program or the cells in it."""
+        try:
+            _keep_job_files(kind, files, error_pipe)
+            error_pipe = _JOB_FILES
+            self._confine(kind)
+            os.close(error_pipe)
         except BaseException as error:
-            os.write(trouble, f"{type(error).__name__}: {error}".encode())
+            os.write(error_pipe, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
         try:
-            (program.run_main if kind == "program" else program.run_cells)(3)
+            if kind == "program":
+                program.run_main(_JOB_FILES - 1)
+            else:
+                program.run_cells(_JOB_FILES - 1)
         finally:
             os._exit(1)
 
-    def _confine(self, kind: str, files: list[int], trouble: int) -> None:
-        """Descriptors 0 to 2 and 3, the program or the channel of the cells, are all that the job holds on to."""
-        if kind == "program":
-            order = [files[1], files[2], files[3], files[0], trouble]
-        else:
-            null = os.open("/dev/null", os.O_RDWR)
-            order = [null, null, null, files[0], trouble]
-        high = [
-            os.dup(file) for file in order
-        ]  # above every target, as the targets themselves may be among them
-        while min(high) < len(order):
-            high = [os.dup(file) for file in high]
-        for target, file in enumerate(high):
-            os.dup2(file, target, inheritable=target < 3)
-        os.closerange(len(order), 1 << 20)
+    def _confine(self, kind: str) -> None:
+        """Give up everything that the job must not have, and hide this package from it."""
         os.setsid()
         linux.prctl(linux.SET_PDEATHSIG, signal.SIGKILL)
         linux.prctl(linux.SET_DUMPABLE, 1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.update(HOME=self._path, TMPDIR=self._path)
-        sys.path.insert(0, self._path)
+        os.environ.update(HOME=self._box_path, TMPDIR=self._box_path)
+        sys.path.insert(0, self._box_path)
         sys.argv = ["main.py"]
+
         _set_limits(self._settings, self._limits, kind, self._cores)
         if self._tier == "landlock":
             linux.drop_capabilities()
-            filters.confine_files(readable=self._settings["readable"], writable=[self._path])
+            filters.confine_files(readable=self._settings["readable"], writable=[self._box_path])
         if self._tier != "unisolated":
             filters.install_filter(processes=self._tier == "namespaces", own_pid=os.getpid())
-        for name in [name for name in sys.modules if name.partition(".")[0] == __package__]:
-            del sys.modules[name]
-        os.close(len(order) - 1)
+        for name in list(sys.modules):
+            if name.partition(".")[0] == __package__:
+                del sys.modules[name]
 
-    def _do_interrupt(self, files: list[int]) -> None:
-        if self._job:
-            os.kill(self._job, signal.SIGINT)
-
-    def _do_rest(self, files: list[int], rests: bool) -> None:
-        """Stop all processes of the job between its cells, or let them go on; who is stopped cannot wake another."""
-        if self._job:
-            self._signal_tree(signal.SIGSTOP if rests else signal.SIGCONT)
-
-    def _do_kill(self, files: list[int]) -> None:
-        if self._job:
-            self._killed = "asked"
-            self._report()
-
-    def _report(self) -> None:
-        """End the whole tree, then say how the job ended."""
+    def _report_end(self) -> None:
+        """End the whole process tree of the job, then report the end to the host."""
         status = self._end_tree()
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        wire.send(
-            self._channel,
-            {
-                "job": self._number,
-                "exit": os.waitstatus_to_exitcode(status),
-                "killed": self._killed,
-                "cpu_s": _cpu_s(used) - self._cpu_s,
-                "memory_bytes": used.ru_maxrss * 1024,
-            },
-        )
+        peak_rss_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        report = {
+            "job": self._job_number,
+            "exit": os.waitstatus_to_exitcode(status),
+            "killed": self._kill_reason,
+            "cpu_s": _children_cpu_s() - self._earlier_cpu_s,
+            "memory_bytes": peak_rss_kib * 1024,
+        }
+        wire.send(self._channel, report)
 
     def _end_tree(self) -> int:
-        """Kill and reap every process of the job; the wait status of the first."""
-        status = 0
-        if not self._job:
-            return status
+        """Kill and reap every process of the job; return the wait status of the first process."""
+        if not self._job_pid:
+            return 0
+        job_status = 0
         self._signal_tree(signal.SIGKILL)
         with suppress(ChildProcessError):
             while True:
-                child, its_status = os.wait()
-                status = its_status if child == self._job else status
-        os.close(self._ended)
-        self._job = 0
-        return status
+                pid, status = os.wait()
+                if pid == self._job_pid:
+                    job_status = status
+        os.close(self._job_end)
+        self._job_pid = 0
+        return job_status
 
     def _signal_tree(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             if self._tier == "unisolated":
-                os.killpg(self._job, number)
-            else:  # all that this process namespace holds, but its first process: us; or one process by construction
-                os.kill(-1 if self._tier == "namespaces" else self._job, number)
+                os.killpg(self._job_pid, number)
+            elif self._tier == "namespaces":
+                # -1 is every process of the namespace but this one, which is its first.
+                os.kill(-1, number)
+            else:  # in the landlock tier a job is one process
+                os.kill(self._job_pid, number)
 
 
-def _cpu_s(used: resource.struct_rusage) -> float:
+def _children_cpu_s() -> float:
+    """Return the CPU time of all children of this process that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def _keep_job_files(kind: str, files: list[int], error_pipe: int) -> None:
+    """Close all descriptors but those of the job, and the error pipe behind them.
+
+    The job has its standard streams, which programs that it starts inherit, and descriptor 3: the
+    program, or the channel of the cells.
+    """
+    if kind == "program":
+        source, stdin, stdout, stderr = files
+        kept_files = [stdin, stdout, stderr, source, error_pipe]
+    else:
+        null = os.open("/dev/null", os.O_RDWR)
+        kept_files = [null, null, null, files[0], error_pipe]
+
+    # The files are duplicated above all targets first, since a target may be one of them.
+    duplicates = [os.dup(file) for file in kept_files]
+    while min(duplicates) < len(kept_files):
+        duplicates = [os.dup(file) for file in duplicates]
+    for target, file in enumerate(duplicates):
+        os.dup2(file, target, inheritable=target < 3)
+    os.closerange(len(kept_files), _MAX_FILES)
 
 
 def _set_limits(
     settings: dict[str, Any], limits: dict[str, Any], kind: str, cores: list[int]
 ) -> None:
-    os.sched_setaffinity(
-        0, cores
-    )  # what it starts inherits them; the filter lets nobody change them
-    bounds = {
+    """Limit cores and resources of this process and its children, which cannot raise the limits."""
+    os.sched_setaffinity(0, cores)
+    soft_limits = {
         resource.RLIMIT_AS: settings["address_space"] + (limits["memory_mb"] << 20),
         resource.RLIMIT_FSIZE: limits["file_mb"] << 20,
         resource.RLIMIT_NOFILE: limits["open_files"],
         resource.RLIMIT_STACK: _STACK_BYTES,
-        **dict.fromkeys(
-            (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0
-        ),
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
     }
-    if (
-        settings["tier"] == "namespaces"
-    ):  # elsewhere it counts all of a user's processes, which is everybody's
-        bounds[resource.RLIMIT_NPROC] = limits["processes"] + 1  # and the warden
-    if kind == "program":  # a session's cells are limited one by one, by wall time
-        bounds[resource.RLIMIT_CPU] = limits["cpu_s"]
-    for which, soft in bounds.items():
-        hard = soft + (which == resource.RLIMIT_CPU)  # that SIGXCPU comes before SIGKILL
-        ceiling = resource.getrlimit(which)[1]
+    if settings["tier"] == "namespaces":
+        # Outside of a user namespace this limit would count all processes of the user. The warden
+        # is one process more.
+        soft_limits[resource.RLIMIT_NPROC] = limits["processes"] + 1
+    if kind == "program":  # each cell of a session has a limit on its wall time instead
+        soft_limits[resource.RLIMIT_CPU] = limits["cpu_s"]
+
+    for limit, soft in soft_limits.items():
+        # One second more of CPU time lets SIGXCPU come before SIGKILL.
+        hard = soft + 1 if limit == resource.RLIMIT_CPU else soft
+        ceiling = resource.getrlimit(limit)[1]
         if ceiling != resource.RLIM_INFINITY:
-            soft, hard = min(soft, ceiling), min(hard, ceiling)
-        resource.setrlimit(which, (soft, hard))
+            soft = min(soft, ceiling)
+            hard = min(hard, ceiling)
+        resource.setrlimit(limit, (soft, hard))
 
 
 def main() -> None:
-    """Be the zygote: serve the host at descriptor argv[1], as argv[2] says (JSON, see `JailPool` on the host's side).
+    """Run the zygote, which serves the host and is cloned for every job.
 
-    It is inside the isolation with everything imported, and is cloned once for every job. It never sees a program, its
-    input or its output: those are open files that pass straight to the job, so that no job finds another's traces in
-    the memory it inherits.
+    The zygote is inside of the isolation and has imported everything. It never sees a program, its
+    input or its output: these are open files that go directly to the job, so that no job finds
+    traces of another one in the memory that it inherits.
+
+    The first command line argument is the descriptor of the host's channel. The second one has the
+    settings as JSON: `tier`, `parent` (process id of the host), `readable` (paths) and `packages`
+    (folders).
     """
     host = socket.socket(fileno=int(sys.argv[1]))
     settings: dict[str, Any] = json.loads(sys.argv[2])
     linux.prctl(linux.SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != settings["parent"]:
+    if os.getppid() != settings["parent"]:  # the host has ended before the line above
         return
     try:
         if settings["tier"] == "namespaces":
@@ -315,28 +397,30 @@ def main() -> None:
     except OSError as error:
         wire.send(host, {"fault": str(error)})
         return
-    # bytes that this process, and so every job at its start, has mapped
-    settings["address_space"] = (
-        int(usage.read_proc(proc, "self/statm").split()[0]) * usage.PAGE_BYTES
-    )
+
+    mapped_pages = int(usage.read_proc(proc, "self/statm").split()[0])
+    settings["address_space"] = mapped_pages * usage.PAGE_BYTES  # of every job at its start
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps wardens
     wire.send(host, {"ready": True})
-    _serve_clones(host, settings, proc)
+    _clone_wardens(host, settings, proc)
 
 
-def _serve_clones(host: socket.socket, settings: dict[str, Any], proc: int) -> None:
-    namespaces = settings["tier"] == "namespaces"
+def _clone_wardens(host: socket.socket, settings: dict[str, Any], proc: int) -> None:
+    """Clone a warden for each request of the host, until the host closes its channel."""
+    has_namespaces = settings["tier"] == "namespaces"
     user = (os.geteuid(), os.getegid())
     while True:
         try:
-            request, (channel, *groups) = wire.receive(host)
+            request, (channel, *group_files) = wire.receive(host)
         except EOFError:
             return
-        if (linux.clone(jail.JOB_NAMESPACES) if namespaces else os.fork()) == 0:
+        pid = linux.clone(jail.JOB_NAMESPACES) if has_namespaces else os.fork()
+        if pid == 0:
             host.close()
-            warden = Warden(socket.socket(fileno=channel), settings, request.get("box", jail.BOX))
-            warden.run(proc, user, groups)
-        for file in (channel, *groups):
+            box_path = request.get("box", jail.BOX)
+            warden = Warden(socket.socket(fileno=channel), settings, box_path)
+            warden.run(proc, user, group_files)
+        for file in (channel, *group_files):
             os.close(file)

@@ -1,25 +1,26 @@
-"""Messages between host and guest: one JSON object with open files, over a SOCK_SEQPACKET pair."""
+"""Messages between host and guest: JSON objects with open files, over SOCK_SEQPACKET sockets."""
 
 import json
 import socket
 from collections.abc import Sequence
 from typing import Any
 
-MAX_BYTES, MAX_FILES = 65536, 8
+MAX_BYTES = 65536
+MAX_FILES = 8
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends that keep the borders of messages."""
+    """Return two connected sockets that keep the boundaries of messages."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(channel: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
-    """Send `message` with copies of the descriptors `files`."""
+    """Send a message with duplicates of the descriptors `files`."""
     socket.send_fds(channel, [json.dumps(message).encode()], list(files))
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message and its descriptors; EOFError if the other end is closed."""
+    """Return the next message and its descriptors; raise EOFError if the other end is closed."""
     body, files, _, _ = socket.recv_fds(channel, MAX_BYTES, MAX_FILES)
     if not body:
         raise EOFError

@@ -1,4 +1,4 @@
-"""Sandboxes of every tier that this machine has, each started once for a module's tests."""
+"""Sandboxes of the tiers that this machine has, each started once per test module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.sandboxes import started
 
 @pytest.fixture(scope="module", params=["namespaces", "landlock"])
 def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    """A sandbox that isolates."""
+    """Return a sandbox that isolates."""
     sandbox = started(request.param)
     yield sandbox
     sandbox.close()
@@ -20,7 +20,7 @@ def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module")
 def spacious() -> Iterator[Sandbox]:
-    """A sandbox where programs may start processes."""
+    """Return a sandbox whose programs may start processes."""
     sandbox = started("namespaces")
     yield sandbox
     sandbox.close()

@@ -16,7 +16,7 @@ from rollout.environments.running import Tier
 from rollout.records.trajectory import Task
 from rollout.sandbox import RunLimits, RunResult, Sandbox, SandboxError, Verdict
 from rollout.sandbox.judge import CallTest, StdinTest, Test
-from rollout.sandbox.pool import TIERS
+from rollout.sandbox.tiers import TIERS
 
 VISIBLE = StdinTest(stdin="1 2\n", expected="3\n")
 HIDDEN = [StdinTest(stdin=f"{n} {n}\n", expected=f"{2 * n}\n") for n in (0, 50, 1700)]

@@ -1,4 +1,4 @@
-"""What a model reads of a program that was run."""
+"""Texts that models read about the results of programs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import pytest
 from rollout.sandbox.records import RunResult, Verdict, render_result
 
 
-def result(verdict: Verdict, stdout: str = "", stderr: str = "") -> RunResult:
+def result_of(verdict: Verdict, stdout: str = "", stderr: str = "") -> RunResult:
     return RunResult(verdict=verdict, stdout=stdout, stderr=stderr, exit_code=0, wall_s=0)
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("result", "text"),
     [
-        (result(Verdict.OK, "1\n"), "1"),
-        (result(Verdict.OK), "[no output]"),
-        (result(Verdict.OK, "1\n", "careful\n"), "1\ncareful"),
-        (result(Verdict.RE, "1\n", "ZeroDivisionError\n"), "1\nZeroDivisionError"),
-        (result(Verdict.RE), "[it failed]"),
-        (result(Verdict.TLE, "1\n"), "1\n[out of time]"),
+        (result_of(Verdict.OK, "1\n"), "1"),
+        (result_of(Verdict.OK), "[no output]"),
+        (result_of(Verdict.OK, "1\n", "careful\n"), "1\ncareful"),
+        (result_of(Verdict.RE, "1\n", "ZeroDivisionError\n"), "1\nZeroDivisionError"),
+        (result_of(Verdict.RE), "[it failed]"),
+        (result_of(Verdict.TLE, "1\n"), "1\n[out of time]"),
         (
-            result(Verdict.OK, "a" * 30 + "b" * 30),
+            result_of(Verdict.OK, "a" * 30 + "b" * 30),
             "aaaaaaaaaa\n[... 40 characters ...]\nbbbbbbbbbb",
         ),
     ],
 )
-def test_what_a_model_reads(given: RunResult, text: str) -> None:
-    assert render_result(given, 20) == text
+def test_rendered_results(result: RunResult, text: str) -> None:
+    assert render_result(result, 20) == text

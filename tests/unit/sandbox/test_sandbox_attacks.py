@@ -1,4 +1,4 @@
-"""Programs that reach for what is not theirs: network, files, the kernel, secrets, in every tier that isolates."""
+"""Attacks of programs on network, files, kernel and secrets, in every tier that isolates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout.sandbox import RunLimits, RunResult, Sandbox, Verdict
-from tests.support.sandboxes import refused, run, started
+from tests.support.sandboxes import assert_refused, run, started
 
 # --- network
 
@@ -19,20 +19,22 @@ from tests.support.sandboxes import refused, run, started
 def test_no_network(box: Sandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        refused(box, f"socket.create_connection(('127.0.0.1', {port}), timeout=2)")
-    refused(box, "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 53))")
-    refused(box, "socket.socket(socket.AF_INET6)")
-    refused(box, "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)")
+        assert_refused(box, f"socket.create_connection(('127.0.0.1', {port}), timeout=2)")
+    assert_refused(
+        box, "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 53))"
+    )
+    assert_refused(box, "socket.socket(socket.AF_INET6)")
+    assert_refused(box, "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)")
 
 
 def test_no_unix_sockets(box: Sandbox) -> None:
     name = f"\0sandbox-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
         server.bind(name)
-        refused(box, "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)")
-        refused(
+        assert_refused(box, "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)")
+        assert_refused(
             box, "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)"
-        )  # these could be sent from to any address
+        )  # datagram sockets could send to any address
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.recv(1)
@@ -48,18 +50,20 @@ def test_no_unix_sockets(box: Sandbox) -> None:
 @pytest.mark.parametrize(
     "path", ["/etc/passwd", "/etc/shadow", "/proc/kallsyms", "/sys/kernel", "/home", "/var"]
 )
-def test_files_of_the_system_are_not_there(box: Sandbox, path: str) -> None:
-    refused(box, f"os.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read()")
+def test_system_files_cannot_be_read(box: Sandbox, path: str) -> None:
+    assert_refused(
+        box, f"os.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read()"
+    )
 
 
-def test_other_files_of_this_user_are_out_of_reach(box: Sandbox, tmp_path: Path) -> None:
+def test_other_files_of_this_user_cannot_be_reached(box: Sandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("expected output")
     secret.chmod(0o644)
-    refused(box, f"open({str(secret)!r}).read()")
-    refused(box, f"open({str(secret)!r}, 'w')")
-    refused(box, f"open({str(tmp_path / 'new')!r}, 'w')")
-    refused(box, "open('escape').read()", f"os.symlink({str(secret)!r}, 'escape')")
+    assert_refused(box, f"open({str(secret)!r}).read()")
+    assert_refused(box, f"open({str(secret)!r}, 'w')")
+    assert_refused(box, f"open({str(tmp_path / 'new')!r}, 'w')")
+    assert_refused(box, "open('escape').read()", f"os.symlink({str(secret)!r}, 'escape')")
     source = f"""
 import os
 for change in (lambda p: os.chmod(p, 0), lambda p: os.utime(p, (1, 1)), lambda p: os.chown(p, 1, 1), os.remove):
@@ -76,13 +80,13 @@ for change in (lambda p: os.chmod(p, 0), lambda p: os.utime(p, (1, 1)), lambda p
 
 @pytest.mark.parametrize("folder", ["/", "/usr", "/usr/lib", "/dev", "/proc", "/var/tmp", "/opt"])
 def test_nothing_is_written_outside(box: Sandbox, folder: str) -> None:
-    refused(box, f"open('{folder}/left-behind', 'w')")
+    assert_refused(box, f"open('{folder}/left-behind', 'w')")
     assert not Path(folder, "left-behind").exists()
 
 
 def test_the_interpreter_cannot_be_changed(box: Sandbox) -> None:
-    refused(box, "open(os.__file__, 'a')")
-    refused(box, "os.truncate(os.__file__, 0)")
+    assert_refused(box, "open(os.__file__, 'a')")
+    assert_refused(box, "os.truncate(os.__file__, 0)")
     mode = Path(os.__file__).stat().st_mode
     run(box, "import os\nwith open(os.__file__) as file: os.fchmod(file.fileno(), 0o777)")
     assert Path(os.__file__).stat().st_mode == mode
@@ -106,7 +110,7 @@ open("plain", "w").write("mine")
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", ".", "a//b", "a\0b"])
-def test_paths_out_of_the_box_are_refused_at_the_door(box: Sandbox, name: str) -> None:
+def test_paths_out_of_the_box_are_refused_by_the_host(box: Sandbox, name: str) -> None:
     with pytest.raises(ValueError, match="no path in a box"):
         run(box, "", files={name: b""})
 
@@ -125,7 +129,7 @@ CALLS = {
 }  # fmt: skip
 
 
-def test_calls_that_no_program_needs(box: Sandbox) -> None:
+def test_system_calls_that_no_program_needs_are_refused(box: Sandbox) -> None:
     source = f"""
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -149,11 +153,11 @@ for name, number in {CALLS}.items():
     ],
     ids=["userns", "mountns", "pdeathsig", "seccomp", "tiocsti", "tioclinux"],
 )
-def test_calls_with_arguments_that_no_program_needs(box: Sandbox, call: str) -> None:
+def test_arguments_that_no_program_needs_are_refused(box: Sandbox, call: str) -> None:
     assert run(box, f"import ctypes\nlibc = ctypes.CDLL(None)\nprint({call})").stdout == "-1\n"
 
 
-def test_another_architecture_is_killed(box: Sandbox) -> None:
+def test_a_call_of_another_architecture_kills_the_program(box: Sandbox) -> None:
     # int 0x80 makes a 32-bit call, whose numbers mean something else; 20 would be getpid there
     source = """
 import ctypes, mmap
@@ -185,7 +189,7 @@ print(sum(found.bits))
 # --- secrets
 
 
-def test_nothing_of_the_parents_environment_goes_in(
+def test_the_environment_of_the_host_does_not_reach_programs(
     box: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = run(box, "import os\nprint(*sorted(os.environ))").stdout.split()
@@ -213,15 +217,15 @@ for line in open("/proc/self/maps"):
 
 
 @pytest.mark.slow
-def test_a_key_of_the_parent_is_nowhere_in_a_programs_memory(
+def test_a_key_of_the_host_is_not_in_a_programs_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COACH_API_KEY", "sk-tiger-1234")
-    with Path(__file__).open() as handle:  # and an open file of the parent's
+    with Path(__file__).open() as handle:  # an open file of the host too
         os.set_inheritable(handle.fileno(), True)
         box = started("namespaces")
         try:
-            assert run(box, HELD).stdout == "0 1 2\n"
+            assert run(box, OPEN_DESCRIPTORS).stdout == "0 1 2\n"
             assert run(box, SCAN.replace("NEEDLE", repr(b"sk-tiger-1234"[::-1]))).stdout == ""
             assert run(
                 box,
@@ -231,23 +235,23 @@ def test_a_key_of_the_parent_is_nowhere_in_a_programs_memory(
             box.close()
 
 
-HELD = """
+OPEN_DESCRIPTORS = """
 import os
-held = []
+descriptors = []
 for n in range(1 << 16):
     try: os.fstat(n)
     except OSError: continue
-    held.append(n)
-print(*held)
+    descriptors.append(n)
+print(*descriptors)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", ["namespaces", "landlock"])
-def test_a_program_holds_three_descriptors_and_a_cell_its_channel_too(tier: str) -> None:
+def test_a_program_has_three_descriptors_and_a_cell_its_channel_too(tier: str) -> None:
     with Path(
         __file__
-    ).open() as handle:  # of the parent's, which every process of the sandbox could inherit
+    ).open() as handle:  # of the host, which every process of the sandbox could inherit
         os.set_inheritable(handle.fileno(), True)
         box = started(tier)
 
@@ -255,15 +259,15 @@ def test_a_program_holds_three_descriptors_and_a_cell_its_channel_too(tier: str)
         async with box.session(RunLimits(wall_s=30, memory_mb=256)) as session:
             await session.put("a", b"1")  # files go in and out through the warden
             assert await session.get("a") == b"1"
-            return (await session.run(HELD)).stdout
+            return (await session.run(OPEN_DESCRIPTORS)).stdout
 
     try:
-        assert run(box, HELD, stdin="x", files={"a": b"1"}).stdout == "0 1 2\n"
-        listed = run(
+        assert run(box, OPEN_DESCRIPTORS, stdin="x", files={"a": b"1"}).stdout == "0 1 2\n"
+        listing = run(
             box, "import os\nprint(*os.listdir('/proc/self/fd'))"
-        )  # 3 is the open folder itself
+        )  # 3 is the folder that is listed
         assert (
-            listed.stdout == "0 1 2 3\n" if tier == "namespaces" else listed.verdict is Verdict.RE
+            listing.stdout == "0 1 2 3\n" if tier == "namespaces" else listing.verdict is Verdict.RE
         )
         assert asyncio.run(cells()) == "0 1 2 3\n"
     finally:
@@ -280,7 +284,7 @@ def test_an_earlier_program_leaves_no_trace(spacious: Sandbox) -> None:
         assert run(spacious, SCAN.replace("NEEDLE", repr(marker[::-1]))).stdout == ""
 
 
-# --- what must go on working
+# --- what must keep working
 
 
 def test_threads_and_numerical_packages(box: Sandbox) -> None:

@@ -1,4 +1,4 @@
-"""Attacks on what is around a program: the channel of its cells, the removal of its box, what no limit counts."""
+"""Attacks on the channel of cells, on the removal of boxes, and on resources that the kernel does not limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.sandboxes import LIMITS, run, started
 CHANNEL = (
     "import os, socket, time\nhost = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, 3)\n"
 )
-NO_ANSWERS = {
+INVALID_ANSWERS = {
     "empty": b"",
     "words": b"all is well",
     "list": b"[1]",
@@ -31,14 +31,18 @@ NO_ANSWERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", NO_ANSWERS)
-def test_a_cell_that_answers_by_itself_fails_and_the_next_one_runs(box: Sandbox, kind: str) -> None:
+@pytest.mark.parametrize("kind", INVALID_ANSWERS)
+def test_a_cell_that_sends_an_answer_itself_fails_and_the_next_one_runs(
+    box: Sandbox, kind: str
+) -> None:
     async def cells() -> None:
         async with box.session(RunLimits(wall_s=30, memory_mb=256)) as session:
-            began = time.monotonic()
-            result = await session.run(f"{CHANNEL}host.send({NO_ANSWERS[kind]!r})\ntime.sleep(60)")
+            started_s = time.monotonic()
+            result = await session.run(
+                f"{CHANNEL}host.send({INVALID_ANSWERS[kind]!r})\ntime.sleep(60)"
+            )
             assert result.verdict is Verdict.RE
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - started_s < 20
             after = await session.run("1 + 1")
             assert (after.stdout, after.fresh) == ("2\n", True)
 
@@ -56,7 +60,7 @@ def test_descriptors_that_a_cell_sends_are_dropped(box: Sandbox) -> None:
                 assert (await session.run(source)).verdict in (
                     Verdict.OK,
                     Verdict.RE,
-                )  # it fools only itself
+                )  # it deceives only itself
                 session.end()
                 await session.run("1")
             assert len(list(Path("/proc/self/fd").iterdir())) == before
@@ -73,15 +77,16 @@ print("deep")
 """
 
 
-def test_folders_however_deep_are_removed_and_hurt_nobody(box: Sandbox) -> None:
+def test_deep_folders_are_removed_and_do_not_disturb_other_runs(box: Sandbox) -> None:
     result = run(box, DEEP + "import time\ntime.sleep(2)")
     assert result.verdict is (Verdict.OK if box.tier == "namespaces" else Verdict.OLE)
-    again = started(box.tier)  # sweeps what is left of others
+    again = started(box.tier)  # removes what earlier sandboxes have left
     try:
         assert run(again, "print(1)").stdout == "1\n"
     finally:
         again.close()
-    if box._pool is not None and (boxes := box._pool.boxes):
+    boxes = box.pool.boxes if box.pool else None
+    if boxes is not None:
         deadline = time.monotonic() + 20
         while any(boxes.glob("*/*")) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -105,15 +110,15 @@ def test_a_tree_deeper_than_any_path_is_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
     assert remove_tree(str(tmp_path / "not there"))
     (tmp_path / "file").touch()
-    assert not remove_tree(str(tmp_path / "file"))  # and says so
+    assert not remove_tree(str(tmp_path / "file"))  # only folders are removed
 
 
-def test_a_file_that_is_linked_elsewhere_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_file_with_a_link_outside_keeps_its_mode(tmp_path: Path) -> None:
     kept, top = tmp_path / "kept", tmp_path / "top"
     kept.write_text("mine")
     kept.chmod(0o400)
     top.mkdir()
-    for depth in range(1, 1200):  # deeper than Python goes
+    for depth in range(1, 1200):  # deeper than shutil.rmtree can remove
         top.joinpath(*["d"] * depth).mkdir()
     os.link(kept, top / "link")
     assert remove_tree(str(top))
@@ -131,7 +136,7 @@ open(b"\\xff.csv", "w").close()
 """
 
 
-def test_any_names_are_listed(box: Sandbox) -> None:
+def test_long_and_undecodable_names_are_listed(box: Sandbox) -> None:
     async def cells() -> None:
         async with box.session(RunLimits(wall_s=30, memory_mb=256)) as session:
             assert (await session.run(LONG_NAMES)).verdict is Verdict.OK
@@ -144,17 +149,17 @@ def test_any_names_are_listed(box: Sandbox) -> None:
     asyncio.run(cells())
 
 
-def test_open_files_without_a_name_count_where_no_file_system_limits_them() -> None:
+def test_unlinked_open_files_count_in_the_landlock_tier() -> None:
     box = started("landlock")
     source = """
 import os, time
-held = []
+files = []
 for n in range(55):
     file = open("f", "wb")
     os.unlink("f")
     file.write(b"x" * (16 << 20))
     file.flush()
-    held.append(file)
+    files.append(file)
     print(n, flush=True)
     time.sleep(0.02)
 time.sleep(20)
@@ -164,12 +169,12 @@ time.sleep(20)
             box, source, RunLimits(wall_s=30, cpu_s=20, disk_mb=64, memory_mb=256, open_files=64)
         )
         assert result.verdict is Verdict.OLE
-        assert len(result.stdout.splitlines()) < 40  # of 55: seen within a tenth of a second
+        assert len(result.stdout.splitlines()) < 40  # of 55; the warden checks every 0.1 s
     finally:
         box.close()
 
 
-def test_threads_count_where_there_are_no_process_namespaces() -> None:
+def test_threads_count_in_the_landlock_tier() -> None:
     box = started("landlock")
     source = """
 import threading, time
@@ -204,13 +209,13 @@ def test_the_memory_of_a_tree_is_bounded_without_control_groups(
     box = started("namespaces")
     limits = RunLimits(wall_s=30, memory_mb=256, processes=32)
     try:
-        assert box._pool is not None and box._pool.groups is None
-        began = time.monotonic()
+        assert box.pool is not None and box.pool.groups is None
+        started_s = time.monotonic()
         result = run(box, SIBLINGS.format(count=12, mb=100, seconds=20), limits)
         assert result.verdict is Verdict.MLE
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - started_s < 15
         shared = "x = bytearray(b'1') * (150 << 20)\n" + SIBLINGS.format(count=8, mb=1, seconds=0.5)
-        assert run(box, shared, limits).verdict is Verdict.OK  # what a fork shares counts once
+        assert run(box, shared, limits).verdict is Verdict.OK  # pages that a fork shares count once
     finally:
         box.close()
 
@@ -222,9 +227,9 @@ def test_landlock_that_lets_files_be_truncated_is_refused(
     monkeypatch.setattr(linux, "call", lambda *_: version)
     with pytest.raises(
         OSError, match=rf"Landlock is version {version}; version 3 \(Linux 6.2\)"
-    ) as refused:
+    ) as error:
         filters.confine_files(readable=[], writable=[])
-    assert refused.value.errno == errno.ENOSYS
+    assert error.value.errno == errno.ENOSYS
 
 
 def test_a_file_outside_is_not_truncated(box: Sandbox, tmp_path: Path) -> None:

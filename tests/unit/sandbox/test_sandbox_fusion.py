@@ -1,4 +1,4 @@
-"""The client of a sandbox server, against a server of these tests' own."""
+"""The client of a SandboxFusion server, with a scripted server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollout.sandbox.judge import StdinTest, judge_all
 
 
 class Server(ThreadingHTTPServer):
-    """Answers `script`'s entries in turn, the last one for ever; an entry is (status, headers, body)."""
+    """Server that answers with the entries (status, headers, body) of `script`; it repeats the last one."""
 
     daemon_threads = True
 
@@ -33,7 +33,8 @@ class Server(ThreadingHTTPServer):
         self.script: list[tuple[int, dict[str, str], Any]] = []
         self.seen: list[tuple[dict[str, Any], dict[str, str]]] = []
         self.delay_s = 0.0
-        self.busy = self.busiest = 0
+        self.requests = 0  # in progress
+        self.most_requests = 0
         self.lock = threading.Lock()
 
     @property
@@ -47,8 +48,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with self.server.lock:
-            self.server.busy += 1
-            self.server.busiest = max(self.server.busiest, self.server.busy)
+            self.server.requests += 1
+            self.server.most_requests = max(self.server.most_requests, self.server.requests)
             self.server.seen.append((body, dict(self.headers.items()) | {"path": self.path}))
             status, headers, answer = self.server.script[0]
             if len(self.server.script) > 1:
@@ -58,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer = answer(body)
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         with self.server.lock:
-            self.server.busy -= 1
+            self.server.requests -= 1
         self.send_response(status)
         for name, value in (headers | {"content-length": str(len(content))}).items():
             self.send_header(name, value)
@@ -66,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Keep quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def finished(
     }
 
 
-def ask(server: Server, **options: Any) -> Any:
+def run_program(server: Server, **options: Any) -> Any:
     async def main() -> Any:
         async with SandboxFusion(
             server.url, RunLimits(wall_s=2, memory_mb=100, output_kb=1), retries=2
@@ -111,9 +112,9 @@ def ask(server: Server, **options: Any) -> Any:
     return asyncio.run(main())
 
 
-def test_what_is_asked_and_answered(server: Server) -> None:
+def test_request_and_result(server: Server) -> None:
     server.script = [(200, {}, finished("1\n"))]
-    result = ask(server, stdin="in", files={"a": b"\x00\x01"})
+    result = run_program(server, stdin="in", files={"a": b"\x00\x01"})
     assert (result.verdict, result.stdout, result.exit_code, result.wall_s) == (
         Verdict.OK,
         "1\n",
@@ -144,11 +145,11 @@ def test_what_is_asked_and_answered(server: Server) -> None:
 )
 def test_verdicts(server: Server, answer: dict[str, Any], verdict: str) -> None:
     server.script = [(200, {}, answer)]
-    assert ask(server).verdict == verdict
+    assert run_program(server).verdict == verdict
 
 
 @pytest.mark.parametrize(
-    "trouble",
+    "failure",
     [
         (429, {"retry-after": "0"}, b""),
         (500, {}, b"oops"),
@@ -159,22 +160,22 @@ def test_verdicts(server: Server, answer: dict[str, Any], verdict: str) -> None:
         (200, {}, {"status": "SandboxError", "message": "no space", "run_result": None}),
     ],
 )
-def test_a_server_in_trouble_is_asked_again(
-    server: Server, trouble: tuple[int, dict[str, str], Any]
+def test_a_failed_request_is_repeated(
+    server: Server, failure: tuple[int, dict[str, str], Any]
 ) -> None:
-    server.script = [trouble, (200, {}, finished("1\n"))]
-    assert ask(server).stdout == "1\n"
+    server.script = [failure, (200, {}, finished("1\n"))]
+    assert run_program(server).stdout == "1\n"
     assert len(server.seen) == 2
 
 
-def test_trouble_without_end_is_an_error_and_no_verdict(server: Server) -> None:
+def test_lasting_failure_is_an_error_and_not_a_verdict(server: Server) -> None:
     server.script = [
         (200, {}, {"status": "SandboxError", "message": "no space", "run_result": None})
     ]
     with pytest.raises(
         SandboxError, match=r"gives no verdict .its sandbox failed: no space.; is it running"
     ):
-        ask(server)
+        run_program(server)
     assert len(server.seen) == 3
 
 
@@ -189,29 +190,29 @@ def test_trouble_without_end_is_an_error_and_no_verdict(server: Server) -> None:
 def test_an_answer_without_its_fields_is_an_error(server: Server, answer: dict[str, Any]) -> None:
     server.script = [(200, {}, answer)]
     with pytest.raises(SandboxError, match="malformed"):
-        ask(server)
+        run_program(server)
 
 
-def test_a_refusal_is_not_asked_again(server: Server) -> None:
+def test_a_refused_request_is_not_repeated(server: Server) -> None:
     server.script = [(422, {}, b"no field stdin")]
     with pytest.raises(SandboxError, match="refused the request, status 422: no field stdin"):
-        ask(server)
+        run_program(server)
     assert len(server.seen) == 1
 
 
 def test_retry_after_is_honoured(server: Server) -> None:
     server.script = [(429, {"retry-after": "1"}, b""), (200, {}, finished("1\n"))]
-    began = time.monotonic()
-    assert ask(server).stdout == "1\n"
-    assert time.monotonic() - began >= 1.0
+    started_s = time.monotonic()
+    assert run_program(server).stdout == "1\n"
+    assert time.monotonic() - started_s >= 1.0
 
 
-def test_nobody_there() -> None:
+def test_no_server() -> None:
     with pytest.raises(SandboxError, match="is it running"):
         asyncio.run(SandboxFusion("http://127.0.0.1:9", retries=0).run("print(1)"))
 
 
-def test_the_token_is_sent_and_never_shown(server: Server, tmp_path: Path) -> None:
+def test_the_token_is_sent_and_not_shown(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("s3cret\n")
     server.script = [(401, {}, b"who are you")]
@@ -226,7 +227,7 @@ def test_the_token_is_sent_and_never_shown(server: Server, tmp_path: Path) -> No
     assert server.seen[0][1]["Authorization"] == "Bearer s3cret"
 
 
-def test_it_judges_like_the_local_one_and_keeps_to_its_slots(server: Server) -> None:
+def test_it_judges_like_the_local_sandbox_within_its_slots(server: Server) -> None:
     server.script = [(200, {}, lambda body: finished(f"{int(body['stdin']) * 2}\n"))]
     server.delay_s = 0.05
     tests = [StdinTest(stdin=str(n), expected=str(2 * n if n != 3 else 0)) for n in range(6)]
@@ -234,15 +235,16 @@ def test_it_judges_like_the_local_one_and_keeps_to_its_slots(server: Server) -> 
     async def main() -> list[Verdict]:
         async with SandboxFusion(server.url, slots=2) as client:
             return [
-                one.verdict for one in await judge_all(client, "print(2 * int(input()))", tests)
+                result.verdict
+                for result in await judge_all(client, "print(2 * int(input()))", tests)
             ]
 
     assert asyncio.run(main()) == ["OK", "OK", "OK", "WA", "OK", "OK"]
-    assert server.busiest == 2
+    assert server.most_requests == 2
     assert "expected" not in json.dumps([body for body, _ in server.seen])
 
 
-def test_an_environment_has_its_programs_run_there(server: Server) -> None:
+def test_the_code_environment_uses_the_server(server: Server) -> None:
     server.script = [(200, {}, lambda body: finished(f"{int(body['stdin']) * 2}\n"))]
     config = EnvConfig(name="code", options={"server": server.url, "reward": "rate"})
     answers = [
@@ -259,7 +261,7 @@ def test_an_environment_has_its_programs_run_there(server: Server) -> None:
     assert len(server.seen) == 4
 
 
-def test_the_tests_of_a_repair_run_there_too(server: Server) -> None:
+def test_the_repository_environment_uses_the_server(server: Server) -> None:
     server.script = [
         (
             200,

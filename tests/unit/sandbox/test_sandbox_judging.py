@@ -1,4 +1,4 @@
-"""Tests of programs: what is right, and programs that would rather not solve the task."""
+"""Judging programs by tests: right and wrong answers, spoofs, and comparisons."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SPOOFS = {
 }
 
 
-def test_the_honest_pass_and_the_wrong_do_not(box: Sandbox) -> None:
+def test_right_programs_pass_and_wrong_ones_do_not(box: Sandbox) -> None:
     assert verdict(box, HONEST, SUM) is Verdict.OK
     assert verdict(box, "print(41)", SUM) is Verdict.WA
 
@@ -76,7 +76,7 @@ def test_a_spoof_is_a_wrong_answer(box: Sandbox, name: str) -> None:
     assert verdict(box, SPOOFS[name], SUM) is Verdict.WA
 
 
-def test_right_output_with_a_wrong_end_is_not_right(box: Sandbox) -> None:
+def test_right_output_before_a_failure_is_not_right(box: Sandbox) -> None:
     assert verdict(box, "print(42)\n1 / 0", SUM) is Verdict.RE
 
 
@@ -122,7 +122,7 @@ def test_a_spoofing_function_fails(box: Sandbox, name: str) -> None:
     assert verdict(box, CALL_SPOOFS[name], ADD) in (Verdict.WA, Verdict.RE)
 
 
-def test_what_is_sent_does_not_hold_what_is_expected() -> None:
+def test_expected_answers_are_not_sent_to_the_sandbox() -> None:
     sent = []
 
     class Spy:
@@ -149,12 +149,12 @@ def test_all_tests_in_order(box: Sandbox) -> None:
         ("print(input())", "OK WA OK WA"),
         ("print(abs(int(input())))", "OK OK OK OK"),
     ):
-        judged = asyncio.run(judge_all(box, source, tests))
-        assert [one.verdict for one in judged] == verdicts.split()
-        assert judged[0].stdout == "1\n"
+        results = asyncio.run(judge_all(box, source, tests))
+        assert [result.verdict for result in results] == verdicts.split()
+        assert results[0].stdout == "1\n"
 
 
-def test_no_verdict_on_one_test_is_none_on_the_program() -> None:
+def test_a_failure_at_one_test_cancels_the_others() -> None:
     class Failing:
         async def run(
             self, source: str, *, stdin: str | bytes = b"", limits: object = None, **_: object
@@ -172,7 +172,7 @@ def test_no_verdict_on_one_test_is_none_on_the_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "lines", "tokens", "floats"),
+    ("answer", "expected", "lines", "tokens", "floats"),
     [
         ("1 2\n3", "1 2\n3\n", True, True, True),
         ("1 2  \n3\n\n", "1 2\n3\n", True, True, True),
@@ -193,14 +193,14 @@ def test_no_verdict_on_one_test_is_none_on_the_program() -> None:
         ("YES", "yes", False, False, False),
     ],
 )
-def test_compare(given: str, expected: str, lines: bool, tokens: bool, floats: bool) -> None:
-    assert same_lines(given, expected) is lines
-    assert same_tokens(given, expected) is tokens
-    assert same_floats(given, expected) is floats
+def test_compare(answer: str, expected: str, lines: bool, tokens: bool, floats: bool) -> None:
+    assert same_lines(answer, expected) is lines
+    assert same_tokens(answer, expected) is tokens
+    assert same_floats(answer, expected) is floats
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "same"),
+    ("answer", "expected", "same"),
     [
         ("[1, 2]", (1, 2), True),
         ("[1, 2]", [2, 1], False),
@@ -224,5 +224,5 @@ def test_compare(given: str, expected: str, lines: bool, tokens: bool, floats: b
         ("12345678901234567", 12345678901234568, False),
     ],
 )
-def test_same_value(given: str, expected: object, same: bool) -> None:
-    assert same_value(given, expected) is same
+def test_same_value(answer: str, expected: object, same: bool) -> None:
+    assert same_value(answer, expected) is same

@@ -1,4 +1,4 @@
-"""Honest programs, verdicts, files, cancelling, and what is left when somebody dies."""
+"""Runs of programs: verdicts, files, cancellation, and failures of the sandbox or its host."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from rollout.sandbox.pool import BOXES, JailPool
 from tests.support.sandboxes import run, started
 
 ROOT = Path(__file__).resolve().parents[3]
-NAMED = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\nprint('on', flush=True)\ntime.sleep({s})\n"  # noqa: E501
+SLEEPING_PROGRAM = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\nprint('on', flush=True)\ntime.sleep({s})\n"  # noqa: E501
 
 
 def alive(name: str) -> bool:
     return any(process.info["name"] == name for process in psutil.process_iter(["name"]))
 
 
-def wait_until(condition: object, patience_s: float = 10.0) -> None:
-    deadline = time.monotonic() + patience_s
+def wait_until(condition: object, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -52,7 +52,7 @@ def wait_until(condition: object, patience_s: float = 10.0) -> None:
         ("def f(): f()\nf()", "RE", 1),
     ],
 )
-def test_how_a_program_ends(box: Sandbox, source: str, verdict: str, code: int) -> None:
+def test_verdict_and_exit_code(box: Sandbox, source: str, verdict: str, code: int) -> None:
     result = run(box, source)
     assert (result.verdict, result.exit_code) == (verdict, code)
 
@@ -75,7 +75,7 @@ def test_every_way_to_read_input(box: Sandbox, read: str) -> None:
     assert run(box, f"import sys\nprint(len({read}))", stdin=text).stdout == "3000000\n"
 
 
-def test_lines_of_bytes_come_one_after_the_other(box: Sandbox) -> None:
+def test_lines_of_bytes_are_read_one_by_one(box: Sandbox) -> None:
     source = "import sys\nread = sys.stdin.buffer.readline\nprint(int(read()), int(read()))"
     assert run(box, source, stdin="1\n2\n").stdout == "1 2\n"
 
@@ -110,7 +110,7 @@ def test_files_in_and_out(box: Sandbox) -> None:
     assert run(box, "import os\nprint(os.listdir('.'))").stdout == "[]\n"
 
 
-def test_what_was_measured(box: Sandbox) -> None:
+def test_time_and_memory_are_measured(box: Sandbox) -> None:
     result = run(
         box,
         "import time\nx = bytearray(50 << 20)\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass",
@@ -121,18 +121,18 @@ def test_what_was_measured(box: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "words"),
+    ("limits", "message"),
     [
         ({"wall_s": 0}, "wall_s is 0"),
         ({"output_kb": 99999}, "output_kb is 99999, more than file_mb"),
     ],
 )
-def test_limits_are_checked(limits: dict[str, float], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_limits_are_checked(limits: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RunLimits(**limits)  # type: ignore[arg-type]
 
 
-def test_it_goes_from_loop_to_loop_and_starts_again_after_close(box: Sandbox) -> None:
+def test_it_runs_in_several_event_loops_and_restarts_after_close(box: Sandbox) -> None:
     async def many() -> list[str]:
         return [
             result.stdout
@@ -147,7 +147,7 @@ def test_it_goes_from_loop_to_loop_and_starts_again_after_close(box: Sandbox) ->
 
 def test_cancelling_kills(box: Sandbox) -> None:
     async def cancel() -> None:
-        task = asyncio.create_task(box.run(NAMED.format(name="to-be-cancelled", s=60)))
+        task = asyncio.create_task(box.run(SLEEPING_PROGRAM.format(name="to-be-cancelled", s=60)))
         await asyncio.to_thread(wait_until, lambda: alive("to-be-cancelled"))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -158,14 +158,14 @@ def test_cancelling_kills(box: Sandbox) -> None:
     assert run(box, "print(1)").stdout == "1\n"
 
 
-def test_a_dead_zygote_is_replaced_and_its_runs_are_run_again() -> None:
+def test_a_dead_zygote_is_replaced_and_its_runs_are_repeated() -> None:
     box = started("namespaces")
 
     async def kill_it() -> str:
-        task = asyncio.create_task(box.run(NAMED.format(name="twice-run", s=1)))
+        task = asyncio.create_task(box.run(SLEEPING_PROGRAM.format(name="twice-run", s=1)))
         await asyncio.to_thread(wait_until, lambda: alive("twice-run"))
-        assert box._pool is not None
-        box._pool._zygote.kill()
+        assert box.pool is not None
+        box.pool.zygote.kill()
         return (await task).stdout
 
     try:
@@ -175,16 +175,16 @@ def test_a_dead_zygote_is_replaced_and_its_runs_are_run_again() -> None:
         box.close()
 
 
-def test_a_sandbox_that_ends_too_often_is_not_started_again() -> None:
+def test_a_sandbox_that_ends_too_often_is_not_restarted() -> None:
     box = started("namespaces")
-    box._restarts = Restarts("sandbox", 1)
+    box.restarts = Restarts("sandbox", 1)
     try:
         for _ in range(2):
             assert run(box, "print(1)").stdout == "1\n"
-            assert box._pool is not None
-            box._pool._zygote.kill()
-            box._pool._zygote.wait()
-            with pytest.raises(SandboxError, match="it has ended"), box._pool.lent():
+            assert box.pool is not None
+            box.pool.zygote.kill()
+            box.pool.zygote.wait()
+            with pytest.raises(SandboxError, match="it has ended"), box.pool.lend():
                 pass
         with pytest.raises(
             SandboxUnavailable, match="the sandbox has ended 20 times within an hour"
@@ -194,14 +194,16 @@ def test_a_sandbox_that_ends_too_often_is_not_started_again() -> None:
         box.close()
 
 
-def test_a_failing_sandbox_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_sandbox_is_an_error_and_not_a_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     box = started("namespaces")
     try:
         with monkeypatch.context() as patch:
             patch.setattr(box_module, "_CANARY", "")
             patch.setattr(
                 jail_module, "asdict", lambda limits: {}
-            )  # no limits reach the warden, which cannot go on
+            )  # the warden fails without limits
             with pytest.raises(SandboxError) as failure:
                 run(box, "print(1)")
         assert isinstance(failure.value, EnvError)
@@ -209,6 +211,11 @@ def test_a_failing_sandbox_is_an_error_and_no_verdict(monkeypatch: pytest.Monkey
         assert run(box, "print(1)").stdout == "1\n"
     finally:
         box.close()
+
+
+def test_a_job_that_cannot_be_confined_is_an_error_and_not_a_verdict(box: Sandbox) -> None:
+    with pytest.raises(SandboxError, match="the job cannot be confined: OverflowError"):
+        run(box, "print(1)", RunLimits(cpu_s=1 << 80))
 
 
 @pytest.mark.slow
@@ -221,8 +228,8 @@ def test_many_runs_survive_their_zygote() -> None:
             for n in range(8)
         ]
         await asyncio.sleep(0.2)
-        assert box._pool is not None
-        box._pool._zygote.kill()
+        assert box.pool is not None
+        box.pool.zygote.kill()
         return [result.stdout for result in await asyncio.gather(*tasks)]
 
     try:
@@ -240,9 +247,11 @@ asyncio.run(Sandbox(tier={tier!r}).run({source!r}))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", ["namespaces", "landlock", "unisolated"])
-def test_programs_die_with_a_killed_parent_and_the_next_start_sweeps(tier: str) -> None:
-    started(tier).close()  # or skip
-    source = SCRIPT.format(tier=tier, source=NAMED.format(name=f"orphan-{tier[:4]}", s=60))
+def test_programs_die_with_a_killed_host_and_the_next_start_cleans_up(tier: str) -> None:
+    started(tier).close()  # skips the test without this tier
+    source = SCRIPT.format(
+        tier=tier, source=SLEEPING_PROGRAM.format(name=f"orphan-{tier[:4]}", s=60)
+    )
     parent = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT)
     try:
         wait_until(lambda: alive(f"orphan-{tier[:4]}"), 30)
@@ -251,16 +260,16 @@ def test_programs_die_with_a_killed_parent_and_the_next_start_sweeps(tier: str) 
         parent.wait()
     wait_until(lambda: not alive(f"orphan-{tier[:4]}"))
     started(tier).close()
-    left = [
+    leftovers = [
         *BOXES.glob(f"mcore-sandbox-{parent.pid}-*"),
         *Path("/sys/fs/cgroup").glob(f"**/mcore-sandbox-{parent.pid}-*"),
     ]
-    assert left == []
+    assert leftovers == []
 
 
 @pytest.mark.parametrize("tier", ["namespaces", "landlock"])
 def test_nothing_is_left_after_close(tier: str) -> None:
-    def left() -> set[object]:
+    def leftovers() -> set[object]:
         wardens = {
             child
             for child in psutil.Process().children()
@@ -268,29 +277,29 @@ def test_nothing_is_left_after_close(tier: str) -> None:
         }
         return wardens | set(BOXES.glob(f"mcore-sandbox-{os.getpid()}-*"))
 
-    others = left()  # of sandboxes of other tests
-    own = started(tier)
-    run(own, "print(1)")
-    assert len(left() - others) >= 1
-    own.close()
-    assert left() <= others
+    earlier = leftovers()  # of other tests' sandboxes
+    box = started(tier)
+    run(box, "print(1)")
+    assert len(leftovers() - earlier) >= 1
+    box.close()
+    assert leftovers() <= earlier
 
 
 def test_it_refuses_to_run_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(pool: JailPool) -> None:
+    def fail(pool: JailPool) -> None:
         pool.close()
         raise SandboxUnavailable("not here")
 
-    monkeypatch.setattr(JailPool, "wait", none)
-    words = (
+    monkeypatch.setattr(JailPool, "wait", fail)
+    message = (
         "cannot run programs isolated .namespaces: not here; landlock: not here.*tier=unisolated"
     )
-    with pytest.raises(SandboxUnavailable, match=words):
+    with pytest.raises(SandboxUnavailable, match=message):
         run(Sandbox(), "print(1)")
 
 
 @pytest.mark.slow
-def test_it_runs_unisolated_when_told_so_by_name() -> None:
+def test_it_runs_unisolated_if_that_tier_is_named() -> None:
     box = Sandbox(tier="unisolated")
     try:
         assert run(box, "print(1)").stdout == "1\n"
@@ -305,13 +314,13 @@ def test_it_runs_unisolated_when_told_so_by_name() -> None:
         Sandbox(tier="jail")
 
 
-def test_a_hole_in_the_wall_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hole_in_the_isolation_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     started("landlock").close()
     monkeypatch.setattr(
         box_module.tiers, "ISOLATED", ("unisolated",)
     )  # a tier that claims to isolate and does not
     with pytest.raises(
-        SandboxUnavailable, match="its walls have a hole: the network can be reached"
+        SandboxUnavailable, match="its isolation has a hole: the network can be reached"
     ):
         run(Sandbox(tier="unisolated"), "print(1)")
 
@@ -319,7 +328,7 @@ def test_a_hole_in_the_wall_is_found_at_the_start(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(
     not shutil.which("unshare") or not shutil.which("setpriv"), reason="needs util-linux"
 )
-def test_without_user_namespaces_it_takes_landlock() -> None:
+def test_without_user_namespaces_it_uses_landlock() -> None:
     started("landlock").close()
     inner = 'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
     source = (
@@ -338,13 +347,13 @@ def test_without_user_namespaces_it_takes_landlock() -> None:
         "-c",
         source,
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if "unshare" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.stdout == "42\n landlock\n", done.stderr
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if "unshare" in completed.stderr:
+        pytest.skip(completed.stderr.strip())
+    assert completed.stdout == "42\n landlock\n", completed.stderr
 
 
-def test_ctrl_c_in_the_terminal_does_not_reach_programs(box: Sandbox) -> None:
+def test_the_terminals_ctrl_c_does_not_reach_programs(box: Sandbox) -> None:
     run(box, "print(1)")
-    assert box._pool is not None
-    assert os.getpgid(box._pool._zygote.pid) != os.getpgid(0)
+    assert box.pool is not None
+    assert os.getpgid(box.pool.zygote.pid) != os.getpgid(0)

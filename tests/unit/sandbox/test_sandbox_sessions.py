@@ -1,4 +1,4 @@
-"""Cells that share their variables and files."""
+"""Sessions of cells that share variables and files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from rollout.sandbox import RunLimits, Sandbox, Session, Verdict
 LIMITS = RunLimits(wall_s=10, memory_mb=256, disk_mb=8, file_mb=4)
 
 
-def use(box: Sandbox, what: Callable[[Session], Awaitable[None]]) -> None:
+def use(box: Sandbox, cells: Callable[[Session], Awaitable[None]]) -> None:
+    """Run cells in a new session."""
+
     async def main() -> None:
         async with box.session(LIMITS) as session:
-            await what(session)
+            await cells(session)
 
     asyncio.run(main())
 
 
-def test_variables_stay_and_last_values_are_shown(box: Sandbox) -> None:
+def test_variables_stay_and_last_values_are_printed(box: Sandbox) -> None:
     async def cells(session: Session) -> None:
         first = await session.run("x = 40\nprint('set')")
         assert (first.stdout, first.fresh) == ("set\n", True)
@@ -31,12 +33,12 @@ def test_variables_stay_and_last_values_are_shown(box: Sandbox) -> None:
     use(box, cells)
 
 
-def test_an_exception_keeps_the_state(box: Sandbox) -> None:
+def test_an_exception_keeps_the_variables(box: Sandbox) -> None:
     async def cells(session: Session) -> None:
         await session.run("x = 1")
-        wrong = await session.run("x = 2\n1 / 0")
-        assert (wrong.verdict, wrong.exit_code) == (Verdict.RE, 1)
-        assert wrong.stderr.startswith(
+        failed = await session.run("x = 2\n1 / 0")
+        assert (failed.verdict, failed.exit_code) == (Verdict.RE, 1)
+        assert failed.stderr.startswith(
             'Traceback (most recent call last):\n  File "cell 2", line 2, in <module>\n    1 / 0'
         )
         assert (await session.run("def")).stderr.endswith("SyntaxError: invalid syntax\n")
@@ -52,7 +54,8 @@ import ctypes, threading, time
 class Event(ctypes.Structure):
     _fields_ = [("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("rest", ctypes.c_int * 13)]
 timer, libc = ctypes.c_int(), ctypes.CDLL(None, use_errno=True)
-made = libc.syscall(222, 0, ctypes.byref(Event(signal=18)), ctypes.byref(timer))  # that wakes who is stopped
+# timer_create with SIGCONT, which would wake a stopped process
+made = libc.syscall(222, 0, ctypes.byref(Event(signal=18)), ctypes.byref(timer))
 def spin():
     while True:
         pass
@@ -62,14 +65,16 @@ made
 """
 
 
-def test_what_a_cell_has_started_rests_until_the_next_one(box: Sandbox) -> None:
-    """A thread that never ends would take a processor from all others as long as its trajectory plays."""
+def test_threads_of_a_cell_are_paused_until_the_next_cell(box: Sandbox) -> None:
+    """Otherwise an endless thread would occupy a core for the rest of its trajectory."""
 
     async def cells(session: Session) -> None:
         assert (await session.run(SPIN)).stdout == "-1\n"
         await asyncio.sleep(2)
         assert (await session.run("time.process_time() - spent < 0.5")).stdout == "True\n"
-        assert (await session.run("threading.active_count()")).stdout == "2\n"  # it is not ended
+        assert (
+            await session.run("threading.active_count()")
+        ).stdout == "2\n"  # the thread is still there
 
     use(box, cells)
 
@@ -84,7 +89,7 @@ def test_a_cell_out_of_time_is_interrupted(box: Sandbox) -> None:
     use(box, cells)
 
 
-def test_a_cell_that_does_not_give_in_is_killed_and_files_stay(box: Sandbox) -> None:
+def test_a_cell_that_ignores_the_interrupt_is_killed_and_files_stay(box: Sandbox) -> None:
     async def cells(session: Session) -> None:
         stubborn = """
 import signal
@@ -105,7 +110,7 @@ while True:
 @pytest.mark.parametrize(
     ("source", "code"), [("import os\nos._exit(3)", 3), ("import os\nos.abort()", -6)]
 )
-def test_a_process_that_ends_is_started_again(box: Sandbox, source: str, code: int) -> None:
+def test_a_process_that_ends_is_replaced(box: Sandbox, source: str, code: int) -> None:
     async def cells(session: Session) -> None:
         await session.run("x = 1")
         ended = await session.run(source)
@@ -143,10 +148,10 @@ def test_calls_of_one_session_take_turns(box: Sandbox) -> None:
         await asyncio.gather(
             *(session.put(f"f{n}", b"x" * n) for n in range(5)), session.run("import os")
         )
-        got = await asyncio.gather(
+        results = await asyncio.gather(
             session.run("len(os.listdir('.'))"), *(session.get(f"f{n}") for n in range(5))
         )
-        assert (got[0].stdout, got[1:]) == ("5\n", [b"x" * n for n in range(5)])
+        assert (results[0].stdout, results[1:]) == ("5\n", [b"x" * n for n in range(5)])
 
     use(box, cells)
 
@@ -162,7 +167,7 @@ def test_a_folder_that_became_a_link_is_not_followed(box: Sandbox) -> None:
     use(box, cells)
 
 
-def test_more_than_fits_is_refused(spacious: Sandbox) -> None:
+def test_a_file_that_does_not_fit_is_refused(spacious: Sandbox) -> None:
     async def cells(session: Session) -> None:
         with pytest.raises(OSError, match="No space left"):
             await session.put("large", b"x" * (9 << 20))
@@ -193,7 +198,7 @@ def test_a_cancelled_cell_ends_its_process(box: Sandbox) -> None:
     use(box, cells)
 
 
-def test_sessions_are_apart_and_share_the_slots(box: Sandbox) -> None:
+def test_sessions_are_separate_and_share_the_slots(box: Sandbox) -> None:
     async def main() -> list[str]:
         async def one(n: int) -> str:
             async with box.session(LIMITS) as session:

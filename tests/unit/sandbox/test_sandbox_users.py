@@ -1,4 +1,4 @@
-"""The sandbox of an ordinary user: every other test of it, played as one where the tests run as root."""
+"""The other tests of the sandbox, run as an ordinary user when the tests run as root."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 NOBODY = 65534
-# the interpreter may lie in root's own folder, which an ordinary user cannot pass: here, and nowhere else, he can
-OPENED = """
+# The interpreter may be below /root, which an ordinary user cannot enter. In the mount namespace of this test
+# they can.
+OPEN_ROOT_FOLDER = """
 set -e
 inside=$(realpath --relative-base /root "$0" | cut -d / -f 1)
 if [ -n "$inside" ]; then
@@ -28,13 +29,13 @@ AS_USER = f"exec setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups --inh-
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are an ordinary user's already")
-def test_an_ordinary_users_sandbox_holds_in_both_tiers() -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="the tests run as an ordinary user already")
+def test_the_sandbox_of_an_ordinary_user_isolates_in_both_tiers() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chown(folder, NOBODY, NOBODY)
         path = Path(__file__)
         others = [str(other) for other in sorted(path.parent.glob("test_*.py")) if other != path]
-        pytest_words = [
+        pytest_arguments = [
             "-m",
             "pytest",
             "-q",
@@ -45,19 +46,19 @@ def test_an_ordinary_users_sandbox_holds_in_both_tiers() -> None:
             f"{folder}/t",
             *others,
         ]
-        script = f'{OPENED}{AS_USER} "$0" "$@"'
-        own = {"HOME": folder, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
-        ended = subprocess.run(
-            ["unshare", "--mount", "bash", "-c", script, sys.executable, *pytest_words],
+        script = f'{OPEN_ROOT_FOLDER}{AS_USER} "$0" "$@"'
+        environment = {"HOME": folder, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        completed = subprocess.run(
+            ["unshare", "--mount", "bash", "-c", script, sys.executable, *pytest_arguments],
             cwd=ROOT,
-            env={**os.environ, **own},
+            env={**os.environ, **environment},
             capture_output=True,
             text=True,
             timeout=900,
         )
-    assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
+    assert completed.returncode == 0, completed.stdout[-8000:] + completed.stderr[-2000:]
     for tier in ("namespaces", "landlock"):
         passed = re.findall(
-            rf"^PASSED \S+test_sandbox_attacks\.py::\S+\[.*{tier}", ended.stdout, re.MULTILINE
+            rf"^PASSED \S+test_sandbox_attacks\.py::\S+\[.*{tier}", completed.stdout, re.MULTILINE
         )
-        assert len(passed) >= 20, (tier, ended.stdout[-4000:])
+        assert len(passed) >= 20, (tier, completed.stdout[-4000:])
