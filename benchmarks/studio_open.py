@@ -15,12 +15,12 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # runs from a checkout, installed or not
 
-from rollout.records.files import (
+from rollout.records.files import write_trajectories
+from rollout.records.trajectory_lists import (
     TrajectoryFilter,
     count_trajectories,
     list_trajectories,
     trajectory_at,
-    write_trajectories,
 )
 from tests.support.played import trajectory, turn
 

@@ -23,7 +23,7 @@ class Reply:
     Attributes:
         score: of the trajectory; None if it failed for a reason that says nothing about the team.
         answer: that votes in maj@k; None if the environment has no answers.
-        trouble: reason why the trajectory failed, as in `Trajectory.trouble`; "" if it did not.
+        failure_reason: reason why the trajectory failed, as in `Trajectory.failure_reason`; "" if it did not.
         cut: True if part of a prompt was left out because it was too long.
         valid: number of well-formed turns.
         turns: number of all turns.
@@ -32,7 +32,7 @@ class Reply:
 
     score: float | None
     answer: str | None
-    trouble: str
+    failure_reason: str
     cut: bool
     valid: int
     turns: int
@@ -45,7 +45,7 @@ class Reply:
         return cls(
             score=trajectory.score,
             answer=trajectory.answer,
-            trouble=trajectory.trouble,
+            failure_reason=trajectory.failure_reason,
             cut=any("cut" in turn.scores for turn in turns),
             valid=sum(turn.valid for turn in turns),
             turns=len(turns),
@@ -108,9 +108,9 @@ class Scoreboard:
         replies = self._replies.values()
         return {
             "replies": self.expected_replies,
-            "overlong": sum(reply.trouble == "overlong" for reply in replies),
+            "overlong": sum(reply.failure_reason == "overlong" for reply in replies),
             "cut": sum(reply.cut for reply in replies),
-            "failed": dict(sorted(Counter(reply.trouble for reply in self.lost).items())),
+            "failed": dict(sorted(Counter(reply.failure_reason for reply in self.lost).items())),
         }
 
     def task_rows(self) -> list[dict[str, Any]]:

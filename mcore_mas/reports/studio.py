@@ -25,14 +25,14 @@ from mcore_mas.reports.turn_credit import compute_turn_credit
 from mcore_mas.reports.work_timeline import work_timeline
 from rollout.base.json_files import read_json_lines
 from rollout.base.text import escape_text
-from rollout.records.files import (
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Trajectory
+from rollout.records.trajectory_lists import (
     TrajectoryFilter,
     count_trajectories,
     list_trajectories,
-    read_trajectories,
     trajectory_at,
 )
-from rollout.records.trajectory import Trajectory
 
 _ROWS_PER_PAGE = 100
 _LOG_BYTES = 20_000

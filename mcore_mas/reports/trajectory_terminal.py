@@ -45,7 +45,7 @@ def print_trajectory(
     shown_turns: set[int] = set()
     for turn in trajectory.turns if branches else trajectory.path:
         if turn.index not in shown_turns:  # all branches at a turn read the same messages
-            for message in turn.news:
+            for message in turn.new_messages:
                 console.print(_message_panel(message, turn.agent))
         shown_turns.add(turn.index)
 
@@ -137,7 +137,7 @@ def print_trajectories(
         ]
         status = trajectory.status.value
         if trajectory.error:
-            status = f"{status}: {trajectory.trouble}"
+            status = f"{status}: {trajectory.failure_reason}"
         table.add_row(
             str(index),
             plain_text(trajectory.task_id),

@@ -150,7 +150,7 @@ class _ReplyMonitor:
         self._words.add(seen, completion.token_ids[seen:])
         if not self._words.end:
             return completion
-        return completion.ended(self._words.end, self._prompt_length)
+        return completion.truncated(self._words.end, self._prompt_length)
 
 
 async def prompt_tokens(policy: PolicyClient, messages: Sequence[Message], chat: ChatState) -> int:

@@ -1,1 +1,1 @@
-"""Records that every part exchanges: tasks, completions, turns, trajectories and groups."""
+"""Records that all packages exchange: tasks, completions, turns, trajectories and groups."""

@@ -1,4 +1,4 @@
-"""Record of a trajectory's calls that must not be repeated after a restart, such as a tool that sends a message."""
+"""Record of a trajectory's calls that a restart must not repeat, such as sending a message."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _T = TypeVar("_T")
 class CallRecord:
     """Record of one trajectory's calls that cost money or act outside the run.
 
-    Environments and tools get it as the argument `calls`. Wrapped in `once`, a call is not repeated when the trajectory
-    is played again after a restart. Without a log, as in an evaluation, every call is made.
+    Environments and tools get it as the argument `calls`. Wrapped in `once`, a call is not repeated
+    when the trajectory is played again after a restart. Without a log, as in an evaluation, every
+    call is made.
     """
 
     def __init__(
@@ -28,23 +29,30 @@ class CallRecord:
         trajectory: str = "",
         branch: Callable[[], str] = lambda: "",
     ) -> None:
-        """Record the calls of `trajectory` in `log`; `branch` tells apart branches of a tree that make equal calls."""
+        """Initialize the record of one trajectory.
+
+        Args:
+            log: log that keeps the results of the calls; None: every call is made.
+            trajectory: name of the trajectory in the log.
+            branch: returns a name of the current branch of a tree, which distinguishes equal calls
+                of different branches.
+        """
         self._log = log
         self._trajectory = trajectory
         self._branch = branch
         self._counts: Counter[str] = Counter()
 
     def for_branch(self, branch: Callable[[], str]) -> CallRecord:
-        """Return a record for another branch of the trajectory's tree, which counts its calls from 1."""
+        """Return the record of another branch of the tree, which counts its calls from 1."""
         return CallRecord(self._log, self._trajectory, branch)
 
     async def once(
         self, result_type: Any, call: Callable[[], Awaitable[_T]], *question: object
     ) -> _T:
-        """Return the recorded result of this call; if there is none, make the call and record its result.
+        """Return the recorded result of a call; without one, make the call and record its result.
 
-        Equal calls of a trajectory are told apart by their order. A call that raised, or had not returned when the run
-        was killed, is made again.
+        Equal calls of a trajectory are distinguished by their order. A call that raised, or had not
+        returned when the run was killed, is made again.
 
         Args:
             result_type: type that the result is read back as.
@@ -53,9 +61,9 @@ class CallRecord:
         """
         if self._log is None:
             return await call()
-        asked = to_json([self._trajectory, self._branch(), *question]).decode()
-        self._counts[asked] += 1
-        key = f"{asked} {self._counts[asked]}"
+        question_json = to_json([self._trajectory, self._branch(), *question]).decode()
+        self._counts[question_json] += 1
+        key = f"{question_json} {self._counts[question_json]}"
 
         recorded = self._log.call_result(key)
         if recorded is not None:

@@ -1,7 +1,7 @@
-"""Log of a collection under way: finished trajectories, and results of calls that must not be repeated.
+"""Log of a collection in progress: finished trajectories, and results of calls made once only.
 
-A run that is killed while it collects a step finds in the step's `CollectionLog` the trajectories that had finished.
-Trajectories that were under way are sampled again with the same seeds.
+A run that is killed while it collects a step finds in the step's `CollectionLog` the trajectories
+that had finished. Trajectories that were under way are sampled again with the same seeds.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from rollout.records.trajectory import Trajectory
 class CollectionLog:
     """Append-only file of one step's collection, read when a run is restarted.
 
-    Every line is a JSON object. The first one holds the digest of the recipe; a log of another recipe is started anew.
-    A line that a kill has cut off is skipped.
+    Every line is a JSON object. The first one holds the digest of the recipe; a log of another
+    recipe is started anew. A line that a kill has cut off is skipped.
     """
 
     def __init__(self, path: Path, recipe: str = "") -> None:
-        """Read the log at `path`, if there is one; `recipe` is the digest of all that decides what is sampled."""
+        """Read the log at `path`, if there is one.
+
+        Args:
+            path: file of the log.
+            recipe: digest of the settings that determine which trajectories are sampled.
+        """
         self._path = path
         self._recipe = recipe
         self._file: IO[bytes] | None = None  # opened by the first line that is added
@@ -36,7 +41,9 @@ class CollectionLog:
 
         rows = _read_rows(path)
         self._continued = next(rows, None) == {"recipe": recipe}
-        for row in rows if self._continued else []:
+        if not self._continued:
+            return
+        for row in rows:
             if "result" in row:
                 self._results[row["call"]] = row["result"]
             else:
@@ -44,15 +51,12 @@ class CollectionLog:
 
     @property
     def newest_version(self) -> int:
-        """Newest version of the weights that sampled any of the finished trajectories, 0 without any."""
-        return max(
-            (
-                turn["policy_version"]
-                for trajectory in self._trajectories.values()
-                for turn in trajectory["turns"]
-            ),
-            default=0,
-        )
+        """Newest version of the weights that sampled a finished trajectory; 0 without any."""
+        newest = 0
+        for trajectory in self._trajectories.values():
+            versions = [turn["policy_version"] for turn in trajectory["turns"]]
+            newest = max([newest, *versions])
+        return newest
 
     def trajectory(self, name: str) -> Trajectory | None:
         """Return the finished trajectory of this name, or None."""
@@ -83,7 +87,7 @@ class CollectionLog:
             self._path.unlink()
 
     def _append(self, row: Mapping[str, Any], bytes_mode: Any) -> None:
-        """Write a line at once. If that fails, say so once: a log that cannot be written does not stop a run."""
+        """Write a line at once. If writing fails, print one warning and go on without the log."""
         line = to_json(row, inf_nan_mode="constants", bytes_mode=bytes_mode) + b"\n"
         if not self._writable:
             return
@@ -109,7 +113,7 @@ class CollectionLog:
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log that are whole."""
+    """Yield the complete lines of a log."""
     if not path.is_file():
         return
     for line in path.read_bytes().split(b"\n"):

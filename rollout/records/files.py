@@ -1,12 +1,12 @@
-"""Files of records: tasks and trajectories as parquet, their Arrow schemas, and lists of trajectories, read lazily."""
+"""Files of records: tasks and trajectories as parquet, with the Arrow schemas of `schemas.yaml`."""
 
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import accumulate, islice, pairwise
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,377 +19,296 @@ from rollout.base.parquet import bounded_table
 from rollout.base.yaml_files import read_yaml
 from rollout.records.trajectory import Task, Trajectory
 
+_DIGEST_KEY = b"mcore_mas.sha256"
+_METADATA_KEY = b"mcore_mas.metadata"
+_ROW_GROUP_ROWS = 256  # rows that are read together when one of them is shown
+# Trajectories that are converted to columns in one call, in which no other thread runs.
+_ROWS_PER_CONVERSION = 16
+_PATH_LIKE = re.compile(r"^[/~]|(^|/)\.\.?(/|$)|[\x00-\x1f\x7f\\]")
+_TRAJECTORY = TypeAdapter(Trajectory)
+
 
 class RecordError(ValueError):
-    """A file of records cannot be read: says which file, what is wrong and what to do."""
+    """A file of records cannot be read; the message names the file, the problem and the remedy."""
 
 
-def _arrow_type(told: Any) -> pa.DataType:
-    if isinstance(told, list):
-        return pa.list_(_arrow_type(told[0]))
-    if isinstance(told, dict):
-        return pa.struct([(name, _arrow_type(kind)) for name, kind in told.items()])
-    return pa.map_(pa.string(), pa.float64()) if told == "numbers" else pa.type_for_alias(told)
+def _arrow_type(description: Any) -> pa.DataType:
+    """Return the Arrow type that `schemas.yaml` describes by a name, a list or a mapping."""
+    if isinstance(description, list):
+        return pa.list_(_arrow_type(description[0]))
+    if isinstance(description, dict):
+        return pa.struct([(name, _arrow_type(field)) for name, field in description.items()])
+    if description == "numbers":
+        return pa.map_(pa.string(), pa.float64())
+    return pa.type_for_alias(description)
 
 
 _SCHEMAS = read_yaml(Path(__file__).with_name("schemas.yaml"))
-TASK_SCHEMA, TRAJECTORY_SCHEMA = (
-    pa.schema(_arrow_type(_SCHEMAS[name])) for name in ("task", "trajectory")
-)
-_ROW_GROUP = 256  # rows that are read together, where one is looked at
-_TOGETHER = 16  # trajectories that become columns in one call, during which no other thread runs
+TASK_SCHEMA = pa.schema(_arrow_type(_SCHEMAS["task"]))
+TRAJECTORY_SCHEMA = pa.schema(_arrow_type(_SCHEMAS["trajectory"]))
+
+# --- tasks
 
 
 def write_tasks(path: Path, tasks: Sequence[Task]) -> None:
-    """Write tasks with their digest as parquet, complete or not at all."""
+    """Write tasks and their digest as parquet; a failure leaves no partial file."""
     rows = [asdict(task) for task in tasks]
-    _write(
-        path,
-        pa.Table.from_pylist(
-            rows, schema=TASK_SCHEMA.with_metadata({_DIGEST: tasks_digest(tasks)})
-        ),
-    )
+    schema = TASK_SCHEMA.with_metadata({_DIGEST_KEY: tasks_digest(tasks)})
+    _write_table(path, pa.Table.from_pylist(rows, schema=schema))
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Read tasks written by `write_tasks`, or by anyone with the same columns.
+    """Read tasks that `write_tasks` or another program wrote with the same columns.
 
     Raises:
-        RecordError: the file is missing, is not parquet, lacks a column, is not what `write_tasks` wrote, or has a task
-            without an id, a prompt or a value of another column.
+        RecordError: the file is missing, is not parquet, lacks a column, has changed since
+            `write_tasks` wrote it, or has a task that lacks a value.
     """
-    rows = _read(path, TASK_SCHEMA)
+    rows = table_rows(path, _read_table(path, TASK_SCHEMA), TASK_SCHEMA)
     for number, row in enumerate(rows):
-        if fault := _fault(row):
-            raise RecordError(f"{path}: row {number}: {fault}; make the file again")
+        problem = _task_problem(row)
+        if problem:
+            raise RecordError(f"{path}: row {number}: {problem}; make the file again")
     tasks = [Task(**{**row, "answers": tuple(row["answers"])}) for row in rows]
-    written = (pq.read_schema(path).metadata or {}).get(_DIGEST)
-    if written is not None and written != tasks_digest(tasks).encode():
+
+    digest = _file_metadata(path).get(_DIGEST_KEY)
+    if digest is not None and digest != tasks_digest(tasks).encode():
         raise RecordError(
-            f"{path}: not what was written (its digest is another); make the file again"
+            f"{path}: the tasks do not have the digest that was written with them; "
+            "make the file again"
         )
     return tasks
 
 
 def tasks_digest(tasks: Sequence[Task]) -> str:
-    """What tells tasks from others, in their order: SHA-256, in hexadecimal."""
-    digest = hashlib.sha256(
-        b"["
-    )  # of one list in JSON, which would take several times the memory of tasks with tests
-    for place, task in enumerate(tasks):
-        digest.update(f"{', ' if place else ''}{json.dumps(asdict(task))}".encode())
+    """Return the SHA-256 of tasks in their order, in hexadecimal."""
+    # The digest is that of one JSON list. The list is hashed task by task, because tasks with tests
+    # would take several times their memory as one text.
+    digest = hashlib.sha256(b"[")
+    for number, task in enumerate(tasks):
+        separator = ", " if number else ""
+        digest.update(f"{separator}{json.dumps(asdict(task))}".encode())
     digest.update(b"]")
     return digest.hexdigest()
 
 
-_DIGEST = b"mcore_mas.sha256"
-_METADATA = b"mcore_mas.metadata"
-_PATH_LIKE = re.compile(r"^[/~]|(^|/)\.\.?(/|$)|[\x00-\x1f\x7f\\]")
-
-
-def _fault(row: Mapping[str, Any]) -> str:
-    """What is wrong with a task's row, "" if nothing is."""
-    if missing := [
-        name
-        for name, value in row.items()
-        if value is None or (name == "answers" and None in value)
-    ]:
-        return f"no {missing[0]}"
+def _task_problem(row: Mapping[str, Any]) -> str:
+    """Return the first problem of a task's row, or ""."""
+    for name, value in row.items():
+        if value is None or (name == "answers" and None in value):
+            return f"no {name}"
     if not row["id"] or _PATH_LIKE.search(row["id"]):
-        return f"id {row['id'][:100]!r}; expected a name without `..`, backslashes and control characters"
+        return (
+            f"id {row['id'][:100]!r}; expected a name without `..`, backslashes and control "
+            "characters"
+        )
     return ""
+
+
+# --- trajectories
 
 
 def write_trajectories(
     path: Path, trajectories: Iterable[Trajectory], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write trajectories as parquet with every id and token, complete or not at all.
+    """Write trajectories with all ids and tokens as parquet; a failure leaves no partial file.
 
     Args:
         metadata: texts that `trajectory_metadata` returns.
     """
-    # what `asdict` gives, in a fifteenth of the time
+    # dump_python returns the same as dataclasses.asdict, 15 times faster
     rows = (_TRAJECTORY.dump_python(trajectory, warnings=False) for trajectory in trajectories)
     tables = [TRAJECTORY_SCHEMA.empty_table()]
-    while some := list(islice(rows, _TOGETHER)):
-        tables.append(pa.Table.from_pylist(some, schema=TRAJECTORY_SCHEMA))
+    while True:
+        next_rows = list(islice(rows, _ROWS_PER_CONVERSION))
+        if not next_rows:
+            break
+        tables.append(pa.Table.from_pylist(next_rows, schema=TRAJECTORY_SCHEMA))
+
     table = pa.concat_tables(tables)
     if metadata:
-        table = table.replace_schema_metadata({_METADATA: json.dumps(metadata)})
-    _write(path, table)
+        table = table.replace_schema_metadata({_METADATA_KEY: json.dumps(metadata)})
+    _write_table(path, table)
 
 
 def trajectory_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata that `write_trajectories` wrote, after all checksums of the file have been compared.
+    """Return the metadata that `write_trajectories` wrote, after a check of the whole file.
 
     Raises:
         RecordError: the file is missing or damaged, or is not parquet.
     """
-    _read_table(path, TRAJECTORY_SCHEMA)
-    metadata: dict[str, str] = json.loads(
-        (pq.read_schema(path).metadata or {}).get(_METADATA, "{}")
-    )
+    _read_table(path, TRAJECTORY_SCHEMA)  # compares the checksums of all pages
+    metadata: dict[str, str] = json.loads(_file_metadata(path).get(_METADATA_KEY, "{}"))
     return metadata
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
-    """Read trajectories written by `write_trajectories`, also of a version that recorded less of turns and tools.
+    """Read trajectories that `write_trajectories` wrote, also in a version that recorded less.
 
-    Of a folder of such files, all of them in the order of their names.
+    Args:
+        path: a file, or a folder whose files are read in the order of their names.
 
     Raises:
-        RecordError: the file is missing, is not parquet, lacks a column, or a row of it is no trajectory.
+        RecordError: a file is missing, is not parquet, lacks a column, or has a row that is no
+            trajectory.
     """
-    files = sorted(path.glob("*.parquet")) or [path]
-    return [_trajectory(file, row) for file in files for row in _read(file, TRAJECTORY_SCHEMA)]
+    trajectories = []
+    for file in sorted(path.glob("*.parquet")) or [path]:
+        rows = table_rows(file, _read_table(file, TRAJECTORY_SCHEMA), TRAJECTORY_SCHEMA)
+        trajectories += [parse_trajectory(file, row) for row in rows]
+    return trajectories
 
 
-# what of a turn takes long to read: texts and tokens, and how a record stands without them
-_SAID: dict[str, Any] = {
+# Fields of a turn that take long to read, texts and tokens, with their values in `read_scores`.
+_UNREAD_TURN_FIELDS: dict[str, Any] = {
     "messages": (),
     "prompt_ids": (),
     "completion_ids": (),
     "logprobs": (),
     "text": "",
+    "versions": (),
+    "routing": b"",
 }
-_SAID |= {"versions": (), "routing": b""}
-_TURNS = TRAJECTORY_SCHEMA.get_field_index("turns")
-_SCORED = pa.list_(
-    pa.struct(
-        [part for part in TRAJECTORY_SCHEMA.field(_TURNS).type.value_type if part.name not in _SAID]
-    )
-)
-_SCORES = TRAJECTORY_SCHEMA.set(_TURNS, pa.field("turns", _SCORED)).remove(
-    TRAJECTORY_SCHEMA.get_field_index("tools")
-)
-_OF_SCORES = [name for name in _SCORES.names if name != "turns"]
-_OF_SCORES += [f"turns.list.element.{part.name}" for part in _SCORED.value_type]
+
+
+def _schema_of_scores() -> pa.Schema:
+    """Return the schema of trajectories without tool calls, texts and tokens."""
+    turns_index = TRAJECTORY_SCHEMA.get_field_index("turns")
+    turn_fields = TRAJECTORY_SCHEMA.field(turns_index).type.value_type
+    read_fields = [field for field in turn_fields if field.name not in _UNREAD_TURN_FIELDS]
+    turns = pa.field("turns", pa.list_(pa.struct(read_fields)))
+    tools_index = TRAJECTORY_SCHEMA.get_field_index("tools")
+    return TRAJECTORY_SCHEMA.set(turns_index, turns).remove(tools_index)
+
+
+_SCORES_SCHEMA = _schema_of_scores()
+_SCORES_COLUMNS = [
+    *(name for name in _SCORES_SCHEMA.names if name != "turns"),
+    *(
+        f"turns.list.element.{field.name}"
+        for field in _SCORES_SCHEMA.field("turns").type.value_type
+    ),
+]
 
 
 def read_scores(path: Path) -> list[Trajectory]:
-    """What `read_trajectories` reads of a file, without what was read and said."""
-    rows = _read(path, _SCORES, _OF_SCORES)
-    return [
-        _trajectory(
-            path, {**row, "turns": [{**_SAID, **turn} for turn in row["turns"]], "tools": []}
-        )
-        for row in rows
-    ]
+    """Read the trajectories of a file without their texts, tokens and tool calls, which is faster.
+
+    Raises:
+        RecordError: as in `read_trajectories`.
+    """
+    table = _read_table(path, _SCORES_SCHEMA, _SCORES_COLUMNS)
+    trajectories = []
+    for row in table_rows(path, table, _SCORES_SCHEMA):
+        turns = [{**_UNREAD_TURN_FIELDS, **turn} for turn in row["turns"]]
+        trajectories.append(parse_trajectory(path, {**row, "turns": turns, "tools": []}))
+    return trajectories
 
 
-def _trajectory(path: Path, row: Mapping[str, Any]) -> Trajectory:
+def parse_trajectory(path: Path, row: Mapping[str, Any]) -> Trajectory:
+    """Return the trajectory in a row of the file `path`; raise RecordError if it is none."""
     try:
         return trajectory_of_row(row)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        where = ".".join(map(str, wrong["loc"]))
+        problem = error.errors()[0]
+        field = ".".join(map(str, problem["loc"]))
         raise RecordError(
-            f"{path}: {where}: {wrong['msg']}; the file is damaged, make it again"
+            f"{path}: {field}: {problem['msg']}; the file is damaged, make it again"
         ) from error
 
 
-_TRAJECTORY = TypeAdapter(Trajectory)
-
-
 def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
-    """A trajectory from its fields as plain values; ValidationError if they are not those of one."""
-    turns = row["turns"] and [
-        {**_known(turn), "messages": _all_known(turn["messages"])} for turn in row["turns"]
-    ]
-    return _TRAJECTORY.validate_python({**row, "turns": turns, "tools": _all_known(row["tools"])})
+    """Return a trajectory from its fields as plain values.
+
+    Fields that an older file lacks are None in its rows; they get their defaults.
+
+    Raises:
+        ValidationError: the values are not those of a trajectory.
+    """
+    turns = row["turns"]
+    if turns:
+        turns = [
+            {**_known_fields(turn), "messages": _known_fields_of_all(turn["messages"])}
+            for turn in turns
+        ]
+    tools = _known_fields_of_all(row["tools"])
+    return _TRAJECTORY.validate_python({**row, "turns": turns, "tools": tools})
 
 
-def _all_known(rows: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    return None if rows is None else [*map(_known, rows)]  # None: a damaged file
-
-
-def _known(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what an older file does not have, for which the record has a default."""
+def _known_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def _write(path: Path, table: pa.Table) -> None:
-    # zstd finds what repeats by itself; tokens and choices of experts would be encoded twice
-    how = {
-        "compression": "zstd",
-        "use_dictionary": False,
-        "row_group_size": _ROW_GROUP,
-        "write_page_checksum": True,
-    }
+def _known_fields_of_all(rows: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if rows is None:  # in a damaged file, as the validation will say
+        return None
+    return [_known_fields(row) for row in rows]
+
+
+# --- parquet
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
     with atomic_path(path) as temporary:
-        pq.write_table(table, temporary, **how)
-
-
-def _read(
-    path: Path, schema: pa.Schema, columns: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
-    return _rows_of(path, _read_table(path, schema, columns), schema)
+        pq.write_table(
+            table,
+            temporary,
+            compression="zstd",
+            use_dictionary=False,  # zstd finds repetitions itself
+            row_group_size=_ROW_GROUP_ROWS,
+            write_page_checksum=True,
+        )
 
 
 def _read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a parquet file and compare its checksums.
+
+    Args:
+        schema: columns that the file should have, for the error about a missing file.
+        columns: columns to read; None: all of the file.
+    """
     if not path.is_file():
         raise RecordError(
             f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}"
         )
-    what, advice = "not a readable parquet file", "; name another, or make it again"
     with (
-        _arrow_errors(path, what, advice),
+        arrow_errors(path, "not a readable parquet file", "; name another, or make it again"),
         pq.ParquetFile(path, page_checksum_verification=True) as file,
     ):
         table = bounded_table(file, columns)
-        if (
-            table.num_rows != file.metadata.num_rows
-        ):  # a page's header, which has no checksum, can hide its page
+        # The header of a page has no checksum, and a damaged one can hide its page.
+        if table.num_rows != file.metadata.num_rows:
             raise ValueError(f"{table.num_rows} of {file.metadata.num_rows} rows are here")
     return table
 
 
+def _file_metadata(path: Path) -> dict[bytes, bytes]:
+    metadata: dict[bytes, bytes] = pq.read_schema(path).metadata or {}
+    return metadata
+
+
 @contextmanager
-def _arrow_errors(path: Path, problem: str, advice: str = "") -> Iterator[None]:
-    """Say on one line, as a RecordError, what pyarrow complains of in the block."""
+def arrow_errors(path: Path, problem: str, advice: str = "") -> Iterator[None]:
+    """Raise pyarrow's errors in this context as a RecordError of one line."""
     try:
         yield
     except (pa.ArrowException, ValueError, OSError) as error:
-        raise RecordError(f"{path}: {problem} ({' '.join(str(error).split())}){advice}") from error
+        reason = " ".join(str(error).split())
+        raise RecordError(f"{path}: {problem} ({reason}){advice}") from error
 
 
-def _rows_of(path: Path, table: pa.Table, schema: pa.Schema) -> list[dict[str, Any]]:
+def table_rows(path: Path, table: pa.Table, schema: pa.Schema) -> list[dict[str, Any]]:
+    """Return the rows of a table of the file `path`, with the columns of `schema` and their types.
+
+    Raises:
+        RecordError: the table lacks a column, or has one of another type.
+    """
     missing = [name for name in schema.names if name not in table.column_names]
     if missing:
         raise RecordError(
             f"{path}: no column {', '.join(missing)}; expected {', '.join(schema.names)}"
         )
-    with _arrow_errors(path, "a column has another type than expected", "; make the file again"):
-        rows: list[dict[str, Any]] = (
-            table.select(schema.names).cast(schema).to_pylist(maps_as_pydicts="lossy")
-        )
+    with arrow_errors(path, "a column has another type than expected", "; make the file again"):
+        columns = table.select(schema.names).cast(schema)
+        rows: list[dict[str, Any]] = columns.to_pylist(maps_as_pydicts="lossy")
     return rows
-
-
-# columns of which a list of trajectories is made: without texts and tokens
-_LIGHT = ["id", "task_id", "source", "sample", "step", "outcome", "answer", "status", "error"]
-_OF_TURNS = ["turns.list.element.agent", "turns.list.element.reward"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryRow:
-    """What a list says of a trajectory."""
-
-    index: int  # in its file
-    id: str
-    task_id: str
-    source: str
-    sample: int
-    step: int
-    outcome: float | None
-    answer: str
-    status: str
-    error: str
-    turns: int
-    agents: tuple[str, ...]  # who spoke, in the order of their first turns
-    reward: float | None  # mean over the turns that have one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryFilter:
-    """Which trajectories a list shows; what is left out lets all through."""
-
-    text: str = ""  # part of the task's id, the answer or the error, in any case
-    agent: str = ""  # who spoke
-    status: str = ""
-    low: float | None = None  # least mean reward, of an evaluation least outcome
-    high: float | None = None
-
-    def keeps(self, row: TrajectoryRow) -> bool:
-        """Whether the list shows `row`."""
-        reward = row.outcome if row.reward is None else row.reward
-        return (
-            self.text.casefold() in f"{row.task_id}\n{row.answer}\n{row.error}".casefold()
-            and (not self.agent or self.agent in row.agents)
-            and self.status in ("", row.status)
-            and (self.low is None or (reward is not None and reward >= self.low))
-            and (self.high is None or (reward is not None and reward <= self.high))
-        )
-
-
-def _open(path: Path) -> pq.ParquetFile:
-    with _arrow_errors(path, "not a readable parquet file"):
-        return pq.ParquetFile(path, memory_map=True)
-
-
-def count_trajectories(path: Path) -> int:
-    """How many are in a file, by its footer."""
-    with _open(path) as file:
-        return int(file.metadata.num_rows)
-
-
-def list_trajectories(
-    path: Path, shown: TrajectoryFilter, *, first: int = 0, limit: int = 100
-) -> list[TrajectoryRow]:
-    """At most `limit` trajectories of a file that `shown` lets through, from index `first` on; no further are read."""
-    found: list[TrajectoryRow] = []
-    with _open(path) as file:
-        for index, row in _rows(path, file, first):
-            listed = _listed(index, row)
-            if shown.keeps(listed):
-                found.append(listed)
-            if len(found) == limit:
-                break
-    return found
-
-
-def _groups(file: pq.ParquetFile, first: int) -> Iterator[tuple[int, int]]:
-    """Number and first row of the groups of rows that have row `first` or later ones."""
-    sizes = [
-        file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)
-    ]
-    for group, (start, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
-        if end > first:
-            yield group, start
-
-
-def _rows(path: Path, file: pq.ParquetFile, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    for group, start in _groups(file, first):
-        with _arrow_errors(path, "a damaged file"):
-            table = bounded_table(file, [*_LIGHT, *_OF_TURNS], [group])
-        if missing := {*_LIGHT, "turns"} - set(table.column_names):
-            raise RecordError(
-                f"{path}: no column {', '.join(sorted(missing))}; expected a file of trajectories"
-            )
-        batches = table.slice(max(0, first - start)).to_batches(
-            max_chunksize=1024
-        )  # a page needs few of them
-        yield from enumerate(
-            (row for batch in batches for row in batch.to_pylist()), max(start, first)
-        )
-
-
-def _listed(index: int, row: dict[str, Any]) -> TrajectoryRow:
-    turns = row.pop("turns")
-    rewards = [turn["reward"] for turn in turns if turn["reward"] is not None]
-    return TrajectoryRow(
-        index=index,
-        turns=len(turns),
-        agents=tuple(dict.fromkeys(turn["agent"] for turn in turns)),
-        reward=sum(rewards) / len(rewards) if rewards else None,
-        **row,
-    )
-
-
-def trajectory_at(path: Path, index: int) -> Trajectory:
-    """One trajectory of a file; only the group of rows that it is in is read.
-
-    Raises:
-        RecordError: it is no file of trajectories, or has none of this index.
-    """
-    with _open(path) as file:
-        if 0 <= index < file.metadata.num_rows:
-            group, start = next(_groups(file, index))
-            with _arrow_errors(path, "a damaged file"):
-                table = bounded_table(file, groups=[group])
-            return _trajectory(
-                path, _rows_of(path, table.slice(index - start, 1), TRAJECTORY_SCHEMA)[0]
-            )
-        raise RecordError(
-            f"{path}: no trajectory {index}; it holds {file.metadata.num_rows}, counted from 0"
-        )

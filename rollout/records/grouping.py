@@ -18,7 +18,7 @@ def group_pairs(pairs: Iterable[tuple[_K, _T]]) -> dict[_K, list[_T]]:
 
 
 def group_trajectories(trajectories: Iterable[Trajectory]) -> list[Group]:
-    """Return recorded trajectories by task; of each task only the id and the source are known."""
+    """Return recorded trajectories by task; only the id and the source of the tasks are known."""
     by_task = group_pairs((trajectory.task_id, trajectory) for trajectory in trajectories)
     return [
         Group(

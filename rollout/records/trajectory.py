@@ -1,8 +1,9 @@
-"""Records of rollouts: tasks, completions, turns, trajectories and groups, and the seeds of all that is drawn.
+"""Records of rollouts: tasks, messages, completions, turns, trajectories and groups.
 
-Records are frozen, and their texts are valid Unicode: what others wrote is cleaned on its way in. Tokens are written
-once, by the engine that sampled them, and never re-tokenised. Every row carries every id, so any grouping is one key
-function over a row (see `mcore_mas.credit.samples`).
+Records are frozen. Their texts are valid Unicode: texts that models and tools wrote are repaired
+when a record is made. Tokens are written once, by the engine that sampled them, and never tokenized
+again. Every turn carries all ids, so that any grouping is a function of one turn (see
+`mcore_mas.credit.samples`).
 """
 
 from __future__ import annotations
@@ -17,21 +18,24 @@ from pydantic import BeforeValidator
 
 from rollout.base.text import valid_text
 
-# Which experts of a mixture the engine sent each token to: [tokens, sparse layers, k] as `Experts` writes numbers; b""
-# where nobody knows. The last token of all is not among them: nothing was computed of it. In JSON it is base64
+# Experts of a mixture to which the engine sent each token: [tokens, sparse layers, k], with the
+# numbers as `Experts` encodes them; b"" if they are not known. The last token is not included,
+# since nothing was computed from it. In JSON the bytes are base64.
 Routing = Annotated[
     bytes,
     BeforeValidator(lambda value: urlsafe_b64decode(value) if isinstance(value, str) else value),
 ]
-_COUNTED = (
-    "overlong",
-    "undecided",
-    "quarantined",
-)  # why a trajectory failed, as its metrics name it
+# metrics that say why a trajectory failed
+_FAILURE_METRICS = ("overlong", "undecided", "quarantined")
 
 
 def clean_fields(record: Any, *names: str) -> None:
-    """Make text fields of a frozen record valid, also tuples of texts, in its `__post_init__`."""
+    """Replace invalid Unicode in text fields of a frozen record, from its `__post_init__`.
+
+    Args:
+        record: record whose fields are set.
+        names: fields that are texts or tuples of texts.
+    """
     for name in names:
         value = getattr(record, name)
         if isinstance(value, str) and not value.isascii():
@@ -42,14 +46,21 @@ def clean_fields(record: Any, *names: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One problem for a team."""
+    """A problem for a team.
+
+    Attributes:
+        answers: all accepted answers.
+        env: name of the environment in `ENVS`.
+        source: data set that the task comes from; results are reported per source.
+        split: "train", "validation" or "test".
+    """
 
     id: str
     prompt: str
-    answers: tuple[str, ...]  # every accepted ground truth
-    env: str  # name in ENVS
-    source: str  # data source, the unit in which results are reported
-    split: str  # train | validation | test
+    answers: tuple[str, ...]
+    env: str
+    source: str
+    split: str
 
     def __post_init__(self) -> None:
         clean_fields(self, "id", "prompt", "answers", "source")
@@ -57,11 +68,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """A tool call as an assistant asks for it."""
+    """A tool call that an assistant asks for.
 
-    id: str  # by which its result says what it answers
+    Attributes:
+        id: id that the result of the call refers to.
+        arguments: JSON object.
+    """
+
+    id: str
     name: str
-    arguments: str  # a JSON object
+    arguments: str
 
     def __post_init__(self) -> None:
         clean_fields(self, "id", "name", "arguments")
@@ -69,17 +85,20 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message.
+    """A chat message.
 
-    Of a reply that was sampled here `raw` is the text as it was sampled, where that is more than `content`: with
-    thoughts and tool calls in the model's own words. A chat template is given `raw`, never what was read out of it.
+    Attributes: role: "system", "user", "assistant" or "tool". reasoning: thoughts of an assistant.
+        calls: tool calls of an assistant. answers: id of the tool call whose result this message
+        is. raw: text as it was sampled, with thoughts and tool calls, if it differs from `content`.
+        Chat
+            templates get `raw` and not the fields that were parsed from it.
     """
 
-    role: str  # system | user | assistant | tool
+    role: str
     content: str
-    reasoning: str = ""  # an assistant's thoughts
-    calls: tuple[ToolUse, ...] = ()  # an assistant's
-    answers: str = ""  # id of the call whose result a tool's message is
+    reasoning: str = ""
+    calls: tuple[ToolUse, ...] = ()
+    answers: str = ""
     raw: str = ""
 
     def __post_init__(self) -> None:
@@ -88,41 +107,53 @@ class Message:
 
     @property
     def text(self) -> str:
-        """All that was said."""
+        """The whole text, with thoughts and tool calls if it was sampled with them."""
         return self.raw or self.content
 
     @property
     def size(self) -> int:
-        """Characters of what was said and of its calls."""
+        """Number of characters of the text and of the tool calls' arguments."""
         return len(self.text) + sum(len(call.arguments) for call in self.calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One conversation in which an agent replies as it should: material for a cold start."""
+    """A conversation with replies that an agent should imitate, for supervised fine-tuning.
+
+    Attributes:
+        messages: the conversation; the loss is computed on the assistant's messages.
+    """
 
     agent: str
-    messages: tuple[Message, ...]  # the loss is on the assistant's messages
+    messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one completion is sampled."""
+    """Sampling parameters of one completion.
 
-    temperature: float = 1.0  # 0 is greedy
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        max_tokens: maximum of completion tokens, including the stop token.
+        stop: token ids that end a completion.
+        seed: 64-bit seed. Equal seeds, prompts and weights give equal tokens, if the engine is
+            deterministic.
+        session: requests of one session are sent to the same prefix cache.
+    """
+
+    temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 is off
-    max_tokens: int = 512  # completion tokens, the stop token included
-    stop: tuple[int, ...] = ()  # token ids that end a completion
-    seed: int = 0  # 64-bit; equal seed, prompt and weights give equal tokens, where the engine can promise it
-    session: str = field(
-        default="", compare=False
-    )  # requests of one session find each other's cached prefixes
+    top_k: int = 0
+    max_tokens: int = 512
+    stop: tuple[int, ...] = ()
+    seed: int = 0
+    session: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Completion tokens [start, end) that were sampled by one version of the weights."""
+    """Completion tokens [start, end), which one version of the weights has sampled."""
 
     version: int
     start: int
@@ -131,35 +162,46 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine returns for one prompt."""
+    """Completion that an engine returns for one prompt.
 
-    token_ids: tuple[int, ...]  # [C], the stop token included
-    logprobs: tuple[float, ...]  # [C] natural log of the full distribution after temperature
-    finish_reason: str  # stop | length | abort
+    Attributes:
+        token_ids: sampled tokens [C], including the stop token.
+        logprobs: log-probabilities [C] of the full distribution after temperature.
+        finish_reason: "stop", "length" or "abort".
+        versions: versions of the weights that sampled the tokens.
+        cached_tokens: number of prompt tokens whose keys and values came from the prefix cache.
+        routing: experts of prompt and completion [P + C - 1, ...].
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
     versions: tuple[VersionSpan, ...]
-    cached_tokens: int = 0  # prompt tokens whose keys and values were reused
-    routing: Routing = field(default=b"", repr=False)  # [P + C - 1, ...] of prompt and completion
+    cached_tokens: int = 0
+    routing: Routing = field(default=b"", repr=False)
 
-    def ended(self, size: int, prompt: int) -> Completion:
-        """Its first `size` tokens, at least one, behind a prompt of so many, as a reply that stopped there."""
+    def truncated(self, size: int, prompt_length: int) -> Completion:
+        """Return the completion as if it had stopped after its first tokens.
+
+        Args:
+            size: number of tokens to keep, at least 1.
+            prompt_length: number of prompt tokens.
+        """
+        spans = [span for span in self.versions if span.start < size]
+        routed_tokens = prompt_length + len(self.token_ids) - 1
+        routing_bytes_per_token = len(self.routing) // routed_tokens
         return replace(
             self,
             token_ids=self.token_ids[:size],
             logprobs=self.logprobs[:size],
             finish_reason="stop",
-            versions=tuple(
-                replace(span, end=min(span.end, size))
-                for span in self.versions
-                if span.start < size
-            ),
-            routing=self.routing[
-                : len(self.routing) // (prompt + len(self.token_ids) - 1) * (prompt + size - 1)
-            ],
+            versions=tuple(replace(span, end=min(span.end, size)) for span in spans),
+            routing=self.routing[: routing_bytes_per_token * (prompt_length + size - 1)],
         )
 
 
-# of a model that answers in text alone
-SILENCE = Completion(
+# completion of a model that returns text without tokens
+EMPTY_COMPLETION = Completion(
     token_ids=(),
     logprobs=(),
     finish_reason="stop",
@@ -168,87 +210,114 @@ SILENCE = Completion(
 
 
 class Status(enum.StrEnum):
-    """How a trajectory ended; only COMPLETED trajectories may train or count as evidence."""
+    """Outcome of playing a trajectory; only COMPLETED ones are trained on and evaluated."""
 
     COMPLETED = "completed"
-    FAILED = "failed"  # an engine, tool or environment failed: masked, never a zero reward
-    LATE = "late"  # a call, a tool or the whole took longer than it may
-    ABORTED = "aborted"  # given up: its batch was late, or its group was full without it
+    # An engine, a tool or the environment failed; it is masked instead of scored with 0.
+    FAILED = "failed"
+    LATE = "late"  # a call, a tool or the whole trajectory missed its deadline
+    ABORTED = "aborted"  # given up, because its batch was late or its group was full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One LLM call of one agent.
+    """A turn: one LLM call of one agent.
 
-    Names in `scores`, absent where not measured: `team` is what the environment gave in the step that followed, beside
-    that step's metrics; `penalty` is what penalties added to its reward; `local` is what the orchestra gave to this
-    turn, with `undecided` in its place when nobody can say; `branch` is what a tree chose by; `cut` is 1 where the
-    prompt was too long and part of it was left out. Of chats: `tool_calls` and `malformed_calls` in the reply;
-    `root` is 1 where the chat's tokens begin anew, because its template rewrote what came before or it was made
-    shorter; `folded`, `dropped_results` and `full` say what became of it when it was full. `unread` is 1 where an
-    agent program did not wait for the reply.
+    `scores` may have these names: `team` is the environment's reward of the step that followed, and
+    the step's metrics are beside it; `penalty` is the sum of penalties that were added to the
+    reward; `local` is the orchestra's score of this turn, and `undecided` takes its place if there
+    can be none; `branch` is the score by which a tree chose among branches; `cut` is 1 if part of a
+    prompt that was too long was left out. Of chats: `tool_calls` and `malformed_calls` of the
+    reply; `root` is 1 if the chat was tokenized anew, because its template rewrote earlier messages
+    or it was shortened; `folded`, `dropped_results` and `full` describe what happened to a full
+    chat. `unread` is 1 if an agent program did not wait for the reply.
+
+    Attributes:
+        index: position in the trajectory, from 0.
+        round: number of the environment's step that followed, from 0; all turns between two steps
+            share it.
+        policy_version: version of the weights that sampled the end of the completion.
+        versions: versions that sampled the tokens; (): `policy_version` sampled all of them.
+        node: branch numbers from the root of a tree, such as "0.2.1"; "" without a tree.
+        state_key: digest of the messages.
+        anchor: digest of the environment's state without history; "" if the environment has none.
+        prompt_ids: prompt tokens [P].
+        completion_ids: sampled tokens [C], including the stop token.
+        logprobs: log-probabilities [C] after temperature.
+        text: completion without special tokens.
+        finish_reason: "stop", "length" or "abort".
+        valid: True if the role's parser accepted the text.
+        seed: seed of the completion.
+        scores: measurements of this turn, by name; names that were not measured are absent.
+        reward: set by a reward allocator.
+        chat: id of the agent's chat, such as "coder/0"; "" for a single question.
+        masked: True if the turn is not trained on. Its reward counts in those of its peers, or is
+            None if it is unknown.
+        started_s: Unix time.
+        took_s: seconds until the reply was complete, including the wait for a slot.
+        routing: experts of prompt and completion [P + C - 1, ...].
     """
 
-    index: int  # position in the trajectory, from 0
-    round: int = 0  # which step of the environment followed, from 0; turns before one step share it
+    index: int
+    round: int = 0
     agent: str
     policy: str
-    policy_version: int  # version of the weights that sampled the completion's end
-    versions: tuple[
-        VersionSpan, ...
-    ] = ()  # which of them sampled which tokens; (): `policy_version` all
-    node: str  # branch numbers from the root, as "0.2.1"; "" outside tree sampling
-    state_key: str  # digest of what the agent saw
-    anchor: str = ""  # digest of the environment's state without history; "" where it names none
+    policy_version: int
+    versions: tuple[VersionSpan, ...] = ()
+    node: str
+    state_key: str
+    anchor: str = ""
     messages: tuple[Message, ...]
-    prompt_ids: tuple[int, ...]  # [P]
-    completion_ids: tuple[int, ...]  # [C], the stop token included
-    logprobs: tuple[float, ...]  # [C] natural log, after temperature
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
     temperature: float
-    text: str  # decoded completion without special tokens
-    finish_reason: str  # stop | length | abort
-    valid: bool  # the role's parser accepted the text
-    seed: int  # of this call's sampling stream
-    scores: Mapping[str, float] = field(
-        default_factory=dict
-    )  # what was measured of this turn, by name
-    reward: float | None = None  # set by a reward allocator
-    chat: str = (
-        ""  # which chat of its agent it belongs to, as "coder/0"; "" for one that was asked once
-    )
-    masked: bool = False  # does not train; its reward is None where nothing can be said of it, and counts for its peers
-    started_s: float = field(default=0.0, compare=False)  # Unix time
-    took_s: float = field(
-        default=0.0, compare=False
-    )  # until the reply was there, waiting for a slot included
-    routing: Routing = field(default=b"", repr=False)  # [P + C - 1, ...] of prompt and completion
+    text: str
+    finish_reason: str
+    valid: bool
+    seed: int
+    scores: Mapping[str, float] = field(default_factory=dict)
+    reward: float | None = None
+    chat: str = ""
+    masked: bool = False
+    started_s: float = field(default=0.0, compare=False)
+    took_s: float = field(default=0.0, compare=False)
+    routing: Routing = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         clean_fields(self, "text")
 
     @property
-    def news(self) -> tuple[Message, ...]:
-        """What the agent had not seen before: of a chat the messages since its latest reply, else all."""
+    def new_messages(self) -> tuple[Message, ...]:
+        """The messages since the agent's latest reply in the chat; all messages without one."""
         replies = [i for i, message in enumerate(self.messages) if message.role == "assistant"]
         return self.messages[replies[-1] + 1 :] if replies else self.messages
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that sampled its tokens."""
+        """Oldest version of the weights that sampled a token."""
         return min((span.version for span in self.versions), default=self.policy_version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolEvent:
-    """One tool call made by the environment on behalf of an agent."""
+    """A tool call that was made for an agent.
 
-    after_turn: int  # index of the turn that caused it
-    node: str = ""  # that turn's node
+    Attributes:
+        after_turn: index of the turn that asked for the call.
+        node: node of that turn.
+        failed: True if the call failed by the agent's fault.
+        started_s: Unix time.
+        took_s: seconds until the result was there.
+    """
+
+    after_turn: int
+    node: str = ""
     tool: str
     query: str
     result: str
-    failed: bool = False  # through the agent's own fault
-    started_s: float = field(default=0.0, compare=False)  # Unix time
+    failed: bool = False
+    started_s: float = field(default=0.0, compare=False)
     took_s: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
@@ -257,55 +326,75 @@ class ToolEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """All turns of a team on one task, in order; with tree sampling also those of the branches that did not go on."""
+    """All turns of a team on one task, in order.
+
+    With tree sampling, the turns of the branches that were not continued are included.
+
+    Attributes:
+        sample: number of the trajectory in the group of its task, from 0.
+        step: training step; negative in a validation, an evaluation and a chat.
+        outcome: the environment's score of the whole trajectory.
+        answer: final answer, with equal answers written equally; "": there is none; None: the
+            environment does not report it.
+        leaf: node of the branch that was continued to the end; "" without a tree.
+        error: reason why the status is not COMPLETED.
+    """
 
     id: str
     task_id: str
     source: str
-    sample: int  # which of the task's group members, from 0
-    step: int  # of the training; negative in a validation, an evaluation and a chat
+    sample: int
+    step: int
     turns: tuple[Turn, ...]
     tools: tuple[ToolEvent, ...] = ()
-    outcome: float | None = None  # the environment's score of the whole trajectory
-    answer: str | None = (
-        None  # the final answer, equal ones written equally; "": none given, None: not reported
-    )
-    leaf: str = ""  # node of the branch that went on to the end, "" outside tree sampling
+    outcome: float | None = None
+    answer: str | None = None
+    leaf: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     status: Status = Status.COMPLETED
-    error: str = ""  # why status is not COMPLETED
+    error: str = ""
 
     def __post_init__(self) -> None:
         clean_fields(self, "answer", "error")
 
     @property
     def success(self) -> float:
-        """What evaluation counts: the metric `solved` where the environment measures it, else the outcome."""
+        """Success in an evaluation: the metric `solved` if there is one, else the outcome."""
         return self.metrics.get("solved", self.outcome or 0.0)
 
     @property
     def score(self) -> float | None:
-        """`success`; 0 where a prompt was too long, the team's own doing; None, unknown, where anything else failed."""
+        """`success` of a completed trajectory; 0 if a prompt was too long; None if it is unknown.
+
+        A prompt that is too long is the team's own fault. After any other failure the score is
+        unknown.
+        """
         if self.status is Status.COMPLETED:
             return self.success
         return 0.0 if "overlong" in self.metrics else None
 
     @property
-    def trouble(self) -> str:
-        """Why it was not completed: a name of `_COUNTED`, `late/` and what, or the error's class; "" if it was."""
+    def failure_reason(self) -> str:
+        """Reason why the trajectory was not completed, for counting; "" if it was.
+
+        It is "overlong", "undecided", "quarantined", "late/" with the part that was late, or the
+        class of the error.
+        """
         if not self.error:
             return ""
-        counted = (name for name in self.metrics if name in _COUNTED or name.startswith("late/"))
-        return next(counted, self.error.partition(":")[0])
+        for name in self.metrics:
+            if name in _FAILURE_METRICS or name.startswith("late/"):
+                return name
+        return self.error.partition(":")[0]
 
     @property
     def path(self) -> tuple[Turn, ...]:
-        """The turns that led to the outcome: all of them outside tree sampling."""
-        return tuple(
-            turn
-            for turn in self.turns
-            if f"{self.leaf}.".startswith(f"{turn.node}." if turn.node else "")
-        )
+        """Turns that led to the outcome; all turns without a tree."""
+        return tuple(turn for turn in self.turns if self._is_on_path(turn))
+
+    def _is_on_path(self, turn: Turn) -> bool:
+        """Return True if the node of a turn is the leaf or above it."""
+        return not turn.node or f"{self.leaf}.".startswith(f"{turn.node}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

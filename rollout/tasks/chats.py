@@ -19,7 +19,7 @@ from rollout.models.tool_calls import in_words
 from rollout.orchestras.coding import tool_coder
 from rollout.orchestras.replies import fenced
 from rollout.records.seeds import derive_seed
-from rollout.records.trajectory import SILENCE, Demonstration, Message, Sampling, Task
+from rollout.records.trajectory import EMPTY_COMPLETION, Demonstration, Message, Sampling, Task
 from rollout.sandbox.judge import StdinTest
 from rollout.tasks.splits import draw_different, split_of
 from rollout.teams.episode import Episode, Orchestra
@@ -75,7 +75,7 @@ class _Voice:
         text = self.teacher(self.agent, messages)
         said = in_words([*messages, Message(role="assistant", content=text)], chat.tools)
         self.chats[chat.id] = Demonstration(agent=self.agent, messages=tuple(said))
-        return PolicyReply(text=text, raw=text, prompt_ids=(), completion=SILENCE)
+        return PolicyReply(text=text, raw=text, prompt_ids=(), completion=EMPTY_COMPLETION)
 
 
 def taught(

@@ -1,1 +1,1 @@
-"""Teams of agents: roles, sessions, episodes, trees of turns, and the collection of trajectories."""
+"""Teams of agents: roles, chats, sessions, episodes, trees, and the collection of trajectories."""

@@ -1,4 +1,4 @@
-"""Chats: conversations of an agent in a trajectory, with tools, memory, and rules for a full context."""
+"""Chats: conversations of an agent in a trajectory, with tools and rules for a full context."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Chat:
     that rewrites earlier messages begins anew (score `root`). When a prompt leaves no room for its
     reply, the agent's `when_full` decides:
 
-    - `stop`: the chat is `full`; it takes no more messages, and the latest reply stays the last. The
-      turn's score `full` is 1.
-    - `fold`: `summariser` sums the chat up, and it continues from the summary. The next turn's score
-      `folded` is 1.
+    - `stop`: the chat is `full`; it takes no more messages, and the latest reply stays the last.
+      The turn's score `full` is 1.
+    - `fold`: `summariser` sums the chat up, and it continues from the summary. The next turn's
+      score `folded` is 1.
     - `drop_oldest_results`: the older half of the tool results is left out. The next turn's score
       `dropped_results` is their number.
 
-    If that is not enough, or the agent has not replied yet, `PromptTooLong` is raised; if there is no
-    reply for another reason, an EngineError.
+    If that is not enough, or the agent has not replied yet, `PromptTooLong` is raised; if there is
+    no reply for another reason, an EngineError.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Chat:
         self._state = ChatState(id=id, tools=tuple(tool.schema for tool in tools))
         self._open_calls: tuple[ToolUse, ...] = ()  # tool calls without a result
         self._replying = False
-        self._changes: dict[str, float] = {}  # made for room; scores of the next turn
+        self._changes: dict[str, float] = {}  # of a full chat; scores of the next turn
 
     async def say(self, text: str) -> AgentReply:
-        """Say something to the agent and return its reply; open tool calls are answered as not made."""
+        """Send a message and return the agent's reply; open tool calls are answered as not made."""
         for call in self._open_calls:
             self._add_result(call, _UNANSWERED)
         self.messages.append(Message(role="user", content=text))
         return await self._reply()
 
     async def ask(self, **slots: object) -> AgentReply:
-        """Say the role's user template, filled by `slots`; raise KeyError if a slot is missing."""
+        """Send the role's user template filled by `slots`; raise KeyError if a slot is missing."""
         return await self.say(self._agent.role.user.format(**slots))
 
     async def tool(self, call_id: str, result: str) -> AgentReply | None:
@@ -143,8 +143,8 @@ class Chat:
         """Make the tool calls of the latest reply and continue, until a reply makes none.
 
         Calls of one reply are made concurrently if their tools are `parallel`, the others in their
-        order, since they may share a session. Results are in the order of the calls. The result of a
-        call that cannot be read or made is what is wrong with it.
+        order, since they may share a session. Results are in the order of the calls. The result of
+        a call that cannot be parsed or made describes the problem.
 
         Args:
             max_turns: replies at most.
@@ -155,7 +155,7 @@ class Chat:
         """
         if self.latest is None:
             raise ValueError(
-                f"chat {self.id}: there is no reply to go on from; say something first"
+                f"chat {self.id}: there is no reply to continue from; call say() first"
             )
         for _ in range(max_turns):
             if not self._open_calls or self.full:
@@ -168,7 +168,7 @@ class Chat:
         return self.latest
 
     def fold(self, summary: str) -> None:
-        """Replace the conversation by a summary; system prompt, first question and new messages stay."""
+        """Replace the conversation by a summary; keep system prompt, question and new messages."""
         replies = [i for i, message in enumerate(self.messages) if message.role == "assistant"]
         new_messages = self.messages[replies[-1] + 1 :] if replies else self.messages
         head = self.messages[:2]
@@ -195,7 +195,7 @@ class Chat:
             return self.latest
         if self._replying:
             raise RuntimeError(
-                f"chat {self.id} is at a reply already; wait for that, or open another chat"
+                f"chat {self.id} waits for a reply already; await that call, or open another chat"
             )
         self._replying = True
         try:
@@ -276,19 +276,19 @@ class Chat:
         return (await self._host.run_tool(call.name, make, reply.turn)).result
 
     async def drop_results(self) -> bool:
-        """Leave out the older half of the tool results that are still there; False if there are none."""
+        """Drop the older half of the remaining tool results; return False if there are none."""
         numbers = [
             i for i, m in enumerate(self.messages) if m.role == "tool" and m.content != _DROPPED
         ]
         dropped = numbers[: (len(numbers) + 1) // 2]
         for number in dropped:
             self.messages[number] = replace(self.messages[number], content=_DROPPED)
-        before = self._changes.get("dropped_results", 0.0)
-        self._changes["dropped_results"] = before + len(dropped)
+        earlier = self._changes.get("dropped_results", 0.0)
+        self._changes["dropped_results"] = earlier + len(dropped)
         return bool(dropped)
 
     async def sum_up(self) -> bool:
-        """Have the summariser sum the chat up and fold it; False if the agent has not replied since."""
+        """Fold the chat into a summary of the summariser; return False without any reply."""
         if not any(message.role == "assistant" for message in self.messages):
             return False
         spoken = [message for message in self.messages if message.role != "system"]
@@ -307,7 +307,7 @@ class Chat:
         return True
 
 
-# what makes room for a reply, and returns whether it did; nothing does for `stop`
+# functions that make room for a reply and return True if they did; `stop` has none
 WHEN_FULL: dict[WhenFull, Callable[[Chat], Awaitable[bool]]] = {
     "fold": Chat.sum_up,
     "drop_oldest_results": Chat.drop_results,

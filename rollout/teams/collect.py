@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,8 +39,9 @@ class Deadlines(Section):
 class CollectOptions:
     """Options of a collection, beside the team, the tasks and the environment."""
 
-    tree: Branching | None = None  # how trajectories branch; None: they do not
-    sampling: Mapping[str, float] = field(default_factory=dict)  # replaces every agent's own
+    tree: Branching | None = None  # None: trajectories do not branch
+    # fields that replace those of every agent's `Sampling`
+    sampling: Mapping[str, float] = field(default_factory=dict)
     deadlines: Deadlines = field(default_factory=Deadlines)
     started: float | None = None  # of the batch, on the event loop's clock; None: now
     surplus: int = 0  # trajectories started beyond a group's size; the slowest are given up
@@ -71,12 +72,11 @@ class Collector:
             Unusable: the run cannot go on.
         """
         with_surplus = group_size + self.options.surplus
-        quotas = [_Quota(group_size) if self.options.surplus else None for _ in tasks]
-        trajectories = await gather_or_cancel(
-            self.play(task, sample, quota)
-            for task, quota in zip(tasks, quotas, strict=True)
-            for sample in range(with_surplus)
-        )
+        plays = []
+        for task in tasks:
+            quota = _Quota(group_size) if self.options.surplus else None
+            plays += [self.play(task, sample, quota) for sample in range(with_surplus)]
+        trajectories = await gather_or_cancel(plays)
         groups = []
         for index, task in enumerate(tasks):
             members = trajectories[index * with_surplus : (index + 1) * with_surplus]
@@ -92,7 +92,8 @@ class Collector:
         """
         options = self.options
         trajectory_id = f"{self.step}/{task.id}/{sample}"
-        logged_name = " ".join([trajectory_id, *options.sampling])  # apart from other sampling
+        # Trajectories with other sampling parameters have other names in the log.
+        logged_name = " ".join([trajectory_id, *options.sampling])
         finished = options.log.trajectory(logged_name) if options.log else None
         if finished is not None:
             if quota:
@@ -100,9 +101,10 @@ class Collector:
             return finished
 
         play = self._new_play(task, sample, CallRecord(options.log, logged_name))
-        with (
-            options.watchdog.over(trajectory_id, play.waits) if options.watchdog else nullcontext()
-        ):
+        watched: AbstractContextManager[object] = nullcontext()
+        if options.watchdog is not None:
+            watched = options.watchdog.over(trajectory_id, play.waits)
+        with watched:
             ending = await self._run(play, quota)
         episode = _episode(play)
         trajectory = Trajectory(
@@ -116,7 +118,7 @@ class Collector:
             outcome=None if ending.error else episode.outcome,
             answer=None if ending.error else episode.answer,
             leaf=play.leaf,
-            metrics=dict.fromkeys(ending.counted, 1.0) | play.metrics,
+            metrics=dict.fromkeys(ending.metrics, 1.0) | play.metrics,
             status=ending.status,
             error=ending.error,
         )
@@ -129,7 +131,7 @@ class Collector:
                 replies=play.replies,
                 error=ending.defect,
             )
-        # one that failed is played again after a restart: it may do better
+        # A trajectory that failed is played again after a restart, since it may succeed then.
         if options.log and trajectory.status is Status.COMPLETED:
             options.log.add_trajectory(logged_name, trajectory)
         return trajectory
@@ -160,7 +162,7 @@ class Collector:
         )
 
     async def _run(self, play: Episode | Tree, quota: _Quota | None) -> _Ending:
-        """Play to the end, to a deadline, or until the group is full, and cancel what is not done."""
+        """Play to the end, to a deadline, or until the group is full; cancel an unfinished play."""
         deadlines = self.options.deadlines
         if deadlines.trajectory_s is None and deadlines.batch_s is None and quota is None:
             await play.play()
@@ -186,8 +188,8 @@ class Collector:
             else:
                 ending = _late_ending("trajectory", Status.LATE, deadlines.trajectory_s, play)
         finally:
-            ended = await cancel_tasks([task])
-        return ending if ended else replace(ending, error=ending.error + LEFT_BEHIND)
+            has_ended = await cancel_tasks([task])
+        return ending if has_ended else replace(ending, error=ending.error + LEFT_BEHIND)
 
     def _batch_left_s(self) -> float | None:
         """Return the seconds until the batch's deadline, or None."""
@@ -199,10 +201,14 @@ class Collector:
 
 
 class _Quota:
-    """Number of completed trajectories that a group still lacks."""
+    """Countdown of the completed trajectories that a group still lacks.
 
-    def __init__(self, wanted: int) -> None:
-        self._lacking = wanted
+    Attributes:
+        filled: future that is done when the group is full.
+    """
+
+    def __init__(self, group_size: int) -> None:
+        self._lacking = group_size
         self.filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def count(self) -> None:
@@ -214,16 +220,23 @@ class _Quota:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ending:
-    """How a trajectory ended."""
+    """Status with which a trajectory ended.
+
+    Attributes:
+        error: reason if the status is not COMPLETED.
+        metrics: metrics that are 1: names in `_FAILURE_METRICS`, or `late/` with the agent, tool,
+            trajectory or batch that was late.
+        defect: defect for which the trajectory is quarantined.
+    """
 
     status: Status
     error: str = ""
-    # metrics that are 1: a name of `_COUNTED`, or `late/` and an agent, tool, trajectory or batch
-    counted: tuple[str, ...] = ()
-    defect: Defect | None = None  # why it is quarantined
+    metrics: tuple[str, ...] = ()
+    defect: Defect | None = None
 
 
-_COUNTED = {"undecided": Undecided, "overlong": PromptTooLong, "quarantined": Defect}
+# metrics that count failures, by the class of the failure
+_FAILURE_METRICS = {"undecided": Undecided, "overlong": PromptTooLong, "quarantined": Defect}
 
 
 def _ending(play: Episode | Tree) -> _Ending:
@@ -232,21 +245,27 @@ def _ending(play: Episode | Tree) -> _Ending:
         return _Ending(status=Status.COMPLETED)
     failure = _episode(play).failure
     if isinstance(failure, Late):
-        return _Ending(status=Status.LATE, error=play.error, counted=(f"late/{failure.what}",))
+        return _Ending(status=Status.LATE, error=play.error, metrics=(f"late/{failure.what}",))
     return _Ending(
         status=Status.FAILED,
         error=play.error,
-        counted=tuple(name for name, kind in _COUNTED.items() if isinstance(failure, kind)),
+        metrics=tuple(name for name, kind in _FAILURE_METRICS.items() if isinstance(failure, kind)),
         defect=failure if isinstance(failure, Defect) else None,
     )
 
 
-def _late_ending(what: str, status: Status, seconds: float | None, play: Episode | Tree) -> _Ending:
-    """Return the ending of a play that a deadline cut off."""
-    error = f"the {what}'s deadline of {seconds:g} s passed while it waited for {play.waiting}"
-    return _Ending(status=status, error=error, counted=(f"late/{what}",))
+def _late_ending(
+    scope: str, status: Status, deadline_s: float | None, play: Episode | Tree
+) -> _Ending:
+    """Return the ending of a play that a deadline cut off.
+
+    Args:
+        scope: "batch" or "trajectory".
+    """
+    error = f"the {scope}'s deadline of {deadline_s:g} s passed while it waited for {play.waiting}"
+    return _Ending(status=status, error=error, metrics=(f"late/{scope}",))
 
 
 def _episode(play: Episode | Tree) -> Episode:
-    """Return the episode; of a tree that of the branch that went on."""
+    """Return the episode of a play; of a tree, that of the branch that continued."""
     return play.episode if isinstance(play, Tree) else play

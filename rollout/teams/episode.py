@@ -149,7 +149,7 @@ class Episode:
         return step
 
     def _update_state(self) -> None:
-        """Tell the session in which state the environment is, if the environment names its states."""
+        """Store the environment's state in the session, if the environment names its states."""
         state = getattr(self._env, "state", None)
         if state is not None:
             with DefectGuard(f"{self._name}.state"):

@@ -1,4 +1,4 @@
-"""Quarantined trajectories: files with all that a failed trajectory was given, and a team that repeats its replies."""
+"""Quarantined trajectories: files with the task and replies of a failed trajectory, and replays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_quarantined(
     replies: Mapping[int, RecordedReply],
     error: BaseException,
 ) -> Path:
-    """Write a trajectory that failed by a defect in its code, with all that is needed to play it again.
+    """Write a trajectory that failed by a defect in its code, so that it can be played again.
 
     A file of the same trajectory, from before the run was resumed, is replaced.
 
@@ -82,7 +82,7 @@ class Quarantined:
 
     @classmethod
     def read(cls, path: Path) -> Quarantined:
-        """Read a file that `write_quarantined` wrote; raise RecordError if it is not such a file."""
+        """Read a file that `write_quarantined` wrote; raise RecordError if it is another file."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             task = Task(**{**value["task"], "answers": tuple(value["task"]["answers"])})
@@ -92,8 +92,8 @@ class Quarantined:
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RecordError(
-                f"{path}: not a quarantined trajectory ({type(error).__name__}: {error}); expected a file of "
-                "results/<run>/train/quarantine"
+                f"{path}: not a quarantined trajectory ({type(error).__name__}: {error}); "
+                "expected a file of results/<run>/train/quarantine"
             ) from error
         return cls(task=task, replies=replies, **fields)
 

@@ -1,4 +1,4 @@
-"""Checks of an orchestra's source before a run starts: agents, template slots and attributes that it uses."""
+"""Checks of an orchestra's source before a run starts: its agents, slots and attributes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def template_slots(agent: str, template: str) -> list[str]:
     """Return the slots of an agent's user template.
 
     Raises:
-        ValueError: it is no template, or a slot has no name.
+        ValueError: the text is no template, or a slot has no name.
     """
     try:
         fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
@@ -34,7 +34,8 @@ def template_slots(agent: str, template: str) -> list[str]:
     slots = [re.split(r"[.\[]", name)[0] for name in fields]
     if not all(slot.isidentifier() for slot in slots):
         raise ValueError(
-            f"agent '{agent}': its user template has a slot without a name; write a brace itself twice"
+            f"agent '{agent}': its user template has a slot without a name; "
+            "write a brace itself twice"
         )
     return slots
 
@@ -43,8 +44,8 @@ def template_slots(agent: str, template: str) -> list[str]:
 def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | None:
     """Return the slots that an orchestra may fill for an agent, by the source of its module.
 
-    If the calls that name the agent write every slot out, these are its slots. Otherwise they are all
-    keywords and texts of the module: too many rather than too few.
+    If the calls that name the agent write every slot out, these are its slots. Otherwise they are
+    all keywords and texts of the module: too many rather than too few.
 
     Returns:
         None if the source does not say: there is none, or slots come from another module or a `**`.
@@ -78,11 +79,13 @@ def _names_agent(call: ast.Call, agent: str) -> bool:
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     if name in ("register_agent", "AgentSpec"):
         return False
-    return any(isinstance(a, ast.Constant) and a.value == agent for a in call.args)
+    return any(
+        isinstance(argument, ast.Constant) and argument.value == agent for argument in call.args
+    )
 
 
 def _slots_may_come_from_elsewhere(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> bool:
-    """Return True if a module imports other people's code, or passes keywords that it does not write out."""
+    """Return True if a module imports foreign code or passes `**` of an unknown mapping."""
     imported = {
         (node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)
     }
@@ -129,7 +132,7 @@ def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
 
 @lru_cache(maxsize=256)
 def misused(function: Callable[..., Any], *kinds: type) -> str:
-    """Describe the first misuse of a function's first parameters, by its source; "" if there is none.
+    """Describe the first misuse of a function's first parameters; return "" if there is none.
 
     A misuse is an attribute that the parameter's class lacks, or a coroutine that is not awaited. A
     decorated function is not checked, nor a parameter that is assigned again.
@@ -173,9 +176,10 @@ def _missing_attribute(
 ) -> str:
     """Describe the first attribute that `kind` lacks.
 
-    One that is set here, or is named in a text as in `hasattr`, may be there.
+    An attribute may exist that the function sets itself, or names in a text as for `hasattr`.
     """
-    known = {*dir(kind), *kind.__init__.__code__.co_names}  # type: ignore[misc]  # and what __init__ sets
+    # co_names has the attributes that __init__ sets
+    known = {*dir(kind), *kind.__init__.__code__.co_names}  # type: ignore[misc]
     known |= _text_constants(nodes)
     known |= {node.attr for node in used if not isinstance(node.ctx, ast.Load)}
     for node in used:
@@ -194,7 +198,7 @@ def _missing_await(
     kind: type,
     bindings: Mapping[str | None, int],
 ) -> str:
-    """Describe the first coroutine that is dropped, or whose attribute is read as if it was awaited."""
+    """Describe the first coroutine that is dropped, or used as if it had been awaited."""
     read = {
         node.value.id
         for node in nodes
@@ -204,9 +208,9 @@ def _missing_await(
         if not isinstance(node, ast.Assign | ast.Expr) or not isinstance(node.value, ast.Call):
             continue
         method = node.value.func
-        if method not in used:
+        if not isinstance(method, ast.Attribute) or method not in used:
             continue
-        if not inspect.iscoroutinefunction(getattr(kind, method.attr, None)):  # type: ignore[attr-defined]
+        if not inspect.iscoroutinefunction(getattr(kind, method.attr, None)):
             continue
         targets = [
             target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)
@@ -218,7 +222,7 @@ def _missing_await(
 
 
 def _definition(function: Callable[..., Any]) -> _FunctionNode | None:
-    """Return a function's definition in its source; None without one, as of a lambda or an object."""
+    """Return the syntax tree of a function; None without one, as of a lambda or an object."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
         (definition,) = ast.parse(source).body

@@ -66,7 +66,7 @@ class Team:
         return TeamSession(self, seed_path, calls)
 
     def with_sampling(self, **sampling: float) -> Team:
-        """Return the team with fields of every agent's `Sampling` replaced; temperature 0 is greedy."""
+        """Return the team with these fields of every agent's `Sampling` replaced."""
         if not sampling:
             return self
         agents = {
@@ -89,7 +89,7 @@ class TeamSession:
         self.replies: dict[int, RecordedReply] = {}  # of policies, by the seed of the call
         self.scores: dict[int, dict[str, float]] = {}  # by turn
         self.state = ""  # of the environment, where it names one
-        self.leaf = ""  # node at which a tree of the orchestra's own ended
+        self.leaf = ""  # node at which a tree that the orchestra grows has ended
         self.tools: dict[str, Sequence[Tool]] = {}  # tools that are open, by agent
         # makes a tool call; an episode times and records it
         self.run_tool: ToolRunner = lambda name, call, turn: call()
@@ -125,7 +125,7 @@ class TeamSession:
 
     @property
     def task_turn(self) -> Turn | None:
-        """The latest turn that the running asyncio task asked for; without one, the latest of all."""
+        """The latest turn that the running asyncio task asked for, or else the latest of all."""
         index = self._latest_turn.get(asyncio.current_task())
         return self.last_turn if index is None else self._turns[index]
 
@@ -234,7 +234,7 @@ class TeamSession:
         self.scores[turn].update(scores)
 
     def seed(self, *choice: int | str) -> int:
-        """Return a seed for a choice of the orchestra, the same whenever the trajectory is played."""
+        """Return the seed of a random choice; it is the same whenever the trajectory is played."""
         return derive_seed(*self._seed_path, "orchestra", *choice)
 
     def mask(self, turn: int, /) -> None:
@@ -247,7 +247,7 @@ class TeamSession:
         self.score(turn, unread=1.0)
 
     def set_node(self, turn: int, /, node: str) -> None:
-        """Set the node of a turn in a tree that the orchestra grows itself; `leaf` is where it ended.
+        """Set the node of a turn in a tree that the orchestra grows; `leaf` is the node of its end.
 
         Raises:
             KeyError: there is no such turn.

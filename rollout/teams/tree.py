@@ -1,4 +1,4 @@
-"""Tree sampling inside any orchestra: branch, score, continue (AT-GRPO, Stronger-MAS, arXiv 2510.11062).
+"""Tree sampling inside any orchestra: branch, score, continue (AT-GRPO, arXiv 2510.11062).
 
 A running orchestra cannot be copied. So a branch is a second instance of it, with an environment of
 its own, which repeats the turns so far from the recorded replies and then continues by itself. This
@@ -85,7 +85,7 @@ class Tree:
         return Branch(episode, session)
 
     async def play(self) -> None:
-        """Grow the tree to its end. It fails if all branches of a round fail, or if it cannot branch."""
+        """Grow the tree to its end; fail if all branches of a round fail or it cannot branch."""
         try:
             await self._branches[0].run_to_calls()
             while not self._branches[0].ended:
@@ -93,8 +93,8 @@ class Tree:
             self.error = self.episode.error
         except BranchError as failure:
             self.error = (
-                f"BranchError: environment or orchestra of task {self.task.id} is not deterministic: "
-                f"cannot branch ({failure})"
+                f"BranchError: environment or orchestra of task {self.task.id} is not "
+                f"deterministic: cannot branch ({failure})"
             )
         finally:
             await gather_or_cancel(branch.close() for branch in self._branches)
@@ -192,7 +192,7 @@ class Tree:
 
 
 class BranchError(RuntimeError):
-    """A branch did something else than another one that got the same replies."""
+    """A branch made other calls than another branch that got the same replies."""
 
 
 class BranchSession(TeamSession):
@@ -203,8 +203,8 @@ class BranchSession(TeamSession):
         branch_calls = calls.for_branch(lambda: str(self.last_turn.seed) if self.last_turn else "")
         super().__init__(team, seed_path, branch_calls)
         self.open: dict[int, tuple[Call, asyncio.Future[TurnReply]]] = {}  # by turn
-        self.changed = asyncio.Event()  # a call was made, or something that was waited for has come
-        self.tasks: set[asyncio.Task[Any] | None] = set()  # that ever waited
+        self.changed = asyncio.Event()  # set when a call is made or a wait has ended
+        self.tasks: set[asyncio.Task[Any] | None] = set()  # all that have waited
 
     @contextmanager
     def waits_for(self, what: object) -> Iterator[asyncio.Task[Any]]:
@@ -326,7 +326,8 @@ class Branch:
     def _check_open_calls(self, expected: Sequence[CallKey]) -> None:
         if self.open_calls != expected and self.episode.failure is None:
             raise BranchError(
-                f"told the same again, it waits for {_names(self.open_calls)} instead of {_names(expected)}"
+                f"with the same replies, it waits for {_names(self.open_calls)} instead of "
+                f"{_names(expected)}"
             )
 
     async def _hand_over(self, answered: list[AnsweredCall]) -> None:

@@ -22,7 +22,7 @@ from rollout.engines.policy_client import ChatState, PolicyReply
 from rollout.engines.remote import Answer, Provider, RemoteConfig, RemoteError, ReplySettings
 from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
 from rollout.models.tool_calls import in_words
-from rollout.records.trajectory import SILENCE, Message, Sampling
+from rollout.records.trajectory import EMPTY_COMPLETION, Message, Sampling
 
 CALL_BACKOFF_S = 0.5  # mean of the first pause; doubles with each retry
 _REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # fields of requests
@@ -322,7 +322,7 @@ class RemoteClient:
             ) from None
         except (Unanswered, Refused) as failure:
             raise EngineError(f"{self._config.model}: {failure}") from failure
-        silence = replace(SILENCE, finish_reason=answer.finish_reason)
+        silence = replace(EMPTY_COMPLETION, finish_reason=answer.finish_reason)
         return PolicyReply(
             text=answer.text, raw=answer.text, prompt_ids=(), completion=silence, trainable=False
         )

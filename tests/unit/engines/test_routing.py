@@ -95,7 +95,7 @@ def test_a_reply_that_ends_at_a_stop_has_the_experts_and_versions_of_what_is_lef
         cached_tokens=1,
         routing=bytes(range(14)),  # two of each of 3 tokens of the prompt and 4 of the reply
     )
-    assert whole.ended(2, prompt=3) == Completion(
+    assert whole.truncated(2, prompt_length=3) == Completion(
         token_ids=(4, 5),
         logprobs=(-1.0, -2.0),
         finish_reason="stop",
@@ -103,8 +103,11 @@ def test_a_reply_that_ends_at_a_stop_has_the_experts_and_versions_of_what_is_lef
         cached_tokens=1,
         routing=bytes(range(8)),
     )
-    assert whole.ended(3, prompt=3).versions == (spans[0], VersionSpan(version=4, start=2, end=3))
-    assert whole.ended(5, prompt=3) == replace(whole, finish_reason="stop")
+    assert whole.truncated(3, prompt_length=3).versions == (
+        spans[0],
+        VersionSpan(version=4, start=2, end=3),
+    )
+    assert whole.truncated(5, prompt_length=3) == replace(whole, finish_reason="stop")
 
 
 EXPERTS = Experts(

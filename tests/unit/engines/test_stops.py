@@ -123,7 +123,7 @@ def test_a_reply_ends_at_its_shortest_prefix_with_a_stop_however_it_comes(
         whole = said(Whole(ids), renderer, stops, max_tokens=most, **chat)
         end = first_end(renderer, ids[:most], stops, tools)
         expected = completion(ids[:most], "length" if most < len(ids) else "stop")
-        expected = expected.ended(end, len(whole.prompt_ids)) if end else expected
+        expected = expected.truncated(end, len(whole.prompt_ids)) if end else expected
         assert whole.completion == expected, (text, stops, most)
         assert whole.text == renderer.decode(expected.token_ids)
         heard: list[str] = []

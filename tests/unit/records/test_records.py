@@ -1,4 +1,4 @@
-"""Records survive a round trip through parquet, and broken files are refused in one line."""
+"""Files of records: round trips through parquet, files of older versions, and damaged files."""
 
 import hashlib
 import json
@@ -121,37 +121,39 @@ def test_trajectories_round_trip_with_every_id_and_token(tmp_path):
     assert read_trajectories(path) == TRAJECTORIES
     read = read_trajectories(path)
     assert read[1].status is Status.FAILED
-    # times are no part of what makes two trajectories equal
+    # times do not count in the comparison of trajectories
     assert [(turn.started_s, turn.took_s) for turn in read[0].turns] == [(1.5, 0.5)] * 3
     assert [(event.started_s, event.took_s) for event in read[0].tools] == [(5.5, 0.25)]
 
 
-def test_news_of_a_chat_is_what_came_after_its_latest_reply():
-    assert CHATTED.news == (Message(role="tool", content="2", answers="0"),)
-    assert TURN.news == TURN.messages
+def test_new_messages_of_a_chat_are_those_after_its_latest_reply():
+    assert CHATTED.new_messages == (Message(role="tool", content="2", answers="0"),)
+    assert TURN.new_messages == TURN.messages
     assert [message.text for message in CHATTED.messages[1:3]] == ["u", CHATTED.messages[2].raw]
 
 
-def test_files_that_recorded_less_of_turns_and_tools_are_read(tmp_path):
+def test_files_with_fewer_fields_of_turns_and_tools_are_read(tmp_path):
     path = tmp_path / "t.parquet"
     write_trajectories(path, TRAJECTORIES)
     table = pq.read_table(path)
     rows = table.to_pylist()
-    later = {"versions", "started_s", "took_s", "failed", "chat"}
+    later_fields = {"versions", "started_s", "took_s", "failed", "chat"}
     for row in rows:
         for column in ("turns", "tools"):
             row[column] = [
-                {name: value for name, value in item.items() if name not in later}
+                {name: value for name, value in item.items() if name not in later_fields}
                 for item in row[column]
             ]
     fields = []
     for column in table.schema:
-        kept = column.type
+        column_type = column.type
         if column.name in ("turns", "tools"):
-            kept = pa.list_(
-                pa.struct([field for field in kept.value_type if field.name not in later])
+            column_type = pa.list_(
+                pa.struct(
+                    [field for field in column_type.value_type if field.name not in later_fields]
+                )
             )
-        fields.append((column.name, kept))
+        fields.append((column.name, column_type))
     pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(fields)), path)
     turns = tuple(replace(turn, versions=(), chat="") for turn in TRAJECTORIES[0].turns)
     tools = tuple(replace(tool, failed=False) for tool in TRAJECTORIES[0].tools)
@@ -162,24 +164,34 @@ def test_files_that_recorded_less_of_turns_and_tools_are_read(tmp_path):
     assert turns[0].oldest_version == 3
 
 
-def test_messages_of_before_there_were_chats_are_read(tmp_path):
+def test_messages_without_the_fields_of_chats_are_read(tmp_path):
     path = tmp_path / "t.parquet"
     plain = [replace(TRAJECTORIES[0], turns=TRAJECTORIES[0].turns[:2]), TRAJECTORIES[1]]
     write_trajectories(path, plain)
     table = pq.read_table(path)
     turns = table.schema.field("turns").type.value_type
-    old = pa.list_(pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())]))
-    kept = pa.struct([pa.field(f.name, old) if f.name == "messages" else f for f in turns])
-    fields = [pa.field(f.name, pa.list_(kept)) if f.name == "turns" else f for f in table.schema]
+    old_messages = pa.list_(
+        pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())])
+    )
+    old_turns = pa.struct(
+        [pa.field(f.name, old_messages) if f.name == "messages" else f for f in turns]
+    )
+    fields = [
+        pa.field(f.name, pa.list_(old_turns)) if f.name == "turns" else f for f in table.schema
+    ]
     rows = table.to_pylist()
-    for one in (one for row in rows for one in row["turns"]):
-        one["messages"] = [{"role": m["role"], "content": m["content"]} for m in one["messages"]]
+    for row in rows:
+        for turn_row in row["turns"]:
+            turn_row["messages"] = [
+                {"role": message["role"], "content": message["content"]}
+                for message in turn_row["messages"]
+            ]
     pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(fields)), path)
     assert "reasoning" not in str(pq.read_schema(path))
     assert read_trajectories(path) == plain
 
 
-def test_no_partial_file_stays(tmp_path):
+def test_writing_leaves_no_temporary_file(tmp_path):
     write_tasks(tmp_path / "tasks.parquet", TASKS)
     assert [path.name for path in tmp_path.iterdir()] == ["tasks.parquet"]
 
@@ -240,20 +252,21 @@ def test_column_of_another_type_is_refused(tmp_path):
         read_tasks(path)
 
 
-def test_tasks_that_are_not_what_was_written_are_refused(tmp_path):
+def test_tasks_that_have_changed_since_they_were_written_are_refused(tmp_path):
     path = tmp_path / "tasks.parquet"
     tasks = [
         replace(TASKS[0], id=f"a:{n}", prompt=f"{n} + 1?", answers=(str(n + 1),)) for n in range(40)
     ]
     write_tasks(path, tasks)
-    whole = path.read_bytes()
-    source, refused = random.Random(0), 0
+    content = path.read_bytes()
+    generator = random.Random(0)
+    refused = 0
     for _ in range(200):
-        flipped = bytearray(whole)
-        flipped[source.randrange(len(whole))] ^= 1 << source.randrange(8)
+        flipped = bytearray(content)
+        flipped[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
         path.write_bytes(flipped)
         try:
-            assert read_tasks(path) == tasks  # a bit that says nothing
+            assert read_tasks(path) == tasks  # a bit without a meaning
         except RecordError as error:
             refused += 1
             assert "\n" not in str(error)
@@ -261,7 +274,7 @@ def test_tasks_that_are_not_what_was_written_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "fault"),
+    ("change", "problem"),
     [
         ({"prompt": None}, "no prompt"),
         ({"answers": None}, "no answers"),
@@ -272,25 +285,26 @@ def test_tasks_that_are_not_what_was_written_are_refused(tmp_path):
         ({"id": "a\nb"}, "expected a name"),
     ],
 )
-def test_a_task_that_cannot_be_one_is_refused_in_one_line(tmp_path, change, fault):
+def test_an_invalid_task_is_refused_in_one_line(tmp_path, change, problem):
     path = tmp_path / "tasks.parquet"
     rows = [asdict(task) for task in TASKS]
     pq.write_table(pa.Table.from_pylist([*rows, rows[0] | change], schema=TASK_SCHEMA), path)
-    with pytest.raises(RecordError) as refused:
+    with pytest.raises(RecordError) as error:
         read_tasks(path)
-    assert str(refused.value).startswith(f"{path}: row {len(rows)}: ") and fault in str(
-        refused.value
-    )
-    assert "\n" not in str(refused.value)
+    assert str(error.value).startswith(f"{path}: row {len(rows)}: ") and problem in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_trajectory_that_lacks_what_it_needs_is_refused_in_one_line(tmp_path):
+def test_a_trajectory_without_a_required_field_is_refused_in_one_line(tmp_path):
     write_trajectories(tmp_path / "played.parquet", [trajectory(turn(0))])
     table = pq.read_table(tmp_path / "played.parquet")
-    turns = [[{**one, "policy_version": None} for one in row] for row in table["turns"].to_pylist()]
-    place = table.schema.get_field_index("turns")
+    turns = [
+        [{**turn_row, "policy_version": None} for turn_row in row]
+        for row in table["turns"].to_pylist()
+    ]
+    column_index = table.schema.get_field_index("turns")
     damaged = table.set_column(
-        place, table.schema.field("turns"), pa.array(turns, table.schema.field("turns").type)
+        column_index, table.schema.field("turns"), pa.array(turns, table.schema.field("turns").type)
     )
     pq.write_table(damaged, tmp_path / "played.parquet")
     with pytest.raises(
@@ -300,14 +314,13 @@ def test_a_trajectory_that_lacks_what_it_needs_is_refused_in_one_line(tmp_path):
         read_trajectories(tmp_path / "played.parquet")
 
 
-def test_nothing_is_looked_up_in_dictionaries(tmp_path):
+def test_columns_are_not_dictionary_encoded(tmp_path):
     path = tmp_path / "t.parquet"
     write_trajectories(path, [trajectory(TURN)] * 40)
     group = pq.ParquetFile(path).metadata.row_group(0)
     columns = [group.column(number) for number in range(group.num_columns)]
-    assert not [
-        x.path_in_schema for x in columns if any("DICTIONARY" in how for how in x.encodings)
-    ]
+    for column in columns:
+        assert not any("DICTIONARY" in encoding for encoding in column.encodings)
     assert len(read_trajectories(path)) == 40
 
 
@@ -319,24 +332,24 @@ def test_scores_are_read_without_texts_and_tokens(tmp_path):
     ]
     write_trajectories(path, written)
     played, lost = read_scores(path)
-    kept = ("agent", "valid", "scores", "reward", "masked", "seed")
-    assert [[getattr(x, name) for name in kept] for x in played.turns] == [
-        [getattr(x, name) for name in kept] for x in (TURN, CHATTED)
+    read_fields = ("agent", "valid", "scores", "reward", "masked", "seed")
+    assert [[getattr(x, name) for name in read_fields] for x in played.turns] == [
+        [getattr(x, name) for name in read_fields] for x in (TURN, CHATTED)
     ]
     assert {x.prompt_ids + x.completion_ids + x.messages for x in played.turns} == {()}
-    assert (played.score, played.answer, lost.score, lost.trouble) == (
+    assert (played.score, played.answer, lost.score, lost.failure_reason) == (
         written[0].score, written[0].answer, None, "EnvError"
     )  # fmt: skip
 
 
-def test_a_digest_of_tasks_takes_no_memory_and_is_that_of_their_list():
+def test_the_digest_of_tasks_is_that_of_their_list_and_takes_little_memory():
     tasks = [
         replace(TASKS[0], id=str(number), answers=("1 2 3\n" * 100_000,)) for number in range(20)
     ]
-    whole = hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()
+    list_digest = hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()
     tracemalloc.start()
     try:
-        assert tasks_digest(tasks) == whole
+        assert tasks_digest(tasks) == list_digest
         assert tracemalloc.get_traced_memory()[1] < 5_000_000  # of 12 MB of tests
     finally:
         tracemalloc.stop()

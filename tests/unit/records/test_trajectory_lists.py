@@ -8,15 +8,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.records.files import (
-    RecordError,
+from rollout.records.files import RecordError, write_trajectories
+from rollout.records.trajectory import Trajectory
+from rollout.records.trajectory_lists import (
     TrajectoryFilter,
     count_trajectories,
     list_trajectories,
     trajectory_at,
-    write_trajectories,
 )
-from rollout.records.trajectory import Trajectory
 from tests.support.played import trajectory, turn
 
 

@@ -186,7 +186,7 @@ def test_a_chat_says_one_thing_at_a_time(qwen: Renderer, monkeypatch: pytest.Mon
 
     trajectory, _ = play(qwen, two_at_once, "1", "2")
     assert trajectory.error.endswith(
-        "chat a/0 is at a reply already; wait for that, or open another chat"
+        "chat a/0 waits for a reply already; await that call, or open another chat"
     )
 
 

@@ -139,7 +139,7 @@ def test_whoever_breaks_is_quarantined_alone_with_what_it_takes_to_play_it_again
         "Defect: orchestra: RecursionError: seven",
         "",
     ]
-    assert [t.trouble for t in played] == ["", "quarantined", "quarantined", ""]
+    assert [t.failure_reason for t in played] == ["", "quarantined", "quarantined", ""]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3-t-1.json", "3-t-2.json"]
     assert "MemoryError: 13" in json.loads((tmp_path / "3-t-1.json").read_text())["traceback"]
     for sample in (1, 2):

@@ -95,7 +95,7 @@ def test_a_fickle_environment_is_named():
     assert trajectory.status is Status.FAILED
     assert re.fullmatch(
         r"BranchError: environment or orchestra of task t is not deterministic: cannot branch "
-        r"\(told the same again, it waits for b \(turn 1, state (\w{16})\) "
+        r"\(with the same replies, it waits for b \(turn 1, state (\w{16})\) "
         r"instead of b \(turn 1, state (?!\1)\w{16}\)\)",
         trajectory.error,
     )
