@@ -23,7 +23,7 @@ class Reply:
     Attributes:
         score: of the trajectory; None if it failed for a reason that says nothing about the team.
         answer: that votes in maj@k; None if the environment has no answers.
-        failure_reason: reason why the trajectory failed, as in `Trajectory.failure_reason`; "" if it did not.
+        failure_reason: see `Trajectory.failure_reason`; "" if the trajectory did not fail.
         cut: True if part of a prompt was left out because it was too long.
         valid: number of well-formed turns.
         turns: number of all turns.
