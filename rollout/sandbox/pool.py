@@ -15,7 +15,7 @@ from rollout.sandbox.guest import wire
 from rollout.sandbox.guest.box import remove_tree
 from rollout.sandbox.jail import Cores, Jail
 from rollout.sandbox.records import SandboxError, SandboxUnavailable
-from rollout.sandbox.tiers import NAMESPACES, interpreter, package_folders, readable_paths
+from rollout.sandbox.tiers import NAMESPACES, interpreter, readable_paths, site_package_folders
 
 BOXES = Path(
     tempfile.gettempdir()
@@ -78,7 +78,7 @@ class JailPool:
             "tier": tier,
             "parent": os.getpid(),
             "readable": readable_paths(),
-            "packages": package_folders(),
+            "packages": site_package_folders(),
         }
         self._channel, zygote_end = wire.pair()
         # -s -P -S: no user packages, no working folder and no .pth files on the import path

@@ -168,7 +168,9 @@ async def _receive_error(cells: socket.socket, timeout_s: float) -> str | None:
             await until_readable(cells)
     except TimeoutError:
         return None
-    body = cells.recv(wire.MAX_BYTES)  # recv, unlike recv_fds, drops descriptors that come along
+    body = cells.recv(
+        wire.MAX_MESSAGE_BYTES
+    )  # recv, unlike recv_fds, drops descriptors that come along
     try:
         return str(json.loads(body)["error"])
     except (ValueError, LookupError, TypeError, RecursionError):

@@ -59,7 +59,7 @@ def interpreter() -> str:
     return os.path.realpath(sys.executable)
 
 
-def package_folders() -> list[str]:
+def site_package_folders() -> list[str]:
     """Return the folders of this Python's installed packages."""
     folders = [
         sysconfig.get_path("purelib"),
@@ -79,7 +79,7 @@ def readable_paths() -> list[str]:
         os.path.realpath(sys.base_prefix),
         str(Path(interpreter()).parents[1]),
     )
-    paths = {*_SYSTEM_PATHS, *python_paths, *package_folders()}
+    paths = {*_SYSTEM_PATHS, *python_paths, *site_package_folders()}
     return sorted(path for path in paths if not _is_below_another(path, paths))
 
 

@@ -5,8 +5,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-MAX_BYTES = 65536
-MAX_FILES = 8
+MAX_MESSAGE_BYTES = 65536
+MAX_MESSAGE_FILES = 8
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -21,7 +21,7 @@ def send(channel: socket.socket, message: dict[str, Any], files: Sequence[int] =
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return the next message and its descriptors; raise EOFError if the other end is closed."""
-    body, files, _, _ = socket.recv_fds(channel, MAX_BYTES, MAX_FILES)
+    body, files, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, MAX_MESSAGE_FILES)
     if not body:
         raise EOFError
     return json.loads(body), files
