@@ -42,7 +42,7 @@ async def updates(repeats: int, *, keep: bool) -> None:
         rank = next(
             p
             for p in psutil.Process().children(recursive=True)
-            if p.cmdline()[:1] == ["ray::_Rank"]
+            if p.cmdline()[:1] == ["ray::TrainerRank"]
         )
         spent = []
         for _ in range(_WARM + repeats):

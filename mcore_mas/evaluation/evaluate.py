@@ -17,11 +17,11 @@ import torch
 from mcore_mas import code_commit
 from mcore_mas.config.run import RunConfig
 from mcore_mas.evaluation.engine_gpus import assign_engine_gpus
+from mcore_mas.evaluation.identity import evaluation_identity
 from mcore_mas.evaluation.measure import Scoreboard, measure, score_rows
 from mcore_mas.evaluation.running_team import running_team
 from mcore_mas.evaluation.seats import config_with_seats
 from mcore_mas.evaluation.trajectory_shards import TrajectoryShards
-from mcore_mas.runtime.recipe import identity_of_play
 from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.progress import ProgressReporter
 from mcore_mas.tracking.stage_record import stage_record
@@ -108,7 +108,7 @@ def _play_missing(config: RunConfig, folder: Path, board: Scoreboard, stop: Stop
 
     Logs of servers are written beside the folder.
     """
-    shards = TrajectoryShards(folder, identity_of_play(config))
+    shards = TrajectoryShards(folder, evaluation_identity(config))
     for trajectory in shards.read():
         board.add(trajectory)
     missing = len(board.missing())

@@ -20,7 +20,7 @@ from rollout.base.processes import ProcessLost
 _POLLS = 8  # of the status files, within the time after which ranks count as hung
 _FRAMES = 4  # of a stack that an error message shows, the innermost last
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (\S+)')
-_ACTOR_FILE = "trainer_group.py"  # in the stack of the thread that runs the calls of a rank
+_ACTOR_FILE = "trainer_rank.py"  # in the stack of the thread that runs the calls of a rank
 _TRACEBACK_HEADER = "Timeout ("  # what faulthandler writes before the stacks
 
 

@@ -19,7 +19,7 @@ from mcore_mas.runtime.checkpoint_manifest import (
 )
 from mcore_mas.runtime.errors import TrainingError
 from mcore_mas.runtime.full_disk import retry_while_full
-from mcore_mas.runtime.recipe import Identity, differences
+from mcore_mas.runtime.recipe import Identity, describe_differences
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.digests import Digest
 from rollout.base.failpoints import failpoint
@@ -173,7 +173,7 @@ class Checkpoints:
 
     def differs(self, checkpoint: Checkpoint) -> str:
         """Describe the differences between a checkpoint's recipe and inputs and the run's, or "" if there are none."""
-        return differences(read_checkpoint_manifest(checkpoint.folder), self.identity)
+        return describe_differences(read_checkpoint_manifest(checkpoint.folder), self.identity)
 
     def fork(self, checkpoint: Checkpoint, state: dict[str, Any], source: str) -> Checkpoint:
         """Make a checkpoint the only one, with this run's recipe and inputs.

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from mcore_mas.runtime.recipe import Identity, differences
+from mcore_mas.runtime.recipe import Identity, describe_differences
 from rollout.base.digests import sha256
 from rollout.base.json_files import read_json, unsealed
 
@@ -104,7 +104,7 @@ def _check_identity(manifest: Mapping[str, Any], identity: Identity) -> str:
 
     if identity.may_change:
         return ""
-    difference = differences(manifest, identity)
+    difference = describe_differences(manifest, identity)
     if not difference:
         return ""
     return f"trained with {difference}; fork it with --adopt (trainer.resume=changed), or name the run anew"

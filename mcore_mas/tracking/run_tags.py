@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mcore_mas import code_commit
 from mcore_mas.config.run import RunConfig
-from mcore_mas.runtime.slurm import machines_here, slurm_job
+from mcore_mas.runtime.slurm import job_machines, slurm_job_id
 from rollout.base.digests import sha256
 from rollout.records.files import read_tasks, tasks_digest
 
@@ -32,8 +32,8 @@ def config_tags(config: RunConfig, config_path: Path, splits: Iterable[str]) -> 
 
 def process_tags() -> dict[str, str]:
     """Return the tags of this process: commit, machines, and the Slurm job if there is one."""
-    tags = {"commit": code_commit(), "machines": machines_here()}
-    job = slurm_job()
+    tags = {"commit": code_commit(), "machines": job_machines()}
+    job = slurm_job_id()
     if job:
         tags["slurm_job"] = job
     return tags

@@ -21,9 +21,10 @@ from mcore_mas.runtime.checkpoint import Checkpoint, Checkpoints
 from mcore_mas.runtime.cluster import joined_ray
 from mcore_mas.runtime.devices import RunDevices, find_devices
 from mcore_mas.runtime.errors import TrainingError
+from mcore_mas.runtime.input_digests import input_digests
 from mcore_mas.runtime.local_ray import running_ray
 from mcore_mas.runtime.players import make_players, make_renderers, open_remotes
-from mcore_mas.runtime.recipe import identity_digest, identity_of, input_digests
+from mcore_mas.runtime.recipe import identity_digest, identity_of
 from mcore_mas.runtime.run_environments import open_environments
 from mcore_mas.runtime.stop_signal import StopSignal
 from mcore_mas.tracking.logbook import Logbook, open_logbook

@@ -17,7 +17,8 @@ from mcore_mas.runtime.cluster import NodeLost, alive_nodes, watch_nodes
 from mcore_mas.runtime.devices import RunDevices, find_devices
 from mcore_mas.runtime.engine_factory import close_engines, make_engines
 from mcore_mas.runtime.placement import DevicePlacement
-from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
+from mcore_mas.runtime.rank_pool import TrainerTurns
+from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.runtime.trainer_specs import critic_spec, policy_spec
 from mcore_mas.training.colocation import trainers_away
 from mcore_mas.training.policy_trainer import PolicyTrainer
@@ -52,7 +53,7 @@ class RunWorkers:
         groups: list[TrainerGroup] = []
         for policy, trainer in self.trainers.items():
             if self._config.policies[policy].offload:
-                groups.extend(group for group in trainer.groups.values() if group.home is group)
+                groups.extend(group for group in trainer.groups.values() if group.owns_ranks)
         return groups
 
     def start(self, kl: Mapping[str, Mapping[str, float]]) -> None:
@@ -233,8 +234,8 @@ class RunWorkers:
             name,
             spec,
             threads=self._config.cluster.threads_per_process or 1,
-            places=self._placement.options.get(key),
+            actor_options=self._placement.options.get(key),
             turns=turns,
-            watched=monitor,
+            monitor=monitor,
             base=base,
         )

@@ -156,7 +156,7 @@ class Run:
         """The driver, or the process of a rank or an engine; None if it is not there now."""
         if name == "driver":
             return psutil.Process(self.process.pid) if self.process.poll() is None else None
-        title = {"rank": "ray::_Rank", "engine": "ray::Host"}[name]
+        title = {"rank": "ray::TrainerRank", "engine": "ray::Host"}[name]
         for process in ours():
             with suppress(psutil.Error, IndexError):
                 if process.cmdline()[0].startswith(title):

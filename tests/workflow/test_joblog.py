@@ -91,7 +91,12 @@ def test_an_error_in_a_ray_process_is_described_as_it_was_raised_there() -> None
         (RecordError("a: b"), "a: b"),
     ]:
         there = RayTaskError(
-            "_Rank.join", "\x1b[36mray::_Rank.join()\nTraceback", error, "rank", 1, "127.0.0.1"
+            "TrainerRank.join",
+            "\x1b[36mray::TrainerRank.join()\nTraceback",
+            error,
+            "rank",
+            1,
+            "127.0.0.1",
         )
         again = RayTaskError("train", "Traceback", there, "train", 1, "127.0.0.1")
         assert (

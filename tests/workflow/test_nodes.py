@@ -155,14 +155,14 @@ with owned(folder), joined_ray(address, folder / 'lock.json') as nodes:
     )
     placement.fill()
     spec = ranks.spec_of(str(folder / "model"), dp=2)
-    group = TrainerGroup("p", spec, threads=1, places=placement.options["p", "trainer"])
+    group = TrainerGroup("p", spec, threads=1, actor_options=placement.options["p", "trainer"])
 
     async def play():
-        [await rank.node.remote() for rank in group._ranks]
+        [await rank.node_address.remote() for rank in group._ranks._actors]
         before = listeners()  # Ray's own, which asks for its token
         await group.ready()
         heard = sorted({address for address, port in listeners() - before})
-        ranks_at = [await rank.node.remote() for rank in group._ranks]
+        ranks_at = [await rank.node_address.remote() for rank in group._ranks._actors]
         return ranks_at, heard, await group.update(pack(reference.make_samples(), 12))
 
     def listeners():
@@ -170,7 +170,7 @@ with owned(folder), joined_ray(address, folder / 'lock.json') as nodes:
         return {c.laddr for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in own}
 
     def pids():
-        return {p.pid for p in psutil.process_iter() if "_Rank" in " ".join(p.cmdline())}
+        return {p.pid for p in psutil.process_iter() if "TrainerRank" in " ".join(p.cmdline())}
 
     ranks_at, heard, metrics = asyncio.run(play())
 print(json.dumps({"refused": refused, "nodes": [n.address for n in nodes], "ranks": ranks_at, "heard": heard,
@@ -232,7 +232,7 @@ def test_engines_elsewhere_go_on_when_trainers_lose_their_node(tmp_path: Path) -
     run = make_run(tmp_path, *SETTINGS, "policies.solver.tp=2", "trainer.steps=3")
     with nodes_of(tmp_path, [2, 2, 2]) as nodes, training(nodes, run, tmp_path / "log") as ended:
         until(lambda: len(rows(run)) == 2, 250, "the first step")
-        ranks_at = {number: len(nodes.running(number, "_Rank")) for number in (1, 2, 3)}
+        ranks_at = {number: len(nodes.running(number, "TrainerRank")) for number in (1, 2, 3)}
         lost = next(
             number for number in (2, 3) if ranks_at[number] == 2
         )  # the solver's: they share tensors
@@ -276,7 +276,7 @@ def test_trainers_are_on_nodes_with_their_label_and_engines_with_the_command(
         nodes.start_ray(nodes.add(), 2, "big")
         ended = stack.enter_context(training(nodes, run, log))
         until(lambda: len(rows(run)) == 2, 250, "the first step")
-        assert [len(nodes.running(number, "_Rank")) for number in (1, 2)] == [0, 2]
+        assert [len(nodes.running(number, "TrainerRank")) for number in (1, 2)] == [0, 2]
         engines = nodes.running(1, "Host")
         assert len(engines) == 3
         os.kill(engines[0], signal.SIGKILL)
@@ -420,7 +420,7 @@ def test_two_runs_share_a_cluster_and_one_that_is_interrupted_leaves_nothing(
         command = [sys.executable, "-c", LEFT, nodes.ray]
         nodes.start(1, command, ROOT, tmp_path / "left").wait(60)
         for number in (1, 2):
-            assert [nodes.running(number, name) for name in ("_Rank", "Host", "Server")] == [
+            assert [nodes.running(number, name) for name in ("TrainerRank", "Host", "Server")] == [
                 [],
                 [],
                 [],

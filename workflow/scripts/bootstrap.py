@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from mcore_mas.runtime.joblog import logged
-from mcore_mas.runtime.slurm import queued_again
+from mcore_mas.runtime.slurm import requeue_when_stopped
 
 out_dir = Path(snakemake.output.done).parent
-with logged(snakemake.log[0]), queued_again(out_dir / "checkpoints", "*/step_*"):
+with logged(snakemake.log[0]), requeue_when_stopped(out_dir / "checkpoints", "*/step_*"):
     from mcore_mas.pipeline.cold_start import bootstrap
     from mcore_mas.tracking.stage_record import stage_record
 

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from mcore_mas.runtime.joblog import logged
-from mcore_mas.runtime.slurm import queued_again
+from mcore_mas.runtime.slurm import requeue_when_stopped
 
 # A preempted job encodes until Slurm kills it. If it ended earlier, Slurm would take it for a
 # failed job, and not queue it again.
-with logged(snakemake.log[0]), queued_again(Path(snakemake.log[0]).parent):
+with logged(snakemake.log[0]), requeue_when_stopped(Path(snakemake.log[0]).parent):
     from mcore_mas.pipeline.prepare import index_passages
     from mcore_mas.tracking.stage_record import stage_record
 

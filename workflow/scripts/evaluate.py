@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from mcore_mas.runtime.joblog import logged
-from mcore_mas.runtime.slurm import queued_again
+from mcore_mas.runtime.slurm import requeue_when_stopped
 
 scores = Path(snakemake.output.scores)
-with logged(snakemake.log[0]), queued_again(scores.with_suffix(""), "part_*"):
+with logged(snakemake.log[0]), requeue_when_stopped(scores.with_suffix(""), "part_*"):
     from mcore_mas.evaluation.evaluate import evaluate
     from mcore_mas.tracking.publish import publish_evaluation
 

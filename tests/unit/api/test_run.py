@@ -19,7 +19,7 @@ from mcore_mas.api.references import ArgumentError
 from mcore_mas.config.run import ConfigError
 from mcore_mas.evaluation import converse as chats
 from mcore_mas.evaluation import evaluate as evaluation
-from mcore_mas.runtime.recipe import input_digests
+from mcore_mas.runtime.input_digests import input_digests
 from mcore_mas.runtime.stop_signal import Stopped, StopSignal
 from mcore_mas.training import train as training
 from rollout.records.files import read_tasks

@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from mcore_mas.megatron.rank_watch import RankMonitor, RankWatchdog, heartbeat
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups
-from mcore_mas.runtime import trainer_group
+from mcore_mas.runtime import trainer_rank
 from rollout.base.processes import ProcessLost
 
 RANK = """
@@ -42,7 +42,7 @@ with watchdog.phase("update"):
 @contextmanager
 def rank_process(status: Path, behaviour: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process that enters a phase and then holds the interpreter's lock, or waits."""
-    script = folder / "trainer_group.py"  # the monitor looks for the stack of this file
+    script = folder / "trainer_rank.py"  # the monitor looks for the stack of this file
     script.write_text(RANK)
     process = subprocess.Popen(
         [sys.executable, str(script), str(status), behaviour], stdout=subprocess.PIPE
@@ -77,9 +77,9 @@ def test_a_rank_that_holds_the_lock_of_the_interpreter_says_where_it_stands(tmp_
     message = str(lost.value)
     assert message.startswith("policy solver: nothing for ")
     assert "rank 2 does not answer in update (is it stopped?); " in message
-    frames = {0: "trainer_group.py:9 wait", 1: "trainer_group.py:7 hold_the_lock"}
+    frames = {0: "trainer_rank.py:9 wait", 1: "trainer_rank.py:7 hold_the_lock"}
     for rank, innermost in frames.items():
-        place = f"rank {rank} stands in update at trainer_group.py:12 <module> > {innermost}"
+        place = f"rank {rank} stands in update at trainer_rank.py:12 <module> > {innermost}"
         assert place in message
 
 
@@ -122,10 +122,11 @@ def test_heartbeats_keep_a_rank_from_hanging_and_the_end_of_a_phase_stops_its_wa
 def test_ranks_wait_for_each_other_for_longer_than_they_may_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = trainer_group._Rank(1, RankMonitor(folder=tmp_path, policy="p", hang_s=7200.0))
+    monitor = RankMonitor(folder=tmp_path, policy="p", hang_s=7200.0)
+    rank = trainer_rank.TrainerRank(1, monitor)
     rank._store = store = HashStore()
-    monkeypatch.setattr(trainer_group.ray, "nodes", list)
-    monkeypatch.setattr(rank, "_load", lambda *_: None)
+    monkeypatch.setattr(trainer_rank.ray, "nodes", list)
+    monkeypatch.setattr(rank, "_trainer_class", lambda *_: None)
     rank.join(0, ("", 0), {"p": TrainerSpec(model="")})
     try:
         groups = dist.group.WORLD, parallel_state.get_tensor_model_parallel_group()

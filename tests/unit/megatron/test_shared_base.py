@@ -13,7 +13,8 @@ from mcore_mas.equations.losses import ValueObjective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
-from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
+from mcore_mas.runtime.rank_pool import TrainerTurns
+from mcore_mas.runtime.trainer_group import TrainerGroup
 from tests.support import ranks, reference
 
 SOLVER = LoraConfig(rank=4, alpha=8.0, targets=("k", "o", "up"))

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -138,3 +139,43 @@ def test_workers_keep_the_memory_that_they_free_unless_the_environment_says_othe
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen.pop("faults") < 100  # the same pages again
     assert seen == KEEP_PAGES | {"MALLOC_TOP_PAD_": "1048576"}
+
+
+_TOKEN_RACE = """
+import multiprocessing, os, sys
+from pathlib import Path
+from mcore_mas.runtime import local_ray
+
+HOMES, JOBS = 200, 4
+
+def make_tokens(barrier, tokens):
+    getpid = os.getpid
+    for number in range(HOMES):
+        os.environ["HOME"] = f"{sys.argv[1]}/{number}"
+        barrier.wait(60)
+        # jobs on machines that share a home can have the same process id
+        os.getpid = lambda: 7
+        local_ray.make_private_token()
+        os.getpid = getpid
+        tokens.put((number, (Path.home() / ".ray/auth_token").read_text()))
+
+for number in range(HOMES):
+    Path(sys.argv[1], str(number)).mkdir()
+fork = multiprocessing.get_context("fork")
+barrier, tokens = fork.Barrier(JOBS), fork.Queue()
+jobs = [fork.Process(target=make_tokens, args=(barrier, tokens)) for _ in range(JOBS)]
+for job in jobs:
+    job.start()
+seen = [tokens.get(timeout=60) for _ in range(HOMES * JOBS)]
+for job in jobs:
+    job.join()
+print([job.exitcode for job in jobs], len(set(seen)), {len(token) for _, token in seen})
+"""
+
+
+def test_jobs_that_start_at_once_in_one_home_agree_on_its_token(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _TOKEN_RACE, str(tmp_path)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    # one whole token for each of the 200 homes
+    assert finished.stdout == "[0, 0, 0, 0] 200 {64}\n", finished.stderr[-2000:]
+    assert {path.name for path in tmp_path.glob("*/.ray/*")} == {"auth_token"}

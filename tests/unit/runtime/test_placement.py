@@ -8,7 +8,7 @@ from mcore_mas.planning.worker_groups import PlacementError, WorkerGroup
 from mcore_mas.runtime import placement
 from mcore_mas.runtime.devices import RunDevices
 from mcore_mas.runtime.placement import DevicePlacement, packing_strategies
-from mcore_mas.runtime.trainer_group import meeting_address
+from mcore_mas.runtime.rank_pool import meeting_address
 
 
 def test_a_group_is_on_one_node_if_a_node_has_room_for_it() -> None:

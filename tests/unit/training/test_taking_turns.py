@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 
 from mcore_mas.runtime.checkpoint import Checkpoint
-from mcore_mas.runtime.trainer_group import TrainerGroup, TrainerTurns
+from mcore_mas.runtime.rank_pool import TrainerTurns
+from mcore_mas.runtime.trainer_group import TrainerGroup
 from mcore_mas.training.colocation import Colocation, trainers_away
 from mcore_mas.training.session import load_weights
 from mcore_mas.training.step import TrainingSession
@@ -94,10 +95,10 @@ def test_of_trainers_one_by_one_only_the_one_that_works_has_memory() -> None:
     said: list[str] = []
     turns, trainers = TrainerTurns(), [Taker("policy", said), Taker("critic", said)]
     for trainer in trainers:
-        turns.groups.append(cast("TrainerGroup", trainer))
+        turns.members.append(cast("TrainerGroup", trainer))
 
     async def work(trainer: Taker) -> None:
-        async with turns.of(cast("TrainerGroup", trainer)):
+        async with turns.take(cast("TrainerGroup", trainer)):
             await asyncio.sleep(0)
             said.append("works")
 

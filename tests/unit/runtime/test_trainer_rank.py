@@ -1,0 +1,42 @@
+"""Environment of a trainer's rank."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+
+from mcore_mas.runtime import trainer_rank
+from mcore_mas.runtime.trainer_rank import TrainerRank
+from tests.support import ranks, reference
+
+CUMEM = "NCCL_CUMEM_ENABLE"
+
+
+@pytest.mark.parametrize(
+    ("cumem", "environment", "value"),
+    [("0", {}, "0"), (None, {}, None), ("0", {CUMEM: "1"}, "1")],
+)
+def test_nccl_is_configured_before_ranks_meet_unless_the_user_has(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cumem: str | None,
+    environment: dict[str, str],
+    value: str | None,
+) -> None:
+    reference.make_model("qwen2", tmp_path / "model")
+    spec = replace(ranks.spec_of(str(tmp_path / "model")), cumem=cumem)
+    values: list[str | None] = []
+    monkeypatch.setattr(
+        trainer_rank,
+        "init_process_groups",
+        lambda *_, **__: values.append(os.environ.get(CUMEM)),
+    )
+    monkeypatch.setattr(trainer_rank.ray, "nodes", lambda: [{}])
+    rank = TrainerRank(1, None)
+    monkeypatch.setattr(rank, "_trainer_class", MagicMock())
+    monkeypatch.setattr(rank, "_store", MagicMock())
+    monkeypatch.setattr(os, "environ", dict(environment))
+    rank.join(0, ("127.0.0.1", 1), {"p": spec})
+    assert values == [value]
