@@ -53,7 +53,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
     `out_dir`/bootstrap.json says which, with all measurements. One that was ended goes on from its last checkpoint.
 
     Raises:
-        Stopped: a signal that is blocked waits (`queued_again`); what was learned is saved.
+        Stopped: a signal that is blocked waits (`requeue_when_stopped`); what was learned is saved.
     """
     config = RunConfig.load(config_path)
     cold_start = config.cold_start

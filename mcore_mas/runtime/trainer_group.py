@@ -141,7 +141,7 @@ class TrainerGroup:
         """Load the trainer back to its devices."""
         await self._ranks.wake()
 
-    def away(self) -> AbstractAsyncContextManager[None]:
+    def offloaded(self) -> AbstractAsyncContextManager[None]:
         """Offload the trainer for a block; calls wait until the block ends."""
         return self._ranks.offloaded()
 

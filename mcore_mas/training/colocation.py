@@ -89,7 +89,7 @@ async def trainers_away(groups: Sequence[TrainerGroup]) -> AsyncIterator[None]:
     An engine process that died beside trainers is started again here, because it sizes its memory
     by what is free.
     """
-    async with AsyncExitStack() as away:
+    async with AsyncExitStack() as stack:
         for group in groups:
-            await away.enter_async_context(group.away())
+            await stack.enter_async_context(group.offloaded())
         yield

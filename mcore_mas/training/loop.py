@@ -166,7 +166,8 @@ async def _save(
         accuracy: validation accuracy of this state, if known.
         unreported: metrics of the last step, if it was not validated and reported.
     """
-    _forget_old_versions(session)
+    for policy, sync in session.weight_sync.items():
+        sync.forget_versions(session.config.staleness_of(policy))
     state = {
         "kl": {
             policy: asdict(trainer.kl)
@@ -177,13 +178,6 @@ async def _save(
         "versions": {policy: list(sync.versions) for policy, sync in session.weight_sync.items()},
     }
     await session.checkpoints.save(steps, state, _checkpoint_writer(session), accuracy)
-
-
-def _forget_old_versions(session: TrainingSession) -> None:
-    """Drop versions of the weights that are older than any turn of a later step may be."""
-    for policy, sync in session.weight_sync.items():
-        needed = session.config.staleness_of(policy) + 1
-        sync.versions[:] = sync.versions[-needed:]
 
 
 def _checkpoint_writer(session: TrainingSession) -> Write:

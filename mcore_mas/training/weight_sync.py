@@ -49,6 +49,14 @@ class WeightSync:
         """
         return len(self.versions) - bisect_right(self.versions, version)
 
+    def forget_versions(self, max_age: int) -> None:
+        """Drop versions that are older than any turn of a later step may be.
+
+        Args:
+            max_age: largest number of updates after the version that a turn was sampled by.
+        """
+        self.versions = self.versions[-1 - max_age :]
+
     async def push(self, version: int, *, changed: bool = True) -> dict[str, float]:
         """Have the engine serve the trainer's present weights as `version`; return metrics.
 

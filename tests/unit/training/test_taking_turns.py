@@ -35,7 +35,7 @@ class Taker:
         await self._note("takes", tags)
 
     @asynccontextmanager
-    async def away(self) -> AsyncIterator[None]:
+    async def offloaded(self) -> AsyncIterator[None]:
         await self.sleep()
         yield
         await self.wake()
