@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Second stage of environment.yml, run inside the activated environment from the repository's root. Torch is that of the
-# driver's CUDA, by nvidia-smi; where there is none, such as in the build of an image, of CUDA 13, or as you say:
+# Second stage of environment.yml. Run it in the activated environment, in the repository's root. It
+# installs torch for the CUDA version of the driver, which nvidia-smi reports. Without a driver, for
+# example in the build of an image, it takes CUDA 13, or the version that you set:
 #   CUDA=12 bash environment.post-deploy.sh
 set -euo pipefail
 
 cuda=${CUDA:-$({ nvidia-smi 2>/dev/null || true; } | sed -n 's/.*CUDA Version: *\([0-9]*\)\..*/\1/p')}
 case ${cuda:=13} in
-  13) index=() ;; # PyPI's
+  13) index=() ;; # wheels of PyPI
   12) index=(--index-url https://download.pytorch.org/whl/cu126) ;;
   *) echo "error: CUDA $cuda: torch is built for 12 and 13; update the driver, or set CUDA to one of them" >&2; exit 1 ;;
 esac
 lock=requirements/lock$(python -c 'import sys; print("-3.12" if sys.version_info >= (3, 12) else "")').txt
 
-# torch first and alone, from its own index; the lock then finds it there
+# torch is installed first, from its own index, so that the lock file finds it installed.
 python -m pip install ${index[@]+"${index[@]}"} "$(grep -E '^torch==' "$lock")"
 python -m pip install --requirement "$lock" --requirement requirements/gpu.txt
 python -m pip install --no-deps "$(grep "^nvidia-nccl-cu$cuda==" requirements/nccl.txt)"

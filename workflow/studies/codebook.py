@@ -1,8 +1,12 @@
-"""Two small teams in which the scale of an advantage decides what is learnt: tasks, environments and orchestras.
+"""Two small teams in which the scale of an advantage decides what is learned.
 
-A task names two codes and a distractor, as in "17 30 4". Each agent must say one letter for one of the two codes,
-from a code book that is fixed and unknown to it: 24 codes, 8 letters, so a guess is right one time in 8. A letter
-depends on one code alone, so an agent's share of right letters on held-out tasks is its own skill, whoever speaks
+The module defines their tasks and demonstrations (`GENERATOR`), their environment (`guess`) and
+their orchestras (`rescue`, `scale`).
+
+A task names two codes and a distractor, for example "17 30 4". Each agent says a letter for one of
+the two codes, from a code book that is fixed and that the agent does not know. There are 24 codes
+and 8 letters, so a guess is right in 1 of 8 cases. A letter depends on a single code. An agent's
+share of right letters on held-out tasks therefore measures its own skill, whichever agent speaks
 before it.
 """
 
@@ -24,43 +28,57 @@ from rollout.teams.team import TeamSession
 
 LETTERS = "abcdefgh"
 CODES = range(10, 34)
-_BOOKS = {
-    agent: {code: Random(derive_seed("code book", agent, code)).choice(LETTERS) for code in CODES}
-    for agent in ("solver", "rescuer", "spender")
-}
-_PLACE = {
-    "solver": 0,
-    "rescuer": 1,
-    "spender": 1,
-}  # which of the task's numbers an agent's letter depends on
+
+# Position of the number in a task that an agent's letter depends on.
+_POSITIONS = {"solver": 0, "rescuer": 1, "spender": 1}
+
+
+def _code_book(agent: str) -> dict[int, str]:
+    return {code: Random(derive_seed("code book", agent, code)).choice(LETTERS) for code in CODES}
+
+
+_CODE_BOOKS = {agent: _code_book(agent) for agent in _POSITIONS}
 
 
 def letter(prompt: str, agent: str) -> str:
-    """The right letter of an agent in a task."""
-    return _BOOKS[agent][int(prompt.split()[_PLACE[agent]])]
+    """Return the right letter of an agent in a task."""
+    code = int(prompt.split()[_POSITIONS[agent]])
+    return _CODE_BOOKS[agent][code]
 
 
 def tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
-    """`sizes[split]` different tasks of each split; a task is in one split whatever the seed."""
+    """Return different tasks for each split.
+
+    The split of a task does not depend on the seed.
+
+    Args:
+        seed: seed of the order in which tasks are drawn.
+        sizes: number of tasks by split.
+
+    Raises:
+        ValueError: a split has fewer tasks.
+    """
     prompts = [f"{a} {b} {noise}" for a in CODES for b in CODES for noise in range(10)]
     Random(derive_seed(seed, "code book tasks")).shuffle(prompts)
-    drawn = []
+
+    drawn: list[Task] = []
     for split, size in sizes.items():
-        own = [prompt for prompt in prompts if split_of(prompt) == split]
-        if size > len(own):
+        candidates = [prompt for prompt in prompts if split_of(prompt) == split]
+        if size > len(candidates):
             raise ValueError(
-                f"code book: {size} {split} tasks asked for and there are {len(own)}; lower data.{split}"
+                f"code book: data.{split} is {size}, but there are {len(candidates)} tasks of "
+                "this split; lower it"
             )
         drawn += [
             Task(
-                id=text,
-                prompt=text,
+                id=prompt,
+                prompt=prompt,
                 answers=("",),
                 env="codebook:guess",
                 source="codes",
                 split=split,
             )
-            for text in own[:size]
+            for prompt in candidates[:size]
         ]
     return drawn
 
@@ -68,7 +86,14 @@ def tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
 def demonstrations(
     seed: int, n: int, *, roles: Mapping[str, Role], slips: Mapping[str, Share]
 ) -> Iterator[Demonstration]:
-    """`n` letters, each right but for its agent's share of `slips`, which are drawn from all letters."""
+    """Yield `n` demonstrations of one letter each, by random agents on training tasks.
+
+    Args:
+        seed: seed of tasks, agents and slips.
+        n: number of demonstrations.
+        roles: role by agent.
+        slips: share of an agent's demonstrations whose letter is random instead of right.
+    """
     random = Random(derive_seed(seed, "code book demonstrations"))
     agents = sorted(roles)
     while n:
@@ -76,11 +101,13 @@ def demonstrations(
         if split_of(prompt) != "train":
             continue
         n -= 1
+
         agent = random.choice(agents)
-        said = random.choice(LETTERS) if random.random() < slips[agent] else letter(prompt, agent)
+        slipped = random.random() < slips[agent]
+        reply = random.choice(LETTERS) if slipped else letter(prompt, agent)
         messages = roles[agent].messages(problem=prompt)
         yield Demonstration(
-            agent=agent, messages=(*messages, Message(role="assistant", content=said))
+            agent=agent, messages=(*messages, Message(role="assistant", content=reply))
         )
 
 
@@ -88,16 +115,16 @@ GENERATOR = Generator(tasks=tasks, demonstrations=demonstrations)
 
 
 def parse_letter(text: str) -> str | None:
-    """The letter, None for anything else."""
+    """Return the letter of a reply, or None for any other reply."""
     return text if text in LETTERS and len(text) == 1 else None
 
 
-for _agent in _BOOKS:
+for _agent in _POSITIONS:
     register_agent(f"code_{_agent}", system="", user=f"{_agent} {{problem}}")(parse_letter)
 
 
 class Guess:
-    """One task; `step` takes "agent letter", and tells whether it is right."""
+    """Environment of one task: an action is "agent letter", for example "solver c"."""
 
     _prompt = ""
 
@@ -106,41 +133,43 @@ class Guess:
         return task.prompt
 
     async def step(self, action: str) -> Step:
-        agent, _, said = action.partition(" ")
-        right = float(said == letter(self._prompt, agent))
+        """Return a step that ends the task if the letter is right; the spender's reward is 0."""
+        agent, _, guessed = action.partition(" ")
+        right = float(guessed == letter(self._prompt, agent))
         return Step(
             reward=right if agent != "spender" else 0.0, done=bool(right), metrics={"right": right}
         )
 
 
 def guess(task: Task) -> Guess:
-    """The environment of a task."""
+    """Return the environment of a task."""
     return Guess()
 
 
 async def rescue(task: Task, team: TeamSession, env: Guess, *, calls: PositiveInt = 4) -> None:
-    """The solver says a letter; only where it is wrong the rescuer is called, up to `calls` times. One shared outcome.
+    """Play a team in which the rescuer acts only if the solver is wrong, with one shared outcome.
 
-    The rescuer acts in few trajectories, and in those that go wrong: its mean reward is far below the team's.
+    The rescuer is called up to `calls` times until it is right. It acts in few trajectories, those
+    that start with a failure, so its mean reward is far below the team's.
     """
     problem = env.reset(task)
     reply = await team.act("solver", problem=problem)
-    found = await env.step(f"solver {reply.value}")
+    step = await env.step(f"solver {reply.value}")
     for _ in range(calls):
-        if found.done:
+        if step.done:
             return
         reply = await team.act("rescuer", problem=problem)
-        found = await env.step(f"rescuer {reply.value}")
+        step = await env.step(f"rescuer {reply.value}")
 
 
 async def scale(task: Task, team: TeamSession, env: Guess, *, cost: float = 50.0) -> None:
-    """The solver earns 1 for a right letter; the spender loses up to `cost` for a wrong one. Local rewards.
+    """Play a team of two agents whose local rewards have scales that differ by the factor `cost`.
 
-    Two agents in one trajectory, with rewards of scales that differ by `cost`.
+    The solver earns 1 for a right letter. The spender loses up to `cost` for a wrong one.
     """
     problem = env.reset(task)
     for agent in ("solver", "spender"):
         reply = await team.act(agent, problem=problem)
         right = (await env.step(f"{agent} {reply.value}")).metrics["right"]
-        spent = -cost * (1 - right) * Random(team.seed("cost")).random()
-        team.score(reply.turn, local=right if agent == "solver" else spent)
+        loss = cost * (1 - right) * Random(team.seed("cost")).random()
+        team.score(reply.turn, local=right if agent == "solver" else -loss)
