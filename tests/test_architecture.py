@@ -76,7 +76,7 @@ ENVIRONMENT_READERS = {
     "mcore_mas/cli/machine.py": "MLflow's server passes its settings to its workers in the environment",
     "rollout/engines/sglang/server.py": "a server of another environment does not inherit where this one's modules are",
     "rollout/orchestras/program.py": "an agent program of the user's gets this process's variables and its own",
-    "rollout/engines/remote/__init__.py": "an API key may be given in a variable, which is removed for children",
+    "rollout/engines/remote/keys.py": "an API key may be given in a variable, which is removed for children",
 }
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "imp"}

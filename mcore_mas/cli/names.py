@@ -61,7 +61,7 @@ REGISTRIES = {
     "aggregations": NameSource("mcore_mas.equations.losses", "AGGREGATIONS"),
     "engines": NameSource("rollout.engines.registry", "ENGINES", "engine"),
     "tools": NameSource("rollout.environments", "TOOLS"),
-    "providers": NameSource("rollout.engines.remote", "PROVIDERS"),
+    "providers": NameSource("rollout.engines.remote.registry", "PROVIDERS"),
     "experiments": NameSource("mcore_mas.config.experiments", "names_in"),
     "teams": NameSource("mcore_mas.config.experiments", "names_in"),
     "recipes": NameSource("mcore_mas.config.experiments", "names_in"),

@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from rollout.base.nested import merged
 from rollout.base.section import Section
-from rollout.engines.remote import RemoteConfig
+from rollout.engines.remote.config import RemoteConfig
 from rollout.models.layout import Projection, Recompute
 
 _ENGINE_CHOICE_SETTINGS = (

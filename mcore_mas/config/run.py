@@ -41,7 +41,7 @@ from rollout.config.orchestra import OrchestraConfig
 from rollout.config.retriever import RetrieverConfig
 from rollout.config.reward import RewardConfig
 from rollout.engines import EngineConfig
-from rollout.engines.remote import RemoteConfig
+from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.sglang.settings import adapter_error
 from rollout.orchestras import SEARCHES
 from rollout.rewards.coach_config import CoachConfig

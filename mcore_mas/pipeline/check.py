@@ -28,7 +28,7 @@ from rollout.base.text import nearest_hint
 from rollout.config.data import DataConfig
 from rollout.config.tasks import check_envs, make_tasks
 from rollout.engines.config import EngineConfig
-from rollout.engines.remote import has_key
+from rollout.engines.remote.keys import has_key
 from rollout.models.architecture import open_tensors, tensor_files
 from rollout.models.chat_template import has_chat_template
 from rollout.records.files import RecordError

@@ -11,7 +11,7 @@ from mcore_mas.config.run import RunConfig, for_policy
 from rollout.base.errors import ModelError
 from rollout.config.agents import build_player
 from rollout.engines import PolicyClient
-from rollout.engines.remote.caller import RemoteClient
+from rollout.engines.remote.client import RemoteClient
 from rollout.models.chat_template import Renderer
 
 

@@ -13,7 +13,7 @@ from retrieval.sidecar import RetrieverSidecar
 from rollout.base.processes import Restarts, allow_open_files
 from rollout.config.environment import build_env
 from rollout.config.retriever import RetrieverConfig
-from rollout.engines.remote import hide
+from rollout.engines.remote.keys import hide_key
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 
@@ -35,9 +35,9 @@ def open_environments(config: RunConfig, log: str) -> Iterator[Callable[[Task], 
     """
     allow_open_files()
     for remote in config.remotes.values():
-        hide(remote.key_variable)
+        hide_key(remote.key_variable)
     if config.coach is not None:
-        hide(config.coach.key_variable)
+        hide_key(config.coach.key_variable)
     if config.retriever is None:
         yield build_env(config.env)
         return

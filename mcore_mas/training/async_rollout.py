@@ -24,7 +24,7 @@ from mcore_mas.training.task_schedule import TaskSchedule
 from rollout.base.async_tasks import gather_or_cancel
 from rollout.base.watchdog import Wait, Watchdog
 from rollout.config.reward import build_allocator
-from rollout.engines.remote.caller import RemoteClient
+from rollout.engines.remote.client import RemoteClient
 from rollout.environments.protocol import Env
 from rollout.records.collection_log import CollectionLog
 from rollout.records.trajectory import Group, Status, Task, Trajectory

@@ -45,7 +45,7 @@ from rollout.base.processes import ProcessLost, Restarts, forget_restarts
 from rollout.base.watchdog import Watchdog
 from rollout.config.agents import build_team
 from rollout.config.tasks import prepared_tasks
-from rollout.engines.remote.caller import RemoteClient
+from rollout.engines.remote.client import RemoteClient
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from rollout.rewards.coach import Coach

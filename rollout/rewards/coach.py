@@ -12,9 +12,9 @@ from typing import Literal
 
 from rollout.base.async_tasks import cancel_tasks
 from rollout.base.http import Refused, Unanswered
-from rollout.engines.remote import ReplySettings
 from rollout.engines.remote.caller import Caller, Tally
 from rollout.engines.remote.ledger import BudgetExhausted
+from rollout.engines.remote.protocol import ReplySettings
 from rollout.records.trajectory import Group, Message, Status, Trajectory, Turn
 from rollout.rewards.coach_config import CoachConfig
 from rollout.rewards.coach_prompt import coach_messages, repair_messages
@@ -154,7 +154,7 @@ class Coach:
     async def _judge(self, agent: str, messages: tuple[Message, ...]) -> Judgement:
         """Request a verdict, and once more if the first one is malformed."""
         try:
-            async with self._caller.turn() as deadline:
+            async with self._caller.slot() as deadline:
                 reply = await self._ask(agent, messages, deadline)
                 try:
                     return parse_verdict(reply)

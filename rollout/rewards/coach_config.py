@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout.engines.remote import RemoteConfig
+from rollout.engines.remote.config import RemoteConfig
 
 
 class CoachConfig(RemoteConfig):

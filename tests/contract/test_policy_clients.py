@@ -16,7 +16,7 @@ from rollout.engines import PolicyClient, PolicyReply
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.local import LocalEngine
 from rollout.engines.remote import RemoteConfig
-from rollout.engines.remote.caller import RemoteClient
+from rollout.engines.remote.client import RemoteClient
 from rollout.records.trajectory import Message, Sampling
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.scripted_engine import ScriptedEngine

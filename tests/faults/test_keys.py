@@ -20,7 +20,7 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from rollout.base.text import redact_secrets
-from rollout.engines.remote import SHOWN_AT_MOST
+from rollout.engines.remote.keys import SHOWN_KEY_CHARS
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.run_folder import make_run
 
@@ -100,7 +100,9 @@ def test_no_key_of_a_training_is_seen_anywhere(
         b"I was asked with [key]" in text for text in seen
     )  # what it said is there to be looked at
     assert any(b"ray" in text and b"raylet" in text for text in seen)
-    assert not [text[:200] for text in seen for key in secrets if key[: SHOWN_AT_MOST + 7] in text]
+    assert not [
+        text[:200] for text in seen for key in secrets if key[: SHOWN_KEY_CHARS + 7] in text
+    ]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollout.engines.remote import RemoteConfig
-from rollout.engines.remote.caller import RemoteClient
+from rollout.engines.remote.client import RemoteClient
 from rollout.records.trajectory import Message, Sampling
 from rollout.rewards.coach import Coach
 from tests.faults.proxy import NAMES, FaultProxy

@@ -203,7 +203,7 @@ def test_headers_and_tokenizer_of_a_model_are_read(
 
 def test_a_missing_api_key_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr("rollout.engines.remote._taken", {})  # of earlier tests
+    monkeypatch.setattr("rollout.engines.remote.keys._hidden_keys", {})  # of earlier tests
     overrides = ["coach=openai", "reward.name=coach"]
     assert demo_problems(*overrides) == [
         "run 'demo_math': coach.key_variable: OPENAI_API_KEY is not set here; export it with the "

@@ -1,4 +1,6 @@
-"""Calls of a frozen model: cache, budget, retries, deadline, equal questions asked once; its client in a team."""
+"""Calls of a frozen model, with a cache of replies, a budget, retries and deadlines."""
+
+from __future__ import annotations
 
 import asyncio
 import hashlib
@@ -8,94 +10,145 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from rollout.base.async_tasks import cancel_tasks
-from rollout.base.deadlines import LateCall
-from rollout.base.errors import EngineError
 from rollout.base.event_loop import drop_per_loop, per_loop
 from rollout.base.http import Refused, Unanswered, retry
 from rollout.base.text import valid_text
-from rollout.engines import remote
-from rollout.engines.policy_client import ChatState, PolicyReply
-from rollout.engines.remote import Answer, Provider, RemoteConfig, RemoteError, ReplySettings
-from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
-from rollout.models.tool_calls import in_words
-from rollout.records.trajectory import EMPTY_COMPLETION, Message, Sampling
+from rollout.engines.remote.config import RemoteConfig
+from rollout.engines.remote.errors import RemoteError
+from rollout.engines.remote.keys import read_key
+from rollout.engines.remote.ledger import (
+    BudgetExhausted,
+    Ledger,
+    LedgerReply,
+    Reservation,
+    Spending,
+)
+from rollout.engines.remote.protocol import Answer, Provider, ReplySettings
+from rollout.engines.remote.registry import provider_class
+from rollout.records.trajectory import Message
 
 CALL_BACKOFF_S = 0.5  # mean of the first pause; doubles with each retry
-_REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # fields of requests
-TEMPLATE_TOKENS = 64  # that a chat template may add to a message
+# Fields of `RemoteConfig.request` that raise the limit of a reply's tokens.
+_REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_TEMPLATE_TOKENS = 64  # upper bound of the tokens that a chat template adds to a message
 
 
 @dataclass(slots=True)
 class Tally:
-    """What asking on behalf of one agent took."""
+    """Cost and speed of the calls for one agent.
 
-    spent: Spending = field(default_factory=Spending)  # on requests sent, retries included
-    seconds: float = 0.0  # over `answers`
+    Attributes:
+        spent: spending on requests that were sent, with retries.
+        seconds: total time of the requests that were answered.
+        answers: number of these requests.
+        cache_hits: replies that needed no request of their own.
+    """
+
+    spent: Spending = field(default_factory=Spending)
+    seconds: float = 0.0
     answers: int = 0
-    cache_hits: int = 0  # answered without a request of its own
+    cache_hits: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """By name; the mean seconds of an answer where there was one."""
-        spent = self.spent
-        found = {
-            "calls": spent.calls,
-            "tokens": spent.tokens,
-            "cost": spent.nanos / 1e9,
-            "cache_hits": self.cache_hits,
+        """Return metrics by name; the mean latency only if there was an answer."""
+        metrics = {
+            "calls": float(self.spent.calls),
+            "tokens": float(self.spent.tokens),
+            "cost": self.spent.nanos / 1e9,
+            "cache_hits": float(self.cache_hits),
         }
-        found |= {"latency_s": self.seconds / self.answers} if self.answers else {}
-        return {name: float(value) for name, value in found.items()}
+        if self.answers:
+            metrics["latency_s"] = self.seconds / self.answers
+        return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """Prompt of one reply.
+
+    Attributes:
+        agent: agent that the reply is for.
+        tally: tally of this agent.
+        deadline: time.monotonic() that no pause may reach.
+        digest: key of the reply in the ledger.
+    """
+
+    agent: str
+    messages: Sequence[Message]
+    settings: ReplySettings
+    tally: Tally
+    deadline: float
+    digest: str
 
 
 @dataclass(slots=True)
 class _Flight:
-    """One question that several may wait for; it ends when the last of them leaves."""
+    """Calls for one question, which ends when nobody waits for its answer any more."""
 
     task: asyncio.Task[Answer]
     waiting: int = 0
 
 
 @dataclass(slots=True)
-class _Live:
-    """What belongs to one event loop."""
+class _LoopState:
+    """State of a caller in one event loop.
+
+    Attributes:
+        provider: client of the vendor's API.
+        slots: semaphore of `concurrency`.
+        flights: questions that are being answered, by digest.
+        tasks: tasks of flights, until they have ended.
+        settled: event of the next settled reservation.
+    """
 
     provider: Provider
     slots: asyncio.Semaphore
     flights: dict[str, _Flight] = field(default_factory=dict)
-    tasks: set[asyncio.Task[Answer]] = field(
-        default_factory=set
-    )  # of flights, until they have settled
+    tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Caller:
-    """A frozen model that can be asked; used from one event loop after another, never from two at once."""
+    """Client of a frozen model, for several event loops one after another, but not two at once."""
 
     def __init__(self, config: RemoteConfig, folder: Path) -> None:
-        """Read the key and open the ledger in `folder`; RemoteError if there is no key, no library or no ledger."""
+        """Read the key, and open the ledger in `folder`.
+
+        Raises:
+            RemoteError: the key or the provider's library is missing, or the ledger cannot be
+                opened.
+        """
         self._config = config
-        self._key = remote.read_key(config.key_variable, config.key_file)
-        self._make = partial(remote.provider_class(config.provider), config, self._key)
-        self._spare = [
-            self._make()
-        ]  # now, so that a missing library is known now; the first event loop's
+        self._key = read_key(config.key_variable, config.key_file)
+        self._provider_class = provider_class(config.provider)
+        # The first event loop's provider is made here, so that a missing library is reported before
+        # a run starts.
+        self._first_provider: Provider | None = self._make_provider()
         self._ledger = Ledger(folder / "ledger.sqlite", config.budget)
-        self._not_before = 0.0  # time.monotonic() until which the server asked everyone to wait
+        self._not_before = 0.0  # time.monotonic() before which the server wants no request
+
+    def _make_provider(self) -> Provider:
+        provider: Provider = self._provider_class(self._config, self._key)
+        return provider
 
     @property
     def spent(self) -> Spending:
-        """Everything the ledger was ever charged."""
+        """Spending over all starts of the run."""
         return self._ledger.spent
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[float]:
-        """A place among `concurrency` that ask, until the time.monotonic() that is yielded; TimeoutError after that."""
-        async with self._live.slots, asyncio.timeout(self._config.deadline_s):
-            yield time.monotonic() + self._config.deadline_s
+    async def slot(self) -> AsyncIterator[float]:
+        """Wait for one of the `concurrency` slots; yield the deadline of the block.
+
+        The deadline is a time.monotonic(), `deadline_s` after the slot was free. A block that takes
+        longer ends with TimeoutError.
+        """
+        deadline_s = self._config.deadline_s
+        async with self._state.slots, asyncio.timeout(deadline_s):
+            yield time.monotonic() + deadline_s
 
     async def ask(
         self,
@@ -106,231 +159,208 @@ class Caller:
         *,
         deadline: float = math.inf,
     ) -> Answer:
-        """The model's reply on behalf of `agent`; `deadline` is a time.monotonic() past which no pause may reach.
+        """Return the model's reply for an agent. Equal questions at a time are asked once.
+
+        Args:
+            deadline: time.monotonic() that no pause between retries may reach.
 
         Raises:
-            Unanswered: no reply within the retries, or before a pause would pass the deadline.
+            Unanswered: there was no reply within the retries, or a pause would pass the deadline.
             Refused: the server refuses this prompt.
-            BudgetExhausted: the call might cost more than is left.
+            BudgetExhausted: the call may cost more than is left.
             RemoteError: the model cannot be used at all.
         """
         digest = self._digest(messages, settings)
-        found = self._ledger.find(digest)
-        if found is not None:
+        recorded = self._ledger.find(digest)
+        if recorded is not None:
             tally.cache_hits += 1
-            return found
-        live = self._live
-        flights = live.flights
-        flight = flights.get(digest)
+            return recorded
+
+        state = self._state
+        flight = state.flights.get(digest)
         if flight is None:
-            task = asyncio.create_task(
-                self._fetch(agent, digest, messages, settings, tally, deadline)
+            question = _Question(
+                agent=agent,
+                messages=messages,
+                settings=settings,
+                tally=tally,
+                deadline=deadline,
+                digest=digest,
             )
-            live.tasks.add(task)
-            task.add_done_callback(live.tasks.discard)
-            task.add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # somebody has looked
-            flight = flights[digest] = _Flight(task)
+            flight = self._start_flight(state, question)
         else:
             tally.cache_hits += 1
+
         flight.waiting += 1
         try:
             return await asyncio.shield(flight.task)
         finally:
             flight.waiting -= 1
-            if not flight.waiting:
-                flights.pop(digest, None)
-                flight.task.cancel()  # does nothing to one that is done
+            if flight.waiting == 0:
+                state.flights.pop(digest, None)
+                flight.task.cancel()  # has no effect on a task that is done
+
+    def _start_flight(self, state: _LoopState, question: _Question) -> _Flight:
+        task = asyncio.create_task(self._answer(question))
+        state.tasks.add(task)
+        task.add_done_callback(state.tasks.discard)
+        task.add_done_callback(_retrieve_exception)
+        flight = _Flight(task)
+        state.flights[question.digest] = flight
+        return flight
 
     async def aclose(self) -> None:
-        """End what is in flight and close the connections and the ledger."""
-        await cancel_tasks(self._live.tasks)
-        await self._live.provider.aclose()
+        """Cancel calls in flight, and close the connections and the ledger."""
+        await cancel_tasks(self._state.tasks)
+        await self._state.provider.aclose()
         drop_per_loop(self)
         self._ledger.close()
 
     @property
-    def _live(self) -> _Live:
-        return per_loop(
-            self,
-            lambda: _Live(
-                self._spare.pop() if self._spare else self._make(),
-                asyncio.Semaphore(self._config.concurrency),
-            ),
-        )
+    def _state(self) -> _LoopState:
+        return per_loop(self, self._make_state)
 
-    async def _fetch(
-        self,
-        agent: str,
-        digest: str,
-        messages: Sequence[Message],
-        settings: ReplySettings,
-        tally: Tally,
-        deadline: float,
-    ) -> Answer:
+    def _make_state(self) -> _LoopState:
+        provider = self._first_provider or self._make_provider()
+        self._first_provider = None
+        return _LoopState(provider, asyncio.Semaphore(self._config.concurrency))
+
+    async def _answer(self, question: _Question) -> Answer:
+        """Send requests until one is answered, or no retry is left."""
         calls = 0
 
         async def attempt() -> Answer:
             nonlocal calls
-            while (
-                wait := self._not_before - time.monotonic()
-            ) > 0:  # another call may push it further meanwhile
-                if time.monotonic() + wait > deadline:
-                    raise Unanswered(
-                        f"the server asked to wait for {wait:.3g} s more", retry_after_s=wait
-                    )
-                await asyncio.sleep(wait)
-            reservation = await self._reserve(agent, self._worst(messages, settings))
+            await self._wait_as_server_asked(question.deadline)
+            reservation = await self._reserve(question)
             calls += 1
             try:
-                return await self._call(reservation, digest, messages, settings, tally)
-            except Unanswered as failure:
-                self._not_before = max(self._not_before, time.monotonic() + failure.retry_after_s)
+                return await self._call(reservation, question)
+            except Unanswered as error:
+                not_before = time.monotonic() + error.retry_after_s
+                self._not_before = max(self._not_before, not_before)
                 raise
 
-        retries, patience_s = self._config.retries, deadline - time.monotonic()
+        retries = self._config.retries
         try:
             return await retry(
-                attempt, retries=retries, backoff_s=CALL_BACKOFF_S, patience_s=patience_s
+                attempt,
+                retries=retries,
+                backoff_s=CALL_BACKOFF_S,
+                patience_s=question.deadline - time.monotonic(),
             )
-        except Unanswered as failure:
-            why = (
-                f"after {calls} calls"
-                if calls > retries
-                else "the next try is due past the deadline"
-            )
-            raise Unanswered(f"{failure} ({why})") from None
+        except Unanswered as error:
+            reason = "the next try is due past the deadline"
+            if calls > retries:
+                reason = f"after {calls} calls"
+            raise Unanswered(f"{error} ({reason})") from None
 
-    async def _call(
-        self,
-        reservation: Reservation,
-        digest: str,
-        messages: Sequence[Message],
-        settings: ReplySettings,
-        tally: Tally,
-    ) -> Answer:
-        """One request, and its entry in the ledger whatever happens."""
-        cost: Spending | None = None  # not known
-        kept: Kept | None = None
+    async def _wait_as_server_asked(self, deadline: float) -> None:
+        """Wait until the server accepts requests again; raise Unanswered if that is past the deadline."""
+        while True:
+            # Other calls may postpone this time meanwhile.
+            wait_s = self._not_before - time.monotonic()
+            if wait_s <= 0:
+                return
+            if time.monotonic() + wait_s > deadline:
+                raise Unanswered(
+                    f"the server asked to wait for {wait_s:.3g} s more", retry_after_s=wait_s
+                )
+            await asyncio.sleep(wait_s)
+
+    async def _call(self, reservation: Reservation, question: _Question) -> Answer:
+        """Send one request; settle its reservation in any case."""
+        cost: Spending | None = None  # None: not known
+        reply: LedgerReply | None = None
         start = time.monotonic()
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                answer = await self._live.provider.complete(messages, settings)
+                answer = await self._state.provider.complete(question.messages, question.settings)
             answer = replace(answer, text=self._redact(valid_text(answer.text)))
-            if answer.prompt_tokens is None or answer.completion_tokens is None:
-                cost = reservation.worst  # the server did not say
-            else:
-                cost = self._spending(answer.prompt_tokens, answer.completion_tokens)
-            kept = digest, self._config.model, answer
-            tally.seconds += time.monotonic() - start
-            tally.answers += 1
+            cost = self._answer_cost(answer, reservation)
+            reply = LedgerReply(digest=question.digest, model=self._config.model, answer=answer)
+            question.tally.seconds += time.monotonic() - start
+            question.tally.answers += 1
             return answer
         except TimeoutError:
             raise Unanswered(f"no answer within {self._config.timeout_s:g} s") from None
-        except Unanswered as failure:
-            cost = Spending(calls=1) if failure.unbilled else None
+        except Unanswered as error:
+            if error.unbilled:
+                cost = Spending(calls=1)
             raise Unanswered(
-                self._redact(str(failure)),
-                retry_after_s=failure.retry_after_s,
-                unbilled=failure.unbilled,
+                self._redact(str(error)),
+                retry_after_s=error.retry_after_s,
+                unbilled=error.unbilled,
             ) from None
-        except Refused as refusal:
+        except Refused as error:
             cost = Spending(calls=1)
-            raise Refused(self._redact(str(refusal))) from None
-        except RemoteError as refusal:
+            raise Refused(self._redact(str(error))) from None
+        except RemoteError as error:
             cost = Spending(calls=1)
-            where = f"{self._config.provider} '{self._config.model}'"
             raise RemoteError(
-                f"{where}: {self._redact(str(refusal))}; check key, model, url and quota"
+                f"{self._name}: {self._redact(str(error))}; check key, model, url and quota"
             ) from None
         finally:
-            self._ledger.settle(reservation, cost, kept)
-            tally.spent += cost or reservation.worst
-            self._live.settled.set()
-            self._live.settled = asyncio.Event()
+            self._ledger.settle(reservation, cost, reply)
+            question.tally.spent += cost or reservation.max_cost
+            self._state.settled.set()
+            self._state.settled = asyncio.Event()
 
-    async def _reserve(self, agent: str, worst: Spending) -> Reservation:
+    async def _reserve(self, question: _Question) -> Reservation:
+        """Reserve the most that a call may cost, once calls in flight have left enough of the budget."""
+        max_cost = self._max_cost(question.messages, question.settings)
         while True:
             try:
-                return self._ledger.reserve(agent, worst)
-            except BudgetExhausted as exhausted:
-                if not self._ledger.in_flight:  # nobody's worst case can turn into room any more
-                    raise BudgetExhausted(
-                        f"{self._config.provider} '{self._config.model}': {exhausted}"
-                    ) from None
-                await self._live.settled.wait()
+                return self._ledger.reserve(question.agent, max_cost)
+            except BudgetExhausted as error:
+                if self._ledger.in_flight == 0:  # no reservation can become smaller any more
+                    raise BudgetExhausted(f"{self._name}: {error}") from None
+                await self._state.settled.wait()
+
+    @property
+    def _name(self) -> str:
+        return f"{self._config.provider} '{self._config.model}'"
 
     def _redact(self, text: str) -> str:
-        return self._key.redact(text) if self._key else text
+        return text if self._key is None else self._key.redact(text)
 
-    def _worst(self, messages: Sequence[Message], settings: ReplySettings) -> Spending:
-        """The most a call can cost: a token is at least one byte of UTF-8."""
-        prompt = sum(len(message.content.encode()) + TEMPLATE_TOKENS for message in messages)
-        asked = (self._config.request.get(name) for name in _REPLY_LIMITS)
-        reply = max([settings.max_tokens, *(limit for limit in asked if isinstance(limit, int))])
-        return self._spending(prompt, reply)
+    def _max_cost(self, messages: Sequence[Message], settings: ReplySettings) -> Spending:
+        """Return an upper bound of a call's cost: a token is at least one byte of UTF-8."""
+        prompt_tokens = 0
+        for message in messages:
+            prompt_tokens += len(message.content.encode()) + _TEMPLATE_TOKENS
+        reply_tokens = settings.max_tokens
+        for name in _REPLY_LIMITS:
+            limit = self._config.request.get(name)
+            if isinstance(limit, int):
+                reply_tokens = max(reply_tokens, limit)
+        return self._call_cost(prompt_tokens, reply_tokens)
 
-    def _spending(self, prompt: int, reply: int) -> Spending:
+    def _answer_cost(self, answer: Answer, reservation: Reservation) -> Spending:
+        """Return the cost of an answered call; its upper bound if the server counted no tokens."""
+        if answer.prompt_tokens is None or answer.completion_tokens is None:
+            return reservation.max_cost
+        return self._call_cost(answer.prompt_tokens, answer.completion_tokens)
+
+    def _call_cost(self, prompt_tokens: int, reply_tokens: int) -> Spending:
         return Spending(
-            calls=1, tokens=prompt + reply, nanos=self._config.prices.nanos(prompt, reply)
+            calls=1,
+            tokens=prompt_tokens + reply_tokens,
+            nanos=self._config.prices.nanos(prompt_tokens, reply_tokens),
         )
 
     def _digest(self, messages: Sequence[Message], settings: ReplySettings) -> str:
-        """Of all that decides the reply; not of the URL, so that a server may move to another port."""
-        config = self._config
-        said = [{"role": message.role, "content": message.content} for message in messages]
-        asked = [config.provider, config.model, config.request, asdict(settings), said]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        """Return the SHA-256 of everything that decides a reply.
 
-
-class RemoteClient:
-    """Stands in a team's `players` where a policy's `Player` would. Its tokens are not known, so there are none.
-
-    The seed of a call is part of what is kept of it: a run that goes on hears what it heard before.
-    """
-
-    def __init__(self, config: RemoteConfig, cache_folder: Path) -> None:
-        """Read the key, and open the replies and the spending kept in `cache_folder` (see `Caller`)."""
-        self._config, self._caller, self._tally = config, Caller(config, cache_folder), Tally()
-
-    async def say(
-        self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None
-    ) -> PolicyReply:
-        """The model's reply (see `PolicyClient`), to a chat with tools in words. OpenAI's protocol has no `top_k`.
-
-        Raises:
-            EngineError: no reply within the retries and the deadline, or the server refuses the prompt.
-            BudgetExhausted: the call might cost more than is left.
-            RemoteError: the model cannot be used at all.
+        The URL is not part of it, so that a server may move to another port.
         """
-        messages = in_words(messages, chat.tools if chat else ())
-        settings = ReplySettings(
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-        )
-        try:
-            async with self._caller.turn() as deadline:
-                answer = await self._caller.ask(
-                    "external", messages, settings, self._tally, deadline=deadline
-                )
-        except TimeoutError:
-            raise LateCall(
-                f"{self._config.model}: no reply within {self._config.deadline_s:g} s"
-            ) from None
-        except (Unanswered, Refused) as failure:
-            raise EngineError(f"{self._config.model}: {failure}") from failure
-        silence = replace(EMPTY_COMPLETION, finish_reason=answer.finish_reason)
-        return PolicyReply(
-            text=answer.text, raw=answer.text, prompt_ids=(), completion=silence, trainable=False
-        )
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        config = self._config
+        request = [config.provider, config.model, config.request, asdict(settings), chat]
+        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
-    def metrics(self) -> dict[str, float]:
-        """What asking has taken since the last call of `metrics`."""
-        tally, self._tally = self._tally, Tally()
-        return tally.metrics()
 
-    async def aclose(self) -> None:
-        await self._caller.aclose()
+def _retrieve_exception(task: asyncio.Task[Answer]) -> None:
+    """Retrieve a task's exception; asyncio would complain that nobody did."""
+    if not task.cancelled():
+        task.exception()

@@ -1,154 +1,221 @@
-"""Ledger of a frozen model: replies and spending in one SQLite file, which a killed run neither loses nor pays twice.
+"""Ledger of a frozen model: replies and spending in a SQLite file, which survive a killed run.
 
-What a call may cost at most is written down before it is sent, and what it did cost, with the reply, in one transaction
-after it. A call whose end is not known (killed, cancelled, timed out) stays charged at the most it may have cost.
+The most that a call may cost is recorded before the call is sent. After the call, its cost and its
+reply are recorded in one transaction. A call that did not end (killed, cancelled or timed out)
+remains charged at the most that it may have cost.
 """
 
 from __future__ import annotations
 
-import operator
 import sqlite3
-from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from rollout.base.errors import Unusable
-from rollout.engines.remote import Answer, BudgetConfig, RemoteError
+from rollout.engines.remote.config import BudgetConfig
+from rollout.engines.remote.errors import RemoteError
+from rollout.engines.remote.protocol import Answer
 
-LEDGER_VERSION = 1
-LEDGER_SCHEMA = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
+_VERSION = 1  # of the tables
+_SCHEMA = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
+_LOCK_TIMEOUT_S = 2.0
+_NANOS = 1e9  # units of 1e-9 in one unit of the currency
 
 
 class BudgetExhausted(Unusable):
-    """The next call might cost more than is left; nothing was sent."""
+    """The next call may exceed the budget; it was not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """What calls cost, or may cost at most."""
+    """Cost of calls, or an upper bound of it.
+
+    Attributes:
+        calls: number of requests.
+        tokens: tokens of prompts and replies.
+        nanos: money in 1e-9 units of the currency of the prices.
+    """
 
     calls: int = 0
-    tokens: int = 0  # of prompts and replies
-    nanos: int = 0  # 1e-9 units of the currency the prices are in
+    tokens: int = 0
+    nanos: int = 0
 
     def __add__(self, other: Spending) -> Spending:
-        return Spending(*map(operator.add, astuple(self), astuple(other)))
+        return Spending(
+            calls=self.calls + other.calls,
+            tokens=self.tokens + other.tokens,
+            nanos=self.nanos + other.nanos,
+        )
 
     def __sub__(self, other: Spending) -> Spending:
-        return Spending(*map(operator.sub, astuple(self), astuple(other)))
+        return Spending(
+            calls=self.calls - other.calls,
+            tokens=self.tokens - other.tokens,
+            nanos=self.nanos - other.nanos,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A call that may be sent: `worst` is charged until it is settled."""
+    """A call that may be sent; `max_cost` is charged until it is settled."""
 
     id: int
-    worst: Spending
+    max_cost: Spending
 
 
-Kept = tuple[
-    str, str, Answer
-]  # a reply to be found again: digest of everything that decided it, its model, itself
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerReply:
+    """Reply that later calls with the same digest get.
+
+    Attributes:
+        digest: SHA-256 of everything that decides the reply.
+        model: name of the model.
+    """
+
+    digest: str
+    model: str
+    answer: Answer
 
 
 class Ledger:
-    """One owner's replies and spending. `in_flight` counts reservations of this process that are not settled."""
+    """Replies and spending of one process, in a file that no other process may open meanwhile.
+
+    Attributes:
+        spent: spending over all starts, with the upper bounds of calls that are not settled.
+        in_flight: number of reservations of this process that are not settled.
+    """
 
     def __init__(self, path: Path, budget: BudgetConfig) -> None:
-        """Open or make the file; RemoteError if another process has it open, or it is no ledger."""
+        """Open the file, or create it.
+
+        Raises:
+            RemoteError: another process has opened it, or it is not a ledger.
+        """
         self._budget = budget
         self.in_flight = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(path, timeout=2.0, isolation_level=None)
-        with ExitStack() as failed:
-            failed.callback(self._db.close)
-            try:
-                self.spent = self._prepare(path)
-            except sqlite3.OperationalError as error:
-                raise RemoteError(
-                    f"{path}: cannot be opened ({error}); is another process using it?"
-                ) from error
-            except sqlite3.DatabaseError as error:
-                why = f"no ledger ({error}); move it away, knowing that it said what was spent"
-                raise RemoteError(f"{path}: {why}") from error
-            failed.pop_all()
+        self._database = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
+        try:
+            self._lock()
+            with self._database:
+                self._database.execute("BEGIN IMMEDIATE")
+                self._create_tables(path)
+                self.spent = self._read_spending()
+        except sqlite3.OperationalError as error:
+            self._database.close()
+            raise RemoteError(
+                f"{path}: cannot be opened ({error}); is another process using it?"
+            ) from error
+        except sqlite3.DatabaseError as error:
+            self._database.close()
+            raise RemoteError(
+                f"{path}: no ledger ({error}); move it away, knowing that it said what was spent"
+            ) from error
+        except BaseException:
+            self._database.close()
+            raise
 
-    def _prepare(self, path: Path) -> Spending:
-        """Take the file, make its tables if it is new, and add up what was spent."""
-        self._db.execute(
-            "PRAGMA locking_mode = EXCLUSIVE"
-        )  # one owner, and no shared memory on network disks
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        with self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, LEDGER_VERSION):
-                raise RemoteError(
-                    f"{path}: has version {version}, expected {LEDGER_VERSION}; move it away to start a new one"
-                )
-            if version == 0:
-                for statement in LEDGER_SCHEMA.split(";"):
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version = {LEDGER_VERSION}")
-            spent = "SELECT count(*), coalesce(sum(tokens), 0), coalesce(sum(nanos), 0) FROM calls"
-            return Spending(*self._db.execute(spent).fetchone())
+    def _lock(self) -> None:
+        # With an exclusive lock, SQLite needs no shared memory, which network file systems lack.
+        self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+
+    def _create_tables(self, path: Path) -> None:
+        """Create the tables of a new file; raise RemoteError if they are of another version."""
+        version = self._database.execute("PRAGMA user_version").fetchone()[0]
+        if version == _VERSION:
+            return
+        if version != 0:
+            raise RemoteError(
+                f"{path}: has version {version}, expected {_VERSION}; move it away to start a new "
+                "one"
+            )
+        for statement in _SCHEMA.split(";"):
+            self._database.execute(statement)
+        self._database.execute(f"PRAGMA user_version = {_VERSION}")
+
+    def _read_spending(self) -> Spending:
+        query = "SELECT count(*), coalesce(sum(tokens), 0), coalesce(sum(nanos), 0) FROM calls"
+        calls, tokens, nanos = self._database.execute(query).fetchone()
+        return Spending(calls=calls, tokens=tokens, nanos=nanos)
 
     def find(self, digest: str) -> Answer | None:
-        """The reply to an earlier call, None if there is none."""
-        row = self._db.execute(
-            "SELECT text, finish_reason, prompt_tokens, completion_tokens FROM replies WHERE digest = ?",
-            (digest,),
-        ).fetchone()
-        return row and Answer(
-            text=row[0], finish_reason=row[1], prompt_tokens=row[2], completion_tokens=row[3]
+        """Return the recorded reply with this digest, or None."""
+        query = (
+            "SELECT text, finish_reason, prompt_tokens, completion_tokens "
+            "FROM replies WHERE digest = ?"
+        )
+        row = self._database.execute(query, (digest,)).fetchone()
+        if row is None:
+            return None
+        text, finish_reason, prompt_tokens, completion_tokens = row
+        return Answer(
+            text=text,
+            finish_reason=finish_reason,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
         )
 
-    def reserve(self, agent: str, worst: Spending) -> Reservation:
-        """Charge what a call may cost at most, before it is sent; BudgetExhausted if that might pass a limit."""
-        passed = self._refused(self.spent + worst)
-        if passed:
-            raise BudgetExhausted(passed)
-        row = self._db.execute(
+    def reserve(self, agent: str, max_cost: Spending) -> Reservation:
+        """Charge the most that a call may cost, before it is sent.
+
+        Raises:
+            BudgetExhausted: the call may exceed a limit.
+        """
+        problem = self._budget_error(self.spent + max_cost)
+        if problem:
+            raise BudgetExhausted(problem)
+        cursor = self._database.execute(
             "INSERT INTO calls (agent, open, tokens, nanos) VALUES (?, 1, ?, ?)",
-            (agent, worst.tokens, worst.nanos),
+            (agent, max_cost.tokens, max_cost.nanos),
         )
-        self.spent += worst
+        self.spent += max_cost
         self.in_flight += 1
-        return Reservation(int(row.lastrowid or 0), worst)
+        return Reservation(int(cursor.lastrowid or 0), max_cost)
 
-    def _refused(self, total: Spending) -> str:
-        """Which limit `total` would pass, in words; "" if none."""
+    def _budget_error(self, total: Spending) -> str:
+        """Return the first limit that a total exceeds, as a message, or ""."""
         budget = self._budget
-        nanos = None if budget.money is None else round(budget.money * 1e9)
-        for what, limit, value, unit in (
-            ("calls", budget.calls, total.calls, 1),
-            ("tokens", budget.tokens, total.tokens, 1),
-            ("money", nanos, total.nanos, 1e9),
-        ):
-            if limit is not None and value > limit:
-                return f"{value / unit:g} {what} would pass the limit of {limit / unit:g}"
+        if budget.calls is not None and total.calls > budget.calls:
+            return f"{total.calls:g} calls would pass the limit of {budget.calls:g}"
+        if budget.tokens is not None and total.tokens > budget.tokens:
+            return f"{total.tokens:g} tokens would pass the limit of {budget.tokens:g}"
+        if budget.money is not None:
+            limit = round(budget.money * _NANOS)
+            if total.nanos > limit:
+                money = total.nanos / _NANOS
+                return f"{money:g} money would pass the limit of {limit / _NANOS:g}"
         return ""
 
     def settle(
-        self, reservation: Reservation, cost: Spending | None, kept: Kept | None = None
+        self,
+        reservation: Reservation,
+        cost: Spending | None,
+        reply: LedgerReply | None = None,
     ) -> None:
-        """Charge `cost` instead; None: it is not known, and the most it may have cost stays. Keep the reply, if any."""
-        with self._db:  # commits, or rolls back
-            self._db.execute("BEGIN IMMEDIATE")
+        """Charge the cost of a call in place of its upper bound, and record its reply.
+
+        Args:
+            cost: None: it is not known, and the upper bound remains charged.
+            reply: None: there is none.
+        """
+        with self._database:  # commits, or rolls back
+            self._database.execute("BEGIN IMMEDIATE")
             if cost is not None:
-                self._db.execute(
+                self._database.execute(
                     "UPDATE calls SET open = 0, tokens = ?, nanos = ? WHERE id = ?",
                     (cost.tokens, cost.nanos, reservation.id),
                 )
-            if kept is not None:
-                digest, model, answer = kept
-                row = (digest, model, *astuple(answer))
-                self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)", row)
+            if reply is not None:
+                row = (reply.digest, reply.model, *astuple(reply.answer))
+                self._database.execute(
+                    "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)", row
+                )
         self.in_flight -= 1
         if cost is not None:
-            self.spent += cost - reservation.worst
+            self.spent += cost - reservation.max_cost
 
     def close(self) -> None:
-        """Close the file; safe to call twice."""
-        self._db.close()
+        """Close the file; a second call has no effect."""
+        self._database.close()

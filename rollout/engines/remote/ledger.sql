@@ -1,4 +1,4 @@
--- Tables of a ledger (ledger.py): replies by the digest of all that decided them, and what calls cost.
+-- Tables of a ledger (ledger.py): replies by digest, and the cost of each call.
 CREATE TABLE replies (
     digest TEXT PRIMARY KEY, model TEXT NOT NULL, text TEXT NOT NULL, finish_reason TEXT NOT NULL,
     prompt_tokens INTEGER, completion_tokens INTEGER

@@ -19,6 +19,7 @@ from rollout.base.http import (
     TimedOut,
     Unanswered,
     retry,
+    retry_after_s,
     ssl_context,
 )
 
@@ -181,3 +182,21 @@ def test_the_kernel_probes_a_server_while_its_reply_is_awaited() -> None:
 
     exchange(serve, use)
     assert timers == ["02"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, 0.0),
+        ({"retry-after": "7"}, 7.0),
+        ({"retry-after": "2.5"}, 2.5),
+        ({"retry-after-ms": "250", "retry-after": "7"}, 0.25),
+        ({"retry-after": "Thu, 01 Jan 1970 00:01:40 GMT"}, 40.0),
+        ({"retry-after": "Thu, 01 Jan 1970 00:00:10 GMT"}, 0.0),
+        ({"retry-after": "-5"}, 0.0),
+        ({"retry-after": "soon"}, 0.0),
+        ({"retry-after": "nan"}, 0.0),
+    ],
+)
+def test_retry_after_is_read_in_all_its_forms(headers: dict[str, str], seconds: float) -> None:
+    assert retry_after_s(headers, now=60.0) == seconds

@@ -23,7 +23,7 @@ from rollout.base.http_server import SERVER
 from rollout.config.agents import AgentConfig
 from rollout.config.orchestra import OrchestraConfig
 from rollout.engines.remote import RemoteConfig
-from rollout.engines.remote.caller import RemoteClient
+from rollout.engines.remote.client import RemoteClient
 from rollout.orchestras.program import Job, ProgramRules, check_program, program
 from rollout.records.trajectory import Group, Status, Trajectory, Turn
 from rollout.rewards import ALLOCATORS

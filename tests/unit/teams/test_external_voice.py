@@ -7,7 +7,7 @@ import pytest
 
 from rollout.base.errors import EngineError
 from rollout.engines.remote import RemoteConfig
-from rollout.engines.remote.caller import RemoteClient
+from rollout.engines.remote.client import RemoteClient
 from rollout.engines.remote.ledger import BudgetExhausted
 from rollout.records.trajectory import Message, Sampling
 from rollout.teams.team import Team

@@ -15,7 +15,7 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.runtime.run_environments import make_sidecar, open_environments
 from mcore_mas.training.train import train
 from retrieval.corpus import RetrievalError
-from rollout.engines import remote as keys
+from rollout.engines.remote import keys
 from tests.support.run_folder import make_run
 
 VARIABLE = "RUN_TEST_KEY"
@@ -28,7 +28,7 @@ class _NothingStarts(Exception):
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "_taken", {})
+    monkeypatch.setattr(keys, "_hidden_keys", {})
     monkeypatch.setenv(VARIABLE, "sk-0123456789abcdef")
 
 
