@@ -1,4 +1,4 @@
-"""The page docs/catalogue.md: every team that ships, from the registries and configs."""
+"""Writer of docs/catalogue.md: every shipped team, from the registries and configs."""
 
 from __future__ import annotations
 
@@ -20,40 +20,38 @@ from rollout.rewards.penalties import PENALTIES
 from rollout.teams.roles import ROLES
 
 CATALOGUE = DOCS / "catalogue.md"
-FLOWS: dict[str, list[str]] = read_yaml(
-    Path(__file__).with_name("flows.yaml")
-)  # edges by orchestra
+# Mermaid edges by orchestra
+FLOWS: dict[str, list[str]] = read_yaml(Path(__file__).with_name("flows.yaml"))
 
 
 def pages() -> dict[Path, str]:
-    """The page, a section for each orchestra in alphabetical order."""
+    """Return the text of the page: a section for each orchestra in alphabetical order."""
     return {CATALOGUE: rendered("catalogue", teams=[_team(name) for name in sorted(ORCHESTRAS)])}
 
 
 def _team(name: str) -> dict[str, Any]:
-    """What the page says of the team in configs/team/`name`.yaml."""
-    file = CONFIGS / "team" / f"{name}.yaml"
-    text = file.read_text(encoding="utf-8")
+    """Return the values of the section about the team in configs/team/`name`.yaml."""
+    text = (CONFIGS / "team" / f"{name}.yaml").read_text(encoding="utf-8")
     team = yaml.safe_load(text)
-    # the first line names the schema
-    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()[1:])
-    roles = {
-        agent: ROLES[str(section.get("role") or agent)] for agent, section in team["agents"].items()
-    }
+    lines_after_schema = text.splitlines()[1:]
+    comment = itertools.takewhile(lambda line: line.startswith("#"), lines_after_schema)
+
+    roles = {}
+    for agent, section in team["agents"].items():
+        roles[agent] = ROLES[str(section.get("role") or agent)]
+    agents = [(agent, role.name, _summary(role.parse)) for agent, role in roles.items()]
+    penalties = [
+        (penalty, _summary(PENALTIES[penalty])) for penalty in team["reward"].get("penalties", {})
+    ]
     return {
         "name": name,
         "summary": _summary(ORCHESTRAS[name]),
         "comment": " ".join(line.lstrip("# ") for line in comment),
         "edges": list(flow(name, team)),
-        "agents": [
-            (agent, role.name, _summary(role.parse).strip()) for agent, role in roles.items()
-        ],
+        "agents": agents,
         "env": (team["env"]["name"], _summary(ENVS[team["env"]["name"]])),
         "reward": (team["reward"]["name"], _summary(ALLOCATORS[team["reward"]["name"]])),
-        "penalties": [
-            (penalty, _summary(PENALTIES[penalty]))
-            for penalty in team["reward"].get("penalties", {})
-        ],
+        "penalties": penalties,
         "sharings": _sharings(team),
         "source": Path(inspect.getfile(ORCHESTRAS[name])).resolve().relative_to(ROOT),
         "roles": list({role.name: role for role in roles.values()}.values()),
@@ -61,32 +59,34 @@ def _team(name: str) -> dict[str, Any]:
 
 
 def flow(name: str, team: Mapping[str, Any]) -> Iterator[str]:
-    """The Mermaid edges of an orchestra; of `graph` those of the graph in its team's config."""
+    """Yield the Mermaid edges of an orchestra; for `graph`, those of the graph in the team's config."""
     if name != "graph":
         yield from FLOWS[name]
         return
     graph = team["orchestra"]["options"]["graph"]
     starts = graph["start"] if isinstance(graph["start"], list) else [graph["start"]]
-    yield from (f"task --> {start}" for start in starts)
-    for node, what in graph["nodes"].items():
-        yield f'{node}["{node}: {what["agent"]}"]' if "agent" in what else f"{node}([{node}])"
+    for start in starts:
+        yield f"task --> {start}"
+    for node, settings in graph["nodes"].items():
+        is_agent = "agent" in settings
+        yield f'{node}["{node}: {settings["agent"]}"]' if is_agent else f"{node}([{node}])"
     for edge in graph["edges"]:
-        when = f'|"{edge["when"]}"| ' if "when" in edge else ""
-        yield f"{edge['from']} -->{when or ' '}{edge['to']}"
+        condition = f'|"{edge["when"]}"| ' if "when" in edge else " "
+        yield f"{edge['from']} -->{condition}{edge['to']}"
 
 
 def _sharings(team: Mapping[str, Any]) -> str:
-    """How the agents of a team may share policies."""
+    """Return the values of `sharing` that a team allows, in words."""
     if "partly" not in team:
         return "shared or separate" if len(team["agents"]) > 1 else "shared"
-    players: dict[str, list[str]] = {}
+    agents_of: dict[str, list[str]] = {}
     for agent, policy in team["partly"].items():
-        players.setdefault(policy, []).append(agent)
-    shares = "; ".join(f"`{policy}` for {', '.join(agents)}" for policy, agents in players.items())
-    return f"shared, separate or partly ({shares})"
+        agents_of.setdefault(policy, []).append(agent)
+    parts = [f"`{policy}` for {', '.join(agents)}" for policy, agents in agents_of.items()]
+    return f"shared, separate or partly ({'; '.join(parts)})"
 
 
-def _summary(thing: Callable[..., Any]) -> str:
-    """The first paragraph of a docstring, as one line."""
-    text = inspect.getdoc(thing) or ""
-    return " ".join(text.split("\n\n")[0].split())
+def _summary(function: Callable[..., Any]) -> str:
+    """Return the first paragraph of a docstring as one line."""
+    text = inspect.getdoc(function) or ""
+    return " ".join(text.partition("\n\n")[0].split())

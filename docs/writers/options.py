@@ -1,9 +1,9 @@
-"""The page docs/options.md and the schemas of editors in configs/schema/: what every option takes."""
+"""Writer of docs/options.md and configs/schema/: the options of everything that is chosen by name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from rollout.config.reward import PENALTY_REGISTRY, RewardConfig
 from rollout.tasks import GENERATORS
 
 OPTIONS = DOCS / "options.md"
+# by name: the model of the options, and the callable that has them
+Options = dict[str, tuple[type[BaseModel], Callable[..., Any]]]
 _REGISTRIES = {
     "Orchestras": ("`orchestra.name`, `orchestra.options`", OrchestraConfig.registry),
     "Environments": ("`env.name`, `env.options`", EnvConfig.registry),
@@ -37,45 +39,40 @@ _REGISTRIES = {
 
 
 def pages() -> dict[Path, str]:
-    """The page, a table for each registry and a row for each option; and the schemas by their files."""
-    made = {
-        title: (
-            place,
-            {name: (registry.model(name), registry.find(name)) for name in registry.registered},
-        )
-        for title, (place, registry) in _REGISTRIES.items()
-    }
-    tasks = {
-        name: (maker.task_options, maker.options or maker.tasks)
-        for name, maker in GENERATORS.items()
-    }
-    starts = {
-        name: (maker.demonstration_options, maker.demonstrations)
-        for name, maker in GENERATORS.items()
-        if maker.demonstrations is not None and maker.demonstration_options is not None
-    }
-    made |= {
-        "Task generators": ("`data.options`", tasks),
-        "Cold starts": ("`cold_start.options`", starts),
-    }
-    tables = [
-        {"title": title, "text": f"{place}.", "rows": list(_option_rows(options))}
-        for title, (place, options) in made.items()
-    ]
-    schemas = {
-        SCHEMAS / f"{name}.json": json.dumps(schema, indent=1, allow_nan=False, sort_keys=True)
-        + "\n"
-        for name, schema in editor_schemas().items()
-    }
-    return {OPTIONS: rendered("options", tables=tables), **schemas}
+    """Return the text of the page, a table for each registry, and the schemas by their files."""
+    tables = []
+    for title, (keys, registry) in _REGISTRIES.items():
+        options = {
+            name: (registry.model(name), registry.find(name)) for name in registry.registered
+        }
+        tables.append(_table(title, keys, options))
+
+    task_options: Options = {}
+    demonstration_options: Options = {}
+    for name, generator in GENERATORS.items():
+        task_options[name] = (generator.task_options, generator.options or generator.tasks)
+        model = generator.demonstration_options
+        if generator.demonstrations is not None and model is not None:
+            demonstration_options[name] = (model, generator.demonstrations)
+    tables.append(_table("Task generators", "`data.options`", task_options))
+    tables.append(_table("Cold starts", "`cold_start.options`", demonstration_options))
+
+    texts = {OPTIONS: rendered("options", tables=tables)}
+    for name, schema in editor_schemas().items():
+        text = json.dumps(schema, indent=1, allow_nan=False, sort_keys=True)
+        texts[SCHEMAS / f"{name}.json"] = f"{text}\n"
+    return texts
 
 
-def _option_rows(
-    options: Mapping[str, tuple[type[BaseModel], Callable[..., Any]]],
-) -> Iterator[tuple[str, ...]]:
-    """Cells of each name's options: what it takes, its default, and what the docstring says of it."""
+def _table(title: str, keys: str, options: Options) -> dict[str, Any]:
+    return {"title": title, "text": f"{keys}.", "rows": list(_option_rows(options))}
+
+
+def _option_rows(options: Options) -> Iterator[tuple[str, ...]]:
+    """Yield the row of each option: name, option, type, default, and its line in the docstring."""
     for name, (model, function) in options.items():
-        yield from ((f"`{name}`", *cells) for cells in _cells_of(model, function))
+        for cells in _cells_of(model, function):
+            yield f"`{name}`", *cells
         if not model.model_fields:
             yield f"`{name}`", "none", "", "", ""
 
@@ -83,8 +80,9 @@ def _option_rows(
 def _cells_of(
     model: type[BaseModel], function: Callable[..., Any], group: str = ""
 ) -> Iterator[tuple[str, ...]]:
-    """Cells of each option, and of each key of a group of options."""
-    schema, said = json_schema(model), option_descriptions(function)
+    """Yield the cells of each option, and of each key of a group of options."""
+    schema = json_schema(model)
+    descriptions = option_descriptions(function)
     for option, field in model.model_fields.items():
         if isinstance(field.annotation, type) and is_dataclass(field.annotation):
             yield from _cells_of(options_model(field.annotation), field.annotation, f"{option}.")
@@ -92,7 +90,8 @@ def _cells_of(
         part = schema["properties"][option]
         default = "required" if field.is_required() else f"`{yaml_default(part.get('default'))}`"
         takes = type_words(part, schema.get("$defs", {}))
-        yield f"`{group}{option}`", takes, default, said.get(option, "").replace("|", "/")
+        description = descriptions.get(option, "").replace("|", "/")
+        yield f"`{group}{option}`", takes, default, description
 
 
 def yaml_default(default: Any) -> str:

@@ -1,4 +1,4 @@
-"""The README's results: a row for each experiment of tables of scores."""
+"""Writer of the README's results: a row for each experiment, from tables of scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTE = (
 
 
 def pages(*tables: Path, readme: Path = ROOT / "README.md") -> dict[Path, str]:
-    """The page with the results in `tables` between its two markers; rows of other tables stay.
+    """Return the README with the results of `tables` between its two markers; rows of other tables stay.
 
     Raises:
         TableError: the page has not exactly one block, or a table is not as `make_table` writes it.
@@ -38,15 +38,21 @@ def pages(*tables: Path, readme: Path = ROOT / "README.md") -> dict[Path, str]:
 
 
 def results_block(tables: Sequence[Path], before: str = "") -> str:
-    """One Markdown table with a row per experiment of `tables`, in their order, and a note that says what it shows.
+    """Return a Markdown table with a row per experiment, and a note that explains its columns.
 
-    Rows that the block `before` has of other tables, where it names them, come after them.
+    Args:
+        tables: CSV files of scores, in the order of their rows.
+        before: an earlier block; its rows of other tables follow.
     """
-    rows = [{"table": table.stem, **row} for table in tables for row in result_rows(table)]
-    given = {table.stem for table in tables}
-    block = pd.DataFrame(
-        [*rows, *(row for row in _rows_of(before) if row.get("table", "") not in {"", *given})]
-    )
+    rows: list[dict[str, object]] = []
+    for table in tables:
+        rows.extend({"table": table.stem, **row} for row in result_rows(table))
+    new_tables = {table.stem for table in tables}
+    for earlier in _rows_of(before):
+        if earlier.get("table") and earlier["table"] not in new_tables:
+            rows.append(dict(earlier))
+
+    block = pd.DataFrame(rows)
     names = ", ".join(f"`{name}.csv`" for name in block["table"].unique())
     if block["table"].nunique() == 1:
         block = block.drop(columns="table")
@@ -54,7 +60,7 @@ def results_block(tables: Sequence[Path], before: str = "") -> str:
 
 
 def _rows_of(markdown: str) -> list[dict[str, str]]:
-    """The rows of a Markdown table as text by column."""
+    """Parse the rows of a Markdown table, as text by column."""
     lines = [line.strip("|").split("|") for line in markdown.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line] for line in lines]
     return [dict(zip(cells[0], row, strict=False)) for row in cells[2:]]

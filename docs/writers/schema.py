@@ -1,4 +1,4 @@
-"""JSON schemas of configs for editors, made from the models that check them: those that the shipped configs name."""
+"""JSON schemas of configs for editors, made from the models that check configs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rollout.tasks import GENERATORS
 EditorSchema = dict[str, Any]
 
 SCHEMAS = CONFIGS / "schema"
-SECTIONS = {  # the section that a config of a group sets; those of other groups may set any
+# the section that a config of a group sets; configs of other groups may set any section
+SECTIONS = {
     "advantage": "AdvantageConfig",
     "cluster": "ClusterConfig",
     "coach": "CoachConfig",
@@ -44,7 +45,7 @@ def editor_schemas() -> dict[str, EditorSchema]:
 
 
 def run_schema() -> EditorSchema:
-    """The schema of files that set any part of a run: nothing is required, and what Hydra reads may stand there too."""
+    """Return the schema of files that set any part of a run: no key is required, and Hydra's keys are allowed."""
     schema = _partial(json_schema(RunConfig))
     sections = schema["$defs"]
     for choice in _CHOICES:
@@ -100,7 +101,7 @@ def run_schema() -> EditorSchema:
 
 
 def _cold_starts(sections: EditorSchema) -> Iterator[EditorSchema]:
-    """The options of a cold start by the generator of its demonstrations."""
+    """Yield the condition that gives a cold start the options of its generator."""
     for name, generator in GENERATORS.items():
         if generator.demonstration_options is not None:
             options = _hoisted(sections, json_schema(generator.demonstration_options))
@@ -111,7 +112,11 @@ def _cold_starts(sections: EditorSchema) -> Iterator[EditorSchema]:
 def _choose(
     section: EditorSchema, key: str, options: Mapping[str, EditorSchema], *, own: bool
 ) -> None:
-    """Make the options of a section follow the name under `key`."""
+    """Make the schema of a section's options depend on the name under `key`.
+
+    Args:
+        own: whether an import path may replace the name.
+    """
     names: list[EditorSchema] = [
         {"enum": [*sorted(options), *([None] if key == "generator" else [])]}
     ]
@@ -129,26 +134,26 @@ def _where(key: str, schema: EditorSchema) -> EditorSchema:
 
 
 def _hoisted(sections: EditorSchema, schema: EditorSchema) -> EditorSchema:
-    """The schema of options, with what it refers to among `sections`."""
+    """Return the schema of options, after moving its definitions into `sections`."""
     partial: EditorSchema = _partial(schema)
     sections |= partial.pop("$defs", {})
     return partial
 
 
 def _partial(schema: Any) -> Any:
-    """The schema with nothing required, no titles, and interpolations in place of any value."""
+    """Return the schema without required keys and titles, with interpolations allowed for any value."""
     if isinstance(schema, list):
         return [_partial(part) for part in schema]
     if not isinstance(schema, dict):
         return None if isinstance(schema, float) and schema == float("inf") else schema
-    kept = {
+    result = {
         key: _partial(part)
         for key, part in schema.items()
         if key not in ("required", "title", "properties")
     }
     if "properties" in schema:
-        kept["properties"] = {
+        result["properties"] = {
             name: {"anyOf": [_partial(part), _INTERPOLATED]}
             for name, part in schema["properties"].items()
         }
-    return kept
+    return result

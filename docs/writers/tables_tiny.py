@@ -1,4 +1,4 @@
-"""The page docs/tables_tiny.md: which papers' tables `make tables-tiny` made, and one of them beside it."""
+"""Writer of docs/tables_tiny.md: the papers' tables that `make tables-tiny` made, and one of them as an example."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,78 +20,87 @@ from rollout.base.json_files import read_json_lines
 
 OUTCOMES = DOCS / "tables_tiny.md"
 SAMPLE = DOCS / "tables_drmas_1_tiny.md"
+_NOTE = "Copied by `python -m docs.writers tables_tiny` from results/tiny/tables/drmas_1.md, as the run left it."
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """When a table was made, in Unix time, and at which commit."""
+
+    time: float
+    commit: str
 
 
 def pages(results: Path = DOCS.parent / "results" / "tiny") -> dict[Path, str]:
-    """The page about the results folder of such a run; and Dr.MAS' Table 1 as that made it, head and all, if it did."""
+    """Return the page about a results folder, and Table 1 of Dr. MAS if it was made there."""
+    texts = {OUTCOMES: _outcomes(results)}
     table = results / "tables" / "drmas_1.md"
-    note = "Copied by `python -m docs.writers tables_tiny` from results/tiny/tables/drmas_1.md, as the run left it."
-    sample = (
-        {SAMPLE: f"{table.read_text(encoding='utf-8').rstrip()}\n\n{note}\n"}
-        if table.is_file()
-        else {}
-    )
-    return {OUTCOMES: _outcomes(results), **sample}
+    if table.is_file():
+        texts[SAMPLE] = f"{table.read_text(encoding='utf-8').rstrip()}\n\n{_NOTE}\n"
+    return texts
 
 
 def _outcomes(results: Path) -> str:
     tables = [PaperTable.load(name) for name in table_names()]
-    rows = {name: _experiment(results / name) for table in tables for name in table.experiments}
+    rows: dict[str, dict[str, str]] = {}
+    for table in tables:
+        for name in table.experiments:
+            rows[name] = _experiment_row(results / name)
     made = {table.name: _made(results / "tables" / f"{table.name}.json") for table in tables}
-    jobs = [job for file in sorted(results.rglob("benchmarks/*.jsonl")) for job in _jobs(file)[-1:]]
-    ended = [row for row in rows.values() if row["outcome"].startswith("ran")]
-    latest = max((mark for mark in made.values() if mark), default=(0.0, "none"))
+    finished = [row for row in rows.values() if row["outcome"].startswith("ran")]
+    latest = _Made(0.0, "none")
+    for mark in made.values():
+        if mark is not None and mark.time > latest.time:
+            latest = mark
+
+    jobs = []
+    for file in sorted(results.rglob("benchmarks/*.jsonl")):
+        jobs.extend(_json_lines(file)[-1:])
+    experiment_rows = [{"experiment": f"`{name}`", **row} for name, row in rows.items()]
     return rendered(
         "tables_tiny",
         made=sum(mark is not None for mark in made.values()),
-        ended=len(ended),
-        day=datetime.fromtimestamp(latest[0], UTC).date(),
-        commit=latest[1],
+        ended=len(finished),
+        day=datetime.fromtimestamp(latest.time, UTC).date(),
+        commit=latest.commit,
         jobs=jobs,
-        tables=markdown_table(pd.DataFrame([_table(table, made, rows) for table in tables])),
+        tables=markdown_table(pd.DataFrame([_table_row(table, made, rows) for table in tables])),
         count=len(tables),
-        rows=markdown_table(
-            pd.DataFrame({"experiment": f"`{name}`", **row} for name, row in rows.items()).fillna(
-                ""
-            )
-        ),
+        rows=markdown_table(pd.DataFrame(experiment_rows).fillna("")),
         experiments=len(rows),
     )
 
 
-def _table(
-    table: PaperTable, made: dict[str, Any], rows: dict[str, dict[str, str]]
+def _table_row(
+    table: PaperTable, made: dict[str, _Made | None], rows: dict[str, dict[str, str]]
 ) -> dict[str, str]:
-    ran = sum(rows[name]["outcome"].startswith("ran") for name in table.experiments)
+    finished = sum(rows[name]["outcome"].startswith("ran") for name in table.experiments)
     return {
         "table": f"`table_{table.name}`",
         "of": table.title,
         "made": "yes" if made[table.name] else "no",
-        "experiments run": f"{ran} of {len(table.experiments)}",
+        "experiments run": f"{finished} of {len(table.experiments)}",
     }
 
 
-def _made(path: Path) -> tuple[float, str] | None:
-    """When a table was made, in Unix time, and at which commit."""
-    return (
-        (path.stat().st_mtime, json.loads(path.read_text(encoding="utf-8"))["commit"])
-        if path.is_file()
-        else None
-    )
+def _made(path: Path) -> _Made | None:
+    """Return when the table of this file was made, or None if it was not."""
+    if not path.is_file():
+        return None
+    commit = json.loads(path.read_text(encoding="utf-8"))["commit"]
+    return _Made(path.stat().st_mtime, commit)
 
 
-def _experiment(run: Path) -> dict[str, str]:
+def _experiment_row(run: Path) -> dict[str, str]:
     evaluated = sorted(path.stem for path in (run / "evaluation").glob("*.json"))
-    done = (run / "train" / "done.json").is_file()
-    untrained = evaluated and not (run / "train").exists()  # some tables have no more of it
-    ran = "ran" if done else "ran untrained" if untrained else ""
-    outcome = (evaluated and ran) or _failure(run) or ("unfinished" if run.is_dir() else "not run")
     updates = Counter[str]()
-    for step in _jobs(run / "train" / "metrics.jsonl"):
-        found = {key: re.fullmatch(r"policy/(.+)/updates", key) for key in step}
-        updates.update({match[1]: int(step[key]) for key, match in found.items() if match})
+    for step in _json_lines(run / "train" / "metrics.jsonl"):
+        for key, value in step.items():
+            policy = re.fullmatch(r"policy/(.+)/updates", key)
+            if policy is not None:
+                updates[policy[1]] += int(value)
     return {
-        "outcome": outcome,
+        "outcome": _outcome(run, evaluated),
         "updates": ", ".join(f"{policy} {count}" for policy, count in updates.items()),
         "train, s": _seconds(run, ["train"]),
         "evaluated": ", ".join(evaluated),
@@ -98,19 +108,31 @@ def _experiment(run: Path) -> dict[str, str]:
     }
 
 
+def _outcome(run: Path, evaluated: Sequence[str]) -> str:
+    """Describe how far a run came; some tables evaluate untrained teams only."""
+    if evaluated and (run / "train" / "done.json").is_file():
+        return "ran"
+    if evaluated and not (run / "train").exists():
+        return "ran untrained"
+    return _failure(run) or ("unfinished" if run.is_dir() else "not run")
+
+
 def _seconds(run: Path, jobs: Sequence[str]) -> str:
-    found = [job["s"] for name in jobs for job in _jobs(run / "benchmarks" / f"{name}.jsonl")[-1:]]
-    return f"{sum(found):.0f}" if found else ""
+    """Return the seconds of the last attempts of these jobs in total, or "" if none ran."""
+    seconds = []
+    for name in jobs:
+        seconds.extend(job["s"] for job in _json_lines(run / "benchmarks" / f"{name}.jsonl")[-1:])
+    return f"{sum(seconds):.0f}" if seconds else ""
 
 
 def _failure(run: Path) -> str:
-    """The cause that the log of a failed job ends with."""
+    """Return the error at the end of the log of a failed job, or ""."""
     for log in sorted((run / "logs").glob("*.log"), key=lambda file: file.stat().st_mtime):
-        last = log.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
-        if last.startswith("error: "):
-            return f"failed, {log.stem}: {last.removeprefix('error: ')}"
+        last_line = log.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
+        if last_line.startswith("error: "):
+            return f"failed, {log.stem}: {last_line.removeprefix('error: ')}"
     return ""
 
 
-def _jobs(path: Path) -> list[dict[str, Any]]:
+def _json_lines(path: Path) -> list[dict[str, Any]]:
     return read_json_lines(path)[0] if path.is_file() else []
