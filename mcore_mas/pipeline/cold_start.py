@@ -1,4 +1,7 @@
-"""Cold start: supervised fine-tuning (SFT) of a small random model on demonstrations, until its replies are valid."""
+"""Cold start: supervised fine-tuning (SFT) of a small random model on generated demonstrations.
+
+It ends when the replies of the team are valid and accurate enough for reinforcement learning.
+"""
 
 import asyncio
 import shutil
@@ -38,22 +41,28 @@ from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Demonstration, Task
 from rollout.teams.collect import Collector
 
-_Measure = Callable[
-    [MegatronTrainer, int], tuple[float, float]
-]  # (accuracy, share of well-formed turns) after a step
-
 _POLICY = "cold start"
-_BETAS = (0.9, 0.98)  # of Adam: a cold start is short
+# Adam's decay rates. The second one is lower than usual because a cold start has few steps.
+_BETAS = (0.9, 0.98)
+
+# One measurement: step, seconds since the start, loss, accuracy and the share of legal turns.
+_Measurement = dict[str, float]
 
 
 def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
-    """Fine-tune `base_dir` into `out_dir`/model, one model that every policy starts from.
+    """Fine-tune a base model into `out_dir`/model, which every policy starts from.
 
-    Stops as soon as a measurement of the team on validation tasks is legal and accurate enough, or after max_steps;
-    `out_dir`/bootstrap.json says which, with all measurements. One that was ended goes on from its last checkpoint.
+    Training stops when the team, measured on validation tasks, is legal and accurate enough, or
+    after max_steps. `out_dir`/bootstrap.json gets the model's folder and all measurements. An
+    interrupted cold start continues from its newest checkpoint.
+
+    Args:
+        config_path: resolved config of the run.
+        base_dir: folder of the base model and its tokenizer.
+        out_dir: folder of the cold start.
 
     Raises:
-        Stopped: a signal that is blocked waits (`requeue_when_stopped`); what was learned is saved.
+        Stopped: a stop signal is pending (`queued_again` blocks them); a checkpoint is saved.
     """
     config = RunConfig.load(config_path)
     cold_start = config.cold_start
@@ -66,65 +75,80 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         objective=Objective(loss="cross_entropy"),
     )
     renderer = Renderer(base_dir)
+
     with hide_gpus_from_cpu_run(config), ExitStack() as stack:
         init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
         stack.callback(destroy_process_groups)
         trainer = MegatronTrainer(spec)
         make_env = stack.enter_context(open_environments(config, "bootstrap/retriever"))
-        measure = _measurement(config, cold_start, base_dir, renderer, make_env)
-        checkpoints = _checkpoints(out_dir / "checkpoints", config, base_dir)
-        step, history = 0, list[dict[str, float]]()
-        if saved := checkpoints.newest(print):
-            trainer.restore(saved.folder)
-            print(f"continuing from {saved.folder}")
-            step, history = saved.step, saved.state["history"]
+        team_evaluator = _TeamEvaluator(config, cold_start, base_dir, renderer, make_env)
+
+        checkpoints = _open_checkpoints(out_dir / "checkpoints", config, base_dir)
+        step = 0
+        history: list[_Measurement] = []
+        checkpoint = checkpoints.newest(print)
+        if checkpoint:
+            trainer.restore(checkpoint.folder)
+            print(f"continuing from {checkpoint.folder}")
+            step = checkpoint.step
+            history = checkpoint.state["history"]
+
         reporter = stack.enter_context(
             ProgressReporter(f"{config.run} bootstrap", cold_start.max_steps, step)
         )
-        started = time.monotonic() - (history[-1]["seconds"] if history else 0.0)
-        for batch in _batches(config, cold_start, renderer, step):
-            last = history[-1] if history else None
-            if (
-                last
-                and last["legal"] >= cold_start.stop_legal
-                and last["accuracy"] >= cold_start.stop_accuracy
-            ):
+        earlier_seconds = history[-1]["seconds"] if history else 0.0
+        started = time.monotonic() - earlier_seconds
+        for batch in _batches(config, cold_start, renderer, start_step=step):
+            if history and _is_good_enough(history[-1], cold_start):
                 break
+
             step += 1
             metrics = trainer.update(pack(batch, config.trainer.microbatch_tokens))
-            due = step % cold_start.check_every == 0 or step == cold_start.max_steps
-            if due and step >= cold_start.first_check:
-                accuracy, legal = measure(trainer, step)
+
+            check_due = step % cold_start.check_every == 0 or step == cold_start.max_steps
+            if check_due and step >= cold_start.first_check:
+                accuracy, legal = team_evaluator.evaluate(trainer, step)
                 loss = sum(value for name, value in metrics.items() if name.endswith("/loss"))
-                shown = {"loss": loss, "accuracy": accuracy, "legal": legal}
-                history.append({"step": step, "seconds": time.monotonic() - started, **shown})
-                reporter.step(step, shown)
-            told = signal.sigpending() & set(STOP_SIGNALS)
-            if due or told:
+                measurement = {"loss": loss, "accuracy": accuracy, "legal": legal}
+                seconds = time.monotonic() - started
+                history.append({"step": step, "seconds": seconds, **measurement})
+                reporter.step(step, measurement)
+
+            pending = signal.sigpending() & set(STOP_SIGNALS)
+            if check_due or pending:
                 asyncio.run(_save(checkpoints, trainer, step, history))
-            if told:
-                raise Stopped(
-                    f"stopped by {signal.Signals(min(told)).name} after step {step}; all of it is saved"
-                )
+            if pending:
+                name = signal.Signals(min(pending)).name
+                raise Stopped(f"stopped by {name} after step {step}; all of it is saved")
+
         trainer.model.write(out_dir / "model")
     write_json(out_dir / "bootstrap.json", {"model": str(out_dir / "model"), "history": history})
     shutil.rmtree(out_dir / "checkpoints")
 
 
-def _checkpoints(folder: Path, config: RunConfig, base_dir: Path) -> Checkpoints:
-    """Those of a cold start, in a folder for its settings and its base model: others start anew."""
-    settings, base = (
-        settings_digest(config.model_dump(mode="json"), "start"),
-        sha256(*sorted(base_dir.iterdir())),
+def _is_good_enough(measurement: _Measurement, cold_start: ColdStartConfig) -> bool:
+    return (
+        measurement["legal"] >= cold_start.stop_legal
+        and measurement["accuracy"] >= cold_start.stop_accuracy
     )
+
+
+def _open_checkpoints(folder: Path, config: RunConfig, base_dir: Path) -> Checkpoints:
+    """Return the checkpoints of a cold start.
+
+    Their folder is named after the settings and the base model, so that a cold start with other
+    ones does not continue from them.
+    """
+    settings = settings_digest(config.model_dump(mode="json"), "start")
+    base = sha256(*sorted(base_dir.iterdir()))
     identity = Identity(run=config.run, models={}, inputs={"settings": settings, "base": base})
     return Checkpoints(folder / f"{settings}-{base}"[:40], identity, keep=1)
 
 
 async def _save(
-    checkpoints: Checkpoints, trainer: MegatronTrainer, step: int, history: list[dict[str, float]]
+    checkpoints: Checkpoints, trainer: MegatronTrainer, step: int, history: list[_Measurement]
 ) -> None:
-    """Save all that is needed to go on after `step`."""
+    """Save a checkpoint of `step` and wait until it is complete."""
 
     async def write(folder: Path) -> Any:
         trainer.save(folder)
@@ -138,50 +162,71 @@ async def _save(
     await checkpoints.finish()
 
 
-def _measurement(
-    config: RunConfig,
-    cold_start: ColdStartConfig,
-    base_dir: Path,
-    renderer: Renderer,
-    make_env: Callable[[Task], Env],
-) -> _Measure:
-    """How to measure the team, on the trainer's weights after a step, on a few validation tasks."""
-    engine = LocalEngine(
-        EmbeddedEngine.from_folder(
-            base_dir, rows=config.engine.slots, max_length=config.engine.max_length
-        )
-    )
-    player = EngineClient(engine=engine, renderer=renderer)
-    team = build_team(config.agents, dict.fromkeys(config.policies, player))
-    orchestra = config.orchestra.call
-    tasks = prepared_tasks(config.folder / "tasks", "validation")[: cold_start.check_tasks]
+class _TeamEvaluator:
+    """Evaluation of the team on a few validation tasks, with the trainer's weights."""
 
-    async def measure(trainer: MegatronTrainer, step: int) -> tuple[float, float]:
-        await engine.load_weights(trainer.model.weights(), version=step)
+    def __init__(
+        self,
+        config: RunConfig,
+        cold_start: ColdStartConfig,
+        base_dir: Path,
+        renderer: Renderer,
+        make_env: Callable[[Task], Env],
+    ) -> None:
+        self._engine = LocalEngine(
+            EmbeddedEngine.from_folder(
+                base_dir, rows=config.engine.slots, max_length=config.engine.max_length
+            )
+        )
+        client = EngineClient(engine=self._engine, renderer=renderer)
+        self._team = build_team(config.agents, dict.fromkeys(config.policies, client))
+        self._make_env = make_env
+        self._orchestra = config.orchestra.call
+        self._seed = config.seed
+        validation_tasks = prepared_tasks(config.folder / "tasks", "validation")
+        self._tasks = validation_tasks[: cold_start.check_tasks]
+
+    def evaluate(self, trainer: MegatronTrainer, step: int) -> tuple[float, float]:
+        """Return accuracy and share of well-formed turns after a step."""
+        return asyncio.run(self._evaluate(trainer, step))
+
+    async def _evaluate(self, trainer: MegatronTrainer, step: int) -> tuple[float, float]:
+        await self._engine.load_weights(trainer.model.weights(), version=step)
         collector = Collector(
-            team=team, make_env=make_env, orchestra=orchestra, seed=config.seed, step=step
+            team=self._team,
+            make_env=self._make_env,
+            orchestra=self._orchestra,
+            seed=self._seed,
+            step=step,
         )
-        groups = await collector.collect(tasks, 1)
+        groups = await collector.collect(self._tasks, 1)
         return mean_success(groups), valid_turn_share(groups)
-
-    return lambda trainer, step: asyncio.run(measure(trainer, step))
 
 
 def _batches(
-    config: RunConfig, cold_start: ColdStartConfig, renderer: Renderer, taken: int
+    config: RunConfig, cold_start: ColdStartConfig, renderer: Renderer, start_step: int
 ) -> Iterator[list[Sample]]:
-    """`max_steps` batches of samples, each weighted to a token mean, without those of the first `taken` steps."""
+    """Yield the batches of the steps after `start_step`, up to max_steps in total.
+
+    Samples are weighted so that the loss of a batch is a mean over its tokens.
+    """
     stream = run_demonstrations(config, cold_start, cold_start.max_steps * cold_start.batch)
-    stream = islice(stream, taken * cold_start.batch, None)
-    # one micro-batch holds one agent's samples, and nobody asks here which agent a gradient came from
-    while batch := [
-        _sample(demonstration, renderer) for demonstration in islice(stream, cold_start.batch)
-    ]:
-        yield weigh(batch, {_POLICY: 1.0})
+    stream = islice(stream, start_step * cold_start.batch, None)
+    while True:
+        demonstrations = list(islice(stream, cold_start.batch))
+        if not demonstrations:
+            return
+        samples = [_make_sample(demonstration, renderer) for demonstration in demonstrations]
+        yield weigh(samples, {_POLICY: 1.0})
 
 
-def _sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
-    ids, written = renderer.dialogue(demonstration.messages)
+def _make_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
+    """Return a demonstration as a sample whose assistant tokens are trained.
+
+    All samples name the same agent, because a micro-batch holds samples of one agent and gradients
+    by agent are not measured here.
+    """
+    ids, trained = renderer.dialogue(demonstration.messages)
     return Sample(
         policy=_POLICY,
         agent=_POLICY,
@@ -190,5 +235,5 @@ def _sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
         turn=0,
         prompt_ids=(),
         completion_ids=ids,
-        trained=written,
+        trained=trained,
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 from mcore_mas.runtime.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.pipeline.prepare import probe_index
+    from mcore_mas.pipeline.passage_index import probe_index
     from mcore_mas.tracking.stage_record import stage_record
 
     with stage_record(snakemake.log[0]):

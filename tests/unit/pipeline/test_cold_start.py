@@ -1,12 +1,14 @@
-"""A cold start that was killed, or told to stop, goes on from its last checkpoint to the same model, bit for bit."""
+"""An interrupted cold start continues from its newest checkpoint to the same model, bit for bit."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,123 +23,131 @@ from rollout.base.files import write_text
 from tests.support.starts import Forked
 
 ROOT = Path(__file__).resolve().parents[3]
+STEPS = 6
+SETTINGS = [
+    "data.train=4",
+    "data.validation=2",
+    "data.test=2",
+    "engine.slots=4",
+    "cold_start.base.layers=1",
+    "cold_start.base.hidden=32",
+    "cold_start.base.heads=2",
+    "cold_start.base.kv_heads=2",
+    "cold_start.base.ffn=32",
+    "cold_start.batch=2",
+    "cold_start.warmup_steps=2",
+    f"cold_start.max_steps={STEPS}",
+    "cold_start.first_check=0",
+    "cold_start.check_every=2",
+    "cold_start.check_tasks=2",
+]
+# Run a cold start in the folder of a run. With "stop", SIGURG is sent during the third step.
 PROGRAM = """
 import signal, sys
 from pathlib import Path
 from mcore_mas.pipeline import cold_start
 from mcore_mas.runtime.joblog import logged
 
-folder, stops = Path(sys.argv[1]), sys.argv[2] == "stops"
+folder = Path(sys.argv[1])
+stop = sys.argv[2] == "stop"
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGURG])
 update = cold_start.MegatronTrainer.update
 
-def told(trainer, *args):
-    if stops and trainer.updates == 2:
-        signal.raise_signal(signal.SIGURG)  # in the third step
+def update_with_signal(trainer, *args):
+    if stop and trainer.updates == 2:
+        signal.raise_signal(signal.SIGURG)
     return update(trainer, *args)
 
-cold_start.MegatronTrainer.update = told
+cold_start.MegatronTrainer.update = update_with_signal
 with logged(folder / "logs/bootstrap.log"):
     cold_start.bootstrap(folder / "config.yaml", folder / "base", folder / "bootstrap")
 """
-STEPS = 6
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Digest of a cold-started model, and the measurements without their times."""
+
+    model: str
+    measurements: list[dict[str, float]]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A results folder with the tasks and the base model of a run."""
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with its tasks and its base model."""
     results = tmp_path_factory.mktemp("results")
-    small = [
-        "data.train=4",
-        "data.validation=2",
-        "data.test=2",
-        "cold_start.base.layers=1",
-        "cold_start.base.hidden=32",
-    ]
-    small += [
-        "cold_start.base.heads=2",
-        "cold_start.base.kv_heads=2",
-        "cold_start.base.ffn=32",
-        "engine.slots=4",
-    ]
-    steps = [
-        f"max_steps={STEPS}",
-        "check_every=2",
-        "check_tasks=2",
-        "batch=2",
-        "warmup_steps=2",
-        "first_check=0",
-    ]
-    values = resolve(
-        [
-            "experiment=demo_math",
-            "run=duo",
-            f"results={results}",
-            *small,
-            *(f"cold_start.{s}" for s in steps),
-        ]
-    )
-    write_text(results / "duo" / "config.yaml", yaml.safe_dump(values))
-    prepare_tasks(results / "duo" / "config.yaml", results / "duo" / "tasks")
-    make_base_model(
-        results / "duo" / "config.yaml", results / "duo" / "tasks", results / "duo" / "base"
-    )
-    return results / "duo"
+    folder = results / "duo"
+    config = resolve(["experiment=demo_math", "run=duo", f"results={results}", *SETTINGS])
+    write_text(folder / "config.yaml", yaml.safe_dump(config))
+    prepare_tasks(folder / "config.yaml", folder / "tasks")
+    make_base_model(folder / "config.yaml", folder / "tasks", folder / "base")
+    return folder
 
 
-def started(
+def run_cold_start(
     folder: Path, mode: str = "", *, kind: type[subprocess.Popen[Any]] = Forked, **env: str
 ) -> tuple[int, str]:
+    """Run a cold start in a process of its own; return its exit status and its log."""
     command = [sys.executable, "-c", PROGRAM, str(folder), mode]
     with kind(command, cwd=ROOT, env={**os.environ, **env}) as child:
         status = child.wait(300)
     return status, (folder / "logs" / "bootstrap.log").read_text()
 
 
-def cleared(base: Path) -> None:
-    """Have the next cold start begin from nothing."""
+def remove_outputs(folder: Path) -> None:
+    """Remove the outputs of earlier cold starts, so that the next one starts from the beginning."""
     for name in ("bootstrap", "logs"):
-        subprocess.run(["rm", "-rf", str(base / name)], check=True)
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def outcome(folder: Path) -> tuple[str, list[dict[str, float]]]:
-    written = json.loads((folder / "bootstrap" / "bootstrap.json").read_text())
-    measured = [
-        {name: row[name] for name in row if name != "seconds"} for row in written["history"]
-    ]
-    assert not (folder / "bootstrap" / "checkpoints").exists()
-    return sha256(*sorted((folder / "bootstrap" / "model").iterdir())), measured
-
-
-@pytest.mark.slow
-def test_a_cold_start_goes_on_after_a_kill_and_a_stop_to_the_same_bits(base: Path) -> None:
-    assert (
-        started(base, kind=subprocess.Popen)[0] == 0
-    )  # whose hashes are others than those of forks
-    unbroken = outcome(base)
-    assert [row["step"] for row in unbroken[1]] == [2, 4, 6]
-    cleared(base)
-    code, _ = started(base, MCORE_MAS_FAILPOINTS="checkpoint.there=kill@2")
-    assert code == -signal.SIGKILL
-    code, said = started(base)
-    assert code == 0 and "/step_000004\n" in said
-    assert outcome(base) == unbroken
-    cleared(base)
-    code, said = started(base, "stops")
-    assert code == 1 and said.rstrip().endswith(
-        "error: stopped by SIGURG after step 3; all of it is saved"
+def outcome_of(folder: Path) -> Outcome:
+    bootstrap = folder / "bootstrap"
+    assert not (bootstrap / "checkpoints").exists()
+    history = json.loads((bootstrap / "bootstrap.json").read_text())["history"]
+    return Outcome(
+        model=sha256(*sorted((bootstrap / "model").iterdir())),
+        measurements=[
+            {name: value for name, value in measurement.items() if name != "seconds"}
+            for measurement in history
+        ],
     )
-    code, said = started(base)
-    assert code == 0 and "/step_000003\n" in said
-    assert outcome(base) == unbroken
 
 
 @pytest.mark.slow
-def test_a_cold_start_of_other_settings_begins_anew(base: Path) -> None:
-    cleared(base)
-    assert started(base, MCORE_MAS_FAILPOINTS="checkpoint.there=kill@2")[0] == -signal.SIGKILL
-    values = yaml.safe_load((base / "config.yaml").read_text())
-    values["cold_start"]["lr"] *= 2
-    write_text(base / "config.yaml", yaml.safe_dump(values))
-    code, said = started(base)
-    assert code == 0 and "continuing from" not in said
+def test_an_interrupted_cold_start_continues_to_the_same_bits(run_folder: Path) -> None:
+    # Unlike forked processes, this one has hash seeds of its own, which must not matter.
+    status, _ = run_cold_start(run_folder, kind=subprocess.Popen)
+    assert status == 0
+    uninterrupted = outcome_of(run_folder)
+    assert [row["step"] for row in uninterrupted.measurements] == [2, 4, 6]
+
+    remove_outputs(run_folder)
+    status, _ = run_cold_start(run_folder, MCORE_MAS_FAILPOINTS="checkpoint.there=kill@2")
+    assert status == -signal.SIGKILL
+    status, log = run_cold_start(run_folder)
+    assert status == 0
+    assert "/step_000004\n" in log
+    assert outcome_of(run_folder) == uninterrupted
+
+    remove_outputs(run_folder)
+    status, log = run_cold_start(run_folder, "stop")
+    assert status == 1
+    assert log.rstrip().endswith("error: stopped by SIGURG after step 3; all of it is saved")
+    status, log = run_cold_start(run_folder)
+    assert status == 0
+    assert "/step_000003\n" in log
+    assert outcome_of(run_folder) == uninterrupted
+
+
+@pytest.mark.slow
+def test_a_cold_start_with_other_settings_starts_from_the_beginning(run_folder: Path) -> None:
+    remove_outputs(run_folder)
+    status, _ = run_cold_start(run_folder, MCORE_MAS_FAILPOINTS="checkpoint.there=kill@2")
+    assert status == -signal.SIGKILL
+
+    config = yaml.safe_load((run_folder / "config.yaml").read_text())
+    config["cold_start"]["lr"] *= 2
+    write_text(run_folder / "config.yaml", yaml.safe_dump(config))
+    status, log = run_cold_start(run_folder)
+    assert status == 0
+    assert "continuing from" not in log
