@@ -119,7 +119,7 @@ def _outcome(run: Path, evaluated: Sequence[str]) -> str:
 
 def _seconds(run: Path, jobs: Sequence[str]) -> str:
     """Return the seconds of the last attempts of these jobs in total, or "" if none ran."""
-    seconds = []
+    seconds: list[float] = []
     for name in jobs:
         seconds.extend(job["s"] for job in _json_lines(run / "benchmarks" / f"{name}.jsonl")[-1:])
     return f"{sum(seconds):.0f}" if seconds else ""
