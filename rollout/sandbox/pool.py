@@ -17,9 +17,8 @@ from rollout.sandbox.jail import Cores, Jail
 from rollout.sandbox.records import SandboxError, SandboxUnavailable
 from rollout.sandbox.tiers import NAMESPACES, interpreter, readable_paths, site_package_folders
 
-BOXES = Path(
-    tempfile.gettempdir()
-)  # parent of the jobs' folders, in tiers without a root of their own
+# parent of the jobs' folders, in tiers without a root of their own
+BOXES = Path(tempfile.gettempdir())
 
 _GUEST_PARENT = Path(__file__).resolve().parent
 _START_WARDENS = (

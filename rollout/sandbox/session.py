@@ -168,9 +168,8 @@ async def _receive_error(cells: socket.socket, timeout_s: float) -> str | None:
             await until_readable(cells)
     except TimeoutError:
         return None
-    body = cells.recv(
-        wire.MAX_MESSAGE_BYTES
-    )  # recv, unlike recv_fds, drops descriptors that come along
+    # recv, unlike recv_fds, drops descriptors that come with the message
+    body = cells.recv(wire.MAX_MESSAGE_BYTES)
     try:
         return str(json.loads(body)["error"])
     except (ValueError, LookupError, TypeError, RecursionError):

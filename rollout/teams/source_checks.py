@@ -60,9 +60,10 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
 
     agent_calls = [call for call in calls if _names_agent(call, agent)]
     keywords = {keyword.arg for call in agent_calls for keyword in call.keywords}
+    # the slots of a chat come with a later call
     opens_chat = any(
         isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in agent_calls
-    )  # whose slots come with a later call
+    )
     if keywords and None not in keywords and not opens_chat:
         return frozenset(name for name in keywords if name)
 

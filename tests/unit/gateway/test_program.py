@@ -1,4 +1,4 @@
-"""The orchestra `program`: functions and commands that play through the gateway, and what becomes of broken ones."""
+"""The orchestra `program`: functions and commands at the gateway, and their failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.gateway import scripted_team
 from tests.support.play import SEED, STEP, TASK, Adder, collect
 
 PROGRAMS = "tests.support.agent_programs"
-HASTY = ProgramRules(deadline_s=0.2)
+SHORT_DEADLINE = ProgramRules(deadline_s=0.2)
 
 
 def play(
@@ -57,7 +57,7 @@ def play(
     return asyncio.run(played)[0]
 
 
-def one(*args: Any, **options: Any) -> Trajectory:
+def play_one(*args: Any, **options: Any) -> Trajectory:
     return play(*args, **options).trajectories[0]
 
 
@@ -72,22 +72,22 @@ def test_a_function_plays_and_its_turns_are_rewarded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"call": f"{PROGRAMS}:two_numbers"}, {"command": script("answer = answer + ' '")}]
+    "options", [{"call": f"{PROGRAMS}:two_numbers"}, {"command": script("answer = answer + ' '")}]
 )
-def test_programs_ask_the_gateway_through_no_proxy(
-    how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_programs_call_the_gateway_without_a_proxy(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # a port without a server
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, "example.org")
-    assert one(tmp_path, models={"gpt-4o": "a"}, **how).error == ""
+    assert play_one(tmp_path, models={"gpt-4o": "a"}, **options).error == ""
     assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost"
 
 
 @pytest.mark.slow
-def test_a_command_plays_without_a_shell_and_hundreds_share_the_machine(tmp_path: Path) -> None:
-    trajectory = one(tmp_path, command=script("answer = answer + ' '"))
+def test_commands_run_without_a_shell_and_a_hundred_share_the_machine(tmp_path: Path) -> None:
+    trajectory = play_one(tmp_path, command=script("answer = answer + ' '"))
     assert (trajectory.error, trajectory.outcome) == ("", 7.0)
     assert trajectory.turns[0].messages[0].content == TASK.prompt
     echo = ["/bin/echo", ["1", " $(false) `false`"][0]]
@@ -103,7 +103,7 @@ def reply_and_kill_the_server(prompt: str, call: int) -> str:
     return "7"
 
 
-def test_trajectories_at_a_gateway_whose_server_has_ended_fail(tmp_path: Path) -> None:
+def test_trajectories_fail_if_the_gateways_server_has_ended(tmp_path: Path) -> None:
     group = play(
         tmp_path, group_size=3, reply=reply_and_kill_the_server, call=f"{PROGRAMS}:patient"
     )
@@ -132,33 +132,33 @@ def test_trajectories_at_a_gateway_whose_server_has_ended_fail(tmp_path: Path) -
         ({"call": f"{PROGRAMS}:exits"}, "failed", "ProgramFailed: SystemExit: 3"),
         ({"call": f"{PROGRAMS}:gives_up"}, "failed", "ProgramFailed: CancelledError: "),
         (
-            {"call": f"{PROGRAMS}:asleep", "rules": HASTY},
+            {"call": f"{PROGRAMS}:asleep", "rules": SHORT_DEADLINE},
             "late",
             "program: nothing came within 0.2 s$",
         ),
         (
-            {"command": ["/bin/sleep", "77"], "rules": HASTY},
+            {"command": ["/bin/sleep", "77"], "rules": SHORT_DEADLINE},
             "late",
             "program: nothing came within 0.2 s$",
         ),
     ],
 )
-def test_a_broken_program_fails_its_trajectory_alone(
+def test_a_failed_program_fails_only_its_trajectory(
     tmp_path: Path, options: dict[str, Any], status: str, error: str
 ) -> None:
-    began = time.monotonic()
-    trajectory = one(tmp_path, **options)
+    started_s = time.monotonic()
+    trajectory = play_one(tmp_path, **options)
     assert (trajectory.status, trajectory.outcome) == (Status(status), None)
     assert re.search(error, trajectory.error)
     assert len(list((tmp_path / "quarantine").glob("*"))) == (status == "failed")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - started_s < 20
 
 
-def test_the_deadline_holds_for_a_function_that_goes_on_when_it_is_cancelled(
+def test_the_deadline_holds_for_a_function_that_ignores_its_cancellation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_tasks, "CLEANUP_S", 0.2)
-    trajectory = one(tmp_path, call=f"{PROGRAMS}:stubborn", rules=HASTY)
+    trajectory = play_one(tmp_path, call=f"{PROGRAMS}:stubborn", rules=SHORT_DEADLINE)
     assert trajectory.status is Status.LATE
     assert trajectory.error.endswith(
         "nothing came within 0.2 s; it goes on though cancelled, and was left behind"
@@ -193,15 +193,13 @@ async def misspelt(job: Job) -> str:
         ),
     ],
 )
-def test_a_program_that_cannot_play_is_refused_with_the_config(
-    options: dict[str, Any], error: str
-) -> None:
+def test_an_invalid_program_is_refused_with_the_config(options: dict[str, Any], error: str) -> None:
     team = {name: AgentConfig(policy="p", role="program_agent") for name in ("a", "b")}
     with pytest.raises(ValueError, match=re.escape(error)):
         OrchestraConfig(name="program", options=options).check_agents(team)
 
 
-def test_the_guides_team_and_the_demo_fit_together() -> None:
+def test_the_team_of_the_guide_is_valid() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
     (block,) = re.findall(r"```yaml\n# configs/team/mine.yaml\n(.*?)```", guide, re.S)
     values = yaml.safe_load(block)
@@ -216,28 +214,33 @@ def test_the_guides_team_and_the_demo_fit_together() -> None:
     )
 
 
-def test_agents_behind_other_peoples_apis_play_beside_trained_ones(tmp_path: Path) -> None:
-    """One policy is trained here, the other is a remote model, whose turns are text and do not train."""
+def test_remote_models_play_beside_trained_policies(tmp_path: Path) -> None:
+    """One policy is trained; the other is a remote model, whose turns are text and are masked."""
 
     async def run() -> tuple[Turn, ...]:
         team, _ = scripted_team(tmp_path, lambda prompt, n: "7")
         with chat_server(says("5", prompt=9, reply=2)) as server:
             remote = RemoteConfig(model="friend", url=server.url, retries=0, timeout_s=5.0)
-            voice = RemoteClient(remote, tmp_path / "remote")
+            client = RemoteClient(remote, tmp_path / "remote")
             agents = {**team.agents, "b": replace(team.agents["b"], policy="friend")}
-            team_session = Team(agents, {**team.policies, "friend": voice}).session(1)
+            session = Team(agents, {**team.policies, "friend": client}).session(1)
             orchestra = partial(program, call=f"{PROGRAMS}:two_numbers", models={"gpt-4o": "a"})
-            await orchestra(TASK, team_session, Adder(TASK))
-            await voice.aclose()
-            return team_session.turns
+            await orchestra(TASK, session, Adder(TASK))
+            await client.aclose()
+            return session.turns
 
-    own, other = sorted(asyncio.run(run()), key=lambda turn: turn.agent)
-    assert (own.agent, own.text, own.masked, len(own.completion_ids)) == ("a", "7", False, 2)
-    assert (other.agent, other.text, other.masked, other.completion_ids) == ("b", "5", True, ())
+    trained, remote = sorted(asyncio.run(run()), key=lambda turn: turn.agent)
+    assert (trained.agent, trained.text, trained.masked, len(trained.completion_ids)) == (
+        "a",
+        "7",
+        False,
+        2,
+    )
+    assert (remote.agent, remote.text, remote.masked, remote.completion_ids) == ("b", "5", True, ())
 
 
-def test_a_program_that_makes_its_calls_in_one_order_grows_as_a_tree(tmp_path: Path) -> None:
-    """Each of its two calls is sampled twice, and one sample goes on; a branch repeats what came before it."""
+def test_a_program_with_sequential_calls_can_branch(tmp_path: Path) -> None:
+    """Each of the two calls is sampled twice, and one sample continues."""
     team, engine = scripted_team(tmp_path, lambda prompt, n: str(n))
     orchestra = partial(program, call=f"{PROGRAMS}:in_turn")
     played = collect(
@@ -254,7 +257,7 @@ def test_a_program_that_makes_its_calls_in_one_order_grows_as_a_tree(tmp_path: P
     assert trajectory.outcome == float(trajectory.path[-1].text)
 
 
-def test_a_crash_may_count_as_a_wrong_answer(tmp_path: Path) -> None:
+def test_a_crash_can_count_as_a_wrong_answer(tmp_path: Path) -> None:
     class Graded(Adder):
         async def step(self, action: str) -> Any:
             return await super().step(action or "0")
@@ -269,30 +272,37 @@ def test_a_crash_may_count_as_a_wrong_answer(tmp_path: Path) -> None:
     assert (group.trajectories[0].error, group.trajectories[0].outcome) == ("", 0.0)
 
 
-def test_what_a_command_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
+def test_processes_that_a_command_leaves_behind_are_ended(tmp_path: Path) -> None:
     marker = f"{time.time_ns() % 10**9}.25"
-    trajectory = one(
+    trajectory = play_one(
         tmp_path,
         command=["/bin/sh", "-c", f"sleep {marker} & echo 3"],
         rules=ProgramRules(deadline_s=20),
     )
     assert (trajectory.error, trajectory.outcome) == ("", 3.0)
     assert not alive(marker)
-    held = one(
+    detached = play_one(
         tmp_path,
         command=["/bin/sh", "-c", "setsid sleep 30 & echo 4"],
         rules=ProgramRules(deadline_s=20),
     )
-    assert (held.error, held.outcome) == ("", 4.0)  # nobody waits for one that has left the group
-    late = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & sleep {marker}"], rules=HASTY)
+    assert (detached.error, detached.outcome) == (
+        "",
+        4.0,
+    )  # a process of another group is not awaited
+    late = play_one(
+        tmp_path,
+        command=["/bin/sh", "-c", f"sleep {marker} & sleep {marker}"],
+        rules=SHORT_DEADLINE,
+    )
     assert late.status is Status.LATE
     assert not alive(marker)
 
 
-def test_the_key_that_a_command_was_given_is_in_no_record_and_in_no_list_of_processes(
+def test_the_key_of_a_command_is_in_no_record_and_no_list_of_processes(
     tmp_path: Path,
 ) -> None:
-    look = """
+    program_text = """
 import glob, os, sys
 key, listed = os.environ["OPENAI_API_KEY"], 0
 for path in glob.glob("/proc/[0-9]*/cmdline"):
@@ -302,13 +312,15 @@ print(f"{key} is listed {listed} times")
 print(f"{key} is the key", file=sys.stderr)
 sys.exit(int(sys.argv[1]))
 """
-    said = one(tmp_path, command=[sys.executable, "-c", look, "0"])
-    assert "'[key] is listed 0 times'" in said.error  # no number, says the environment
-    failed = one(tmp_path, command=[sys.executable, "-c", look, "1"])
+    completed = play_one(tmp_path, command=[sys.executable, "-c", program_text, "0"])
+    assert (
+        "'[key] is listed 0 times'" in completed.error
+    )  # the environment refuses an answer that is no number
+    failed = play_one(tmp_path, command=[sys.executable, "-c", program_text, "1"])
     assert failed.error.endswith("ended with status 1: [key] is the key")
-    written = [path for path in (tmp_path / "quarantine").rglob("*") if path.is_file()]
-    assert written and not [
-        path for path in written if re.search(rb"sk-[\w-]{20}", path.read_bytes())
+    record_files = [path for path in (tmp_path / "quarantine").rglob("*") if path.is_file()]
+    assert record_files and not [
+        path for path in record_files if re.search(rb"sk-[\w-]{20}", path.read_bytes())
     ]
 
 
@@ -316,45 +328,45 @@ sys.exit(int(sys.argv[1]))
     not can_confine(), reason="needs Linux 6.12, whose Landlock knows ports and signals"
 )
 def test_a_command_in_the_sandbox_reaches_the_gateway_and_nothing_else(tmp_path: Path) -> None:
-    """Its answer has the model's reply, how much it may do of what it should, and of what it should not."""
+    """The answer has the model's reply, the number of allowed and that of refused actions that work."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "data.txt").write_text("mine")
     (tmp_path / "secret.txt").write_text("yours")
-    elsewhere = socket.create_server(("127.0.0.1", 0))
-    there = elsewhere.getsockname()
+    other_server = socket.create_server(("127.0.0.1", 0))
+    other_address = other_server.getsockname()
     probe = f"""
 import openai, socket, subprocess, tempfile
 from pathlib import Path
 folder = Path({str(tmp_path)!r})
-def may(act):
+def works(act):
     try:
         act()
         return 1
     except OSError:
         return 0
 allowed = [
-    may(lambda: (folder / "mine" / "data.txt").read_text()),
-    may(lambda: tempfile.NamedTemporaryFile().write(b"x")),
-    may(lambda: (Path.home() / "x").write_text("x")),
-    may(lambda: subprocess.run(["true"], check=True)),
+    works(lambda: (folder / "mine" / "data.txt").read_text()),
+    works(lambda: tempfile.NamedTemporaryFile().write(b"x")),
+    works(lambda: (Path.home() / "x").write_text("x")),
+    works(lambda: subprocess.run(["true"], check=True)),
 ]
 refused = [
-    may(lambda: (folder / "secret.txt").read_text()),
-    may(lambda: (folder / "mine" / "data.txt").write_text("x")),
-    may(lambda: (folder / "new").write_text("x")),
-    may(lambda: socket.create_connection({there!r}, 5)),
-    may(lambda: socket.socket().sendto(b"x", socket.MSG_FASTOPEN, {there!r})),
-    may(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)),
-    may(lambda: socket.socket(socket.AF_UNIX)),
-    may(lambda: socket.create_server(("127.0.0.1", 0))),
-    may(lambda: os.kill(os.getppid(), 0)),
-    may(os.setsid),
+    works(lambda: (folder / "secret.txt").read_text()),
+    works(lambda: (folder / "mine" / "data.txt").write_text("x")),
+    works(lambda: (folder / "new").write_text("x")),
+    works(lambda: socket.create_connection({other_address!r}, 5)),
+    works(lambda: socket.socket().sendto(b"x", socket.MSG_FASTOPEN, {other_address!r})),
+    works(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)),
+    works(lambda: socket.socket(socket.AF_UNIX)),
+    works(lambda: socket.create_server(("127.0.0.1", 0))),
+    works(lambda: os.kill(os.getppid(), 0)),
+    works(os.setsid),
 ]
 (folder / "mine" / "data.txt").chmod(0)
 answer = int(answer) * 100 + sum(allowed) * 10 + sum(refused)
 """
-    with elsewhere:
-        trajectory = one(tmp_path, command=script(probe), sandbox=[str(tmp_path / "mine")])
+    with other_server:
+        trajectory = play_one(tmp_path, command=script(probe), sandbox=[str(tmp_path / "mine")])
     assert (trajectory.error, trajectory.outcome) == ("", 740.0)
     assert (tmp_path / "mine" / "data.txt").stat().st_mode == (
         tmp_path / "secret.txt"
@@ -363,7 +375,7 @@ answer = int(answer) * 100 + sum(allowed) * 10 + sum(refused)
         check_program(["a"], command=["x"], sandbox=["/nowhere"])
 
 
-def test_an_engine_that_fails_fails_the_trajectory_whatever_the_program_makes_of_it(
+def test_a_failed_engine_fails_the_trajectory_even_if_the_program_answers(
     tmp_path: Path,
 ) -> None:
     def fail(prompt: str, call: int) -> str:
@@ -373,5 +385,5 @@ def test_an_engine_that_fails_fails_the_trajectory_whatever_the_program_makes_of
     quiet[-1] = (
         f"try:\n{chr(10).join('  ' + line for line in quiet[-1].splitlines())}\nexcept Exception:\n  print(5)"
     )
-    trajectory = one(tmp_path, command=quiet, reply=fail)
+    trajectory = play_one(tmp_path, command=quiet, reply=fail)
     assert (trajectory.status, trajectory.error) == (Status.FAILED, "EngineError: out of order")

@@ -24,7 +24,7 @@ GUIDE = Path(__file__).parents[3] / "docs" / "gateway.md"
 
 
 def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """A server, and what it says first."""
+    """Start a server; return its process and its first line about its URL or an error."""
     command = [sys.executable, "-W", "ignore", "-m", "mcore_mas", "serve", *arguments]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
@@ -35,7 +35,7 @@ def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_guide_work_on_a_run(tmp_path: Path) -> None:
+def test_the_commands_of_the_guide_serve_a_run(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run / "train").mkdir()
     folders = {policy: str(run / "base") for policy in ("solver", "verifier")}
@@ -61,7 +61,7 @@ def test_the_commands_of_the_guide_work_on_a_run(tmp_path: Path) -> None:
         reply = curl(asking)
         assert (reply["model"], reply["object"]) == ("demo_math", "chat.completion")
         assert reply["usage"]["completion_tokens"] > 40  # of several turns, each of at most 40
-        asyncio.run(speak(url))
+        asyncio.run(check_calls(url))
         # a second one of the same run, and a wide address without a token
         for arguments, error in (
             ((), "in use by process"),
@@ -74,8 +74,8 @@ def test_the_commands_of_the_guide_work_on_a_run(tmp_path: Path) -> None:
         assert child.wait(20) == 0
 
 
-async def speak(url: str) -> None:
-    """Agents answer at their own temperature, or the call's; a team takes a problem it has room for, and no tools."""
+async def check_calls(url: str) -> None:
+    """Check sampling parameters of calls to agents, and refused calls to the whole team."""
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
         hi: Any = [{"role": "user", "content": "What is 3+4?"}]
         said = [

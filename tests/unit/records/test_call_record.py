@@ -1,4 +1,4 @@
-"""A recorded call is not repeated: its result comes back as it was."""
+"""Recorded calls are not repeated; their results are read back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout.records.call_record import CallRecord
 from rollout.records.collection_log import CollectionLog
 
 
-def test_results_come_back_as_they_were_and_what_raised_is_called_again(tmp_path: Path) -> None:
+def test_results_are_read_back_and_failed_calls_are_repeated(tmp_path: Path) -> None:
     results = {
         ToolCall: ToolCall(tool="t", query="{}", result="\u2028\0", failed=True),
         tuple[str, bool]: ("x", True),
@@ -37,17 +37,17 @@ def test_results_come_back_as_they_were_and_what_raised_is_called_again(tmp_path
             return b"\xff"
 
         record = CallRecord(CollectionLog(tmp_path / "log"), "3/t/0")
-        found = [await record.once(kind, partial(call, kind), str(kind)) for kind in results]
+        recorded = [await record.once(kind, partial(call, kind), str(kind)) for kind in results]
         with pytest.raises(ValueError):
             await record.once(str, broken, "broken")
         await record.once(bytes, no_text, "no text")
-        return found
+        return recorded
 
     assert asyncio.run(play()) == list(results.values()) == asyncio.run(play())
     assert made == [*results, "broken", "no text", "broken", "no text"]
 
 
-def test_equal_calls_are_told_apart_by_order_trajectory_and_branch(tmp_path: Path) -> None:
+def test_equal_calls_differ_by_order_trajectory_and_branch(tmp_path: Path) -> None:
     made = 0
 
     async def count() -> int:

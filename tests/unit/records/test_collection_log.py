@@ -1,4 +1,4 @@
-"""The log of a collection: what was added is found again, and a line that a kill has cut off is not."""
+"""The log of a collection: entries are read back, and a line that a kill has cut off is skipped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.records.test_records import TRAJECTORIES
 TRAJECTORY = TRAJECTORIES[0]
 
 
-def test_trajectories_and_results_are_found_again_with_all_their_bytes(tmp_path: Path) -> None:
+def test_trajectories_and_results_are_read_back(tmp_path: Path) -> None:
     routed = replace(TRAJECTORY, turns=(replace(TRAJECTORY.turns[0], routing=bytes(range(256))),))
     log = CollectionLog(tmp_path / "log.jsonl", "recipe")
     log.add_trajectory("a", routed)
@@ -36,7 +36,7 @@ def test_a_log_of_another_recipe_is_started_anew(tmp_path: Path) -> None:
     assert (again.trajectory("a"), again.trajectory("b")) == (None, TRAJECTORY)
 
 
-def test_a_line_that_is_cut_off_is_skipped_and_the_next_one_is_whole(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = CollectionLog(path)
     log.add_call("a", 1)
@@ -50,7 +50,7 @@ def test_a_line_that_is_cut_off_is_skipped_and_the_next_one_is_whole(tmp_path: P
 def test_a_removed_log_is_empty_and_can_be_written_again(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = CollectionLog(path)
-    log.remove()  # there is none yet
+    log.remove()  # there is no file yet
     log.add_call("a", 1)
     log.remove()
     assert not path.exists()

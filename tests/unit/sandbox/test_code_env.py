@@ -1,4 +1,4 @@
-"""The environment of programming problems: rewards by hand, and what nobody gets to see."""
+"""The environment of programming problems: rewards, runs of visible tests, and hidden tests."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def test_rewards(
     assert play(box, action, reward="rate")[0].reward == rate_reward
 
 
-def test_the_longest_inputs_count_when_only_some_do(box: Sandbox) -> None:
+def test_the_tests_with_the_longest_inputs_are_used_first(box: Sandbox) -> None:
     (step,) = play(box, fenced(SMALL), max_tests=1, reward="rate")
     assert (step.reward, step.metrics["tests"]) == (0.0, 1.0)  # only "1700 1700"
 
 
-def test_trying_shows_visible_tests_only(box: Sandbox) -> None:
+def test_a_run_shows_visible_tests_only(box: Sandbox) -> None:
     tried, again, scored = play(
         box,
         f"<run>{fenced('print(4)')}</run>",
@@ -119,7 +119,7 @@ class Failing:
         raise SandboxError("gone")
 
 
-def test_a_failed_sandbox_is_an_error_and_no_reward() -> None:
+def test_a_failed_sandbox_is_an_error_and_not_a_reward() -> None:
     env = CodeEnv(task(HIDDEN, []), sandbox=Failing())
     with pytest.raises(EnvError, match="gone"):
         asyncio.run(env.step(fenced(RIGHT)))
@@ -127,12 +127,12 @@ def test_a_failed_sandbox_is_an_error_and_no_reward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "words"), [((), "has no tests"), (("42",), "task t: not a test of a program")]
+    ("answers", "message"), [((), "has no tests"), (("42",), "task t: not a test of a program")]
 )
-def test_tasks_without_tests_are_errors(answers: tuple[str, ...], words: str) -> None:
+def test_tasks_without_tests_are_errors(answers: tuple[str, ...], message: str) -> None:
     of = Task(id="t", prompt="", answers=answers, env="code", source="s", split="test")
     env = CodeEnv(of, sandbox=Failing())
-    with pytest.raises(EnvError, match=words):
+    with pytest.raises(EnvError, match=message):
         asyncio.run(env.step(fenced("1")))
 
 
@@ -160,7 +160,7 @@ def test_packing(test: Test, visible: bool) -> None:
     assert unpack_test(pack_test(test, visible=visible)) == (test, visible)
 
 
-def test_it_is_chosen_by_name() -> None:
+def test_the_environment_is_chosen_by_name() -> None:
     assert ENVS["code"] is CodeEnv
     EnvConfig(name="code", options={"compare": "floats", "tier": "landlock"})
     with pytest.raises(ValueError, match="no option 'walls'"):
@@ -168,7 +168,7 @@ def test_it_is_chosen_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "option", "value", "words"),
+    ("env", "option", "value", "message"),
     [
         ("code", "reward", "rtae", r"reward\s+Input should be 'all' or 'rate'"),
         ("code", "compare", "word", r"compare\s+Input should be 'lines', 'tokens' or 'floats'"),
@@ -188,13 +188,13 @@ def test_it_is_chosen_by_name() -> None:
             "server",
             "http://box:8080",
             "has no option 'server'",
-        ),  # its cells share a session
+        ),  # a session needs the local sandbox
     ],
 )
 def test_a_misspelt_value_is_refused_before_anything_runs(
-    env: str, option: str, value: str, words: str
+    env: str, option: str, value: str, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         EnvConfig(name=env, options={option: value})
 
 
@@ -202,5 +202,5 @@ def test_the_tiers_of_a_config_are_those_of_the_sandbox() -> None:
     assert get_args(Tier) == ("auto", *TIERS)
 
 
-def test_the_verdicts_have_words() -> None:
+def test_the_verdicts_have_descriptions() -> None:
     assert set(_WORDS) == set(Verdict) - {Verdict.OK, Verdict.SE}

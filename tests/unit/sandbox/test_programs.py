@@ -1,4 +1,4 @@
-"""Files of programming problems, in the shapes in which they are published."""
+"""Files of programming problems, in the formats in which they are published."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def unpacked(task: Task) -> list[tuple[Any, bool]]:
     return [unpack_test(text) for text in task.answers]
 
 
-def hide(task: Task, *texts: str) -> None:
-    """None of these is in what a model reads."""
+def assert_hidden(task: Task, *texts: str) -> None:
+    """Assert that a task's prompt has none of these texts."""
     assert task.env == "code"
     assert not [text for text in texts if text in task.prompt]
 
 
 def pickled(text: str) -> bytes:
-    """What pickle writes for a string, protocol 4."""
+    """Return the pickle of a string, of protocol 4."""
     body = text.encode()
     return (
         b"\x80\x04\x95"
@@ -96,8 +96,8 @@ def test_apps_and_taco(tmp_path: Path, suffix: str) -> None:
         in second.prompt
     )
     assert (first.source, first.split, first.id.startswith("taco/7-")) == ("taco", "train", True)
-    hide(first, "811", "1622")
-    hide(second, "811", "1622")
+    assert_hidden(first, "811", "1622")
+    assert_hidden(second, "811", "1622")
 
 
 def test_code_contests(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_code_contests(tmp_path: Path) -> None:
         (StdinTest(stdin="87 86\n", expected="86 87\n"), False),
     ]
     assert task.id.startswith("cc/1575_A. Sorting-")
-    hide(task, "31 29", "29 31", "87 86", "86 87")
+    assert_hidden(task, "31 29", "29 31", "87 86", "86 87")
 
 
 def test_live_code_bench(tmp_path: Path) -> None:
@@ -159,11 +159,11 @@ def test_live_code_bench(tmp_path: Path) -> None:
         (StdinTest(stdin="1\n", expected="1\n"), True),
         (StdinTest(stdin="977\n", expected="977\n"), False),
     ]
-    hide(calls, "31, 29", "65")
-    hide(prints, "977")
+    assert_hidden(calls, "31, 29", "65")
+    assert_hidden(prints, "977")
 
 
-def test_a_pickle_is_read_and_never_run(tmp_path: Path) -> None:
+def test_a_pickle_is_read_and_not_executed(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     code = f"cposix\nsystem\n(S'touch {marker}'\ntR.".encode()
     with pytest.raises(ValueError, match="more than one text"):
@@ -175,7 +175,7 @@ def test_a_pickle_is_read_and_never_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tests", "metadata", "wanted"),
+    ("tests", "metadata", "expected"),
     [
         (  # primeintellect
             [{"type": "stdin_stdout", "input": "1\n", "output": "2\n"}],
@@ -216,11 +216,11 @@ def test_a_pickle_is_read_and_never_run(tmp_path: Path) -> None:
         ),  # codeforces
     ],
 )
-def test_deep_coder(tmp_path: Path, tests: Any, metadata: Any, wanted: Any) -> None:
+def test_deep_coder(tmp_path: Path, tests: Any, metadata: Any, expected: Any) -> None:
     row = {"problem": "Add one.", "tests": json.dumps(tests), "metadata": metadata}
     (task,) = load(write(tmp_path / "x.jsonl", [row]), style="deep_coder", split="train")
-    assert unpacked(task) == [(wanted, False)]
-    assert parse_tests(tests, function=(metadata or {}).get("func_name")) == [wanted]
+    assert unpacked(task) == [(expected, False)]
+    assert parse_tests(tests, function=(metadata or {}).get("func_name")) == [expected]
 
 
 def test_deep_coder_shown_shows_three_tests_and_hides_the_others(tmp_path: Path) -> None:
@@ -250,18 +250,18 @@ def test_deep_coder_shown_shows_three_tests_and_hides_the_others(tmp_path: Path)
         (None, None),
     ],
 )
-def test_a_solution_goes_with_the_tests_and_is_shown_to_nobody(
+def test_a_solution_is_an_answer_and_not_in_the_prompt(
     tmp_path: Path, solutions: Any, program: Any
 ) -> None:
     tests = json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})
     row = {"question": "Print 1.", "input_output": tests, "solutions": solutions}
     (task,) = load(write(tmp_path / "x.jsonl", [row]), style="apps", split="train")
     assert list(task.answers[1:]) == ([pack_solution(program)] if program else [])
-    hide(task, "print(")
+    assert_hidden(task, "print(")
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "style", "words"),
+    ("name", "content", "style", "message"),
     [
         (
             "x.jsonl",
@@ -285,11 +285,11 @@ def test_a_solution_goes_with_the_tests_and_is_shown_to_nobody(
         ),
     ],
 )
-def test_what_cannot_be_read_is_said(
-    tmp_path: Path, name: str, content: str, style: str, words: str
+def test_an_unreadable_file_is_an_error(
+    tmp_path: Path, name: str, content: str, style: str, message: str
 ) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(RecordError, match=words):
+    with pytest.raises(RecordError, match=message):
         load(tmp_path / name, style=style, split="train")
 
 

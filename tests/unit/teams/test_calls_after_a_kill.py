@@ -31,7 +31,7 @@ SIZE = 4  # trajectories, of two calls of tools each
 
 
 class Retriever:
-    """Writes every question down, and finds something else every time."""
+    """Retriever that logs every query and returns a different passage each time."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -51,7 +51,7 @@ async def tools(folder: Path) -> AsyncIterator[list[Tool]]:
     session: list[str] = []
 
     async def send(*, to: str) -> str:
-        """Send a letter, which nobody can take back."""
+        """Send a letter, which cannot be undone."""
         return note(folder / "sent", to)
 
     async def remember(*, what: str) -> str:
@@ -83,10 +83,10 @@ async def orchestra(task: Any, team: Any, env: Any) -> None:
 
 
 def collected(folder: Path, dies_at: int | None = None, **options: Any) -> Sequence[Trajectory]:
-    """Play a group; at a call of the policy the process is killed."""
+    """Collect a group; kill the process at the policy's call `dies_at`."""
     renderer = renderer_of("qwen2.5", folder)
 
-    def said(prompt: Sequence[int], number: int) -> list[int]:
+    def reply_ids(prompt: Sequence[int], number: int) -> list[int]:
         if number == dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
         calls = renderer._tokenizer.decode(list(prompt)).count("<tool_response>")
@@ -100,7 +100,9 @@ def collected(folder: Path, dies_at: int | None = None, **options: Any) -> Seque
         sampling=Sampling(max_tokens=400),
         tools={"t": partial(tools, folder)},
     )
-    team = Team({"a": agent}, {"p": EngineClient(engine=ScriptedEngine(said), renderer=renderer)})
+    team = Team(
+        {"a": agent}, {"p": EngineClient(engine=ScriptedEngine(reply_ids), renderer=renderer)}
+    )
     make_env = partial(SearchEnv, retriever=Retriever(folder / "searched"))
     options["log"] = CollectionLog(folder / "log.jsonl")
     played = collect(
@@ -120,9 +122,10 @@ def test_after_a_kill_no_letter_is_sent_twice(tmp_path: Path, dies_at: int) -> N
     assert 0 < sent + searched < 4 * SIZE
     resumed = collected(tmp_path)
     assert counts(tmp_path)[0] == 2 * SIZE
-    assert counts(tmp_path)[1] >= 2 * SIZE  # a trajectory that was under way searches again
+    assert counts(tmp_path)[1] >= 2 * SIZE  # an interrupted trajectory searches again
     assert [t.error for t in resumed] == [""] * SIZE
-    for trajectory in resumed:  # so it does what it keeps in memory
+    # tools with `again` are called again, so that their state is restored
+    for trajectory in resumed:
         assert [event.result for event in trajectory.tools if event.tool == "remember"] == [
             "x",
             "x y",
@@ -134,8 +137,8 @@ def test_after_a_kill_no_letter_is_sent_twice(tmp_path: Path, dies_at: int) -> N
     )
 
 
-def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: Path) -> None:
-    """A tool whose answers depend on the branch: after a kill every branch hears its own again."""
+def test_equal_calls_of_branches_get_their_own_recorded_results(tmp_path: Path) -> None:
+    """The results of the tool depend on the branch; after a kill each branch gets its own again."""
 
     @asynccontextmanager
     async def diary() -> AsyncIterator[list[Tool]]:
@@ -157,9 +160,9 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
         async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
             if len(self.calls) == self.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            asked = renderer._tokenizer.decode(list(prompt_ids)).count("<tool_response>")
+            answered = renderer._tokenizer.decode(list(prompt_ids)).count("<tool_response>")
             reply = [call("write", page=str(sampling.seed % 97)), call("read"), call("read"), "1"][
-                min(asked, 3)
+                min(answered, 3)
             ]
             self._script = lambda *_: [*renderer.encode(reply), renderer.stop[0]]
             return await super().generate(prompt_ids, sampling)
@@ -172,7 +175,7 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
 
     renderer = renderer_of("qwen2.5", tmp_path)
 
-    def told(log: str, dies_at: int = -1) -> list[tuple[str, str]]:
+    def texts_and_results(log: str, dies_at: int = -1) -> list[tuple[str, str]]:
         engine = Seeded({})
         engine.dies_at = dies_at  # type: ignore[attr-defined]
         role = Role(name="r", system="", user="{conversation}", parse=number)
@@ -198,9 +201,9 @@ def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: 
             (e.node, e.result) for e in trajectory.tools
         ]
 
-    whole = told("whole")
-    assert len({result for _, result in whole if result.isdecimal()}) > 1
-    assert forked(partial(told, "killed", 10), tmp_path / "log") == -signal.SIGKILL
+    expected = texts_and_results("whole")
+    assert len({result for _, result in expected if result.isdecimal()}) > 1
+    assert forked(partial(texts_and_results, "killed", 10), tmp_path / "log") == -signal.SIGKILL
     before = len((tmp_path / "read").read_text().split("\n"))
-    assert told("killed") == whole
+    assert texts_and_results("killed") == expected
     assert len((tmp_path / "read").read_text().split("\n")) - before < before

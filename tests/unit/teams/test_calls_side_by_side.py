@@ -1,4 +1,4 @@
-"""Calls of one reply that are made side by side."""
+"""Concurrent tool calls of one reply."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.templates import call
 
 
 def meeting(parallel: bool, *, fails: str = "") -> tuple[Any, list[str]]:
-    """A maker of the tools `meet`, whose calls wait for one another, and `pass_by`, and what they did in time."""
+    """Return a maker of the tools `meet`, whose calls wait for each other, and `pass_by`, and their log."""
     log: list[str] = []
 
     @asynccontextmanager
@@ -32,7 +32,7 @@ def meeting(parallel: bool, *, fails: str = "") -> tuple[Any, list[str]]:
             if who == fails:
                 raise RuntimeError("lost")
             await there.wait()
-            await asyncio.sleep(0.02 if who == "Ann" else 0)  # who was asked first is done last
+            await asyncio.sleep(0.02 if who == "Ann" else 0)  # the first call ends last
             log.append(f"{who} goes")
             return f"{who} was there"
 
@@ -80,13 +80,15 @@ def meet(renderer: Renderer, tools: Any, *replies: str, **rules: Any) -> Traject
 TWO = (("meet", "Ann"), ("meet", "Bob"))
 
 
-def test_calls_of_a_reply_are_made_side_by_side_where_their_tool_allows_it(qwen: Renderer) -> None:
+def test_calls_of_parallel_tools_are_made_concurrently(qwen: Renderer) -> None:
     tools, log = meeting(parallel=True)
     trajectory = meet(qwen, tools, calls(("pass_by", "Cy"), TWO[0], ("pass_by", "Di"), TWO[1]))
     assert trajectory.error == ""
     assert log.index("Bob comes") < log.index("Ann goes") > log.index("Bob goes")
-    told = [message.content for message in trajectory.turns[1].messages if message.role == "tool"]
-    assert told == ["Cy passed", "Ann was there", "Di passed", "Bob was there"]
+    results = [
+        message.content for message in trajectory.turns[1].messages if message.role == "tool"
+    ]
+    assert results == ["Cy passed", "Ann was there", "Di passed", "Bob was there"]
     assert [event.result for event in trajectory.tools] == [
         "Cy passed",
         "Di passed",
@@ -95,25 +97,31 @@ def test_calls_of_a_reply_are_made_side_by_side_where_their_tool_allows_it(qwen:
     ]
 
 
-def test_calls_of_other_tools_wait_for_one_another(qwen: Renderer) -> None:
+def test_calls_of_other_tools_are_made_in_order(qwen: Renderer) -> None:
     tools, log = meeting(parallel=False)
     trajectory = meet(qwen, tools, calls(*TWO), call_s=0.05)
-    assert log == ["Ann comes", "Bob comes"]  # nobody meets anybody
+    assert log == ["Ann comes", "Bob comes"]  # the calls never meet
     assert [event.result for event in trajectory.tools] == ["meet: nothing came within 0.05 s"] * 2
 
 
-def test_limits_hold_side_by_side(qwen: Renderer) -> None:
+def test_limits_hold_for_concurrent_calls(qwen: Renderer) -> None:
     tools, log = meeting(parallel=True)
     trajectory = meet(qwen, tools, calls(*TWO, ("meet", "Eve")), calls_per_turn=2)
-    told = [message.content for message in trajectory.turns[1].messages if message.role == "tool"]
-    assert told == ["Ann was there", "Bob was there", "This call was not made: a reply may make 2."]
+    results = [
+        message.content for message in trajectory.turns[1].messages if message.role == "tool"
+    ]
+    assert results == [
+        "Ann was there",
+        "Bob was there",
+        "This call was not made: a reply may make 2.",
+    ]
     tools, log = meeting(parallel=True)
     trajectory = meet(qwen, tools, calls(*TWO, ("meet", "Eve")), calls=2, call_s=5.0)
     assert "all 2 calls are spent" in trajectory.turns[1].messages[-1].content
     assert len(trajectory.tools) == 2 and not any("Eve" in line for line in log)
 
 
-def test_a_tool_that_breaks_ends_the_calls_beside_it(qwen: Renderer) -> None:
+def test_a_broken_tool_cancels_concurrent_calls(qwen: Renderer) -> None:
     tools, log = meeting(parallel=True, fails="Bob")
     trajectory = meet(qwen, tools, calls(*TWO))
     assert trajectory.status is Status.FAILED and "RuntimeError: lost" in trajectory.error

@@ -1,4 +1,4 @@
-"""Chats: memory token by token, tools within limits, broken calls, and what becomes of a chat that is full."""
+"""Chats: tokens of earlier turns, tools and their limits, malformed calls, and full chats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.templates import call, renderer_of
 
 @asynccontextmanager
 async def counting() -> AsyncIterator[list[Tool]]:
-    """A tool that counts its calls in this trajectory, and can fail."""
+    """Return a context with a tool that counts in one trajectory, and can fail."""
     count = 0
 
     async def count_on(*, by: int) -> str:
@@ -61,16 +61,18 @@ def play(
     *replies: str,
     rules: ChatRules | None = None,
     max_length: int | None = None,
-    told: Callable[[str], str] | None = None,
+    reply_to: Callable[[str], str] | None = None,
     **options: Any,
 ) -> tuple[Trajectory, ScriptedEngine]:
-    """One trajectory of agents `a`, who has tools, and `b`, who sums up.
+    """Play one trajectory of the agents `a`, which has tools, and `b`, which sums up.
 
-    Replies come in the order of the calls, or are what `told` makes of the prompt.
+    Args:
+        replies: in the order of the calls.
+        reply_to: returns the reply to a prompt, in place of `replies`.
     """
     engine = ScriptedEngine(
         lambda prompt, n: (
-            *renderer.encode(told(shown(renderer, prompt)) if told else replies[n]),
+            *renderer.encode(reply_to(decoded(renderer, prompt)) if reply_to else replies[n]),
             renderer.stop[0],
         )
     )
@@ -103,12 +105,12 @@ async def one_chat(task: Any, team: Any, env: Any) -> None:
     await answer(team.chat("a"), env, "one?", "two?")
 
 
-def shown(renderer: Renderer, ids: Sequence[int]) -> str:
+def decoded(renderer: Renderer, ids: Sequence[int]) -> str:
     return str(renderer._tokenizer.decode(list(ids)))
 
 
-def counted(trajectory: Trajectory, *names: str) -> list[float]:
-    """A step's metrics of chats, of a trajectory alone."""
+def chat_metrics(trajectory: Trajectory, *names: str) -> list[float]:
+    """Return metrics of chats for a step with one trajectory."""
     rewarded = replace(
         trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns)
     )
@@ -130,12 +132,12 @@ def test_a_chat_is_one_path_of_tokens_and_only_replies_train(qwen: Renderer) -> 
     assert [event.result for event in trajectory.tools] == [
         "now 2",
         "now 7",
-    ]  # one counter for the trajectory
+    ]  # the trajectory has one counter
     assert [(event.after_turn, event.tool, event.query) for event in trajectory.tools] == [
         (0, "count_on", '{"by": 2}'),
         (2, "count_on", '{"by": 5}'),
     ]
-    assert "now 2" in shown(qwen, trajectory.turns[1].prompt_ids)
+    assert "now 2" in decoded(qwen, trajectory.turns[1].prompt_ids)
     rewarded = replace(
         trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns)
     )
@@ -143,9 +145,9 @@ def test_a_chat_is_one_path_of_tokens_and_only_replies_train(qwen: Renderer) -> 
     (batch,) = pack(
         [replace(s, advantages=(1.0,) * len(s.completion_ids)) for s in samples], 10_000
     )
-    assert len(batch.token_ids) == len(before) - 1  # each token once; the last predicts nothing
-    said = [token for turn in trajectory.turns for token in turn.completion_ids]
-    assert batch.labels.tolist() == said  # what tools and users said is nobody's label
+    assert len(batch.token_ids) == len(before) - 1  # each token once, without the last
+    sampled = [token for turn in trajectory.turns for token in turn.completion_ids]
+    assert batch.labels.tolist() == sampled  # texts of tools and users are no labels
     metrics = rollout_metrics([Group(task=TASK, trajectories=(rewarded,))])
     assert {name: value for name, value in metrics.items() if name.startswith("chat/")} == {
         "chat/turns": 4.0,
@@ -158,20 +160,22 @@ def test_a_chat_is_one_path_of_tokens_and_only_replies_train(qwen: Renderer) -> 
     }
 
 
-def test_a_template_that_drops_thoughts_makes_a_root_that_is_counted(tmp_path: Path) -> None:
+def test_a_template_that_drops_thoughts_makes_a_root(tmp_path: Path) -> None:
     renderer = renderer_of("qwen3", tmp_path)
     thought = "<think>\nhm\n</think>\n\n"
     trajectory, _ = play(
         renderer, one_chat, thought + call("count_on", '{"by": 1}'), f"{thought}3", "8"
     )
     assert [turn.scores.get("root") for turn in trajectory.turns] == [None, None, 1.0]
-    assert counted(trajectory, "roots") == [1.0]
-    assert "hm" not in shown(renderer, trajectory.turns[2].prompt_ids)
+    assert chat_metrics(trajectory, "roots") == [1.0]
+    assert "hm" not in decoded(renderer, trajectory.turns[2].prompt_ids)
     assert trajectory.turns[2].messages[2].reasoning == "hm"
 
 
-def test_a_chat_says_one_thing_at_a_time(qwen: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the ids of one reply would stand for another's in what comes after."""
+def test_concurrent_messages_of_one_chat_are_refused(
+    qwen: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the tokens of one reply would be taken for those of another."""
     generate = ScriptedEngine.generate
 
     async def busy(*asked: Any) -> Any:
@@ -190,7 +194,7 @@ def test_a_chat_says_one_thing_at_a_time(qwen: Renderer, monkeypatch: pytest.Mon
     )
 
 
-def test_broken_calls_are_told_of_and_counted(qwen: Renderer) -> None:
+def test_malformed_calls_are_answered_and_counted(qwen: Renderer) -> None:
     trajectory, _ = play(
         qwen,
         one_chat,
@@ -217,13 +221,13 @@ def test_broken_calls_are_told_of_and_counted(qwen: Renderer) -> None:
     assert [message.answers for message in second.messages[-4:]] == ["0.0", "0.1", "0.2", "0.3"]
 
 
-def test_a_tool_that_breaks_fails_its_trajectory(qwen: Renderer) -> None:
+def test_a_broken_tool_fails_its_trajectory(qwen: Renderer) -> None:
     trajectory, _ = play(qwen, one_chat, call("count_on", '{"by": 100}'))
     assert trajectory.status is Status.FAILED
     assert trajectory.error == "Defect: tools.count_on: RuntimeError: the counter broke"
 
 
-def test_calls_are_limited_by_turn_by_trajectory_and_in_length(qwen: Renderer) -> None:
+def test_calls_are_limited_per_turn_per_trajectory_and_in_length(qwen: Renderer) -> None:
     two = call("count_on", '{"by": 1}') * 2
     rules = ChatRules(calls_per_turn=1, calls=2, result_chars=6)
     trajectory, _ = play(
@@ -243,7 +247,7 @@ def test_calls_are_limited_by_turn_by_trajectory_and_in_length(qwen: Renderer) -
     assert trajectory.tools[0].result == "no\n[... 2 characters ...]\n99"
 
 
-def test_results_may_be_given_by_hand_and_open_calls_are_closed(qwen: Renderer) -> None:
+def test_results_can_be_given_by_the_orchestra_and_open_calls_are_answered(qwen: Renderer) -> None:
     async def orchestra(task: Any, team: Any, env: Any) -> None:
         chat, other = team.chat("a"), team.chat("a", system="T", tools=())
         reply = await chat.say("go")
@@ -260,8 +264,8 @@ def test_results_may_be_given_by_hand_and_open_calls_are_closed(qwen: Renderer) 
     trajectory, _ = play(qwen, orchestra, call("f") + call("g"), call("h"), "ok", call("f"))
     assert trajectory.error == ""
     assert [turn.chat for turn in trajectory.turns] == ["a/0", "a/0", "a/0", "a/1"]
-    said = [(message.role, message.content) for message in trajectory.turns[2].messages[2:]]
-    assert said == [
+    messages = [(message.role, message.content) for message in trajectory.turns[2].messages[2:]]
+    assert messages == [
         ("assistant", ""),
         ("tool", "G"),
         ("tool", "F"),
@@ -284,7 +288,7 @@ def test_a_full_chat_stops_folds_or_drops_its_oldest_results(qwen: Renderer) -> 
     assert trajectory.error == ""
     assert len(engine.calls) == 2
     assert [turn.scores.get("full") for turn in trajectory.turns] == [None, 1.0]
-    assert counted(trajectory, "full", "folded") == [1.0, 0.0]
+    assert chat_metrics(trajectory, "full", "folded") == [1.0, 0.0]
 
     rules = ChatRules(when_full="fold", summariser="b")
     trajectory, _ = play(
@@ -300,11 +304,11 @@ def test_a_full_chat_stops_folds_or_drops_its_oldest_results(qwen: Renderer) -> 
     last = trajectory.turns[3]
     assert last.messages[-1].content == f"first\n\nWhat has happened since:\nshort\n\n{'y' * 60}"
     assert (last.scores["folded"], last.scores["root"], len(last.messages)) == (1.0, 1.0, 2)
-    assert counted(trajectory, "full", "folded") == [0.0, 1.0]
+    assert chat_metrics(trajectory, "full", "folded") == [0.0, 1.0]
     assert trajectory.turns[2].messages[-1].content.endswith("assistant: two\n\nuser: " + "y" * 60)
 
 
-def test_dropped_results_leave_their_places(qwen: Renderer) -> None:
+def test_dropped_results_are_replaced_by_a_note(qwen: Renderer) -> None:
     async def orchestra(task: Any, team: Any, env: Any) -> None:
         chat = team.chat("a")
         reply = await chat.say("go")
@@ -321,24 +325,24 @@ def test_dropped_results_leave_their_places(qwen: Renderer) -> None:
     assert results == ["[This result was dropped to save space.]"] * 2 + ["r" * 220]
     assert (last.index, last.scores["dropped_results"], last.scores["root"]) == (3, 2.0, 1.0)
     assert last.seed == free.turns[3].seed
-    assert counted(trajectory, "dropped_results", "roots") == [2.0, 1.0]
+    assert chat_metrics(trajectory, "dropped_results", "roots") == [2.0, 1.0]
 
 
-def test_a_chat_that_has_no_room_at_all_is_overlong(qwen: Renderer) -> None:
+def test_a_chat_whose_first_prompt_is_too_long_is_overlong(qwen: Renderer) -> None:
     trajectory, _ = play(qwen, one_chat, max_length=451)
     assert (trajectory.status, trajectory.metrics) == (Status.FAILED, {"overlong": 1.0})
     assert trajectory.error.startswith("PromptTooLong: chat a/0: prompt of ")
 
 
-def test_long_chats_are_rendered_off_the_event_loop_side_by_side(qwen: Renderer) -> None:
+def test_long_chats_are_rendered_concurrently_off_the_event_loop(qwen: Renderer) -> None:
     threads: list[bool] = []
     extend = qwen.extend
 
-    def noted(*arguments: Any) -> tuple[int, ...] | None:
+    def extend_and_record(*arguments: Any) -> tuple[int, ...] | None:
         threads.append(threading.current_thread() is threading.main_thread())
         return extend(*arguments)
 
-    qwen.extend = noted  # type: ignore[method-assign]
+    qwen.extend = extend_and_record  # type: ignore[method-assign]
 
     async def orchestra(task: Any, team: Any, env: Any) -> None:
         chats = [team.chat("a", tools=()) for _ in range(8)]
@@ -357,15 +361,15 @@ def test_long_chats_are_rendered_off_the_event_loop_side_by_side(qwen: Renderer)
         assert len(turn.prompt_ids) > 30_000
 
 
-def test_a_chat_with_many_tools_is_rendered_off_the_event_loop_too(qwen: Renderer) -> None:
+def test_a_chat_with_many_tools_is_rendered_off_the_event_loop(qwen: Renderer) -> None:
     threads: list[bool] = []
     go_on = qwen.go_on
 
-    def noted(*arguments: Any) -> Any:
+    def go_on_and_record(*arguments: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
         return go_on(*arguments)
 
-    qwen.go_on = noted  # type: ignore[method-assign]
+    qwen.go_on = go_on_and_record  # type: ignore[method-assign]
 
     async def orchestra(task: Any, team: Any, env: Any) -> None:
         (tool,) = team.tools["a"]
@@ -379,36 +383,35 @@ def test_a_chat_with_many_tools_is_rendered_off_the_event_loop_too(qwen: Rendere
     assert threads == [True, False]
 
 
-def test_a_chat_grows_as_a_tree_whose_branches_have_tools_of_their_own(qwen: Renderer) -> None:
+def test_branches_of_a_chat_have_separate_tools(qwen: Renderer) -> None:
     async def orchestra(task: Any, team: Any, env: Any) -> None:
         await answer(team.chat("a"), env, "one?")
 
-    def told(prompt: str) -> str:
+    def reply_to(prompt: str) -> str:
         return "8" if "now" in prompt else call("count_on", '{"by": 2}')
 
-    trajectory, _ = play(qwen, orchestra, told=told, tree=Branching(width=2))
+    trajectory, _ = play(qwen, orchestra, reply_to=reply_to, tree=Branching(width=2))
     assert trajectory.error == ""
     assert [(turn.node, turn.text) for turn in trajectory.turns][-2:] == [
         ("0.0", "8"),
         ("0.1", "8"),
     ]
     assert trajectory.leaf == "0.0"
-    assert {event.result for event in trajectory.tools} == {
-        "now 2"
-    }  # each branch counts for itself
-    first, then = trajectory.path
-    assert (
-        then.prompt_ids[: len(first.prompt_ids) + len(first.completion_ids)]
-        == first.prompt_ids + first.completion_ids
-    )
+    # each branch has a counter of its own
+    assert {event.result for event in trajectory.tools} == {"now 2"}
+    first, second = trajectory.path
+    sampled = first.prompt_ids + first.completion_ids
+    assert second.prompt_ids[: len(sampled)] == sampled
 
 
 @pytest.mark.parametrize(("arguments", "roots"), [({}, 0), ({"enable_thinking": False}, 3)])
-def test_qwen3_without_thinking_begins_anew_at_every_turn(
+def test_qwen3_without_thinking_is_tokenized_anew_at_every_turn(
     arguments: dict[str, Any], roots: int, tmp_path: Path
 ) -> None:
-    """Its prompts end with an empty thought, which its history leaves out: to go on by ids would show the model a
-    history that no server of that template ever shows it."""
+    """The prompts end with an empty thought, which the history leaves out.
+
+    To continue from the token ids would show the model a history that its template never writes.
+    """
 
     async def four(task: Any, team: Any, env: Any) -> None:
         await answer(team.chat("a"), env, "one?", "two?", "three?", "four?")
@@ -419,11 +422,10 @@ def test_qwen3_without_thinking_begins_anew_at_every_turn(
         1.0 if roots else 0.0
     ] * 3
     empty = renderer.encode("<think>\n\n</think>\n\n") if arguments else ()
-    for before, turn in pairwise(trajectory.turns):
-        shared = before.prompt_ids[: len(before.prompt_ids) - len(empty)]
-        assert (
-            turn.prompt_ids[: len(shared)] == shared
-        )  # all but the latest reply is still one path
+    # all but the latest reply is still one path
+    for previous, turn in pairwise(trajectory.turns):
+        shared = previous.prompt_ids[: len(previous.prompt_ids) - len(empty)]
+        assert turn.prompt_ids[: len(shared)] == shared
     rewarded = replace(
         trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns)
     )
@@ -432,10 +434,10 @@ def test_qwen3_without_thinking_begins_anew_at_every_turn(
         [replace(s, advantages=(1.0,) * len(s.completion_ids)) for s in samples], 10_000
     )
     last = trajectory.turns[-1]
-    again = (
+    repeated = (
         sum(len(empty) + len(turn.completion_ids) - 1 for turn in trajectory.turns[:-1])
         if roots
         else 0
     )
-    # of the last turn each token but its end, and beside that path each earlier reply behind its empty thought
-    assert len(batch.token_ids) == len(last.prompt_ids) + len(last.completion_ids) - 1 + again
+    # all tokens of the last turn but its end, and each earlier reply behind its empty thought
+    assert len(batch.token_ids) == len(last.prompt_ids) + len(last.completion_ids) - 1 + repeated

@@ -1,4 +1,4 @@
-"""Lines of play: what is written down, what a failure or a deadline leaves, and what nobody may leave behind."""
+"""Collection of trajectories: scores of turns, failures, deadlines, and tasks left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.scripted_engine import ScriptedEngine
 def play(
     orchestra, engine, *, tasks=(TASK,), group_size=1, make_env=Adder, **options
 ) -> list[Trajectory]:
-    """The trajectories of one collection, which must leave no task behind."""
+    """Collect trajectories, and assert that no asyncio task is left behind."""
 
     async def run():
         team = make_team(engine)
@@ -32,13 +32,13 @@ def play(
     return [trajectory for group in asyncio.run(run()) for trajectory in group.trajectories]
 
 
-def says(*replies):
-    """An engine with these replies, in the order of its calls."""
+def replying(*replies):
+    """Return an engine that gives these replies in the order of its calls."""
     return ScriptedEngine(lambda _, call: (*replies[call].encode(), 0))
 
 
 class Slow:
-    """An engine that answers `1`, each prompt after its own number of seconds."""
+    """Engine that replies `1` after a number of seconds that depends on the prompt."""
 
     def __init__(self, **seconds: float) -> None:
         self.seconds = seconds
@@ -55,9 +55,9 @@ class Slow:
 
 
 async def relay(task, team, env):
-    """a, b, step; a, step."""
-    said = env.reset(task)
-    first = await team.act("a", said=said)
+    """Orchestra with the turns of a and b, a step, another turn of a, and a step."""
+    problem = env.reset(task)
+    first = await team.act("a", said=problem)
     second = await team.act("b", said=first.text)
     step = await env.step(second.text)
     last = await team.act("a", said=step.observation)
@@ -65,7 +65,7 @@ async def relay(task, team, env):
 
 
 def test_a_step_scores_every_turn_since_the_step_before():
-    [trajectory] = play(relay, says("9", "2", "3"))
+    [trajectory] = play(relay, replying("9", "2", "3"))
     assert [turn.scores for turn in trajectory.turns] == [
         {"team": 2.0, "total": 2.0},
         {"team": 2.0, "total": 2.0},
@@ -82,20 +82,20 @@ def test_steps_without_a_turn_between_them_add_up():
         await team.act("b", said="y")
         await env.step("2")
 
-    [trajectory] = play(orchestra, says("0", "0"))
+    [trajectory] = play(orchestra, replying("0", "0"))
     assert [turn.scores for turn in trajectory.turns] == [
         {"team": 5.0, "total": 5.0},
         {"team": 2.0, "total": 7.0},
     ]
 
 
-def test_a_turn_that_no_step_followed_was_not_measured():
+def test_a_turn_without_a_later_step_has_no_scores():
     async def orchestra(task, team, env):
         await team.act("a", said="x")
         await env.step("1")
         await team.act("b", said="y")
 
-    [trajectory] = play(orchestra, says("0", "0"))
+    [trajectory] = play(orchestra, replying("0", "0"))
     assert [turn.scores for turn in trajectory.turns] == [{"team": 1.0, "total": 1.0}, {}]
 
 
@@ -106,17 +106,17 @@ def test_an_orchestra_reports_local_scores():
         await env.step(second.text)
         team.score(first.turn, local=0.5, format=1.0)
 
-    [trajectory] = play(orchestra, says("0", "3"))
+    [trajectory] = play(orchestra, replying("0", "3"))
     assert trajectory.turns[0].scores == {"team": 3.0, "total": 3.0, "local": 0.5, "format": 1.0}
     assert trajectory.turns[1].scores == {"team": 3.0, "total": 3.0}
 
 
-def test_a_score_of_no_turn_is_refused():
+def test_a_score_of_a_missing_turn_is_refused():
     async def orchestra(task, team, env):
         await team.act("a", said="x")
         team.score(1, local=0.5)
 
-    [trajectory] = play(orchestra, says("0"))
+    [trajectory] = play(orchestra, replying("0"))
     assert trajectory.error == "Defect: orchestra: KeyError: 'no turn 1 to score; turns: 0'"
 
 
@@ -134,20 +134,20 @@ def test_simultaneous_turns_keep_the_order_of_their_calls():
     assert [event.after_turn for event in trajectory.tools] == [1]
 
 
-def test_state_is_what_was_seen_and_nothing_else():
+def test_the_state_key_depends_on_the_messages_only():
     async def orchestra(task, team, env):
         for said in ("x", "y", "x"):
             await team.act("a", said=said)
         await team.act("b", said="x")
         await env.step("1")
 
-    [trajectory] = play(orchestra, says("0", "1", "2", "3"))
+    [trajectory] = play(orchestra, replying("0", "1", "2", "3"))
     x, y, again, other = (turn.state_key for turn in trajectory.turns)
     assert x == again == other != y
 
 
-def test_d5_a_state_that_the_environment_names_is_anchored_without_history():
-    """A walk right and left again: the prompts, with their history, differ; the first and the last state do not."""
+def test_d5_a_state_of_the_environment_is_an_anchor_without_history():
+    """After steps right and left, the state is the first one, though the prompts have other histories."""
     maze = replace(TASK, prompt="S 1 1 G 3 3\nS . .\n# . #\n. . G", env="plan_path")
 
     async def walk(task, team, env):
@@ -156,7 +156,7 @@ def test_d5_a_state_that_the_environment_names_is_anchored_without_history():
             await team.act("a", said=seen)
             seen += (await env.step(move)).observation
 
-    [trajectory] = play(walk, says("0", "1", "2"), tasks=(maze,), make_env=ENVS["plan_path"])
+    [trajectory] = play(walk, replying("0", "1", "2"), tasks=(maze,), make_env=ENVS["plan_path"])
     start, right, again = (turn.anchor for turn in trajectory.turns)
     assert start == again != right and start
     assert len({turn.state_key for turn in trajectory.turns}) == 3
@@ -165,20 +165,20 @@ def test_d5_a_state_that_the_environment_names_is_anchored_without_history():
     )
     samples = to_samples([Group(task=maze, trajectories=(rewarded,))])
     assert [sample.state for sample in samples] == [start, right, start]
-    # an environment that names none leaves the prompt's digest
-    [plain] = play(relay, says("1", "2", "3"))
+    # without a state of the environment, samples have the digest of the prompt
+    [plain] = play(relay, replying("1", "2", "3"))
     assert {turn.anchor for turn in plain.turns} == {""}
 
 
-def test_temperature_of_all_agents():
-    engine = says("1", "2", "3")
+def test_the_temperature_of_all_agents_can_be_replaced():
+    engine = replying("1", "2", "3")
     [trajectory] = play(relay, engine, sampling={"temperature": 0.0})
     assert {sampling.temperature for _, sampling in engine.calls} == {0.0}
     assert {turn.temperature for turn in trajectory.turns} == {0.0}
-    assert {turn.temperature for turn in play(relay, says("1", "2", "3"))[0].turns} == {0.7}
+    assert {turn.temperature for turn in play(relay, replying("1", "2", "3"))[0].turns} == {0.7}
 
 
-def test_a_late_trajectory_is_failed_and_the_others_go_on():
+def test_a_late_trajectory_does_not_end_the_others():
     async def orchestra(task, team, env):
         await team.act("a", said=task.id)
         await env.step("1")
@@ -197,7 +197,7 @@ def test_a_late_trajectory_is_failed_and_the_others_go_on():
 
 
 @pytest.mark.parametrize("where", ["adder.step", "the orchestra"])
-def test_a_deadline_names_what_was_waited_for(where):
+def test_the_error_of_a_deadline_names_the_awaited_call(where):
     class Stuck(Adder):
         async def step(self, action):
             await asyncio.sleep(60)
@@ -205,20 +205,22 @@ def test_a_deadline_names_what_was_waited_for(where):
     async def orchestra(task, team, env):
         await (env.step("1") if where == "adder.step" else asyncio.sleep(60))
 
-    [trajectory] = play(orchestra, says(), make_env=Stuck, deadlines=Deadlines(trajectory_s=0.05))
+    [trajectory] = play(
+        orchestra, replying(), make_env=Stuck, deadlines=Deadlines(trajectory_s=0.05)
+    )
     assert (
         trajectory.error
         == f"the trajectory's deadline of 0.05 s passed while it waited for {where}"
     )
 
 
-def test_in_time_is_as_without_a_deadline():
-    assert play(relay, says("9", "2", "3"), deadlines=Deadlines(trajectory_s=60)) == play(
-        relay, says("9", "2", "3")
+def test_a_deadline_does_not_change_a_trajectory_in_time():
+    assert play(relay, replying("9", "2", "3"), deadlines=Deadlines(trajectory_s=60)) == play(
+        relay, replying("9", "2", "3")
     )
 
 
-def test_a_failed_turn_ends_those_beside_it():
+def test_a_failed_turn_cancels_concurrent_turns():
     async def orchestra(task, team, env):
         await asyncio.gather(team.act("a", said="gone"), strand(team))
 
@@ -238,7 +240,7 @@ def test_a_failed_turn_ends_those_beside_it():
     assert engine.aborted == 1
 
 
-def test_what_nobody_can_do_without_ends_the_collection_and_all_that_runs():
+def test_unusable_ends_the_collection_and_all_its_tasks():
     async def orchestra(task, team, env):
         if task.id == "bug":
             raise Unusable("the key is refused")
@@ -259,22 +261,22 @@ def test_what_nobody_can_do_without_ends_the_collection_and_all_that_runs():
 
 
 def test_a_broken_environment_fails_its_trajectory():
-    [trajectory] = play(relay, says("1", "boom"))
+    [trajectory] = play(relay, replying("1", "boom"))
     assert (trajectory.status, trajectory.error) == (Status.FAILED, "EnvError: the adder broke")
     assert [turn.text for turn in trajectory.turns] == ["1", "boom"]
 
 
-def test_an_orchestra_that_takes_no_step_fails():
+def test_an_orchestra_without_a_step_fails():
     async def orchestra(task, team, env):
         await team.act("a", said="x")
 
     assert (
-        play(orchestra, says("1"))[0].error
+        play(orchestra, replying("1"))[0].error
         == "the orchestra ended without a step in the environment"
     )
 
 
-def test_seeds_are_mean_advantages():
+def test_seeds_follow_agent_and_turn():
     replies = {("a", 0, ""): "1", ("b", 1, ""): "2", ("a", 2, ""): "3"}
     engine, asked = seeded(replies)
     [trajectory] = play(relay, engine)
@@ -282,8 +284,8 @@ def test_seeds_are_mean_advantages():
     assert len({turn.seed for turn in trajectory.turns}) == 3
 
 
-def test_no_two_turns_of_a_run_have_one_seed():
-    """Whatever tells them apart: step, task, sample, agent or turn."""
+def test_all_turns_of_a_run_have_different_seeds():
+    """Turns that differ in step, task, sample, agent or index have different seeds."""
 
     async def both(task, team, env):
         for _ in range(2):

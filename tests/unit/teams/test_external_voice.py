@@ -1,4 +1,4 @@
-"""A frozen model behind an API plays in a team: its turns are text, do not train, and are heard again on resume."""
+"""A frozen model behind an API in a team: its turns are masked text, and come from the cache on resume."""
 
 import asyncio
 from dataclasses import replace
@@ -21,20 +21,20 @@ def remote(url, **fields):
 
 
 def mixed_team(voice) -> Team:
-    """`a` trains here, `b` is played by `voice`."""
+    """Return a team whose agent `b` has the policy `voice`."""
     team = make_team(ScriptedEngine(lambda prompt, call: (*b"7", 0)))
     agents = {**team.agents, "b": replace(team.agents["b"], policy="friend")}
     return Team(agents, {**team.policies, "friend": voice})
 
 
-def play(config, folder, *place):
+def play(config, folder, *seed_path):
     async def run():
         voice = RemoteClient(config, folder)
         try:
-            seat = mixed_team(voice).session(*place)
-            first = await seat.act("a", said="1")
-            second = await seat.act("b", said=first.text)
-            return seat.turns, second, voice.metrics()
+            session = mixed_team(voice).session(*seed_path)
+            first = await session.act("a", said="1")
+            second = await session.act("b", said=first.text)
+            return session.turns, second, voice.metrics()
         finally:
             await voice.aclose()
 
@@ -45,8 +45,8 @@ def test_a_team_of_a_policy_and_a_frozen_model(tmp_path) -> None:
     with chat_server(says("42", prompt=9, reply=2)) as server:
         turns, reply, metrics = play(remote(server.url), tmp_path, 1)
         assert (reply.text, reply.value, reply.turn) == ("42", "42", 1)
-        own, other = turns
-        assert (own.masked, own.completion_ids) == (False, (*b"7", 0))
+        trained, other = turns
+        assert (trained.masked, trained.completion_ids) == (False, (*b"7", 0))
         assert (other.masked, other.policy, other.text, other.valid) == (True, "friend", "42", True)
         assert (other.prompt_ids, other.completion_ids, other.logprobs) == ((), (), ())
         body = server.bodies[0]
@@ -60,11 +60,11 @@ def test_a_team_of_a_policy_and_a_frozen_model(tmp_path) -> None:
         again, _, metrics = play(remote(server.url), tmp_path, 1)
         assert again == turns
         assert (metrics["calls"], metrics["cache_hits"], len(server.bodies)) == (0.0, 1.0, 1)
-        play(remote(server.url), tmp_path, 2)  # another place in the run samples anew
+        play(remote(server.url), tmp_path, 2)  # another seed path samples again
     assert len(server.bodies) == 2
 
 
-def test_failures_are_the_engines_and_an_empty_purse_stops(tmp_path) -> None:
+def test_failures_are_engine_errors_and_a_spent_budget_stops(tmp_path) -> None:
     async def say(config):
         voice = RemoteClient(config, tmp_path)
         try:

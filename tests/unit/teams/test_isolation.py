@@ -1,4 +1,4 @@
-"""What one trajectory may do to the others: nothing, whatever its tools, its engine or its orchestra do."""
+"""Isolation of trajectories: failures of tools, engines and orchestras do not affect other trajectories."""
 
 from __future__ import annotations
 
@@ -27,62 +27,62 @@ from tests.support.slow import Slow, ask, play, statuses, tasks, team_of
 from tests.support.virtual_time import run_virtually
 
 
-class Deaf(Adder):
-    """Its step waits for 1000 s more after every cancellation but the last, which it heeds."""
+class Stubborn(Adder):
+    """Environment whose step ignores its first cancellations, and waits for 1000 s more after each."""
 
-    deaf_to = 2  # cancellations
-    cancelled: list[float]
+    ignored_cancellations = 2
+    cancelled_at: list[float]
 
     async def step(self, action):
-        if action == "1" and type(self).deaf_to:
-            for _ in range(type(self).deaf_to):
+        if action == "1" and type(self).ignored_cancellations:
+            for _ in range(type(self).ignored_cancellations):
                 try:
                     await asyncio.sleep(1000)
                 except asyncio.CancelledError:
-                    type(self).cancelled.append(asyncio.get_running_loop().time())
+                    type(self).cancelled_at.append(asyncio.get_running_loop().time())
             await asyncio.sleep(1000)
         return await super().step(action)
 
 
 @pytest.mark.parametrize("key", ["tool_s", "trajectory_s", "batch_s"])
 def test_a_deadline_holds_against_a_tool_that_ignores_its_cancellation(key):
-    Deaf.cancelled = []
-    complaints = []
+    Stubborn.cancelled_at = []
+    loop_errors = []
 
     async def run():
         asyncio.get_running_loop().set_exception_handler(
-            lambda loop, context: complaints.append(context)
+            lambda loop, context: loop_errors.append(context)
         )
         team = make_team(ScriptedEngine(lambda *_: (*b"1", 0)))
         groups = await collect(
             [TASK],
             team,
-            Deaf,
+            Stubborn,
             ask,
             group_size=1,
             seed=SEED,
             step=STEP,
             deadlines=Deadlines(**{key: 5}),
         )
-        at = asyncio.get_running_loop().time()
-        left = len(asyncio.all_tasks()) - 1
+        ended_s = asyncio.get_running_loop().time()
+        tasks_left = len(asyncio.all_tasks()) - 1
         await asyncio.sleep(2 * CLEANUP_S)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         gc.collect()
-        return groups, at, left
+        return groups, ended_s, tasks_left
 
-    groups, at, left = run_virtually(run())
+    groups, ended_s, tasks_left = run_virtually(run())
     [trajectory] = groups[0].trajectories
-    assert at == 5 + CLEANUP_S
-    assert left
-    assert complaints == []
+    assert ended_s == 5 + CLEANUP_S
+    assert tasks_left
+    assert loop_errors == []
     assert trajectory.error.endswith(LEFT_BEHIND)
     assert trajectory.outcome is None
     assert trajectory.status is (Status.ABORTED if key == "batch_s" else Status.LATE)
-    assert Deaf.cancelled == [5, 5 + CLEANUP_S]  # told again until it heard
+    assert Stubborn.cancelled_at == [5, 5 + CLEANUP_S]  # it is cancelled again until it ends
 
 
-def test_what_ends_in_time_when_cancelled_is_waited_for_and_not_left():
+def test_a_cancelled_task_that_cleans_up_in_time_is_awaited():
     async def run():
         async def tidy():
             try:
@@ -100,18 +100,18 @@ def test_what_ends_in_time_when_cancelled_is_waited_for_and_not_left():
     assert run_virtually(run()) == CLEANUP_S / 2
 
 
-def test_who_is_cancelled_twice_tells_its_own_twice():
-    heard = []
+def test_a_second_cancellation_is_passed_on_to_the_tasks():
+    cancelled_at = []
 
     async def run():
-        async def deaf():
+        async def stubborn():
             for _ in range(2):
                 try:
                     await asyncio.sleep(1000)
                 except asyncio.CancelledError:
-                    heard.append(asyncio.get_running_loop().time())
+                    cancelled_at.append(asyncio.get_running_loop().time())
 
-        inner = asyncio.create_task(deaf())
+        inner = asyncio.create_task(stubborn())
         outer = asyncio.create_task(cancel_tasks([inner]))
         await asyncio.sleep(1)
         outer.cancel()
@@ -119,7 +119,7 @@ def test_who_is_cancelled_twice_tells_its_own_twice():
         assert outer.cancelled() and inner.done()
 
     run_virtually(run())
-    assert heard == [0, 1]
+    assert cancelled_at == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_who_is_cancelled_twice_tells_its_own_twice():
         ("exit as it is made", "Defect: adder.open: SystemExit: 2"),
     ],
 )
-def test_a_bug_of_an_environment_fails_its_trajectory_alone(where, error):
+def test_a_bug_of_an_environment_fails_only_its_trajectory(where, error):
     class Buggy(Adder):
         def __init__(self, task):
             super().__init__(task)
@@ -142,25 +142,25 @@ def test_a_bug_of_an_environment_fails_its_trajectory_alone(where, error):
             if (where, self.id) == ("exit as it is made", "1"):
                 sys.exit(2)
 
-        def breaks(self, at):
-            if (at, self.id) == (where, "1"):
+        def fail_at(self, place):
+            if (place, self.id) == (where, "1"):
                 raise KeyError("a bug of the environment")
 
         def reset(self, task):
-            self.breaks("reset")
+            self.fail_at("reset")
             return super().reset(task)
 
         async def open(self, task):
-            self.breaks("open")
+            self.fail_at("open")
 
         async def step(self, action):
-            self.breaks("step")
+            self.fail_at("step")
             if (where, self.id) == ("exit", "1"):
                 sys.exit(2)
             return await super().step(action)
 
         async def close(self):
-            self.breaks("close")
+            self.fail_at("close")
             if (where, self.id) == ("slow close", "1"):
                 await asyncio.sleep(60)
 
@@ -172,10 +172,10 @@ def test_a_bug_of_an_environment_fails_its_trajectory_alone(where, error):
     assert rollout_metrics(groups)["reward/mean"] == 1.0  # of the other two
 
 
-def test_an_environment_is_closed_however_its_trajectory_ends():
+def test_an_environment_is_closed_after_every_kind_of_end():
     closed = []
 
-    class Held(Adder):
+    class Closing(Adder):
         async def open(self, task):
             self.id = task.id
 
@@ -189,21 +189,21 @@ def test_an_environment_is_closed_however_its_trajectory_ends():
             return await super().step(action)
 
     groups, _ = play(
-        ask, Slow(), tasks=tasks(1, 2, 60), make_env=Held, deadlines=Deadlines(trajectory_s=10)
+        ask, Slow(), tasks=tasks(1, 2, 60), make_env=Closing, deadlines=Deadlines(trajectory_s=10)
     )
     assert statuses(groups) == [Status.COMPLETED, Status.FAILED, Status.LATE]
     assert closed == ["0", "1", "2"]
 
 
-def test_a_reply_that_the_engine_gave_up_is_a_failure_and_no_malformed_turn():
+def test_an_aborted_reply_is_a_failure_and_not_a_malformed_turn():
     class Aborting(ScriptedEngine):
         async def generate(self, prompt_ids, sampling):
-            whole = await super().generate(prompt_ids, sampling)
+            completion = await super().generate(prompt_ids, sampling)
             if len(self.calls) != 2:
-                return whole
-            spans = tuple(replace(span, end=1) for span in whole.versions)
+                return completion
+            spans = tuple(replace(span, end=1) for span in completion.versions)
             return replace(
-                whole, token_ids=(49,), logprobs=(-0.5,), finish_reason="abort", versions=spans
+                completion, token_ids=(49,), logprobs=(-0.5,), finish_reason="abort", versions=spans
             )
 
     engine = Aborting(lambda *_: (*b"1", 0))
@@ -222,14 +222,14 @@ def test_a_reply_that_the_engine_gave_up_is_a_failure_and_no_malformed_turn():
     )
 
 
-def test_slots_come_back_whatever_happens_to_those_who_had_or_wanted_them():
-    class Moody(Slow):
+def test_slots_are_released_after_failures_deadlines_and_cancellations():
+    class PartlyBroken(Slow):
         async def generate(self, prompt_ids, sampling):
             if bytes(prompt_ids) == b"7":
                 raise EngineError("gone")
             return await super().generate(prompt_ids, sampling)
 
-    engine = Moody()
+    engine = PartlyBroken()
 
     async def run():
         team = team_of(engine, max_in_flight=2, deadline_s=10)
@@ -238,26 +238,24 @@ def test_slots_come_back_whatever_happens_to_those_who_had_or_wanted_them():
         first = await collect(
             tasks(60, 60, 7, 60, 7, 60, 60), team, Adder, ask, group_size=1, **options
         )
-        began = asyncio.get_running_loop().time()
+        first_ended_s = asyncio.get_running_loop().time()
         # a full group ends those that have slots and those that wait for one
         await collect(tasks(1, 1), team, Adder, ask, group_size=1, surplus=3, **options)
-        middle = asyncio.get_running_loop().time()
+        second_ended_s = asyncio.get_running_loop().time()
         last = await collect(tasks(1, 1, 1, 1), team, Adder, ask, group_size=1, **options)
-        return first, began, middle, last, asyncio.get_running_loop().time()
+        return first, first_ended_s, second_ended_s, last, asyncio.get_running_loop().time()
 
-    first, began, middle, last, ended = run_virtually(run())
+    first, first_ended_s, second_ended_s, last, ended_s = run_virtually(run())
     assert Counter(statuses(first)) == {Status.LATE: 5, Status.FAILED: 2}
-    assert began == 12
+    assert first_ended_s == 12
     assert statuses(last) == [Status.COMPLETED] * 4
-    assert (
-        ended - middle == 2.0
-    )  # four seconds of calls, two at a time: neither more slots nor fewer
+    assert ended_s - second_ended_s == 2.0  # four calls of 1 s in two slots
     assert engine.busiest == 2 and engine.busy == 0
 
 
-def test_whatever_ends_when_everything_is_accounted_for_once():
-    """Deadlines, replies and full groups that fall on the same instants, in every order."""
-    seen: Counter[Status] = Counter()
+def test_simultaneous_ends_are_counted_once():
+    """Deadlines, replies and full groups that coincide, in random combinations."""
+    status_counts: Counter[Status] = Counter()
     for case in range(120):
         rng = random.Random(case)
 
@@ -296,16 +294,19 @@ def test_whatever_ends_when_everything_is_accounted_for_once():
             assert all(t.status is not Status.ABORTED or "late/batch" in t.metrics for t in played)
         if limits.batch_s:
             assert at <= limits.batch_s
-        seen.update(t.status for t in played)
-    assert min(seen[s] for s in (Status.COMPLETED, Status.LATE, Status.ABORTED)) > 20
+        status_counts.update(t.status for t in played)
+    assert (
+        min(status_counts[status] for status in (Status.COMPLETED, Status.LATE, Status.ABORTED))
+        > 20
+    )
 
 
-class TestABlockedLoop:
-    def said(self, blocks_s, *, sleeps_s=0.0):
+class TestBlockedLoop:
+    def watchdog_lines(self, blocks_s, *, sleeps_s=0.0):
         class Blocking(Adder):
             async def step(self, action):
                 await asyncio.sleep(sleeps_s)
-                time.sleep(blocks_s)  # what a tool must not do
+                time.sleep(blocks_s)  # a tool must not block the event loop
                 return await super().step(action)
 
         lines = []
@@ -326,27 +327,27 @@ class TestABlockedLoop:
         asyncio.run(run())
         return lines
 
-    def test_it_is_said_from_outside_and_where(self):
-        first, *more = self.said(1.0)
+    def test_the_watchdog_reports_where_the_loop_is_blocked(self):
+        first, *more = self.watchdog_lines(1.0)
         assert re.match(
             r"the event loop has been blocked for \d s, so that no deadline holds", first
         )
         assert "test_isolation.py:" in first and first.endswith(" step")
         assert len(more) <= 1  # after twice the time
 
-    def test_a_loop_that_goes_on_is_not_said_to_be_blocked(self):
-        lines = self.said(0.05, sleeps_s=0.9)
+    def test_a_loop_that_runs_is_not_reported_as_blocked(self):
+        lines = self.watchdog_lines(0.05, sleeps_s=0.9)
         assert lines  # nothing finished
         assert not any("blocked" in line for line in lines)
 
 
-def test_two_that_are_watched_under_one_name_are_two():
+def test_two_plays_of_one_name_are_watched_separately():
     lines = []
-    dog = Watchdog(8, lines.append)
+    watchdog = Watchdog(8, lines.append)
 
     async def run():
         team = team_of(Slow())
-        options = {"group_size": 1, "seed": SEED, "step": STEP, "watchdog": dog}
+        options = {"group_size": 1, "seed": SEED, "step": STEP, "watchdog": watchdog}
         await asyncio.gather(*(collect(tasks(s), team, Adder, ask, **options) for s in (10, 9)))
 
     run_virtually(run())

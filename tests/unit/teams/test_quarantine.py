@@ -1,4 +1,4 @@
-"""What a model writes never ends a run: text is made valid; who breaks on it is quarantined and played again."""
+"""Hostile texts of models do not end a run: text is repaired, and failed trajectories are quarantined."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_quarantined_reply_has_the_experts_of_its_tokens(tmp_path: Path) -> No
     assert Quarantined.read(path).replies == {7: reply}
 
 
-def test_text_is_made_valid_where_it_enters_a_record() -> None:
+def test_records_repair_invalid_text() -> None:
     assert Message(role="user", content="a\ud800b").content == "a\ufffdb"
     assert valid_text("\ud83d\ude00") == "😀"  # two halves of one character
     assert valid_text(plain := "é😀") is plain
@@ -76,14 +76,14 @@ def test_text_is_made_valid_where_it_enters_a_record() -> None:
 
 
 @pytest.mark.slow
-def test_a_tool_that_is_called_by_half_a_character_is_told_so_and_the_trajectory_goes_on(
+def test_a_call_of_a_tool_with_half_a_character_is_answered(
     tmp_path: Path,
 ) -> None:
     servers = {"small": McpServer(command=sys.executable, args=[str(SERVER)])}
     task = Task(
         id="t", prompt="How much is 40 + 2?", answers=("42",), env="mcp", source="s", split="train"
     )
-    trajectory, seen = casts.play(
+    trajectory, prompts = casts.play(
         "single",
         {"player": "tool_caller"},
         '<call>{"tool": "\\ud800"}</call>',
@@ -92,13 +92,13 @@ def test_a_tool_that_is_called_by_half_a_character_is_told_so_and_the_trajectory
         make_env=partial(McpEnv, servers=servers),
     )
     assert (trajectory.status, trajectory.outcome) == (Status.COMPLETED, 1.0)
-    assert "There is no tool '\ufffd'" in seen[1]
+    assert "There is no tool '\ufffd'" in prompts[1]
     write_trajectories(tmp_path / "one.parquet", [trajectory])
     assert read_trajectories(tmp_path / "one.parquet") == [trajectory]
 
 
 class Breaks(Adder):
-    """Raises what no environment should on the number 13."""
+    """Environment that raises an unexpected error at the action 13."""
 
     async def step(self, action: str) -> Step:
         if action == "13":
@@ -107,7 +107,7 @@ class Breaks(Adder):
 
 
 async def one_step(task: Any, team: Any, env: Any) -> None:
-    """The orchestra."""
+    """Orchestra with one turn and one step, which raises at the reply 7."""
     reply = await team.act("a", said="x")
     if reply.text == "7":
         raise RecursionError("seven")
@@ -123,7 +123,7 @@ def collected(folder: Path, replies: list[str], **options: Any) -> list[Any]:
     return list(asyncio.run(run)[0].trajectories)
 
 
-def test_whoever_breaks_is_quarantined_alone_with_what_it_takes_to_play_it_again(
+def test_a_defect_quarantines_its_trajectory_and_can_be_replayed(
     tmp_path: Path,
 ) -> None:
     played = collected(tmp_path, ["5", "13", "7", "6"])
@@ -143,10 +143,15 @@ def test_whoever_breaks_is_quarantined_alone_with_what_it_takes_to_play_it_again
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3-t-1.json", "3-t-2.json"]
     assert "MemoryError: 13" in json.loads((tmp_path / "3-t-1.json").read_text())["traceback"]
     for sample in (1, 2):
-        found = Quarantined.read(tmp_path / f"3-t-{sample}.json")
-        assert (found.task, found.seed, found.step, found.sample) == (TASK, SEED, STEP, sample)
-        silent = ScriptedEngine({})  # nobody else may be asked
-        team = found.team(make_team(silent))
+        quarantined = Quarantined.read(tmp_path / f"3-t-{sample}.json")
+        assert (quarantined.task, quarantined.seed, quarantined.step, quarantined.sample) == (
+            TASK,
+            SEED,
+            STEP,
+            sample,
+        )
+        silent = ScriptedEngine({})  # a replay must not ask the engine
+        team = quarantined.team(make_team(silent))
         for fixed, error in (
             (Breaks, played[sample].error),
             (Adder, "" if sample == 1 else played[sample].error),
@@ -162,10 +167,10 @@ def test_whoever_breaks_is_quarantined_alone_with_what_it_takes_to_play_it_again
         assert silent.calls == []
 
 
-def test_an_environment_that_cannot_be_made_and_a_reward_that_is_no_number_are_quarantined(
+def test_a_failing_environment_maker_and_a_nan_reward_are_defects(
     tmp_path: Path,
 ) -> None:
-    def unmade(task: Task) -> Adder:
+    def fail(task: Task) -> Adder:
         raise KeyError("no such board")
 
     class NotANumber(Adder):
@@ -173,7 +178,7 @@ def test_an_environment_that_cannot_be_made_and_a_reward_that_is_no_number_are_q
             return Step(reward=float("nan"))
 
     for make_env, error in (
-        (unmade, "Defect: adder.open: KeyError: 'no such board'"),
+        (fail, "Defect: adder.open: KeyError: 'no such board'"),
         (NotANumber, "Defect: adder.step: its reward is nan"),
     ):
         engine = ScriptedEngine(lambda *_: (*b"1", 0))
@@ -184,7 +189,7 @@ def test_an_environment_that_cannot_be_made_and_a_reward_that_is_no_number_are_q
 
 
 @pytest.mark.parametrize("tree", [None, Branching(width=2)])
-def test_what_breaks_is_called_by_the_name_of_the_environment_that_is_played(
+def test_a_defect_names_the_environment_of_the_config(
     tree: Branching | None,
 ) -> None:
     engine = ScriptedEngine(lambda *_: (*b"13", 0))
@@ -212,7 +217,7 @@ PIECES = (
 
 
 def hostile(source: random.Random) -> str:
-    """Any text: pieces of what is read somewhere, and characters of every plane."""
+    """Return a random text of pieces that some parser reads, and characters of every plane."""
     parts = [
         source.choice(PIECES) if source.random() < 0.8 else chr(source.randrange(0x110000))
         for _ in range(6)
@@ -221,7 +226,7 @@ def hostile(source: random.Random) -> str:
 
 
 class Anything:
-    """An environment that can do everything, answers anything and sometimes breaks."""
+    """Environment with all abilities, which returns random texts and sometimes fails."""
 
     def __init__(self, task: Task, *, source: random.Random) -> None:
         self.source = source
@@ -270,7 +275,7 @@ class Anything:
         self.text()
 
 
-def speaks(source: random.Random) -> ScriptedEngine:
+def random_engine(source: random.Random) -> ScriptedEngine:
     return ScriptedEngine(
         lambda *_: (*valid_text(hostile(source)).encode().replace(b"\0", b" "), 0)
     )
@@ -280,23 +285,24 @@ def speaks(source: random.Random) -> ScriptedEngine:
 @pytest.mark.parametrize("name", sorted(ORCHESTRAS))
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_nothing_that_is_said_or_answered_ends_a_collection(name: str, seed: int) -> None:
+def test_no_reply_or_observation_ends_a_collection(name: str, seed: int) -> None:
     source = random.Random(seed)
     config = yaml.safe_load(
         (ROOT / "configs" / "team" / f"{name}.yaml").read_text(encoding="utf-8")
     )
-    roles = {agent: own.get("role", agent) for agent, own in (config.get("agents") or {}).items()}
+    roles = {
+        agent: values.get("role", agent) for agent, values in (config.get("agents") or {}).items()
+    }
     orchestra = OrchestraConfig(**config["orchestra"]).call
     env = partial(Anything, source=source)
     run = collect(
-        [TASK], casts.make_team(speaks(source), roles), env, orchestra, group_size=4,
+        [TASK], casts.make_team(random_engine(source), roles), env, orchestra, group_size=4,
         seed=seed, step=0,
     )  # fmt: skip
     trajectories = asyncio.run(run)[0].trajectories
     assert len(trajectories) == 4
-    for (
-        trajectory
-    ) in trajectories:  # an orchestra may stumble over a tool that breaks, and over nothing else
+    # only a failing environment may cause a defect of the orchestra
+    for trajectory in trajectories:
         assert "quarantined" not in trajectory.metrics or any(
             broken in trajectory.error
             for broken in ("KeyError: 'odd'", "UnicodeError: bad", "RecursionError: deep")
@@ -304,7 +310,7 @@ def test_nothing_that_is_said_or_answered_ends_a_collection(name: str, seed: int
 
 
 class Library:
-    """A retriever that finds anything, and breaks as a retriever may."""
+    """Retriever that returns random passages and sometimes fails."""
 
     def __init__(self, source: random.Random) -> None:
         self.source = source
@@ -327,11 +333,11 @@ GENERATED = {
     "repository": "repositories",
     "search": "encyclopedia",
 }
-LIBRARIES = {"alfworld": "alfworld", "webshop": "web_agent_site"}  # which are no requirement
+LIBRARIES = {"alfworld": "alfworld", "webshop": "web_agent_site"}  # optional packages
 
 
-def place(name: str, source: random.Random) -> tuple[Task, Any]:
-    """A task of an environment of the registry, and what makes the environment."""
+def task_and_env(name: str, source: random.Random) -> tuple[Task, Any]:
+    """Return a task of a registered environment, and a function that makes the environment."""
     if name in LIBRARIES:
         pytest.importorskip(LIBRARIES[name], reason=f"needs the library of {name}")
     options: dict[str, Any] = {
@@ -360,7 +366,7 @@ def test_no_action_breaks_an_environment(name: str, tmp_path: Path) -> None:
 
     for seed in range(12 if name in GAMES or name == "math" else 3):
         source = random.Random(seed)
-        task, make_env = place(name, source)
+        task, make_env = task_and_env(name, source)
         run = collect(
             [task], make_team(ScriptedEngine({})), make_env, steps, group_size=2, seed=seed, step=0
         )
@@ -371,7 +377,7 @@ def test_no_action_breaks_an_environment(name: str, tmp_path: Path) -> None:
 
 
 def anything(source: random.Random, depth: int = 0) -> Any:
-    """Any JSON."""
+    """Return a random JSON value."""
     kinds = [
         lambda: hostile(source),
         lambda: source.choice([None, True, -1, 10**30, 1e308, float("nan")]),
@@ -387,18 +393,20 @@ def anything(source: random.Random, depth: int = 0) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TOOLS))
 def test_no_call_breaks_a_tool(name: str) -> None:
-    """Any arguments, those by right names too, have a result; only a tool that is away fails its trajectory."""
+    """Calls with random arguments have a result; only an unavailable tool raises EnvError."""
     source = random.Random(name)
 
     async def calls() -> int:
-        task, make_env = place("search", source)
-        own = {
+        task, make_env = task_and_env("search", source)
+        tool_options = {
             "search": {"env": make_env(task)},
             "passages": {"env": make_env(task)},
         }
-        own["mcp"] = {"servers": {"small": McpServer(command=sys.executable, args=[str(SERVER)])}}
-        away = 0
-        async with TOOLS[name](**own.get(name, {})) as opened:
+        tool_options["mcp"] = {
+            "servers": {"small": McpServer(command=sys.executable, args=[str(SERVER)])}
+        }
+        failures = 0
+        async with TOOLS[name](**tool_options.get(name, {})) as opened:
             tools = {tool.schema.name: tool for tool in opened}
             for number in range(60 if name != "python" else 20):
                 tool = tools[source.choice(list(tools))]
@@ -412,17 +420,16 @@ def test_no_call_breaks_a_tool(name: str) -> None:
                 try:
                     call = await call_tool(tools, use, call_s=10.0, most_chars=200)
                     assert isinstance(call.result, str)
-                except EnvError:  # what a library or an environment raises, too
-                    away += 1
-        return away
+                except EnvError:
+                    failures += 1
+        return failures
 
-    away = asyncio.run(calls())
-    assert away <= (20 if name in ("search", "passages") else 0)
+    assert asyncio.run(calls()) <= (20 if name in ("search", "passages") else 0)
 
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES) | st.text(max_size=8)).map("".join))
-def test_no_text_breaks_what_reads_replies(text: str) -> None:
+def test_no_text_breaks_a_parser_of_replies(text: str) -> None:
     for name, role in ROLES.items():
         assert isinstance(role.parse(text), str | None), name
     for form in TOOL_FORMATS:

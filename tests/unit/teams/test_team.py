@@ -1,4 +1,4 @@
-"""Seats: what identifies a state, and a team at another temperature."""
+"""Teams and their sessions: keys of states, sampling of all agents, and calls after the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.scripted_engine import ScriptedEngine
 
 
 def state(system: str, user: str) -> str:
-    """The state key of a turn whose agent saw these two texts."""
+    """Return the state key of a turn whose agent got these two texts."""
     role = Role(name="r", system=system, user="{user}", parse=str)
     agent = Agent(name="r", role=role, policy="p", sampling=Sampling())
 
@@ -23,26 +23,26 @@ def state(system: str, user: str) -> str:
         def render(self, messages):
             return (1,)
 
-    seat = Team(
+    session = Team(
         {"r": agent}, {"p": EngineClient(engine=ScriptedEngine({(1,): (0,)}), renderer=Blind())}
     ).session(0)
-    asyncio.run(seat.act("r", user=user))
-    return seat.turns[0].state_key
+    asyncio.run(session.act("r", user=user))
+    return session.turns[0].state_key
 
 
 @pytest.mark.parametrize(
     "other",
     [("ab", "c"), ("a", "bc "), ("", "abc"), ("a1:", "bc"), ("abc", "")],
 )
-def test_a_state_is_every_message_from_its_start_to_its_end(other):
+def test_a_state_key_depends_on_every_message_and_its_boundaries(other):
     assert state("a", "bc") == state("a", "bc") != state(*other)
 
 
-def test_a_state_may_hold_any_text():
+def test_a_state_key_is_defined_for_invalid_unicode():
     assert state("", "half a pair \ud83d") == state("", "half a pair \ufffd")
 
 
-def test_another_temperature_changes_nothing_else():
+def test_with_sampling_changes_the_temperature_only():
     team = make_team(ScriptedEngine({}))
     cold = team.with_sampling(temperature=0.0)
     assert {agent.sampling for agent in cold.agents.values()} == {
@@ -51,14 +51,14 @@ def test_another_temperature_changes_nothing_else():
     assert cold.with_sampling(temperature=0.7) == team
 
 
-def test_an_orchestra_that_has_ended_asks_nobody():
+def test_a_closed_session_asks_no_engine():
     engine = ScriptedEngine({})
-    seat = make_team(engine).session(0)
+    session = make_team(engine).session(0)
 
     async def late():
-        await seat.close()
+        await session.close()
         with pytest.raises(asyncio.CancelledError):
-            await seat.act("a", said="x")
+            await session.act("a", said="x")
 
     asyncio.run(late())
     assert engine.calls == []

@@ -1,4 +1,4 @@
-"""Trees: who branches, who goes on, and what replays."""
+"""Trees: branches, their scores, the branch that continues, and replays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.trees import DUET, duet, grow, rows
 
 
-def test_the_best_branch_goes_on_and_every_turn_is_there_once():
+def test_the_best_branch_continues_and_every_turn_is_recorded_once():
     engine, asked = seeded(DUET)
     trajectory = grow(duet, engine, Branching(width=3))
     assert rows(trajectory) == [
@@ -31,13 +31,13 @@ def test_the_best_branch_goes_on_and_every_turn_is_there_once():
         "1.1",
         9.0,
         {"total": 9.0},
-    )  # first of equals
+    )  # the first of two equal branches
     assert trajectory.status is Status.COMPLETED
     assert [turn.node for turn in trajectory.path] == ["1", "1.1"]
-    assert sorted(asked()) == sorted(DUET)  # a replay asks nobody
+    assert sorted(asked()) == sorted(DUET)  # replays ask no engine
 
 
-def test_siblings_saw_the_same_and_have_the_scores_of_their_own_steps():
+def test_siblings_have_equal_states_and_scores_of_their_own_steps():
     trajectory = grow(duet, seeded(DUET)[0], Branching(width=3))
     assert len({turn.state_key for turn in trajectory.turns[:3]}) == 1
     assert len({turn.state_key for turn in trajectory.turns[3:]}) == 1
@@ -65,13 +65,13 @@ def test_the_mixed_reward_compares_branches_by_their_own_round():
     assert rewards == {"0": 0.0, "1": 0.0, "0.0": 4.0, "0.1": 6.0}
 
 
-def test_every_turn_has_its_own_seed_and_all_are_drawn_again_in_another_run():
+def test_turns_have_different_seeds_that_another_run_repeats():
     first, second = (grow(duet, seeded(DUET)[0], Branching(width=3)) for _ in range(2))
     assert first == second
     assert len({turn.seed for turn in first.turns}) == 6
 
 
-def test_local_scores_and_alpha_decide():
+def test_local_scores_and_alpha_choose_the_branch():
     async def orchestra(task, team, env):
         reply = await team.act("a", said="x")
         team.score(reply.turn, local=-float(reply.text))
@@ -85,7 +85,7 @@ def test_local_scores_and_alpha_decide():
         assert [turn.scores["branch"] for turn in trajectory.turns] == scores
 
 
-def test_reward_before_a_round_is_not_that_rounds():
+def test_a_reward_before_a_round_does_not_count_for_the_round():
     async def orchestra(task, team, env):
         await env.step("10")
         reply = await team.act("a", said="x")
@@ -98,7 +98,7 @@ def test_reward_before_a_round_is_not_that_rounds():
     assert trajectory.outcome == 16.0
 
 
-def test_a_later_step_scores_the_line_that_went_on():
+def test_a_later_step_scores_the_branch_that_continued():
     async def orchestra(task, team, env):
         draft = await team.act("a", said="x")
         await team.act("b", said=draft.text)
@@ -125,7 +125,7 @@ SIMULTANEOUS = {
 
 
 async def pair(task, team, env):
-    """a and b at once, a step for each; a, step."""
+    """Orchestra with concurrent turns of a and b, a step for each, a turn of a and a step."""
 
     async def strand(name):
         reply = await team.act(name, said=name)
@@ -138,8 +138,8 @@ async def pair(task, team, env):
             asyncio.gather(nested(name, depth - 1)) if depth else asyncio.wait_for(strand(name), 60)
         )
 
-    seen = await asyncio.gather(strand("a"), nested("b", 3))
-    reply = await team.act("a", said=str(seen))
+    observations = await asyncio.gather(strand("a"), nested("b", 3))
+    reply = await team.act("a", said=str(observations))
     await env.step(reply.text)
 
 
@@ -159,7 +159,7 @@ def test_simultaneous_turns_are_one_round_and_the_team_counts_once():
     assert sorted(asked()) == sorted(SIMULTANEOUS)
 
 
-def test_replies_come_in_the_order_of_the_calls_whoever_is_faster():
+def test_replies_are_handed_over_in_the_order_of_the_calls():
     class Late:
         def __init__(self):
             self._inner = seeded(SIMULTANEOUS)[0]
@@ -173,7 +173,7 @@ def test_replies_come_in_the_order_of_the_calls_whoever_is_faster():
     )
 
 
-def test_the_tree_ends_with_the_branch_that_goes_on():
+def test_the_tree_ends_with_the_branch_that_continues():
     async def orchestra(task, team, env):
         for _ in range(3):
             reply = await team.act("a", said="x")
@@ -200,7 +200,7 @@ def test_a_branch_that_has_ended_can_lose():
     assert (trajectory.leaf, trajectory.outcome) == ("1.1", 6.0)
 
 
-def test_a_sampled_branch_is_any_and_the_same_again():
+def test_a_sampled_branch_is_random_and_reproducible():
     async def orchestra(task, team, env):
         await team.act("a", said="x")
         await env.step("1")
@@ -251,23 +251,23 @@ MOVES = st.lists(st.tuples(st.sampled_from("ab*"), st.booleans()), min_size=1, m
 
 
 def dance(moves):
-    """An orchestra that makes `moves`: who speaks (`*` both at once), and whether a step follows."""
+    """Return an orchestra of moves: the agent (`*`: both concurrently), and True if a step follows."""
 
     async def orchestra(task, team, env):
-        said = env.reset(task)
-        for who, steps in moves:
-            names = "ab" if who == "*" else who
-            replies = await asyncio.gather(*(team.act(name, said=said) for name in names))
-            said = ",".join(reply.text for reply in replies)
-            if steps:
-                said += (await env.step(replies[-1].text)).observation
+        text = env.reset(task)
+        for agent, has_step in moves:
+            names = "ab" if agent == "*" else agent
+            replies = await asyncio.gather(*(team.act(name, said=text) for name in names))
+            text = ",".join(reply.text for reply in replies)
+            if has_step:
+                text += (await env.step(replies[-1].text)).observation
         await env.step("0")
 
     return orchestra
 
 
 class Dice:
-    """An engine that says a digit drawn by the call's seed, and counts its calls."""
+    """Engine that replies a digit drawn by the seed of the call."""
 
     def __init__(self):
         self.inner = ScriptedEngine(
@@ -280,10 +280,10 @@ class Dice:
 
 @settings(max_examples=40, deadline=None)
 @given(moves=MOVES)
-def test_width_one_plays_what_is_played_without_a_tree(moves):
+def test_width_one_plays_the_same_as_no_tree(moves):
     line, tree = (grow(dance(moves), Dice(), branching) for branching in (None, Branching(width=1)))
 
-    def told(trajectory):
+    def fields(trajectory):
         return [
             (
                 t.index,
@@ -297,7 +297,7 @@ def test_width_one_plays_what_is_played_without_a_tree(moves):
             for t in trajectory.turns
         ]
 
-    assert told(tree) == told(line)
+    assert fields(tree) == fields(line)
     assert (tree.outcome, tree.metrics, tree.status) == (line.outcome, line.metrics, line.status)
     assert tree.path == tree.turns
     assert tree.leaf == ".".join("0" * len(moves))
@@ -305,10 +305,10 @@ def test_width_one_plays_what_is_played_without_a_tree(moves):
 
 @settings(max_examples=40, deadline=None)
 @given(moves=MOVES, width=st.integers(1, 4), select=st.sampled_from(["greedy", "sampled"]))
-def test_any_tree_is_whole(moves, width, select):
+def test_any_tree_is_complete(moves, width, select):
     engine = Dice()
     trajectory = grow(dance(moves), engine, Branching(width=width, select=select))
-    turns = sum(len("ab") if who == "*" else 1 for who, _ in moves)
+    turns = sum(2 if agent == "*" else 1 for agent, _ in moves)
     assert trajectory.status is Status.COMPLETED
     assert (
         len(trajectory.turns) == len(engine.inner.calls) == width * turns
@@ -316,9 +316,8 @@ def test_any_tree_is_whole(moves, width, select):
     assert len({turn.seed for turn in trajectory.turns}) == width * turns
     assert [turn.index for turn in trajectory.path] == list(range(turns))
     assert len({(turn.node, turn.index) for turn in trajectory.turns}) == width * turns
-    for (
-        turn
-    ) in trajectory.path:  # siblings saw what the path saw, and the greedy path is the best of them
+    # siblings have the state of the path, and the greedy path is the best of them
+    for turn in trajectory.path:
         parent = turn.node.rpartition(".")[0]
         siblings = [t for t in trajectory.turns if t.index == turn.index]
         assert {t.node.rpartition(".")[0] for t in siblings} == {parent}

@@ -1,4 +1,4 @@
-"""Trees with branches that fail, are late, or are not the same again."""
+"""Trees with branches that fail, are late, or do not repeat deterministically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.trees import DUET, duet, grow, rows
 
 
 class Refusing:
-    """An engine that fails at some places."""
+    """Engine that fails at the calls `refused`, each (agent, turn, branch)."""
 
     def __init__(self, replies, *refused):
         self._inner, _ = seeded({**replies, **dict.fromkeys(refused, "refuse")})
@@ -28,7 +28,7 @@ class Refusing:
         return completion
 
 
-def test_a_failed_branch_is_dropped_and_counted_and_the_others_go_on():
+def test_a_failed_branch_is_dropped_and_counted():
     replies = {
         ("a", 0, ""): "1",
         ("a", 0, "2"): "boom",
@@ -54,7 +54,7 @@ def test_the_first_branch_may_fail_too():
     assert trajectory.outcome == 5.0
 
 
-def test_when_all_branches_fail_the_trajectory_does():
+def test_the_trajectory_fails_if_all_branches_fail():
     replies = {("a", 0, ""): "1", ("a", 0, "1"): "0"}
     trajectory = grow(duet, Refusing(replies, ("b", 1, ""), ("b", 1, "0.1")), Branching(width=2))
     assert (trajectory.status, trajectory.error) == (Status.FAILED, "EngineError: no room")
@@ -63,13 +63,13 @@ def test_when_all_branches_fail_the_trajectory_does():
     assert [turn.node for turn in trajectory.turns] == ["0", "1"]
 
 
-def test_a_failure_that_the_orchestra_outlives_is_repeated_to_its_branches():
+def test_a_failure_that_the_orchestra_handles_is_repeated_in_its_branches():
     async def orchestra(task, team, env):
         try:
-            said = (await team.act("a", said="x")).text
+            text = (await team.act("a", said="x")).text
         except EngineError:
-            said = "nobody"
-        reply = await team.act("b", said=said)
+            text = "nobody"
+        reply = await team.act("b", said=text)
         await env.step(reply.text)
 
     replies = {("b", 1, ""): "1", ("b", 1, "0.1"): "2"}
@@ -78,20 +78,20 @@ def test_a_failure_that_the_orchestra_outlives_is_repeated_to_its_branches():
     assert trajectory.status is Status.COMPLETED
 
 
-def test_a_fickle_environment_is_named():
-    born = []
+def test_a_nondeterministic_environment_is_an_error():
+    environments = []
 
-    class Fickle(Adder):
+    class Nondeterministic(Adder):
         def __init__(self, task):
             super().__init__(task)
-            born.append(self)
-            self.number = len(born)
+            environments.append(self)
+            self.number = len(environments)
 
         async def step(self, action):
             step = await super().step(action)
             return Step(observation=f"{self.number}", reward=step.reward)
 
-    trajectory = grow(duet, seeded(DUET)[0], Branching(width=3), make_env=Fickle)
+    trajectory = grow(duet, seeded(DUET)[0], Branching(width=3), make_env=Nondeterministic)
     assert trajectory.status is Status.FAILED
     assert re.fullmatch(
         r"BranchError: environment or orchestra of task t is not deterministic: cannot branch "
@@ -102,7 +102,7 @@ def test_a_fickle_environment_is_named():
     assert [turn.node for turn in trajectory.path] == ["1"]
 
 
-def test_a_fickle_orchestra_is_named():
+def test_a_nondeterministic_orchestra_is_an_error():
     plays = iter(range(100))
 
     async def orchestra(task, team, env):
@@ -116,17 +116,17 @@ def test_a_fickle_orchestra_is_named():
     )
 
 
-def test_an_environment_that_breaks_in_a_replay_costs_that_branch():
-    born = []
+def test_an_environment_that_fails_in_a_replay_drops_that_branch():
+    environments = []
 
     class Frail(Adder):
         def __init__(self, task):
             super().__init__(task)
-            born.append(self)
-            self.frail = len(born) == 3  # the first that replays
+            environments.append(self)
+            self.fails = len(environments) == 3  # the first environment of a replay
 
         async def step(self, action):
-            if self.frail:
+            if self.fails:
                 raise EnvError("worn out")
             return await super().step(action)
 
@@ -136,7 +136,7 @@ def test_an_environment_that_breaks_in_a_replay_costs_that_branch():
     assert trajectory.metrics == {"total": 5.0, "dropped_branches/EnvError": 1.0}
 
 
-def test_a_bug_drops_its_branch_and_the_tree_when_every_branch_has_it():
+def test_a_bug_drops_its_branch_or_fails_the_tree_if_all_branches_have_it():
     async def orchestra(task, team, env):
         reply = await team.act("a", said="x")
         await env.step(reply.text)
