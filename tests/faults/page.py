@@ -22,7 +22,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "faults.md"
 ROWS = DOCS / "reliability.yaml"
 RESULTS = DOCS / "reliability.json"
-_WORST = ("failure", "error", "passed", "skipped")  # of the cases of a test, the one that counts
+_WORST_FIRST = ("failure", "error", "passed", "skipped")  # the result of a test is its worst case's
 _HEAD = """# Faults and their tests
 
 Each row is a fault, what must happen, and the test that plays it. The tests need no GPU and are part of
@@ -39,76 +39,97 @@ behind.
 
 
 def read(paths: list[str]) -> dict[str, Any]:
-    """Results by test and by fault of the chaos: what came of it, and after how many seconds."""
-    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
-    found |= (
-        {"chaos": {"seeds": [], "recovered_s": {}}}
-        if any(path.endswith(".json") for path in paths)
-        else {}
-    )
-    of = f"{time.strftime('%Y-%m-%d')} {code_commit()[:10]}"
-    for path in paths:
-        if path.endswith(".json"):
-            own, chaos = json.loads(Path(path).read_text(encoding="utf-8")), found["chaos"]
-            chaos |= {"faults": own["faults"], "seeds": chaos["seeds"] + own["seeds"]}
-            for name, seconds in own["recovered_s"].items():
-                chaos["recovered_s"].setdefault(name, []).extend(seconds)
-            continue
-        here: dict[str, Any] = {}
-        for case in ElementTree.parse(path).iter("testcase"):
-            name = f"{str(case.get('classname')).replace('.', '/')}.py::{str(case.get('name')).partition('[')[0]}"
-            bad = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
-            if bad == ["skipped"] and name in found["tests"]:
-                continue  # what was found where it can run, such as on Slurm
-            before = here.get(name, {})
-            took = round(float(case.get("time", 0)) + before.get("s", 0.0), 1)
-            result = min(
-                bad[0] if bad else "passed", before.get("result", "skipped"), key=_WORST.index
-            )
-            here[name] = {"result": result, "s": took, "of": of}
-        found["tests"] |= here
-    return found
+    """Return the recorded results, updated with those of JUnit and chaos files.
+
+    A test that was skipped here keeps its recorded result, because it may have run where it can, such as on Slurm.
+    """
+    results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    chaos_files = [Path(path) for path in paths if path.endswith(".json")]
+    junit_files = [Path(path) for path in paths if not path.endswith(".json")]
+    if chaos_files:
+        results["chaos"] = _chaos_results(chaos_files)
+    for file in junit_files:
+        for name, result in _junit_results(file).items():
+            if result["result"] != "skipped" or name not in results["tests"]:
+                results["tests"][name] = result
+    return results
 
 
-def render(rows: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Any]) -> str:
-    """The table of faults."""
+def _chaos_results(files: list[Path]) -> dict[str, Any]:
+    """Merge the runs of the chaos: the seeds, the faults, and the seconds until the run continued."""
+    seeds: list[int] = []
+    recovered_s: dict[str, list[float]] = {}
+    faults: Any = None
+    for file in files:
+        run = json.loads(file.read_text(encoding="utf-8"))
+        faults = run["faults"]
+        seeds += run["seeds"]
+        for fault, seconds in run["recovered_s"].items():
+            recovered_s.setdefault(fault, []).extend(seconds)
+    return {"seeds": seeds, "recovered_s": recovered_s, "faults": faults}
+
+
+def _junit_results(file: Path) -> dict[str, Any]:
+    """Return the worst result of each test's cases, and their seconds in total."""
+    date_and_commit = f"{time.strftime('%Y-%m-%d')} {code_commit()[:10]}"
+    results: dict[str, Any] = {}
+    for case in ElementTree.parse(file).iter("testcase"):
+        module = str(case.get("classname")).replace(".", "/")
+        function = str(case.get("name")).partition("[")[0]
+        name = f"{module}.py::{function}"
+        problems = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
+        case_result = problems[0] if problems else "passed"
+        earlier = results.get(name, {"result": "skipped", "s": 0.0})
+        results[name] = {
+            "result": min(case_result, earlier["result"], key=_WORST_FIRST.index),
+            "s": round(float(case.get("time", 0)) + earlier["s"], 1),
+            "of": date_and_commit,
+        }
+    return results
+
+
+def render(sections: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Any]) -> str:
+    """Return the table of faults, and a line with the dates and commits of the results."""
     lines = ["| fault | expected | test | result | seconds |", "|---|---|---|---|---|"]
-    for section, faults in rows.items():
+    for section, faults in sections.items():
         lines.append(f"| **{section}** | | | | |")
-        for row in faults:
-            names = [f"`{test}`" for test in row.get("tests", ())]
-            names += [f"chaos: {', '.join(row['chaos'])}"] if "chaos" in row else []
-            names += [f"not tested: {row['untested']}"] if "untested" in row else []
-            outcome, seconds = zip(*_results(row, results), strict=True)
-            shown = "; ".join(dict.fromkeys(outcome))
-            most = (
-                [f"{max(s for s in seconds if s is not None):.1f}"]
-                if any(s is not None for s in seconds)
-                else [""]
-            )
-            lines.append(
-                f"| {row['fault']} | {row['expected']} | {', '.join(names)} | {shown} | {most[0]} |"
-            )
-    of = sorted(found["of"] for found in results["tests"].values() if "of" in found)
-    when = [f"\nResults of {of[0]} to {of[-1]}, by date and commit."] if of else []
-    return "\n".join(lines + when)
+        lines.extend(_table_row(row, results) for row in faults)
+    dates = sorted(result["of"] for result in results["tests"].values() if "of" in result)
+    if dates:
+        lines.append(f"\nResults of {dates[0]} to {dates[-1]}, by date and commit.")
+    return "\n".join(lines)
+
+
+def _table_row(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    names = [f"`{test}`" for test in row.get("tests", ())]
+    if "chaos" in row:
+        names.append(f"chaos: {', '.join(row['chaos'])}")
+    if "untested" in row:
+        names.append(f"not tested: {row['untested']}")
+    outcomes = []
+    seconds = []
+    for outcome, duration in _results(row, results):
+        outcomes.append(outcome)
+        if duration is not None:
+            seconds.append(duration)
+    shown = "; ".join(dict.fromkeys(outcomes))
+    longest = f"{max(seconds):.1f}" if seconds else ""
+    return f"| {row['fault']} | {row['expected']} | {', '.join(names)} | {shown} | {longest} |"
 
 
 def _results(
     row: Mapping[str, Any], results: Mapping[str, Any]
 ) -> Iterator[tuple[str, float | None]]:
-    """What came of a row's tests, and seconds: of a test all it took, of the chaos until the run went on."""
+    """Yield results and seconds: of a test its duration, of a fault of the chaos until the run continued."""
     for test in row.get("tests", ()):
-        found = results["tests"].get(test, {"result": "not run", "s": None})
-        yield found["result"], found["s"]
+        recorded = results["tests"].get(test, {"result": "not run", "s": None})
+        yield recorded["result"], recorded["s"]
+    recovered = results["chaos"].get("recovered_s", {})
     for fault in row.get("chaos", ()):
-        recovered = results["chaos"].get("recovered_s", {})
-        times = (
-            [s for own in recovered.values() for s in own]
-            if fault == "all"
-            else recovered.get(fault, [])
-        )
-        yield ("same bits" if times else "not run"), max(times, default=None)
+        seconds = recovered.get(fault, [])
+        if fault == "all":
+            seconds = [second for values in recovered.values() for second in values]
+        yield ("same bits" if seconds else "not run"), max(seconds, default=None)
     if "untested" in row:
         yield "", None
 
@@ -121,13 +142,13 @@ def pages() -> dict[Path, str]:
 
 
 def tests() -> list[str]:
-    """The tests that the table names."""
-    rows = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
-    return list(
-        dict.fromkeys(
-            test for faults in rows.values() for row in faults for test in row.get("tests", ())
-        )
-    )
+    """Return the tests that the table names, each once."""
+    sections = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
+    names: dict[str, None] = {}
+    for faults in sections.values():
+        for row in faults:
+            names.update(dict.fromkeys(row.get("tests", ())))
+    return list(names)
 
 
 if __name__ == "__main__":
