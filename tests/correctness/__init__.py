@@ -127,14 +127,14 @@ _CREDIT_ROW = (
 
 
 def defect_tests() -> dict[str, list[str]]:
-    """The tests by defect, as pytest names them: `test_d<number>_...`, and those of `ELSEWHERE`."""
-    found: dict[str, list[str]] = {defect: list(ELSEWHERE.get(defect, ())) for defect in DEFECTS}
+    """Return the tests of each defect: those named `test_d<number>_...`, and those of `ELSEWHERE`."""
+    tests: dict[str, list[str]] = {defect: list(ELSEWHERE.get(defect, ())) for defect in DEFECTS}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for name, defect in re.findall(
             r"^def (test_(d\d+)_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE
         ):
-            found[defect].append(f"{path.relative_to(ROOT)}::{name}")
-    return found
+            tests[defect].append(f"{path.relative_to(ROOT)}::{name}")
+    return tests
 
 
 def pages() -> dict[Path, str]:
@@ -150,17 +150,24 @@ def page(differences: Mapping[str, float]) -> str:
     Args:
         differences: by estimator, from `tests.support.credit_oracle.largest_differences`.
     """
-    text = (ROOT / "docs" / "credit.md").read_text(encoding="utf-8")
-    rows = {
+    credit_page = (ROOT / "docs" / "credit.md").read_text(encoding="utf-8")
+    equations = {
         name: (equation, source)
-        for name, equation, source in re.findall(_CREDIT_ROW, text, re.MULTILINE)
+        for name, equation, source in re.findall(_CREDIT_ROW, credit_page, re.MULTILINE)
     }
-    estimators = [(f"`{name}`", *rows[name], f"{differences[name]:.1e}") for name in ESTIMATORS]
-    objective = [
-        (what, name, _said(one), f"`{_CHECKED[what]}`", largest_gradient_error(name))
-        for what, known in OBJECTIVE.items()
-        for name, one in known.items()
-    ]
+    estimators = []
+    for name in ESTIMATORS:
+        equation, source = equations[name]
+        estimators.append((f"`{name}`", equation, source, f"{differences[name]:.1e}"))
+
+    objective = []
+    for part, registry in OBJECTIVE.items():
+        for name, entry in registry.items():
+            checked = f"`{_CHECKED[part]}`"
+            objective.append(
+                (part, name, _first_line(entry), checked, largest_gradient_error(name))
+            )
+
     defects = zip(DEFECTS.values(), defect_tests().values(), strict=True)
     return _TEXT.format(
         estimators=_table(("estimator", "A", "source", "largest difference"), estimators),
@@ -174,51 +181,53 @@ def page(differences: Mapping[str, float]) -> str:
 
 
 def largest_gradient_error(name: str) -> str:
-    """The largest over the rows of docs/exactness.md that have a part of the objective; "–" for none."""
-    word = _ROWS.get(name)
-    column, objectives = None, False
-    found: list[float] = []
+    """Return the largest error in the rows of docs/exactness.md that have a part of the objective; "–" for none.
+
+    Each of the page's tables begins with a header row, whose first cell is "row" or "objective".
+    """
+    label = _ROWS.get(name)
+    column: int | None = None
+    is_objective_table = False
+    errors: list[float] = []
     for line in (ROOT / "docs" / "exactness.md").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("|"):
             column = None
         elif cells[0] in ("row", "objective"):
-            column, objectives = (
-                (cells.index("gradients") if "gradients" in cells else None),
-                cells[0] == "objective",
-            )
-        elif column is None or cells[0].startswith("---"):
-            continue
-        elif word is not None and objectives == bool(word) and word in cells[0]:
-            found.append(float(cells[column]))
-    return f"{max(found):.1e}" if found else "–"
+            column = cells.index("gradients") if "gradients" in cells else None
+            is_objective_table = cells[0] == "objective"
+        elif column is not None and not cells[0].startswith("---"):
+            is_wanted_table = label is not None and is_objective_table == bool(label)
+            if is_wanted_table and label in cells[0]:
+                errors.append(float(cells[column]))
+    return f"{max(errors):.1e}" if errors else "–"
 
 
 def findings() -> list[list[str]]:
-    """The rows of docs/studies/claim.md that say what the study found."""
+    """Return the rows of docs/studies/claim.md with the study's findings."""
     text = (ROOT / "docs" / "studies" / "claim.md").read_text(encoding="utf-8")
-    found = []
+    rows = []
     for team, measures in _FINDINGS.items():
         table = text.partition(f"**{team}**")[2]
         for measure in measures:
             row = re.search(rf"^\| {re.escape(measure)} +\|(.*)\|$", table, re.MULTILINE)
             assert row is not None, f"docs/studies/claim.md has no row {measure} of {team}"
-            found.append([team, measure, *(cell.strip() for cell in row[1].split("|"))])
-    return found
+            rows.append([team, measure, *(cell.strip() for cell in row[1].split("|"))])
+    return rows
 
 
 def _with_tests(rows: Iterable[tuple[str, Iterable[str]]]) -> list[tuple[str, str]]:
     return [(text, "<br>".join(f"`{test}`" for test in tests)) for text, tests in rows]
 
 
-def _said(known: Any) -> str:
-    """The first line of what says it: an aggregation's source, a function's docstring."""
-    said = (
-        getattr(known, "source", None)
-        or known.__doc__
+def _first_line(entry: Any) -> str:
+    """Return the source of an aggregation, or the first line of a function's docstring."""
+    text = (
+        getattr(entry, "source", None)
+        or entry.__doc__
         or "the value of the estimate without +, the gradient of k2"
     )
-    return " ".join(str(said).strip().partition("\n")[0].replace("|", "\\|").split())
+    return " ".join(str(text).strip().partition("\n")[0].replace("|", "\\|").split())
 
 
 def _table(head: tuple[str, ...], rows: list[Any]) -> str:
@@ -232,31 +241,32 @@ Every equation, its source, and what checks it independently. `make site` writes
 
 ## Estimators
 
-`tests/support/credit_oracle.py` computes every estimator with every choice of its options in plain numpy, turn by turn.
-The last column is the largest |ours − oracle| / (1 + |oracle|) over 25 random ragged batches, a third of them of trees.
+`tests/support/credit_oracle.py` computes every estimator with every choice of its options in NumPy,
+turn by turn. The last column is the largest |ours − oracle| / (1 + |oracle|) over 25 random ragged
+batches, a third of them trees.
 
 {estimators}
 
 ## Objective
 
-Each part has values worked out by hand in `tests/unit/equations/`. [exactness.md](exactness.md) compares all of them
-with formulas written out by hand (`tests/exactness/formulas.py`): the gradients of a whole model, in every parallel
-layout, with those of a float64 Hugging Face model. A clip, a KL term or a cut that is 1 % off is refused. The last
-column is the largest relative error of a gradient there, over all rows that have the part. A – says that no gradient
-depends on it.
+Each part has values worked out by hand in `tests/unit/equations/`. [exactness.md](exactness.md)
+compares gradients of a whole model, in every parallel layout, with those of a float64 Hugging Face
+model and formulas written out by hand (`tests/exactness/formulas.py`). A clip, a KL term or a cut
+that is 1 % off is refused. The last column is the largest relative error of a gradient over all
+rows that have the part; – means that no gradient depends on it.
 
 {objective}
 
 ## Defects
 
-Each of these was found by an independent check. The tests repeat its numbers.
+An independent check found each of these defects. The tests repeat its numbers.
 
 {defects}
 
 ## The claim of Dr. MAS
 
-Dr. MAS compares each agent's turns with its own. [studies/claim.md](studies/claim.md) trains two teams in which that
-should show. Of its figures (means over seeds with 95 % t intervals):
+Dr. MAS compares an agent's turns only with each other. [studies/claim.md](studies/claim.md) trains
+two teams in which this should matter. Some of its figures (means over seeds with 95 % t intervals):
 
 {findings}
 
@@ -264,14 +274,15 @@ should show. Of its figures (means over seeds with 95 % t intervals):
 
 {evaluation}
 
-`benchmarks/evaluation.py` plays 25,000 scripted requests against a slow server and counts what is lost
+`benchmarks/evaluation.py` plays 25,000 scripted requests against a slow server and counts lost ones
 ([benchmarks.md](benchmarks.md)).
 
 ## Engine and trainer
 
-After every update, checksums of the engine's tensors must be those of the trainer's. In every step, the differences
-between their log-probabilities are checked, by their distribution ([engines.md](engines.md#agreement)). Of several
-mini-batches in a step only the first is judged: the update before a later one has left the engine's weights. With a
-correction all are, by log-probabilities from before the first update. How far they may be was measured with bfloat16
-models of 2 to 32 layers ([exactness.md](exactness.md#engine-and-trainer-in-bfloat16)).
+After every update, the checksums of the embedded engine's tensors must equal those of the
+trainer's. In every step, the log-probabilities of both are compared
+([engines.md](engines.md#agreement)): with several mini-batches, those of the first, because the
+update before a later one has changed the trainer's weights; with a correction, all of them,
+computed before the first update. Right and stale weights of bfloat16 models with 2 to 32 layers are
+measured in [exactness.md](exactness.md#engine-and-trainer-in-bfloat16).
 """
