@@ -1,4 +1,4 @@
-"""A suite's page of charts: the curves of its runs side by side, as SVG in a page that loads and runs nothing."""
+"""Page of charts of a suite: the curves of its runs, as SVG in an HTML page without scripts."""
 
 import io
 import math
@@ -12,20 +12,28 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from mcore_mas.reports.curves import Metrics, curve, curves_of, read_metrics
 from mcore_mas.reports.page_templates import render_page
-from mcore_mas.reports.study import Metrics, curve, curves_of, read_metrics
 from rollout.base.files import write_text
 
-# Okabe and Ito's colours, told apart with any colour vision; a line style and a marker repeat the distinction
+# Colours of Okabe and Ito, which people with any colour vision can distinguish. Line styles and
+# markers repeat the distinction.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_STYLES = ("-", "--", "-.", ":")
+_LINE_STYLES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_MEAN_OVER = 5  # steps of the running mean that is drawn over the raw values
-_ACROSS = 4  # panels beside each other
-_FIRST = "reward and accuracy"
-_KEY = {"reward/mean": "mean reward of a trajectory", "validation/accuracy": "validation accuracy"}
-# by the title of their section; the rest of an agent's metrics is in MLflow and the studio
-_GROUPED = {
+
+_RUNNING_MEAN_STEPS = 5  # the thick line is a running mean over as many steps
+_MAX_COLUMNS = 4  # panels in a row
+
+_FIRST_SECTION = "reward and accuracy"
+# Titles of the panels of the first section, by metric.
+_FIRST_PANELS = {
+    "reward/mean": "mean reward of a trajectory",
+    "validation/accuracy": "validation accuracy",
+}
+# Group and name of a metric with one panel for each agent or data source, by section. Other metrics
+# of agents are in MLflow and in the studio.
+_GROUPED_SECTIONS = {
     "validation accuracy by source": ("validation", "accuracy"),
     "reward by agent": ("agent", "reward_mean"),
     "share of well-formed turns by agent": ("agent", "valid_ratio"),
@@ -35,126 +43,149 @@ _GROUPED = {
     "mean -log p of sampled tokens by agent": ("agent", "sampled_entropy"),
 }
 
-Bands = Mapping[
-    str, tuple[pd.Series, pd.Series]
-]  # of each run, the interval of its validation accuracy
-Panels = dict[str, dict[str, pd.Series]]  # by the panel's title, each run's values by updates done
+_STYLE: Mapping[str, Any] = {
+    "svg.hashsalt": "mcore-mas",  # equal numbers give equal pictures
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.useoffset": False,
+}
+
+# By run, the lower and the upper end of the interval of its validation accuracy.
+Bands = Mapping[str, tuple[pd.Series, pd.Series]]
+# By title of a panel and by run, the values by number of updates.
+Panels = dict[str, dict[str, pd.Series]]
 
 
 def write_charts(runs: Mapping[str, Path], out: Path) -> None:
-    """Write the page: a section for each metric with a panel for each agent or data source, and a line for each run.
+    """Write the page: a section for each metric, with a line for each run.
 
-    Metrics that are zero throughout are left out, but for reward and accuracy. `runs` has each run's metrics.jsonl.
+    A section has a panel for each agent or data source. Metrics that are zero in all steps are left
+    out, except reward and accuracy.
+
+    Args:
+        runs: the metrics.jsonl of each run.
+        out: the HTML page.
 
     Raises:
-        MetricsError: a file is missing or no line of it is a step's metrics.
+        MetricsError: a file is missing, or has no metrics of a step.
     """
     metrics = {run: read_metrics(path) for run, path in runs.items()}
-    found = sections(metrics)
-    # Matplotlib escapes what it writes into an SVG
-    bands = _bands(metrics)
-    figures = {name: Markup(_figure(panels, list(runs), bands)) for name, panels in found.items()}  # noqa: S704
+    bands = _accuracy_bands(metrics)
+    figures = {
+        # Matplotlib escapes the text that it writes into an SVG.
+        section: Markup(_figure(panels, list(runs), bands))  # noqa: S704
+        for section, panels in sections(metrics).items()
+    }
     write_text(out, render_page("charts.html.jinja", figures=figures, runs=len(runs)))
 
 
 def key_curves(metrics: Mapping[str, Metrics]) -> str:
-    """The first section of the page alone, as SVG: reward and validation accuracy of each run."""
-    return _figure(sections(metrics)[_FIRST], list(metrics), _bands(metrics))
+    """Return the first section of the page as SVG: reward and validation accuracy of each run."""
+    panels = sections(metrics)[_FIRST_SECTION]
+    return _figure(panels, list(metrics), _accuracy_bands(metrics))
 
 
-def _bands(metrics: Mapping[str, Metrics]) -> Bands:
+def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
+    """Return the panels of each section of the page; the first section is never left out."""
+    first: Panels = {}
+    for key, title in _FIRST_PANELS.items():
+        curves = {run: curve(rows, key) for run, rows in metrics.items()}
+        first[title] = {run: values for run, values in curves.items() if len(values)}
+
+    panels_by_section = {_FIRST_SECTION: first}
+    for section, (group, name) in _GROUPED_SECTIONS.items():
+        panels: Panels = {}
+        for run, rows in metrics.items():
+            for member, values in curves_of(rows, group, name).items():
+                if values.any():
+                    panels.setdefault(member, {})[run] = values
+        if panels:
+            panels_by_section[section] = dict(sorted(panels.items()))
+    return panels_by_section
+
+
+def _accuracy_bands(metrics: Mapping[str, Metrics]) -> Bands:
     return {
         run: (curve(rows, "validation/ci_low"), curve(rows, "validation/ci_high"))
         for run, rows in metrics.items()
     }
 
 
-def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
-    """The panels of each section: reward and accuracy, validation by data source, each metric of agents."""
-    found: dict[str, Panels] = {_FIRST: {}}
-    for key, title in _KEY.items():
-        curves = {run: curve(rows, key) for run, rows in metrics.items()}
-        found[_FIRST][title] = {run: values for run, values in curves.items() if len(values)}
-    for section, (group, name) in _GROUPED.items():
-        panels: Panels = {}
-        for run, rows in metrics.items():
-            for one, values in curves_of(rows, group, name).items():
-                if values.any():
-                    panels.setdefault(one, {})[run] = values
-        found |= {section: dict(sorted(panels.items()))} if panels else {}
-    return found
-
-
 def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:
-    """The panels as SVG; a run has the same line in all of them, and its band around the validation accuracy."""
-    style: Any = {
-        "svg.hashsalt": "mcore-mas",
-        "svg.fonttype": "none",
-        "font.size": 9,
-        "axes.titlesize": 10,
-    }
-    style |= {
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.formatter.useoffset": False,
-    }
-    with rc_context(style):  # the salt makes equal numbers equal pictures
-        down = math.ceil(len(panels) / _ACROSS)
-        across = min(_ACROSS, len(panels))
-        size = (max(5.0, 3.2 * across), 2.5 * down + 0.3 + 0.2 * math.ceil(len(runs) / across))
-        figure = Figure(figsize=size, layout="constrained")
-        axes = figure.subplots(down, across, squeeze=False)
-        for axis in axes.flat[len(panels) :]:
-            axis.remove()
+    """Return the panels and a common legend as SVG.
+
+    A run has the same colour, line style and marker in all panels. Bands are drawn around the
+    validation accuracy.
+    """
+    with rc_context(dict(_STYLE)):
+        rows = math.ceil(len(panels) / _MAX_COLUMNS)
+        columns = min(_MAX_COLUMNS, len(panels))
+        width = max(5.0, 3.2 * columns)
+        height = 2.5 * rows + 0.3 + 0.2 * math.ceil(len(runs) / columns)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False)
+        for unused in axes.flat[len(panels) :]:
+            unused.remove()
+
         for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
-            _panel(axis, curves, runs, bands if title == _KEY["validation/accuracy"] else {})
-            axis.set(title=title.replace("$", r"\$"), xlabel="training step")
+            has_bands = title == _FIRST_PANELS["validation/accuracy"]
+            _draw_panel(axis, curves, runs, bands if has_bands else {})
+            axis.set(title=_literal(title), xlabel="training step")
             axis.locator_params(axis="x", integer=True)
-        lines = {
-            label: line
-            for axis in figure.axes
-            for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
-        }
-        if lines:
-            figure.legend(
-                lines.values(),
-                lines.keys(),
-                loc="outside lower center",
-                ncols=across,
-                frameon=False,
-            )
+
+        _draw_legend(figure, columns)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
+
+    # The SVG is put into a page, so its XML declaration and document type are dropped.
     return text.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
 
 
-def _panel(axis: Axes, curves: Mapping[str, pd.Series], runs: Sequence[str], bands: Bands) -> None:
+def _draw_legend(figure: Figure, columns: int) -> None:
+    lines = {}
+    for axis in figure.axes:
+        for line, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            lines[label] = line
+    if lines:
+        figure.legend(
+            lines.values(), lines.keys(), loc="outside lower center", ncols=columns, frameon=False
+        )
+
+
+def _draw_panel(
+    axis: Axes, curves: Mapping[str, pd.Series], runs: Sequence[str], bands: Bands
+) -> None:
     for run, values in curves.items():
         number = runs.index(run)
-        dense = (
-            len(values) == 1 + values.index[-1] - values.index[0]
-        )  # a value of every step, as no validation has
         colour = _COLOURS[number % len(_COLOURS)]
-        if dense:
+        line = values
+        # Validations have values in some steps only, and no running mean.
+        has_all_steps = len(values) == 1 + values.index[-1] - values.index[0]
+        if has_all_steps:
             axis.plot(values.index, values, color=colour, alpha=0.3, linewidth=1)
+            line = values.rolling(_RUNNING_MEAN_STEPS, min_periods=1).mean()
         elif values.index[0] == 0:
-            axis.axhline(
-                values.iloc[0], color=colour, linestyle=":", linewidth=1
-            )  # before training
+            before_training = values.iloc[0]
+            axis.axhline(before_training, color=colour, linestyle=":", linewidth=1)
+
         if run in bands and len(bands[run][0]):
             low, high = bands[run]
             axis.fill_between(low.index, low, high, color=colour, alpha=0.12, linewidth=0)
         axis.plot(
             values.index,
-            values.rolling(_MEAN_OVER, min_periods=1).mean() if dense else values,
+            line,
             color=colour,
-            linestyle=_STYLES[number % len(_STYLES)],
+            linestyle=_LINE_STYLES[number % len(_LINE_STYLES)],
             marker=_MARKERS[number % len(_MARKERS)],
             markevery=max(1, len(values) // 8),
             markersize=4,
             linewidth=1.6,
-            label=run.replace("$", r"\$"),
+            label=_literal(run),
         )
+
     axis.grid(visible=True, color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     if not curves:
@@ -166,3 +197,8 @@ def _panel(axis: Axes, curves: Mapping[str, pd.Series], runs: Sequence[str], ban
             va="center",
             transform=axis.transAxes,
         )
+
+
+def _literal(text: str) -> str:
+    """Return a text in which Matplotlib takes no dollar sign for a formula."""
+    return text.replace("$", r"\$")

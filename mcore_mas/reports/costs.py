@@ -1,104 +1,161 @@
-"""What a run cost: device hours and tokens of its training, tokens and seconds of an answer, by agent too."""
+"""Costs of a run: device hours and tokens of its training; tokens and seconds of an answer."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollout.base.json_files import read_json_lines, read_record
 from rollout.base.parquet import bounded_table
 
-_OF_TURNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
+_TURN_COLUMNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerCosts:
+    """Mean costs of an answer, or of an agent's part in it."""
+
+    calls: float
+    tokens: float
+    seconds: float
 
 
 def run_costs(run: Path, state: str) -> dict[str, str]:
-    """A line of a table on the run in the folder `run` and its evaluation in `state`; without what was not recorded."""
-    found, costs, answer = (
-        {"experiment": run.name},
-        training_costs(run),
-        answer_costs(run / "evaluation" / state),
-    )
-    devices = read_record(run / "train" / "done.json").get("devices") if costs else None
-    if devices:
-        found["trained on"] = f"{devices['count']} x {devices['name']}"
-        kind = devices["kind"]
-        found[f"{kind} hours"] = f"{costs[f'{kind.lower()}_hours']:.3g}"
-    if costs:
-        found["tokens sampled in training"] = f"{costs['tokens']:.0f}"
-    if not answer:
-        return found
-    agents = [name.removesuffix("/calls") for name in answer if name.endswith("/calls")]
-    by_agent = [
-        f"{agent.removeprefix('agent/')} {answer[f'{agent}/calls']:.3g} calls, {answer[f'{agent}/tokens']:.4g} tokens, "
-        f"{answer[f'{agent}/seconds']:.3g} s"
-        for agent in agents
-    ]
-    return found | {
-        "tokens of an answer": f"{answer['tokens']:.4g}",
-        "seconds of an answer": f"{answer['seconds']:.3g}",
-        "of which by agent": "; ".join(by_agent),
-    }
+    """Return a row of a table on the costs of a run; costs that were not recorded are left out.
+
+    Args:
+        run: folder of the run.
+        state: name of the evaluation whose answers are counted.
+    """
+    row = {"experiment": run.name}
+    training = training_costs(run)
+    if training:
+        devices = read_record(run / "train" / "done.json").get("devices")
+        if devices:
+            kind = devices["kind"]
+            hours = training[f"{kind.lower()}_hours"]
+            row["trained on"] = f"{devices['count']} x {devices['name']}"
+            row[f"{kind} hours"] = f"{hours:.3g}"
+        row["tokens sampled in training"] = f"{training['tokens']:.0f}"
+
+    turns = _read_turns(run / "evaluation" / state)
+    if len(turns):
+        answer = _answer_costs(turns)
+        row["tokens of an answer"] = f"{answer.tokens:.4g}"
+        row["seconds of an answer"] = f"{answer.seconds:.3g}"
+        row["of which by agent"] = "; ".join(
+            f"{agent} {costs.calls:.3g} calls, {costs.tokens:.4g} tokens, {costs.seconds:.3g} s"
+            for agent, costs in _costs_by_agent(turns).items()
+        )
+    return row
 
 
 def training_costs(run: Path) -> dict[str, float]:
-    """`tokens` sampled and `gpu_hours`, or `cpu_hours`, of the finished training of a run; {} before it has finished.
+    """Return the sampled tokens and the device hours of a run's finished training.
 
-    A device hour is an hour of one GPU, or of one CPU where there are none, while steps are taken: starting, validating
-    and writing checkpoints are not in it. Without recorded devices it is left out.
+    A device hour is an hour of one GPU, or of one CPU on a machine without GPUs. Only the time of
+    steps counts: starting, validating and writing checkpoints are left out.
+
+    Args:
+        run: folder of the run.
+
+    Returns:
+        `tokens`, and `gpu_hours` or `cpu_hours` if the devices were recorded; nothing before the
+        training has finished.
     """
-    steps, done = run / "train" / "metrics.jsonl", run / "train" / "done.json"
-    if not (steps.is_file() and done.is_file()):
+    metrics = run / "train" / "metrics.jsonl"
+    done = run / "train" / "done.json"
+    if not metrics.is_file() or not done.is_file():
         return {}
-    taken = [line for line in read_json_lines(steps)[0] if line["step"] >= 0]
-    seconds = sum(line["time/collect_s"] + line["time/update_s"] for line in taken)
-    found = {"tokens": float(sum(line.get("rollout/tokens", 0.0) for line in taken))}
+
+    steps = [row for row in read_json_lines(metrics)[0] if row["step"] >= 0]
+    tokens = sum(row.get("rollout/tokens", 0.0) for row in steps)
+    costs = {"tokens": float(tokens)}
     devices = read_record(done).get("devices")
-    return found | (
-        {f"{devices['kind'].lower()}_hours": devices["count"] * seconds / 3600} if devices else {}
-    )
+    if devices:
+        seconds = sum(row["time/collect_s"] + row["time/update_s"] for row in steps)
+        costs[f"{devices['kind'].lower()}_hours"] = devices["count"] * seconds / 3600
+    return costs
 
 
 def answer_costs(folder: Path) -> dict[str, float]:
-    """Tokens and seconds of an answer, and calls, tokens and seconds of each agent in it; {} where none is recorded.
+    """Return the mean costs of an answer over the completed trajectories of an evaluation.
 
-    They are means over the completed trajectories of the evaluation in `folder`. Seconds of an answer are from its
-    first call to the end of its last.
+    The seconds of an answer are from its first call to the end of its last call.
+
+    Args:
+        folder: folder of the evaluation's trajectories.
+
+    Returns:
+        `tokens` and `seconds`, and `agent/NAME/calls`, `agent/NAME/tokens` and `agent/NAME/seconds`
+        of each agent; nothing if no trajectories are recorded.
     """
-    parts = [
-        _turns(path, number) for number, path in enumerate(sorted(folder.glob("part_*.parquet")))
-    ]
-    if not parts or not sum(map(len, parts)):
+    turns = _read_turns(folder)
+    if not len(turns):
         return {}
-    turns = pd.concat(parts)
+    answer = _answer_costs(turns)
+    costs = {"tokens": answer.tokens, "seconds": answer.seconds}
+    for agent, agent_costs in _costs_by_agent(turns).items():
+        costs[f"agent/{agent}/calls"] = agent_costs.calls
+        costs[f"agent/{agent}/tokens"] = agent_costs.tokens
+        costs[f"agent/{agent}/seconds"] = agent_costs.seconds
+    return costs
+
+
+def _answer_costs(turns: pd.DataFrame) -> AnswerCosts:
     answers = turns.groupby("answer")
     seconds = (answers["ended"].max() - answers["started"].min()).mean()
-    found = {"tokens": turns["tokens"].sum() / len(answers), "seconds": float(seconds)}
-    for agent, own in turns.groupby("agent", sort=False):
-        sums = {"calls": len(own), "tokens": own["tokens"].sum(), "seconds": own["took"].sum()}
-        found |= {
-            f"agent/{agent}/{name}": float(value) / len(answers) for name, value in sums.items()
-        }
-    return found
+    return AnswerCosts(
+        calls=len(turns) / len(answers),
+        tokens=float(turns["tokens"].sum() / len(answers)),
+        seconds=float(seconds),
+    )
 
 
-def _turns(path: Path, number: int) -> pd.DataFrame:
-    """A line for each turn of the completed trajectories of a shard: answer, agent, tokens, started, ended, took."""
-    columns = ["status", *(f"turns.list.element.{name}" for name in _OF_TURNS)]
+def _costs_by_agent(turns: pd.DataFrame) -> dict[str, AnswerCosts]:
+    answers = turns["answer"].nunique()
+    return {
+        str(agent): AnswerCosts(
+            calls=float(len(agent_turns)) / answers,
+            tokens=float(agent_turns["tokens"].sum()) / answers,
+            seconds=float(agent_turns["took"].sum()) / answers,
+        )
+        for agent, agent_turns in turns.groupby("agent", sort=False)
+    }
+
+
+def _read_turns(folder: Path) -> pd.DataFrame:
+    """Return the turns of all completed trajectories of an evaluation.
+
+    The columns are answer (an id), agent, tokens, started, ended and took (in seconds).
+    """
+    shards = sorted(folder.glob("part_*.parquet"))
+    parts = [_read_shard(path, number) for number, path in enumerate(shards)]
+    return pd.concat(parts) if parts else pd.DataFrame()
+
+
+def _read_shard(path: Path, number: int) -> pd.DataFrame:
+    columns = ["status", *(f"turns.list.element.{name}" for name in _TURN_COLUMNS)]
     with pq.ParquetFile(path) as file:
         table = bounded_table(file, columns)
-    turns = table.filter(pc.equal(table["status"], "completed"))["turns"].combine_chunks()
-    flat = pc.list_flatten(turns)
-    started, took = pc.struct_field(flat, "started_s"), pc.struct_field(flat, "took_s")
-    return pd.DataFrame(
-        {
-            "answer": [
-                f"{number}/{parent}" for parent in pc.list_parent_indices(turns).to_pylist()
-            ],
-            "agent": pc.struct_field(flat, "agent").to_pandas(),
-            "tokens": pc.list_value_length(pc.struct_field(flat, "completion_ids")).to_pandas(),
-            "started": started.to_pandas(),
-            "took": took.to_pandas(),
-            "ended": pc.add(started, took).to_pandas(),
-        }
-    )
+    completed = table.filter(pc.equal(table["status"], "completed"))
+    turn_lists = completed["turns"].combine_chunks()
+    turns = pc.list_flatten(turn_lists)
+
+    def column(name: str) -> pa.Array:
+        return pc.struct_field(turns, name)
+
+    rows = pc.list_parent_indices(turn_lists).to_pylist()
+    values: dict[str, Any] = {
+        "answer": [f"{number}/{row}" for row in rows],
+        "agent": column("agent").to_pandas(),
+        "tokens": pc.list_value_length(column("completion_ids")).to_pandas(),
+        "started": column("started_s").to_pandas(),
+        "took": column("took_s").to_pandas(),
+        "ended": pc.add(column("started_s"), column("took_s")).to_pandas(),
+    }
+    return pd.DataFrame(values)

@@ -1,10 +1,11 @@
-"""Training curves: values over the steps of a run, and the study of estimators over a suite's seeds."""
+"""Study of advantage estimators: trainings of the same teams, compared over the seeds of a suite.
+
+`study_stability` writes the study. `norm_measures`, `lemma_factors` and `skills` are its measures.
+"""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,72 +13,32 @@ from typing import Any
 import pandas as pd
 
 from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.reports.curves import Metrics, MetricsError, curves_of, read_metrics
 from mcore_mas.reports.page_templates import render_page
 from mcore_mas.reports.tables import markdown_table
 from rollout.base.files import write_text
-from rollout.base.json_files import read_json_lines, read_record
+from rollout.base.json_files import read_record
 from rollout.records.files import read_trajectories
 from rollout.records.grouping import group_pairs, group_trajectories
 from rollout.records.trajectory import Status, Trajectory
 
-Metrics = Sequence[
-    Mapping[str, float]
-]  # of a run, one step after the other; what a step did not measure is absent
-
-
-class MetricsError(ValueError):
-    """Runs cannot be drawn or compared: says which, what is wrong and what to do."""
-
-
-def read_metrics(path: Path) -> Metrics:
-    """The metrics of a run's steps, in order.
-
-    Raises:
-        MetricsError: the file is missing, or no line of it is a step's metrics.
-    """
-    try:
-        rows = read_json_lines(path)[0]
-    except OSError as error:
-        raise MetricsError(
-            f"{path}: cannot be read ({error.strerror}); train the run again"
-        ) from error
-    rows = [row for row in rows if "step" in row]
-    if not rows:
-        raise MetricsError(
-            f"{path}: expected one JSON object with a 'step' per line; train the run again"
-        )
-    return rows
-
-
-def curve(metrics: Metrics, key: str) -> pd.Series:
-    """The metric `key` by updates done, of each step that has it; a step counts from 0 and is the update it led to."""
-    return pd.Series(
-        {int(row["step"]) + 1: float(row[key]) for row in metrics if key in row}, dtype=float
-    )
-
-
-def curves_of(metrics: Metrics, group: str, name: str) -> dict[str, pd.Series]:
-    """`curve` of `group`/<one>/`name` for each agent or data source that has it."""
-    keys = {key for row in metrics for key in row}
-    found = sorted(
-        filter(None, (re.fullmatch(rf"{group}/(.+)/{name}", key) for key in keys)),
-        key=itemgetter(1),
-    )
-    return {one[1]: curve(metrics, one[0]) for one in found}
-
 
 def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Path]) -> None:
-    """Compare the estimators of finished `runs` (resolved configs by name), and write .csv or .md by suffix.
+    """Compare the estimators with which each team was trained, over seeds.
+
+    Args:
+        runs: resolved configs of finished runs by name.
+        outputs: files to write, .csv or .md.
 
     Raises:
-        MetricsError: a team was trained with one estimator only, its estimators have other seeds, or a run has not
-            finished.
+        MetricsError: a team was trained with one estimator only, its estimators have different
+            seeds, or a run has not finished.
     """
-    teams = group_pairs(
-        (config["orchestra"]["name"], _arm(name, config)) for name, config in runs.items()
+    runs_by_team = group_pairs(
+        (config["orchestra"]["name"], _measure_run(name, config)) for name, config in runs.items()
     )
     findings = pd.DataFrame(
-        finding for team, own in teams.items() for finding in _compared(team, own)
+        finding for team, measured in runs_by_team.items() for finding in _compare(team, measured)
     )
     texts = {
         ".csv": findings.to_csv(index=False, lineterminator="\n"),
@@ -87,75 +48,105 @@ def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Pat
         write_text(path, texts[path.suffix])
 
 
-def norms(metrics: Metrics) -> dict[str, float]:
-    """Mean and largest gradient norm of each agent over the steps that had one, and the mean A² of its advantages."""
-    found: dict[str, float] = {}
-    for agent, own in curves_of(metrics, "agent", "grad_norm").items():
-        finite = own[own.map(math.isfinite)]
-        found |= {f"norm {agent}": finite.mean(), f"largest norm {agent}": finite.max()}
-        if len(own) > len(finite):
-            found[f"norms not finite {agent}"] = float(len(own) - len(finite))
-    for agent, own in curves_of(metrics, "agent", "advantage_second_moment").items():
-        found[f"A² {agent}"] = fmean(own)
-    return found
+def norm_measures(metrics: Metrics) -> dict[str, float]:
+    """Return measures of each agent's gradient norms and advantages over the steps of a run.
+
+    They are the mean and the largest norm over finite ones, the number of norms that are not finite
+    if there are any, and the mean square A² of the advantages.
+    """
+    measures: dict[str, float] = {}
+    for agent, norms in curves_of(metrics, "agent", "grad_norm").items():
+        finite = norms[norms.map(math.isfinite)]
+        measures[f"norm {agent}"] = finite.mean()
+        measures[f"largest norm {agent}"] = finite.max()
+        if len(norms) > len(finite):
+            measures[f"norms not finite {agent}"] = float(len(norms) - len(finite))
+    for agent, moments in curves_of(metrics, "agent", "advantage_second_moment").items():
+        measures[f"A² {agent}"] = fmean(moments)
+    return measures
 
 
 def lemma_factors(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-    """Each agent's A² under one (μ, σ) for all of a task: (σ_k² + (μ_k - μ)²) / σ², mean over turns   Lemma 4.2.
+    """Return A² of each agent if one (μ, σ) normalises all rewards of a task.
 
-    μ and σ (n - 1) are over the trajectories of a group, each with the mean reward of its turns; groups whose
-    trajectories are all alike have no σ, and count as 0.
+    It is (σ_k² + (μ_k - μ)²) / σ² as mean over turns, by Lemma 4.2 of Dr. MAS (arXiv 2602.08847).
+    μ and σ (n - 1) are over the completed trajectories of a group, each with the mean reward of its
+    turns. Groups in which all trajectories have the same mean reward have no σ, and count as 0.
     """
     squares: dict[str, list[float]] = defaultdict(list)
     for group in groups:
-        played = [
-            [(turn.agent, turn.reward) for turn in t.turns if turn.reward is not None]
-            for t in group
-            if t.status is Status.COMPLETED
+        rewarded_turns = [
+            [(turn.agent, turn.reward) for turn in trajectory.turns if turn.reward is not None]
+            for trajectory in group
+            if trajectory.status is Status.COMPLETED
         ]
-        votes = pd.Series(
-            [fmean(reward for _, reward in turns) for turns in played if turns], dtype=float
-        )
-        mean, deviation = votes.mean(), votes.std()
-        for agent, reward in (turn for turns in played for turn in turns):
-            squares[agent].append(((reward - mean) / deviation) ** 2 if deviation > 0 else 0.0)
-    return {agent: fmean(own) for agent, own in squares.items()}
+        mean_rewards = [fmean(reward for _, reward in turns) for turns in rewarded_turns if turns]
+        votes = pd.Series(mean_rewards, dtype=float)
+        mean = votes.mean()
+        deviation = votes.std()
+        for turns in rewarded_turns:
+            for agent, reward in turns:
+                square = ((reward - mean) / deviation) ** 2 if deviation > 0 else 0.0
+                squares[agent].append(square)
+    return {agent: fmean(values) for agent, values in squares.items()}
 
 
 def skills(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Of each agent: the share of its turns scored `right`, where turns are, and the mean -log p of a sampled token."""
-    turns = [turn for t in trajectories if t.status is Status.COMPLETED for turn in t.turns]
+    """Return the skill and the entropy of each agent over completed trajectories.
+
+    The skill is the mean score "right" of its turns, if they have one. The entropy is the mean
+    negative log-probability of its sampled tokens.
+    """
+    turns = [
+        turn
+        for trajectory in trajectories
+        if trajectory.status is Status.COMPLETED
+        for turn in trajectory.turns
+    ]
     right = group_pairs(
         (turn.agent, turn.scores["right"]) for turn in turns if "right" in turn.scores
     )
-    surprise = group_pairs((turn.agent, -logprob) for turn in turns for logprob in turn.logprobs)
-    found = {f"skill {agent}": fmean(own) for agent, own in right.items()}
-    return found | {f"entropy {agent}": fmean(own) for agent, own in surprise.items()}
+    surprisals = group_pairs((turn.agent, -logprob) for turn in turns for logprob in turn.logprobs)
+    return {
+        **{f"skill {agent}": fmean(scores) for agent, scores in right.items()},
+        **{f"entropy {agent}": fmean(values) for agent, values in surprisals.items()},
+    }
 
 
-def _arm(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What was measured of a run, with its estimator and seed."""
+def _measure_run(run: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the estimator, the seed and all measures of a run."""
     folder = Path(config["results"]) / run
-    metrics = [row for row in read_metrics(folder / "train" / "metrics.jsonl") if row["step"] >= 0]
-    base, trained = (
-        _accuracy(folder / "evaluation" / f"{state}.json") for state in ("base", "trained")
-    )
-    steps = sorted((folder / "train" / "trajectories").glob("step_*.parquet"))
-    played = (
-        [group.trajectories for group in group_trajectories(read_trajectories(path))]
-        for path in steps
-    )
-    factors = group_pairs(factor for groups in played for factor in lemma_factors(groups).items())
-    found = {"advantage": config["advantage"]["name"], "seed": config["seed"]}
-    found |= {"accuracy before": base, "accuracy": trained} | norms(metrics)
-    found |= {f"A² under one (μ, σ) {agent}": fmean(own) for agent, own in factors.items()}
-    shards = sorted((folder / "evaluation" / "trained").glob("*.parquet"))
-    return found | skills(
-        [trajectory for shard in shards for trajectory in read_trajectories(shard)]
-    )
+    metrics = read_metrics(folder / "train" / "metrics.jsonl")
+    train_metrics = [row for row in metrics if row["step"] >= 0]
+    factors = _mean_lemma_factors(folder / "train" / "trajectories")
+    return {
+        "advantage": config["advantage"]["name"],
+        "seed": config["seed"],
+        "accuracy before": _read_accuracy(folder / "evaluation" / "base.json"),
+        "accuracy": _read_accuracy(folder / "evaluation" / "trained.json"),
+        **norm_measures(train_metrics),
+        **{f"A² under one (μ, σ) {agent}": factor for agent, factor in factors.items()},
+        **skills(_read_all_trajectories(folder / "evaluation" / "trained")),
+    }
 
 
-def _accuracy(path: Path) -> float:
+def _mean_lemma_factors(folder: Path) -> dict[str, float]:
+    """Return each agent's `lemma_factors` as mean over the steps of a training."""
+    factors_by_agent: dict[str, list[float]] = defaultdict(list)
+    for path in sorted(folder.glob("step_*.parquet")):
+        groups = [group.trajectories for group in group_trajectories(read_trajectories(path))]
+        for agent, factor in lemma_factors(groups).items():
+            factors_by_agent[agent].append(factor)
+    return {agent: fmean(factors) for agent, factors in factors_by_agent.items()}
+
+
+def _read_all_trajectories(folder: Path) -> list[Trajectory]:
+    shards = sorted(folder.glob("*.parquet"))
+    return [trajectory for shard in shards for trajectory in read_trajectories(shard)]
+
+
+def _read_accuracy(path: Path) -> float:
+    """Return the mean avg@k over the tasks of an evaluation."""
     if not path.is_file():
         raise MetricsError(f"{path}: no such file; evaluate the run first")
     tasks = read_record(path, "tasks")["tasks"]
@@ -167,55 +158,84 @@ def _accuracy(path: Path) -> float:
     )
 
 
-def _compared(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Each measure of each estimator, and of its difference to the first, over seeds."""
-    found = (key for run in runs for key in run if key not in ("advantage", "seed"))
-    # what a run has nothing of is unknown, such as the skill of an agent that nobody called; a count is 0
-    measures = {key: 0.0 if key.startswith("norms not finite") else math.nan for key in found}
-    arms: dict[str, pd.DataFrame] = {
-        str(advantage): own.set_index("seed").sort_index()
-        for advantage, own in pd.DataFrame([{**measures, **run} for run in runs]).groupby(
-            "advantage", sort=False
-        )
+def _compare(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield each measure of each estimator, and of its difference to the first one, over seeds.
+
+    Raises:
+        MetricsError: there is only one estimator, or their seeds differ.
+    """
+    # A measure that a run lacks is unknown, such as the skill of an agent that was never called.
+    # Only the number of infinite norms is 0 if there were none.
+    missing_values: dict[str, float] = {}
+    for run in runs:
+        for measure in run:
+            if measure not in ("advantage", "seed"):
+                is_count = measure.startswith("norms not finite")
+                missing_values[measure] = 0.0 if is_count else math.nan
+
+    measured = pd.DataFrame([{**missing_values, **run} for run in runs])
+    by_estimator: dict[str, pd.DataFrame] = {
+        str(estimator): rows.set_index("seed").sort_index()
+        for estimator, rows in measured.groupby("advantage", sort=False)
     }
-    first, *others = arms
+    first, *others = by_estimator
+    _check_pairs(team, by_estimator)
+
+    for measure in missing_values:
+        columns = {estimator: rows[measure] for estimator, rows in by_estimator.items()}
+        for other in others:
+            columns[f"{other} - {first}"] = columns[other] - columns[first]
+        for name, column in columns.items():
+            values = column.dropna().tolist()
+            if not values:
+                continue
+            low, high = mean_interval(values, f"{team}/{name}/{measure}")
+            yield {
+                "team": team,
+                "advantage": name,
+                "measure": measure,
+                "value": fmean(values),
+                "ci_low": low,
+                "ci_high": high,
+                "seeds": len(values),
+            }
+
+
+def _check_pairs(team: str, by_estimator: Mapping[str, pd.DataFrame]) -> None:
+    """Check that there are several estimators with the same seeds, so that seeds can be paired."""
+    first, *others = by_estimator
     if not others:
         raise MetricsError(
-            f"team '{team}' was trained with '{first}' only; a study compares at least two estimators"
+            f"team '{team}' was trained with '{first}' only; a study compares at least two "
+            "estimators"
         )
+    first_seeds = list(by_estimator[first].index)
     for other in others:
-        if list(arms[other].index) != list(arms[first].index):
+        seeds = list(by_estimator[other].index)
+        if seeds != first_seeds:
             raise MetricsError(
-                f"team '{team}': '{first}' has seeds {list(arms[first].index)}, '{other}' {list(arms[other].index)}; "
-                "expected the same"
+                f"team '{team}': '{first}' has seeds {first_seeds}, '{other}' {seeds}; expected "
+                "the same"
             )
-    for measure in measures:
-        values = {name: arm[measure] for name, arm in arms.items()}
-        values |= {f"{other} - {first}": values[other] - values[first] for other in others}
-        for name, own in values.items():
-            if not (known := own.dropna().tolist()):
-                continue
-            low, high = mean_interval(known, f"{team}/{name}/{measure}")
-            row = {"value": fmean(known), "ci_low": low, "ci_high": high, "seeds": len(known)}
-            yield {"team": team, "advantage": name, "measure": measure} | row
 
 
 def _markdown_study(findings: pd.DataFrame) -> str:
-    """A table per team: a line per measure, a column per estimator and per difference, intervals in brackets."""
-    seeds = findings.groupby("team")["seeds"].transform("max")
-    numbers = (
-        findings[["value", "ci_low", "ci_high", "seeds"]].assign(all=seeds).itertuples(index=False)
-    )
-    cells = [
-        f"{value:.3g} [{low:.3g}, {high:.3g}]" + (f" of {own} seeds" if own < most else "")
-        for value, low, high, own, most in numbers
-    ]
+    """Return a table for each team, with a row per measure and a column per estimator.
+
+    Differences have columns too. Cells have 95 % intervals in brackets.
+    """
+    team_seeds = findings.groupby("team")["seeds"].transform("max")
+    cells = []
+    for finding, most_seeds in zip(findings.to_dict("records"), team_seeds, strict=True):
+        cell = "{value:.3g} [{ci_low:.3g}, {ci_high:.3g}]".format_map(finding)
+        if finding["seeds"] < most_seeds:
+            cell += f" of {finding['seeds']} seeds"
+        cells.append(cell)
+
     teams = []
-    for team, own in findings.assign(cell=cells, most=seeds).groupby("team", sort=False):
-        table = (
-            own.pivot_table("cell", "measure", "advantage", aggfunc="first", sort=False)
-            .fillna("")
-            .reset_index()
-        )
-        teams.append((team, own["most"].iloc[0], markdown_table(table)))
+    findings = findings.assign(cell=cells, team_seeds=team_seeds)
+    for team, rows in findings.groupby("team", sort=False):
+        table = rows.pivot_table("cell", "measure", "advantage", aggfunc="first", sort=False)
+        text = markdown_table(table.fillna("").reset_index())
+        teams.append((team, rows["team_seeds"].iloc[0], text))
     return render_page("study.md.jinja", teams=teams)

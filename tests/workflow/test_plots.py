@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.reports.charts import sections, write_charts
-from mcore_mas.reports.study import MetricsError, curve, curves_of
+from mcore_mas.reports.curves import MetricsError, curve, curves_of
 
 ROWS = [
     {"step": -1, "validation/accuracy": 0.2},
@@ -26,11 +26,12 @@ def write(path: Path, rows: list[dict[str, float]]) -> Path:
 def test_a_curve_counts_updates_and_skips_steps_without_the_metric() -> None:
     assert curve(ROWS, "reward/mean").to_dict() == {1: 0.5, 2: 0.7}
     assert curve(ROWS, "validation/accuracy").to_dict() == {0: 0.2, 2: 0.4}
-    norms = {agent: own.to_dict() for agent, own in curves_of(ROWS, "agent", "grad_norm").items()}
+    curves = curves_of(ROWS, "agent", "grad_norm")
+    norms = {agent: values.to_dict() for agent, values in curves.items()}
     assert norms == {"solver": {1: 1.0}, "verifier": {2: 2.0}}
 
 
-def test_the_thick_line_is_a_mean_that_looks_back_only(
+def test_the_thick_line_is_a_running_mean_of_earlier_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     drawn: list[list[float]] = []
@@ -42,11 +43,13 @@ def test_the_thick_line_is_a_mean_that_looks_back_only(
     rows += [{"step": step, "validation/accuracy": value} for step, value in ((10, 1.0), (20, 0.0))]
     write_charts({"demo": write(tmp_path / "metrics.jsonl", rows)}, tmp_path / "charts.html")
     assert drawn == [
-        [1.0, 2.0, 3.0, 6.0, 8.0, 11.0], [1.0, 1.5, 2.0, 3.0, 4.0, 6.0], [1.0, 0.0],  # of five steps; as it is
-    ]  # fmt: skip
+        [1.0, 2.0, 3.0, 6.0, 8.0, 11.0],
+        [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+        [1.0, 0.0],
+    ]
 
 
-def test_agents_of_runs_are_side_by_side_and_what_is_always_zero_is_left_out() -> None:
+def test_runs_share_panels_and_metrics_that_are_always_zero_are_left_out() -> None:
     other = [
         {
             "step": 0,
@@ -76,7 +79,7 @@ def test_agents_of_runs_are_side_by_side_and_what_is_always_zero_is_left_out() -
 
 
 @pytest.mark.slow
-def test_a_page_is_equal_for_equal_numbers_and_runs_nothing_that_a_name_says(
+def test_equal_numbers_give_equal_pages_and_names_are_escaped(
     tmp_path: Path,
 ) -> None:
     rows = [*ROWS, {"step": 2, "agent/<script>alert(1)</script>$x/grad_norm": 1.0}]
@@ -95,7 +98,7 @@ def test_a_page_is_equal_for_equal_numbers_and_runs_nothing_that_a_name_says(
     )
 
 
-def test_a_run_of_two_steps_has_whole_steps_and_full_numbers_at_its_axes(tmp_path: Path) -> None:
+def test_axes_have_whole_steps_and_full_numbers(tmp_path: Path) -> None:
     rows = [
         {"step": step, "agent/solver/sampled_entropy": 6.8523 - 0.0003 * step} for step in range(2)
     ]

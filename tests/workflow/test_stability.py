@@ -1,4 +1,4 @@
-"""A study says of runs what their files say."""
+"""Studies of estimators: measures of runs, their comparison over seeds, and the code-book teams."""
 
 import asyncio
 import csv
@@ -16,7 +16,8 @@ from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.credit.assign import add_advantages
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.reports.study import MetricsError, lemma_factors, norms, skills, study_stability
+from mcore_mas.reports.curves import MetricsError
+from mcore_mas.reports.study import lemma_factors, norm_measures, skills, study_stability
 from mcore_mas.training.metrics import credit_metrics
 from rollout.config.agents import AgentConfig, build_team
 from rollout.engines import EngineClient
@@ -42,7 +43,7 @@ def rows(norms: list[float], moments: list[float]) -> list[dict[str, float]]:
 def test_norms_are_absolute_and_by_agent() -> None:
     table = rows([1.0, 3.0, 2.0, math.nan, 0.0], [1.0, 1.0, 3.0, 3.0, 2.0])
     del table[4]["agent/a/grad_norm"]  # a step without a gradient counts its moment only
-    assert norms(table) == {
+    assert norm_measures(table) == {
         "norm a": 2.0,
         "largest norm a": 3.0,
         "norms not finite a": 1.0,
