@@ -13,8 +13,9 @@ from mcore_mas.reports.tables import markdown_table, result_rows
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 _NOTE = (
-    "Scores in % of held-out tasks, base before and trained after reinforcement learning; the gain is paired by task, "
-    "in points, with a 95 % interval over tasks. Made by `python -m docs.writers results` from {tables}."
+    "Scores in % of held-out tasks before (base) and after training (trained). The gain is in points, "
+    "paired by task, with its 95 % interval over tasks. Made by `python -m docs.writers results` from "
+    "{tables}."
 )
 
 
@@ -46,17 +47,18 @@ def results_block(tables: Sequence[Path], before: str = "") -> str:
     """
     rows: list[dict[str, object]] = []
     for table in tables:
-        rows.extend({"table": table.stem, **row} for row in result_rows(table))
-    new_tables = {table.stem for table in tables}
+        rows.extend({"suite": table.stem, **row} for row in result_rows(table))
+    new_suites = {table.stem for table in tables}
     for earlier in _rows_of(before):
-        if earlier.get("table") and earlier["table"] not in new_tables:
+        if earlier.get("suite") and earlier["suite"] not in new_suites:
             rows.append(dict(earlier))
 
     block = pd.DataFrame(rows)
-    names = ", ".join(f"`{name}.csv`" for name in block["table"].unique())
-    if block["table"].nunique() == 1:
-        block = block.drop(columns="table")
-    return f"{markdown_table(block)}\n\n{_NOTE.format(tables=names)}"
+    tables_text = "the tables of the suites"
+    if block["suite"].nunique() == 1:
+        tables_text = f"`{block['suite'].iloc[0]}.csv`"
+        block = block.drop(columns="suite")
+    return f"{markdown_table(block)}\n\n{_NOTE.format(tables=tables_text)}"
 
 
 def _rows_of(markdown: str) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""The README's table holds the table's numbers, and nothing else of the page changes."""
+"""The README's results have the numbers of the tables, and the rest of the page is unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def table(folder: Path, name: str, rows: str, head: str = HEAD) -> Path:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines, without what pads the cells of a table."""
+    """Return the lines of a text, without the padding of table cells."""
     return [re.sub(r"(?<=\|):?-+", "---", " ".join(line.split())) for line in text.splitlines()]
 
 
@@ -79,16 +79,16 @@ def test_rows_of_tables_that_are_not_given_stay(tmp_path: Path) -> None:
     lines = lines_of(readme.read_text())
     assert lines[3] == "| demo | solo | avg@2 | 60.0 | 25.0 | -25.0 | [-30.0, +0.4] | 50 | 3 |"
     assert lines[4] == "| other | team | avg@4 | 31.2 | 78.1 | +46.9 | [+40.1, +53.0] | 199 | 1 |"
-    assert lines[6].endswith("from `demo.csv`, `other.csv`.")
+    assert lines[6].endswith("from the tables of the suites.")
 
 
-def test_with_several_tables_a_row_names_its_table(tmp_path: Path) -> None:
+def test_with_several_tables_a_row_names_its_suite(tmp_path: Path) -> None:
     first, second = table(tmp_path, "demo", ONE_SOURCE), table(tmp_path, "seed_2", ONE_SOURCE)
     lines = lines_of(results_block([second, first]))
-    assert lines[0].startswith("| table | experiment | metric |")
+    assert lines[0].startswith("| suite | experiment | metric |")
     assert lines[1] == "|---|---|---|---:|---:|---:|---:|---:|---:|"
     assert [line[:17] for line in lines[2:4]] == ["| seed_2 | solo |", "| demo | solo | a"]
-    assert lines[5].endswith("from `seed_2.csv`, `demo.csv`.")
+    assert lines[5].endswith("from the tables of the suites.")
 
 
 def test_only_the_block_changes_and_twice_is_once(tmp_path: Path) -> None:
