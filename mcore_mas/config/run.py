@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -59,18 +59,21 @@ class ConfigError(ValueError):
         super().__init__(redact_secrets(line))
 
 
+# Folders, metrics and tags are named after runs, policies and agents.
+FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
+
+
 class RunConfig(Section):
     """Everything that determines one run."""
 
-    # Name of the run and of its folder.
-    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    run: FolderName
     results: Path = Path("results")
     seed: int = 1
     data: DataConfig
     env: EnvConfig
     orchestra: OrchestraConfig
-    agents: dict[str, CreditedAgentConfig] = Field(min_length=1)
-    policies: dict[str, PolicyConfig] = Field(min_length=1)
+    agents: dict[FolderName, CreditedAgentConfig] = Field(min_length=1)
+    policies: dict[FolderName, PolicyConfig] = Field(min_length=1)
     reward: RewardConfig
     advantage: AdvantageConfig
     filter: FilterConfig | None = None

@@ -657,3 +657,20 @@ def test_an_experiment_that_begins_with_itself_is_refused(tmp_path: Path) -> Non
     (tmp_path / "experiment" / "demo_math.yaml").write_text("defaults: [demo_math]\n")
     with pytest.raises(ConfigError, match="cannot begin with itself: demo_math -> demo_math"):
         resolve(["experiment=demo_math"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../up", ".", "", "a b", "x" * 101])
+def test_names_of_runs_policies_and_agents_are_names_of_folders(name: str) -> None:
+    values = resolve(["experiment=demo_math"])
+    with pytest.raises(ConfigError, match="run: String should"):
+        RunConfig.check({**values, "run": name}, "a config")
+
+    solver = values["agents"]["solver"]
+    policies = {name: values["policies"]["solver"], "verifier": values["policies"]["verifier"]}
+    agents = {"solver": {**solver, "policy": name}, "verifier": values["agents"]["verifier"]}
+    with pytest.raises(ConfigError, match=r"policies.*String should"):
+        RunConfig.check({**values, "agents": agents, "policies": policies}, "a config")
+
+    agents = {name: {**solver, "role": "solver"}, "verifier": values["agents"]["verifier"]}
+    with pytest.raises(ConfigError, match=r"agents.*String should"):
+        RunConfig.check({**values, "agents": agents}, "a config")
