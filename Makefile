@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-slow test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-kit gpu-run gpu-acceptance exactness ui retriever lock lock-nccl clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -144,6 +144,19 @@ bench: $(STAMP) ## run every benchmark and write docs/benchmarks.md
 
 bench-gpu: $(STAMP) ## measure the trainer on one GPU, in nine minutes (results/gpu/results.jsonl)
 	$(BIN)/python -m benchmarks.gpu --budget 540 --out results/gpu
+
+# the demo's cold start, which a whole run begins from
+results/demo_math/bootstrap/bootstrap.json: | $(STAMP)
+	$(BIN)/snakemake $@
+
+gpu-kit: $(STAMP) results/demo_math/bootstrap/bootstrap.json ## pack a whole training for a GPU machine without internet (.gpu)
+	$(BIN)/python -m benchmarks.gpu.run_kit --run results/demo_math --out .gpu --packages
+
+.gpu/demo/config.yaml: | $(STAMP) results/demo_math/bootstrap/bootstrap.json
+	$(BIN)/python -m benchmarks.gpu.run_kit --run results/demo_math --out .gpu
+
+gpu-run: $(STAMP) .gpu/demo/config.yaml ## train two policies and measure on this machine's GPU, in eight minutes (results/gpu-run)
+	$(BIN)/python -m benchmarks.gpu.whole_run --kit .gpu --out results/gpu-run
 
 gpu-acceptance: $(STAMP) ## try NCCL, layouts, SGLang and every transport on this machine's GPUs (results/gpu-acceptance)
 	$(BIN)/python -m benchmarks.gpu.acceptance --out results/gpu-acceptance

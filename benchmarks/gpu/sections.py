@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,12 @@ def probe(tiny: bool) -> None:
 
 
 def updates(tiny: bool) -> None:
-    """Whole updates of published sizes: tokens a second, MFU, peak memory."""
-    cases = TINY if tiny else CASES
+    """Measure whole updates of published sizes: tokens a second, MFU, peak memory."""
+    measure_updates(TINY if tiny else CASES)
+
+
+def measure_updates(cases: Sequence[dict[str, Any]]) -> None:
+    """Measure whole updates of the cases for which the GPU has memory by the meter's estimate."""
     predicted = read(RESULTS)
     for case in cases:
         wanted = (of_case(predicted, "meter", case) or {}).get("bytes", {}).get("peak", 0)

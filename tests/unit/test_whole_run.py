@@ -1,0 +1,99 @@
+"""The whole run of a GPU, played on a CPU with few steps."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.gpu.run_kit import KIT_ROOT, PACKAGES, pack_run, pinned
+from benchmarks.gpu.whole_run import SECTION_SECONDS, main
+from benchmarks.gpu.whole_run_sections import Options, idle_gaps, merged, set_value, write_run
+from mcore_mas.config.run import RunConfig
+from tests.support.run_folder import make_run
+
+KERNELS = [(0.0, 4.0, "a"), (2.0, 3.0, "b"), (3.0, 6.0, "c"), (9.0, 10.0, "d"), (10.5, 12.0, "e")]
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kit without packages, of a run whose model was not trained."""
+    folder = tmp_path_factory.mktemp("kit")
+    run = make_run(folder, "data.validation=2")
+    (run / "bootstrap").mkdir()
+    (run / "base").rename(run / "bootstrap" / "model")
+    pack_run(run, folder / "demo")
+    return folder
+
+
+def test_overlapping_kernels_are_one_busy_time() -> None:
+    assert list(merged(KERNELS)) == [(0.0, 6.0, "c"), (9.0, 10.0, "d"), (10.5, 12.0, "e")]
+
+
+def test_gaps_name_the_kernels_around_them() -> None:
+    gaps = idle_gaps(KERNELS)
+    assert [(gap.microseconds, gap.after, gap.before) for gap in gaps] == [
+        (3.0, "c", "d"),
+        (0.5, "d", "e"),
+    ]
+    assert idle_gaps([]) == []
+
+
+def test_a_star_sets_the_value_of_every_entry() -> None:
+    config = {"policies": {"solver": {"lr": 1, "bf16": False}, "verifier": {"bf16": False}}}
+    set_value(config, ["policies", "*", "bf16"], True)
+    set_value(config, ["policies", "solver", "lr"], 2)
+    assert config == {"policies": {"solver": {"lr": 2, "bf16": True}, "verifier": {"bf16": True}}}
+
+
+def test_a_run_of_the_kit_is_complete_in_its_new_folder(kit: Path, tmp_path: Path) -> None:
+    options = Options(kit=kit, work=tmp_path, device="cpu", small=True)
+    run = write_run(options, "renamed", {"trainer.steps": 7})
+    assert KIT_ROOT in (kit / "demo" / "config.yaml").read_text()
+    assert KIT_ROOT not in (run / "config.yaml").read_text()
+    config = RunConfig.load(run / "config.yaml")
+    assert (config.run, config.folder, config.trainer.steps) == ("renamed", run, 7)
+    assert config.policies["solver"].model == str(run / "bootstrap" / "model")
+    assert (run / "tasks" / "train.parquet").is_file()
+    assert config.cluster.pool == "shared"
+    assert config.engine.sleep
+
+
+def test_the_packages_of_a_kit_have_the_versions_of_the_lock_file() -> None:
+    versions = dict(pinned(name).split("==") for name in PACKAGES)
+    assert versions["megatron-core"] == "0.19.2"
+    with pytest.raises(SystemExit, match=r"lock-3\.12\.txt has no version of no-such-package"):
+        pinned("no-such-package")
+
+
+def test_a_folder_that_is_no_kit_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--kit", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert re.search(r"no demo/config.yaml; write it with `make gpu-kit`", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_every_section_runs_on_a_cpu(kit: Path, tmp_path: Path) -> None:
+    arguments = ["--kit", str(kit), "--out", str(tmp_path), "--device", "cpu", "--small"]
+    assert main([*arguments, "--budget", "1500"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    sections = {
+        name: [line for line in lines if line["section"] == name] for name in SECTION_SECONDS
+    }
+    assert all(sections.values())
+    assert [line["step"] for line in sections["train"] if "step" in line] == [-1, 0, 1]
+    gain = sections["evaluate"][-2]
+    assert gain["what"] == "gain, points"
+    assert gain["low"] <= gain["value"] <= gain["high"]
+    after_kill = sections["killed_rank"][-2]
+    assert after_kill["killed"]
+    assert after_kill["ok"]
+    longest = [line["gap_us"] for line in sections["idle"] if "gap_us" in line][:10]
+    assert longest == sorted(longest, reverse=True)
+    config = yaml.safe_load((tmp_path / "work" / "runs" / "bf16" / "config.yaml").read_text())
+    assert config["run"] == "bf16"
