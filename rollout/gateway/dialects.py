@@ -347,6 +347,46 @@ def openai_error(error: GatewayError) -> dict[str, Any]:
     }
 
 
+def order_tool_results(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Put the results of consecutive tool messages into the order of their calls.
+
+    The APIs bind a result to its call by an id and allow any order. Most chat templates write no
+    ids, so a model takes the first result for that of the first call.
+
+    Raises:
+        GatewayError: a result has no id, or the id of no call before it.
+    """
+    ordered: list[Message] = []
+    results: list[Message] = []
+    call_positions: dict[str, int] = {}
+    calls_so_far = 0
+    for message in messages:
+        if message.role == "tool":
+            if message.answers not in call_positions:
+                raise GatewayError(400, _unknown_call(message.answers, call_positions))
+            results.append(message)
+            continue
+        ordered += sorted(results, key=lambda result: call_positions[result.answers])
+        ordered.append(message)
+        results = []
+        for call in message.calls:
+            call_positions[call.id] = calls_so_far
+            calls_so_far += 1
+    ordered += sorted(results, key=lambda result: call_positions[result.answers])
+    return tuple(ordered)
+
+
+def _unknown_call(call_id: str, known_ids: Iterable[str]) -> str:
+    """Return the error text of a tool result that belongs to no call."""
+    if not call_id:
+        return "a tool result has no id of its call; send the id with which the call came"
+    calls = ", ".join(f"'{known}'" for known in known_ids) or "none"
+    return (
+        f"a tool result answers call '{call_id}', which no assistant message before it makes; "
+        f"calls so far: {calls}"
+    )
+
+
 def _conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Merge the system messages at the beginning into one, since most chat templates allow one.
 

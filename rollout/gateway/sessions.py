@@ -25,7 +25,13 @@ from rollout.base.async_tasks import cancel_tasks
 from rollout.base.errors import Defect, EngineError, PromptTooLong
 from rollout.environments.protocol import after_thought
 from rollout.environments.tools import Tool
-from rollout.gateway.dialects import ChatReply, ChatRequest, Finish, GatewayError
+from rollout.gateway.dialects import (
+    ChatReply,
+    ChatRequest,
+    Finish,
+    GatewayError,
+    order_tool_results,
+)
 from rollout.models.tool_calls import CALL_MARKS, ToolFormat, thought_and_text
 from rollout.records.trajectory import Message, ToolUse, Turn
 from rollout.teams.chat import Chat
@@ -224,6 +230,7 @@ class GatewaySession:
         agent = self.agent(request.model)
         if request.previous_id:
             request = self._with_stored_messages(request)
+        request = replace(request, messages=order_tool_results(request.messages))
         match = await off_loop_if_long(self._match, agent.name, request)
 
         equal_calls = self._calls[match.key]

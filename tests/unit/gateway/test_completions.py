@@ -112,7 +112,8 @@ def test_a_call_that_continues_a_chat_goes_on_from_its_tokens(tmp_path: Path) ->
         assert turn.prompt_ids[: len(before)] == before
         assert turn.chat == "a/0" and "root" not in turn.scores
         before = turn.prompt_ids + turn.completion_ids
-    assert [message.answers for message in turns[1].messages[2:]] == ["0.1", "0.0"]
+    results = [(message.answers, message.content) for message in turns[1].messages[2:]]
+    assert results == [("0.0", "3"), ("0.1", "4")]  # in the order of the calls
     assert turns[0].scores["tool_calls"] == 2.0
 
 
