@@ -314,7 +314,7 @@ def sleep(options: Options) -> None:
             asleep_mib=asleep,
             sleep_s=round(took, 2),
             wake_s=round(woke, 2),
-            ok=awake is None or asleep < awake,
+            ok=awake is None or asleep is None or asleep < awake,
         )
     stop_trainer()
 

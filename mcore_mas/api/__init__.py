@@ -12,7 +12,7 @@ from mcore_mas.api.conversation import Conversation
 from mcore_mas.api.tasks import load_tasks
 from mcore_mas.pipeline.base_model import make_tiny_model
 from rollout.base.text import nearest_hint
-from rollout.environments.math import last_boxed
+from rollout.environments.math_notation import last_boxed
 from rollout.environments.protocol import Env, Step, ToolCall, last_tag
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.tasks import Generator

@@ -1,60 +1,79 @@
-"""Verifier of math answers (is one equal to another?), in child processes within limits of time and memory.
+"""Verifier of math answers (is one equal to another?), in child processes within limits.
 
-An answer such as 3!!! or an integral keeps a computer-algebra system busy for ever, inside C code that no signal
-handler interrupts. A child gives itself a limit of CPU seconds before each comparison and is started again when it dies
-of it. CPU seconds, not the clock's: a busy machine changes no verdict. This file is also the child's program, so it
-imports nothing of ours.
+An answer such as 3!!! or an integral keeps a computer-algebra system busy for ever, inside C code
+that no signal handler interrupts. A child limits its CPU seconds before each comparison and is
+started again if it dies of the limit. CPU seconds, not the clock's: a busy machine changes no
+verdict. This file is also the child's program, so it imports nothing of ours, and loads sympy only
+there.
 """
+
+from __future__ import annotations
 
 import enum
 import json
-import math
 import queue
 import re
 import select
 import subprocess
 import sys
-from itertools import accumulate
+import zlib
+from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 _MEMORY_BYTES = 2 << 30
 _WORKERS = 2
-_PATIENCE = (
-    20  # times the limit of CPU seconds, on the clock: for a child that is stopped, not busy
-)
+_CLOCK_FACTOR = 20  # clock seconds for each CPU second of the limit: a child may be stopped
+
+_VALUE_DIGITS = 60  # in which numbers are compared
+_TINY = 1e-45  # relative error of a value, and the size below which a value may be zero
+_FLOAT_DIGITS = 15  # of a number as a program prints it
+_FLOAT_ERROR = 1e-14
+_ROUNDED_DIGITS = 6  # from which on a decimal truth stands for all numbers that round to it
+_POINTS = 3  # at which expressions with symbols are compared
+_MAX_CHECKED_NUMBERS = 20  # of an answer
+
+_JUNCTION = re.compile(r"\\lor|\\land")
+_RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|lt|gt)(?:q|qslant)?(?![a-zA-Z])")
+_DIGITS = re.compile(r"\d+")
+_MARKED_UNIT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\{[^{}]*\}(?:\^\{?-?\d\}?)?")
 
 
 class AnswerComparison(enum.StrEnum):
-    """What is known of two answers."""
+    """Result of comparing two answers."""
 
     EQUAL = "equal"
-    DIFFERENT = "different"  # also when one of them is no mathematics
-    UNDECIDED = "undecided"  # the comparison went over a limit or broke down
+    DIFFERENT = "different"  # also if one of them is no mathematics
+    UNDECIDED = "undecided"  # a limit was met, or a part of an answer was not read
 
 
 _REPLIES = {f"{verdict}\n": verdict for verdict in AnswerComparison}
 
 
 class ComparerError(RuntimeError):
-    """The child process cannot be started."""
+    """A child process that cannot be started."""
 
 
 class Comparer:
-    """A few children, each started when it is first needed; a question waits only when all are busy."""
+    """A few child processes that compare answers; a question waits only while all are busy."""
 
     def __init__(self, *, limit_s: int = 5) -> None:
-        """`limit_s` CPU seconds for one comparison."""
-        self._idle: queue.LifoQueue[_Child] = (
-            queue.LifoQueue()
-        )  # the last one used goes first: it is running
+        """Prepare the children, each of which starts with its first question.
+
+        Args:
+            limit_s: CPU seconds of one comparison.
+        """
+        # Last in, first out: the child that was used last is running already.
+        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
         for _ in range(_WORKERS):
             self._idle.put(_Child(limit_s))
 
     def compare(self, given: str, truth: str) -> AnswerComparison:
-        """Whether two LaTeX answers are equal. The order matters: `x=5` is 5 when 5 is the truth.
+        """Compare two normalized LaTeX answers; `x=5` is 5 if 5 is the truth, not the reverse.
 
         Raises:
-            ComparerError: a child cannot be started, with what to do.
+            ComparerError: a child cannot be started; the message says what to do.
         """
         child = self._idle.get()
         try:
@@ -71,12 +90,16 @@ class _Child:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, given: str, truth: str) -> AnswerComparison:
-        process = self._process = self._process or _start(self._limit_s)
+        """Send a question and wait for the reply; UNDECIDED if none comes within the limits."""
+        if self._process is None:
+            self._process = _start(self._limit_s)
+        process = self._process
         assert process.stdout is not None
         try:
             print(json.dumps([given, truth]), file=process.stdin, flush=True)
-            there, _, _ = select.select([process.stdout], [], [], _PATIENCE * self._limit_s)
-            reply = process.stdout.readline() if there else ""
+            deadline_s = _CLOCK_FACTOR * self._limit_s
+            readable, _, _ = select.select([process.stdout], [], [], deadline_s)
+            reply = process.stdout.readline() if readable else ""
         except BrokenPipeError:
             reply = ""
         if reply not in _REPLIES:
@@ -84,17 +107,24 @@ class _Child:
         return _REPLIES.get(reply, AnswerComparison.UNDECIDED)
 
     def stop(self) -> None:
-        if self._process:
+        """Kill the child, if it runs; the next question starts another one."""
+        if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
 
 def _start(limit_s: int) -> subprocess.Popen[str]:
-    # -P keeps this folder, whose math.py would hide the standard library's, off the child's import path.
+    """Start a child and wait until it has loaded math-verify."""
+    # -P keeps this folder, whose math.py would hide the standard library's, off the import path.
     command = [sys.executable, "-P", str(Path(__file__).resolve()), str(limit_s)]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     if process.stdout is None or process.stdout.readline() != "ready\n":
         process.kill()
         process.communicate()
@@ -105,145 +135,333 @@ def _start(limit_s: int) -> subprocess.Popen[str]:
 
 
 def _serve(limit_s: int) -> None:
+    """Answer questions from standard input, one JSON pair a line, until it is closed."""
     import resource
     import time
 
-    from math_verify import parse, verify
+    import math_verify  # noqa: F401 - loaded before the first question, within no limit
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    replies, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no reply
+    replies = sys.stdout
+    sys.stdout = sys.stderr  # output of a library is no reply
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         end_s = int(time.process_time()) + 1 + limit_s
         resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
         given, truth = json.loads(line)
         try:
-            guess, gold = (
-                parse(_in_dollars(text), parsing_timeout=None) for text in (given, truth)
-            )
-            digits = (
-                6 if "." in truth else 15
-            )  # a decimal is an exact truth only if so many of its digits are
-            options = {
-                "float_rounding": digits,
-                "allow_set_relation_comp": True,
-                "timeout_seconds": None,
-            }
-            equal = bool(guess and gold) and verify(gold, guess, **options)
-            verdict = AnswerComparison.EQUAL if equal else AnswerComparison.DIFFERENT
-        except Exception:  # sympy raises anything at all on text that is no mathematics, and then it equals nothing
+            verdict = _compare(given, truth)
+        except Exception:  # sympy raises errors of any type on text that is no mathematics
             verdict = AnswerComparison.DIFFERENT
         if verdict is AnswerComparison.DIFFERENT and _peak_bytes() > _MEMORY_BYTES // 2:
-            raise MemoryError  # the library hides its own; what grows by doubling fails above half of what there is
+            # math-verify hides its MemoryError; memory that grows by doubling fails above half.
+            raise MemoryError
         print(verdict.value, file=replies, flush=True)
 
 
-def _in_dollars(text: str) -> str:
-    number = text.removesuffix("%").removesuffix("\\") if text.endswith("%") else text
-    return (
-        f"${number}${text[len(number) :]}"  # a percent sign inside the dollars would be overlooked
-    )
+def _compare(given: str, truth: str) -> AnswerComparison:
+    """Compare two normalized answers as mathematics."""
+    guess = _read(given)
+    gold = _read(truth)
+    if guess is None or gold is None or not _are_equal(guess, gold):
+        return AnswerComparison.DIFFERENT
+    if _has_unread_number(given, guess) or _has_unread_number(truth, gold):
+        return AnswerComparison.UNDECIDED
+    return AnswerComparison.EQUAL
 
 
-def _peak_bytes() -> int:
-    status = Path(
-        "/proc/self/status"
-    ).read_text()  # ru_maxrss would be the parent's, if that was larger
-    return int(status.partition("VmPeak:")[2].split()[0]) * 1024
+def _read(text: str) -> Any:
+    """Return the sympy object of an answer; None if math-verify reads no mathematics in it.
 
-
-MAX_CHARS = 400
-MAX_DEPTH = 30  # of brackets in each other
-MAX_DIGITS = 100  # of one number
-MAX_COMMAS = 100  # of one list
-MAX_OPERAND = 10_000  # an exponent, what a factorial is taken of, what a binomial chooses from
-
-_BEYOND = MAX_OPERAND + 1
-_LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
-_BINOMIAL = re.compile(r"binom\{*(\d+)")
-_TOKEN = re.compile(
-    r"(?P<number>\d+(?P<decimals>\.\d*)?)|(?P<open>[(\[{])|(?P<power>\^)|(?P<rest>.)", re.DOTALL
-)
-_EXPONENT = re.compile(r"[-+]?\d+|.", re.DOTALL)
-_STEP = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
-
-
-def is_refused(text: str) -> bool:
-    """Whether an answer, without spaces and `\\left`, asks for more than any right one would, and is not read.
-
-    It is empty, or too long, nested or numerous, or has too large operands. Powers and factorials of written numbers
-    are followed through towers: 2^{3^{2}} has the exponent 9. This estimates what a system would be made to compute;
-    what slips through meets the limits of its process.
+    Relations that are joined by `\\lor` and `\\land` become the set of their solutions.
     """
-    if not 0 < len(text) <= MAX_CHARS or text.count(",") > MAX_COMMAS or _LONG_NUMBER.search(text):
-        return True
-    if max(accumulate(_STEP.get(character, 0) for character in text)) > MAX_DEPTH:
-        return True
-    try:
-        for match in _BINOMIAL.finditer(text):
-            _operand(int(match[1]))
-        _size(text)
-    except OverflowError:
-        return True
+    import sympy
+
+    if "\\lor" in text or "\\land" in text:
+        parts = _JUNCTION.split(text)
+        if all(_RELATION.search(part) for part in parts):
+            return _read_junction(text)
+        text = ",".join(parts)
+    expression = _parse(text)
+    if isinstance(expression, sympy.FiniteSet):
+        return _solutions(expression)
+    return expression
+
+
+def _read_junction(text: str) -> Any:
+    """Return the set of numbers for which relations hold, joined by "or", then by "and"."""
+    import sympy
+
+    alternatives = []
+    for alternative in text.split("\\lor"):
+        conditions = [_parse(part) for part in alternative.split("\\land")]
+        if any(condition is None for condition in conditions):
+            return None
+        sets = [condition.as_set() for condition in conditions]
+        alternatives.append(sympy.Intersection(*sets))
+    return sympy.Union(*alternatives)
+
+
+def _parse(text: str) -> Any:
+    """Return what math-verify reads in a text, or None."""
+    import sympy
+    from math_verify import parse
+
+    for result in parse(_in_dollars(text), parsing_timeout=None):
+        if isinstance(result, sympy.Basic | sympy.MatrixBase):
+            return result
+    return None
+
+
+def _in_dollars(text: str) -> str:
+    """Return a text as a formula; math-verify overlooks a percent sign inside the dollars."""
+    number = text
+    if text.endswith("%"):
+        number = text.removesuffix("%").removesuffix("\\")
+    return f"${number}${text[len(number) :]}"
+
+
+def _solutions(equations: Any) -> Any:
+    """Return the values of one unknown instead of its equations, as in `x=1,x=2`."""
+    import sympy
+
+    elements = list(equations.args)
+    if not all(isinstance(element, sympy.Eq) for element in elements):
+        return equations
+    unknowns = {element.lhs for element in elements}
+    if len(unknowns) != 1 or not isinstance(elements[0].lhs, sympy.Symbol):
+        return equations
+    return sympy.FiniteSet(*(element.rhs for element in elements))
+
+
+def _are_equal(guess: Any, gold: Any) -> bool:
+    """Return True if two sympy objects are equal; numbers are compared relative to their size."""
+    import sympy
+    from math_verify import verify
+
+    if not isinstance(gold, sympy.logic.boolalg.Boolean):
+        guess = _assigned_value(guess)
+    if _is_number(guess) and _is_number(gold):
+        return _numbers_are_equal(guess, gold)
+    if _interval_set(guess) is not None and _interval_set(gold) is not None:
+        return bool(_interval_set(guess) == _interval_set(gold))
+    equal = verify(
+        _exact(gold),
+        _exact(guess),
+        float_rounding=_FLOAT_DIGITS,
+        allow_set_relation_comp=True,
+        timeout_seconds=None,
+    )
+    return bool(equal) and _parts_are_equal(guess, gold)
+
+
+def _assigned_value(expression: Any) -> Any:
+    """Return the last side of `x=...` or of `x=...=...`; any other expression as it is."""
+    import sympy
+
+    equations = [expression]
+    if isinstance(expression, sympy.And):
+        equations = list(expression._unsorted_args)  # in the order in which they were written
+    if not all(isinstance(equation, sympy.Eq) for equation in equations):
+        return expression
+    return equations[-1].rhs if isinstance(equations[0].lhs, sympy.Symbol) else expression
+
+
+def _interval_set(expression: Any) -> Any:
+    """Return an interval, a union of intervals, or the solutions of an inequality, as a set."""
+    import sympy
+
+    if isinstance(expression, sympy.Interval | sympy.Union):
+        return _exact(expression)
+    is_inequality = isinstance(expression, sympy.core.relational.Relational) and not isinstance(
+        expression, sympy.Eq
+    )
+    if (is_inequality or isinstance(expression, sympy.And)) and len(expression.free_symbols) == 1:
+        return _exact(expression).as_set()
+    return None
+
+
+def _is_number(expression: Any) -> bool:
+    """Return True if an expression has no symbols but the imaginary unit."""
+    import sympy
+
+    if not isinstance(expression, sympy.Expr):
+        return False
+    return all(symbol.name == "i" for symbol in expression.free_symbols)
+
+
+def _exact(expression: Any) -> Any:
+    """Return an expression with rational numbers in place of decimals."""
+    import sympy
+
+    decimals = {number: sympy.Rational(str(number)) for number in expression.atoms(sympy.Float)}
+    return expression.xreplace(decimals)
+
+
+def _numbers_are_equal(guess: Any, gold: Any) -> bool:
+    """Compare two numbers, of which either may be a percentage: 50 % is 50, and a half."""
+    guess_share = _percentage(guess)
+    gold_share = _percentage(gold)
+    if guess_share is not None and gold_share is not None:
+        return _values_are_equal(guess_share, gold_share)
+    if guess_share is not None:
+        return _values_are_equal(guess_share, gold) or _values_are_equal(guess_share / 100, gold)
+    if gold_share is not None:
+        return _values_are_equal(guess, gold_share) or _values_are_equal(guess, gold_share / 100)
+    return _values_are_equal(guess, gold)
+
+
+def _percentage(expression: Any) -> Any:
+    """Return the number before a percent sign; None without one."""
+    import sympy
+
+    hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+    if isinstance(expression, sympy.Mul) and hundredth in expression.args:
+        return sympy.Mul(*(factor for factor in expression.args if factor != hundredth))
+    return None
+
+
+def _values_are_equal(guess: Any, gold: Any) -> bool:
+    """Compare two numbers exactly, or by the digits of a long decimal.
+
+    A decimal truth of six digits or more stands for all numbers that round to it. A decimal guess
+    of fifteen digits is as exact as a computer writes it.
+    """
+    tolerance = _rounding_tolerance(gold)
+    guess_value = _value(guess)
+    gold_value = _value(gold)
+    if not (guess_value.is_finite and gold_value.is_finite):
+        return bool(_exact(guess).doit() == _exact(gold).doit())
+    difference = abs(guess_value - gold_value)
+    size = max(abs(guess_value), abs(gold_value))
+    if gold_value == 0 or guess_value == 0:
+        import sympy
+
+        return bool(size <= _TINY and sympy.simplify(_exact(guess) - _exact(gold)) == 0)
+    if _significant_digits(guess) >= _FLOAT_DIGITS:
+        tolerance = max(tolerance, size * _FLOAT_ERROR)
+    return bool(difference <= max(tolerance, size * _TINY))
+
+
+def _value(expression: Any) -> Any:
+    """Return the value of a number in 60 digits; `i` is the imaginary unit."""
+    import sympy
+
+    imaginary = {symbol: sympy.I for symbol in expression.free_symbols if symbol.name == "i"}
+    value = sympy.N(_exact(expression).xreplace(imaginary).doit(), _VALUE_DIGITS)
+    if not value.is_number:
+        raise ValueError(f"{expression} has no value")
+    return value
+
+
+def _rounding_tolerance(gold: Any) -> Any:
+    """Return half a unit in the last place of a decimal of six digits or more, else 0."""
+    import sympy
+
+    if _significant_digits(gold) < _ROUNDED_DIGITS:
+        return sympy.Integer(0)
+    last_place = Decimal(str(gold)).normalize().as_tuple().exponent
+    return sympy.Rational(1, 2) * sympy.Integer(10) ** last_place
+
+
+def _significant_digits(number: Any) -> int:
+    """Return the significant digits of a decimal; 0 for any other expression."""
+    import sympy
+
+    if not isinstance(number, sympy.Float):
+        return 0
+    return len(Decimal(str(number)).normalize().as_tuple().digits)
+
+
+def _parts_are_equal(guess: Any, gold: Any) -> bool:
+    """Compare the elements of two objects that math-verify takes for equal.
+
+    It compares by decimal places and so takes all small numbers for equal.
+    """
+    guess_parts = list(_parts(guess))
+    gold_parts = list(_parts(gold))
+    if len(guess_parts) != len(gold_parts):
+        return True  # the objects have other forms, such as a union and its interval
+    guess_parts.sort(key=_sort_key)
+    gold_parts.sort(key=_sort_key)
+    pairs = zip(guess_parts, gold_parts, strict=True)
+    return all(_part_is_equal(guess_part, gold_part) for guess_part, gold_part in pairs)
+
+
+def _parts(expression: Any) -> Iterator[Any]:
+    """Yield the expressions of a set, a tuple, an interval or a matrix; relations have none."""
+    import sympy
+
+    if isinstance(expression, sympy.MatrixBase):
+        yield from expression.flat()
+    elif isinstance(expression, sympy.Set | sympy.Tuple):
+        for element in expression.args:
+            yield from _parts(element)
+    elif isinstance(expression, sympy.Expr):
+        yield expression
+
+
+def _part_is_equal(guess: Any, gold: Any) -> bool:
+    if _is_number(guess) and _is_number(gold):
+        return _numbers_are_equal(guess, gold)
+    for point in range(_POINTS):
+        guess_value = _value_at(guess, point)
+        gold_value = _value_at(gold, point)
+        if not (guess_value.is_finite and gold_value.is_finite):
+            continue
+        size = max(abs(guess_value), abs(gold_value))
+        if abs(guess_value - gold_value) > size * _TINY and size > _TINY:
+            return False
+    return True
+
+
+def _value_at(expression: Any, point: int) -> Any:
+    """Return the value of an expression with a number in place of each symbol, by its name."""
+    import sympy
+
+    values = {
+        symbol: sympy.I if symbol.name == "i" else sympy.Rational(_point(symbol.name, point), 97)
+        for symbol in expression.free_symbols
+    }
+    return sympy.N(_exact(expression).xreplace(values).doit(), _VALUE_DIGITS)
+
+
+def _point(symbol: str, point: int) -> int:
+    """Return a number above 97 that depends on the symbol's name and on the point."""
+    return 101 + (zlib.crc32(f"{symbol} {point}".encode()) % 1009)
+
+
+def _sort_key(expression: Any) -> tuple[float, float]:
+    value = complex(_value_at(expression, 0))
+    return value.real, value.imag
+
+
+def _has_unread_number(text: str, expression: Any) -> bool:
+    """Return True if a number of the text can be changed without changing its meaning.
+
+    math-verify passes over the parts of an answer that it does not read. Numbers of units, such as
+    the 2 of `cm^2`, have no meaning for it.
+    """
+    marked = [match.span() for match in _MARKED_UNIT.finditer(text)]
+    numbers = list(_DIGITS.finditer(text))[:_MAX_CHECKED_NUMBERS]
+    for number in numbers:
+        last = number.end() - 1
+        if any(start <= last < end for start, end in marked):
+            continue
+        other_digit = "3" if text[last] == "7" else "7"
+        changed = _read(f"{text[:last]}{other_digit}{text[last + 1 :]}")
+        if changed is not None and changed == expression:
+            return True
     return False
 
 
-def _size(text: str) -> int:
-    """About how large an expression is, at most `_BEYOND`: a sum of products, in which a letter counts 1."""
-    total, product, factor, at = 0, 1, 1, 0
-    while token := _TOKEN.match(text, at):
-        at = token.end()
-        if token["number"]:
-            product, factor = (
-                product * factor,
-                int(token["number"].split(".")[0]) + bool(token["decimals"]),
-            )
-        elif token["open"]:
-            end = _closing(text, token.start())
-            product, factor, at = product * factor, _size(text[at:end]), end + 1
-        elif token["power"]:
-            end = _exponent_end(text, at)
-            factor, at = _power(max(factor, 2), _operand(_size(text[at:end]))), end
-        elif token["rest"] == "!":
-            factor = min(math.factorial(min(_operand(factor), 8)), _BEYOND)  # 8! is beyond
-        elif token["rest"] in "+-":
-            total, product, factor = min(total + product * factor, _BEYOND), 1, 1
-        else:
-            product, factor = product * factor, 1
-        product = min(max(product, 1), _BEYOND)
-    return min(total + product * factor, _BEYOND)
+def _peak_bytes() -> int:
+    """Return the largest size that this process has had.
 
-
-def _operand(size: int) -> int:
-    if size > MAX_OPERAND:
-        raise OverflowError
-    return size
-
-
-def _exponent_end(text: str, start: int) -> int:
-    """Where an exponent ends that starts there: a bracket, a number with its sign, or one character; and its powers."""
-    base = _EXPONENT.match(text, start)
-    end = base.end() if base else start
-    if base and base[0] in _STEP:
-        end = _closing(text, start) + 1
-    return _exponent_end(text, end + 1) if text.startswith("^", end) else end
-
-
-def _closing(text: str, start: int) -> int:
-    """Where the bracket that opens there is closed; the text's end if it is not."""
-    depth = 0
-    for at in range(start, len(text)):
-        depth += _STEP.get(text[at], 0)
-        if depth <= 0:
-            return at
-    return len(text)
-
-
-def _power(base: int, exponent: int) -> int:
-    if exponent * (base.bit_length() - 1) > MAX_OPERAND.bit_length():
-        return _BEYOND
-    value: int = base**exponent
-    return min(value, _BEYOND)
+    `ru_maxrss` would be the parent's, if that was larger.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmPeak:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollout.environments.math import last_boxed
-from rollout.environments.math_equality import MAX_CHARS
+from rollout.environments.math_limits import MAX_CHARS
+from rollout.environments.math_notation import last_boxed
 
 # what published prompts put around a problem; a role's own prompt says how to answer
 _FRAMES = (

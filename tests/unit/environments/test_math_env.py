@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.environments.math import MathEnv, compare_answers, last_boxed
+from rollout.environments.math import MathEnv
+from rollout.environments.math_answers import compare_answers
+from rollout.environments.math_notation import last_boxed
 from rollout.records.trajectory import Task
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.environments.math import compare_answers
-from rollout.environments.math_equality import is_refused
+from rollout.environments.math_answers import compare_answers
+from rollout.environments.math_limits import is_refused
 
 PAIRS = [
     json.loads(line)

@@ -12,7 +12,8 @@ import pytest
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.training.metrics import rollout_metrics
 from rollout.base.errors import Undecided
-from rollout.environments.math import MathEnv, compare_answers
+from rollout.environments.math import MathEnv
+from rollout.environments.math_answers import compare_answers
 from rollout.environments.math_equality import AnswerComparison, Comparer
 from rollout.records.trajectory import Group, Status
 from rollout.rewards import ALLOCATORS

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from rollout.environments.math import last_boxed
+from rollout.environments.math_notation import last_boxed
 from rollout.orchestras.replies import parse_approval, parse_boxed
 from rollout.tasks import GENERATORS
 from rollout.tasks.arithmetic import (

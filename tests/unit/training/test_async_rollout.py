@@ -18,7 +18,7 @@ from mcore_mas.training.metrics import rollout_metrics
 from mcore_mas.training.step import TrainingSession
 from rollout.base.errors import EngineError, PromptTooLong
 from rollout.environments import math
-from rollout.environments.math import last_boxed
+from rollout.environments.math_notation import last_boxed
 from rollout.environments.protocol import Step
 from rollout.records.files import read_trajectories, write_trajectories
 from rollout.records.trajectory import Group, Status, Trajectory

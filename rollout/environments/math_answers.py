@@ -1,0 +1,183 @@
+"""Comparison of math answers: as normalized text, as integers, by their units, or as mathematics."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rollout.base.errors import EnvError
+from rollout.base.yaml_files import read_yaml
+from rollout.environments.math_equality import AnswerComparison, Comparer, ComparerError
+from rollout.environments.math_limits import is_refused
+from rollout.environments.math_notation import normalize_answer
+
+CompareMathematics = Callable[[str, str], AnswerComparison]
+
+_INTEGER = re.compile(r"[+-]?\d+|[+-]?\d{1,3}(?:,\d{3})+")
+_EQUATION = re.compile(r"(?<![<>!:])=")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_TUPLE = re.compile(r"\(.*,.*\)")
+_BASE = re.compile(r"(?P<digits>[0-9A-Za-z]+)_(?:\{(?P<braced>\d+)\}|(?P<base>\d))")
+_TEXT_ON_LOOP_CHARS = 200  # longer answers are compared on another thread
+_COMPARER = Comparer()
+
+
+def compare_answers(given: str, truth: str) -> AnswerComparison:
+    """Compare an answer with the truth.
+
+    A given answer that cannot be understood, or that asks for too much before it is read, is
+    different. Undecided are a truth that asks for too much, an answer of which math-verify read a
+    part only, and a comparison that ran into a limit of its process. Four rules are stricter than
+    math-verify: every side of an equation that is a number has to be the truth; of two units of
+    length, mass, time or angle, or powers and quotients of them, both are the same; a set is no
+    tuple; a decimal with fewer than six digits is exact.
+
+    Args:
+        given: LaTeX of an answer.
+        truth: LaTeX of the right answer.
+
+    Raises:
+        EnvError: the process that compares mathematics cannot be started.
+    """
+    return _compare(given, truth, _compare_as_mathematics)
+
+
+async def compare_with_any(given: str, truths: Sequence[str]) -> AnswerComparison:
+    """Compare an answer with several truths; return the best result.
+
+    Answers whose texts decide are compared at once, others on a thread.
+    """
+    with suppress(_NotDecidedByText):
+        if len(given) <= _TEXT_ON_LOOP_CHARS:
+            return _best_comparison(given, truths, _raise_not_decided)
+    return await asyncio.to_thread(_best_comparison, given, truths, _compare_as_mathematics)
+
+
+def _best_comparison(
+    given: str, truths: Sequence[str], compare_mathematics: CompareMathematics
+) -> AnswerComparison:
+    """Return EQUAL if the answer equals a truth, else UNDECIDED if one is undecided."""
+    best = AnswerComparison.DIFFERENT
+    if not given:
+        return best
+    for truth in truths:
+        comparison = _compare(given, truth, compare_mathematics)
+        if comparison is AnswerComparison.EQUAL:
+            return comparison
+        if comparison is AnswerComparison.UNDECIDED:
+            best = comparison
+    return best
+
+
+def _compare(given: str, truth: str, compare_mathematics: CompareMathematics) -> AnswerComparison:
+    """Compare two answers; `compare_mathematics` decides where their normalized texts do not."""
+    given = normalize_answer(given)
+    truth = normalize_answer(truth)
+    if given == truth and truth:
+        return AnswerComparison.EQUAL
+    if is_refused(truth):
+        return AnswerComparison.UNDECIDED
+    if is_refused(given):
+        return AnswerComparison.DIFFERENT
+    if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(truth):
+        return _verdict(equal=int(given.replace(",", "")) == int(truth.replace(",", "")))
+    if _BASE.fullmatch(given) or _BASE.fullmatch(truth):
+        return _verdict(equal=_number_with_base(given) == _number_with_base(truth))
+
+    given_unit = _unit_powers(given)
+    truth_unit = _unit_powers(truth)
+    if given_unit and truth_unit and given_unit != truth_unit:
+        return AnswerComparison.DIFFERENT
+    if given.rpartition("=")[2].startswith("\\{") and _TUPLE.fullmatch(truth):
+        return AnswerComparison.DIFFERENT
+    if "=" not in truth:
+        *sides, last_side = _EQUATION.split(given)
+        for side in filter(_is_numeric, sides):
+            comparison = _compare(side, truth, compare_mathematics)
+            if comparison is not AnswerComparison.EQUAL:
+                return comparison
+        if sides and all(map(_is_numeric, sides)):
+            return _compare(last_side, truth, compare_mathematics)
+    return compare_mathematics(given, truth)
+
+
+def _verdict(*, equal: bool) -> AnswerComparison:
+    return AnswerComparison.EQUAL if equal else AnswerComparison.DIFFERENT
+
+
+def _is_numeric(side: str) -> bool:
+    """Return True if a side of an equation has digits and no letters but those of commands."""
+    has_letters = any(character.isalpha() for character in _COMMAND.sub("", side))
+    return any(character.isdigit() for character in side) and not has_letters
+
+
+def _number_with_base(text: str) -> tuple[str, int] | None:
+    """Return the digits and the base of a number such as `1101_2`; None if it has no base."""
+    match = _BASE.fullmatch(text)
+    if match is None:
+        return None
+    digits = match["digits"].lower().lstrip("0") or "0"
+    return digits, int(match["braced"] or match["base"])
+
+
+def _compare_as_mathematics(given: str, truth: str) -> AnswerComparison:
+    """Compare two normalized answers in a child process."""
+    try:
+        return _COMPARER.compare(given, truth)
+    except ComparerError as error:
+        raise EnvError(str(error)) from error
+
+
+class _NotDecidedByText(Exception):
+    """The texts of two answers do not say whether they are equal."""
+
+
+def _raise_not_decided(given: str, truth: str) -> AnswerComparison:
+    raise _NotDecidedByText
+
+
+_UNIT_NAMES = read_yaml(Path(__file__).with_name("math.yaml"))
+_UNITS: dict[str, str] = {
+    name: unit for unit, names in _UNIT_NAMES.items() for name in (unit, *names)
+}
+_MARKED_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\{([^{}]*)\}")
+_UNIT_QUOTIENT = re.compile(r"\\frac\{(~[^{}]*)\}\{(~[^{}]*)\}$")
+_UNIT_PARTS = r"(?:[~/]*[a-zA-Z]+(?:\^\{?-?\d\}?)?)+$"
+_UNIT_SUFFIX = re.compile(rf"~{_UNIT_PARTS}|(?<=\d){_UNIT_PARTS}")
+_UNIT_PART = re.compile(r"([~/]*)(square|sq|cubic)?([a-zA-Z]+)(?:\^\{?(-?\d))?")
+
+
+def _unit_powers(normalized: str) -> dict[str, int]:
+    """Return the units at the end of an answer with their powers.
+
+    Returns:
+        Power by unit, such as {"m": 1, "s": -2}; {} without units, or if one is not known.
+    """
+    text = _MARKED_TEXT.sub(lambda match: "~" + match[1].replace("per", "/"), normalized)
+    text = text.replace("\\cdot~", "~")
+    text = _UNIT_QUOTIENT.sub(r"\1/\2", text)
+    suffix = _UNIT_SUFFIX.search(text)
+    if suffix is None:
+        return {}
+
+    powers: dict[str, int] = {}
+    for separator, area, name, power in _UNIT_PART.findall(suffix[0]):
+        unit = _known_unit(name, power)
+        if unit is None:
+            return {}
+        size = int(power or {"": 1, "cubic": 3}.get(area, 2))
+        powers[unit] = powers.get(unit, 0) + (-size if "/" in separator else size)
+    return powers
+
+
+def _known_unit(name: str, power: str) -> str | None:
+    """Return the unit of this name, also in the plural; None if it is not known."""
+    word = name.lower().replace("metre", "meter")
+    if word in _UNITS:
+        return _UNITS[word]
+    if power.startswith("-"):
+        return None  # the s of `m s^{-1}` makes no plural
+    return _UNITS.get(word.removesuffix("s"))

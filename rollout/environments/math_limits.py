@@ -1,0 +1,122 @@
+"""Limits of a math answer, checked on its text before a computer-algebra system reads it."""
+
+import math
+import re
+from itertools import accumulate
+
+MAX_CHARS = 400
+MAX_DEPTH = 30  # of nested brackets
+MAX_DIGITS = 100  # of one number
+MAX_COMMAS = 100  # of one list
+MAX_OPERAND = 10_000  # an exponent, the argument of a factorial, the upper index of a binomial
+
+_BEYOND = MAX_OPERAND + 1
+_LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
+_BINOMIAL = re.compile(r"binom\{*(\d+)")
+_TOKEN = re.compile(
+    r"(?P<number>\d+(?P<decimals>\.\d*)?)|(?P<open>[(\[{])|(?P<power>\^)|(?P<rest>.)", re.DOTALL
+)
+_EXPONENT = re.compile(r"[-+]?\d+|.", re.DOTALL)
+_DEPTH_CHANGE = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+
+
+def is_refused(text: str) -> bool:
+    """Return True if an answer is empty or asks for more computation than any right answer would.
+
+    Powers and factorials of written numbers are followed through towers: 2^{3^{2}} has the exponent
+    9. This estimates the work of a computer-algebra system; what is underestimated meets the limits
+    of its process.
+
+    Args:
+        text: a normalized answer, without blanks and `\\left`.
+    """
+    if not 0 < len(text) <= MAX_CHARS:
+        return True
+    if text.count(",") > MAX_COMMAS or _LONG_NUMBER.search(text):
+        return True
+    depths = accumulate(_DEPTH_CHANGE.get(character, 0) for character in text)
+    if max(depths) > MAX_DEPTH:
+        return True
+    try:
+        for match in _BINOMIAL.finditer(text):
+            _check_operand(int(match[1]))
+        _estimate_size(text)
+    except OverflowError:
+        return True
+    return False
+
+
+def _estimate_size(text: str) -> int:
+    """Estimate the value of an expression, at most _BEYOND: a sum of products, a letter counts 1."""
+    total = 0
+    product = 1
+    factor = 1
+    position = 0
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        assert token is not None, "the last alternative matches any character"
+        position = token.end()
+        if token["number"]:
+            product *= factor
+            factor = int(token["number"].split(".")[0]) + bool(token["decimals"])
+        elif token["open"]:
+            end = _closing_bracket(text, token.start())
+            product *= factor
+            factor = _estimate_size(text[position:end])
+            position = end + 1
+        elif token["power"]:
+            end = _exponent_end(text, position)
+            exponent = _check_operand(_estimate_size(text[position:end]))
+            factor = _power(max(factor, 2), exponent)
+            position = end
+        elif token["rest"] == "!":
+            operand = _check_operand(factor)
+            factor = min(math.factorial(min(operand, 8)), _BEYOND)  # 8! is beyond the bound
+        elif token["rest"] in "+-":
+            total = min(total + product * factor, _BEYOND)
+            product = 1
+            factor = 1
+        else:
+            product *= factor
+            factor = 1
+        product = min(max(product, 1), _BEYOND)
+    return min(total + product * factor, _BEYOND)
+
+
+def _check_operand(size: int) -> int:
+    """Return the size of an operand; raise OverflowError if it is above MAX_OPERAND."""
+    if size > MAX_OPERAND:
+        raise OverflowError
+    return size
+
+
+def _exponent_end(text: str, start: int) -> int:
+    """Return the end of the exponent that starts at `start`, with the powers that follow it.
+
+    An exponent is a bracket, a number with its sign, or one character.
+    """
+    base = _EXPONENT.match(text, start)
+    end = base.end() if base else start
+    if base and base[0] in _DEPTH_CHANGE:
+        end = _closing_bracket(text, start) + 1
+    if text.startswith("^", end):
+        return _exponent_end(text, end + 1)
+    return end
+
+
+def _closing_bracket(text: str, start: int) -> int:
+    """Return the position at which the bracket at `start` is closed; the text's end if it is not."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += _DEPTH_CHANGE.get(text[position], 0)
+        if depth <= 0:
+            return position
+    return len(text)
+
+
+def _power(base: int, exponent: int) -> int:
+    """Return base**exponent, at most _BEYOND."""
+    if exponent * (base.bit_length() - 1) > MAX_OPERAND.bit_length():
+        return _BEYOND
+    value: int = base**exponent
+    return min(value, _BEYOND)
