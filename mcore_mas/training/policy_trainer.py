@@ -29,10 +29,12 @@ from mcore_mas.training.metrics import StepMetrics, critic_metrics, merge_update
 class UpdateBatch:
     """Samples of one optimizer step of a policy, packed for its trainer and for its critic.
 
-    Attributes: samples: of the policy, all with tokens that carry loss. `score` replaces them by
-        samples with scores. packed: micro-batches for the trainer. critic_packed: micro-batches for
-        the critic; the same object as `packed` unless the critic's ranks need
-            another layout.
+    Attributes:
+        samples: of the policy, all with tokens that carry loss. `score` replaces them by samples
+            with scores.
+        packed: micro-batches for the trainer.
+        critic_packed: micro-batches for the critic; the same object as `packed` unless the
+            critic's ranks need another layout.
     """
 
     samples: list[Sample]
@@ -45,8 +47,9 @@ class PolicyTrainer:
 
     A step calls `pack`, `score` and `update`, in this order.
 
-    Attributes: kl: adaptive coefficient of the KL term, replaced in every step; None if the
-        coefficient is constant.
+    Attributes:
+        kl: adaptive coefficient of the KL term, replaced in every step; None if the coefficient
+            is constant.
     """
 
     def __init__(
@@ -60,9 +63,13 @@ class PolicyTrainer:
     ) -> None:
         """Store the parts of the trainer; the ranks of `group` and `critic` may still be starting.
 
-        Args: policy: name of the policy. config: of the run. group: ranks of the policy. critic:
-            ranks of its critic. kl: fields of the adaptive KL coefficient from a checkpoint; None
-            starts it as the config says.
+        Args:
+            policy: name of the policy.
+            config: of the run.
+            group: ranks of the policy.
+            critic: ranks of its critic.
+            kl: fields of the adaptive KL coefficient from a checkpoint; None starts it as the
+                config says.
         """
         self._policy = policy
         self._config = for_policy(config, policy)
@@ -176,9 +183,9 @@ class PolicyTrainer:
             credited: samples of the step with advantages, those of other policies included.
             step: number of the training step.
 
-        Raises: TrainingError: the trainer does not compute the log-probabilities that the engine
-            sampled with, or no
-                gradient has been finite for `trainer.signal_within` steps.
+        Raises:
+            TrainingError: the trainer does not compute the log-probabilities that the engine
+                sampled with, or no gradient has been finite for `trainer.signal_within` steps.
         """
         config = self._config
         samples = align(
