@@ -76,11 +76,12 @@ class ChatBackend(Protocol):
 class GatewayHandlers:
     """Handlers of the gateway's endpoints, which limit the number of calls in progress.
 
-    Attributes: find_backend: returns the backend of an HTTP request; raises GatewayError without
-        one. max_calls: number of calls that are answered concurrently. calls_in_progress: number of
-        calls that are answered now. has_refused_calls: True once a call was refused because there
-        were too many. A client's retry
-            then need not mean that an earlier call was answered.
+    Attributes:
+        find_backend: returns the backend of an HTTP request; raises GatewayError without one.
+        max_calls: number of calls that are answered concurrently.
+        calls_in_progress: number of calls that are answered now.
+        has_refused_calls: True once a call was refused because there were too many. A client's
+            retry then need not mean that an earlier call was answered.
     """
 
     find_backend: Callable[[Request], ChatBackend]

@@ -162,11 +162,12 @@ def _overlap(text: str, mark: str) -> int:
 class GatewaySession:
     """A trajectory's session, which answers the HTTP calls of an agent program.
 
-    Attributes: team: session of the trajectory with its team. aliases: agents by the model names
-        that the program uses; `*` stands for any other name. max_turns: number of calls that are
-        answered. honor_sampling: True if a call may set `temperature` and `top_p`. In training the
-        agent's own
-            values hold, because the trainer must know the sampling distribution.
+    Attributes:
+        team: session of the trajectory with its team.
+        aliases: agents by the model names that the program uses; `*` stands for any other name.
+        max_turns: number of calls that are answered.
+        honor_sampling: True if a call may set `temperature` and `top_p`. In training the agent's
+            own values hold, because the trainer must know the sampling distribution.
         failure: future of the error that fails the trajectory, such as an EngineError, whatever the
             program makes of it.
         overlong: latest prompt that left no room for a reply. The program gets the error, and may

@@ -87,11 +87,13 @@ class ToolUse:
 class Message:
     """A chat message.
 
-    Attributes: role: "system", "user", "assistant" or "tool". reasoning: thoughts of an assistant.
-        calls: tool calls of an assistant. answers: id of the tool call whose result this message
-        is. raw: text as it was sampled, with thoughts and tool calls, if it differs from `content`.
-        Chat
-            templates get `raw` and not the fields that were parsed from it.
+    Attributes:
+        role: "system", "user", "assistant" or "tool".
+        reasoning: thoughts of an assistant.
+        calls: tool calls of an assistant.
+        answers: id of the tool call whose result this message is.
+        raw: text as it was sampled, with thoughts and tool calls, if it differs from `content`.
+            Chat templates get `raw` and not the fields that were parsed from it.
     """
 
     role: str

@@ -7,14 +7,14 @@ from rollout.base.errors import Defect, EngineError, EnvError, Unusable
 
 
 @dataclass(slots=True)
-class DefectGuard:  # @contextmanager would be several times slower, three times a turn
+class DefectGuard:  # a class, since @contextmanager is several times slower, three times a turn
     """Context manager that turns an unexpected exception into a Defect, which fails one trajectory.
 
     Errors of engines and environments, deadlines and `Unusable` pass. `sys.exit` is unexpected:
     asyncio would end the event loop of all trajectories.
     """
 
-    what: str  # code that is blamed, such as "adder.step"
+    code: str  # name of the guarded code in the error, such as "adder.step"
 
     def __enter__(self) -> None:
         return None
@@ -24,4 +24,4 @@ class DefectGuard:  # @contextmanager would be several times slower, three times
             return
         if isinstance(error, (EngineError, EnvError, Late, Unusable)):
             return
-        raise Defect(f"{self.what}: {type(error).__name__}: {error}") from error
+        raise Defect(f"{self.code}: {type(error).__name__}: {error}") from error

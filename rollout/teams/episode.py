@@ -59,7 +59,7 @@ class Episode:
         self._tool_s = tool_s
 
     async def play(self) -> None:
-        """Run the orchestra; store what it, an engine or the environment raises in `error`."""
+        """Run the orchestra; store an error of an engine or the environment in `error`."""
         opened_env = AsyncExitStack()
         opened_tools = AsyncExitStack()
         try:
@@ -119,10 +119,10 @@ class Episode:
         self.failure = failure
         self.error = f"{type(failure).__name__}: {failure}"
 
-    async def _close(self, what: str, close: Callable[[], Awaitable[None]]) -> None:
+    async def _close(self, call_name: str, close: Callable[[], Awaitable[None]]) -> None:
         """Close the tools or the environment; an error is the episode's if it has none yet."""
         try:
-            await self._timed(what, close)
+            await self._timed(call_name, close)
         except EnvError as failure:
             if not self.error:
                 self._fail(failure)
@@ -201,21 +201,23 @@ class Episode:
     async def _call_env(
         self, method: str, call: Callable[..., Awaitable[_T]], *arguments: object
     ) -> _T:
-        what = f"{self._name}.{method}"
-        with self.session.waits_for(what):
-            return await self._timed(what, call, *arguments)
+        call_name = f"{self._name}.{method}"
+        with self.session.waits_for(call_name):
+            return await self._timed(call_name, call, *arguments)
 
-    async def _timed(self, what: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:
-        """Make a call within the deadline of tools; errors name `what`."""
+    async def _timed(
+        self, call_name: str, call: Callable[..., Awaitable[_T]], *arguments: object
+    ) -> _T:
+        """Make a call within the deadline of tools; errors have the call's name."""
 
         async def guarded() -> _T:
-            with DefectGuard(what):
+            with DefectGuard(call_name):
                 return await call(*arguments)
 
         try:
             return await with_deadline(self._tool_s, guarded())
         except Late as late:
-            raise LateTool(f"{what}: {late}", f"tool/{what}") from None
+            raise LateTool(f"{call_name}: {late}", f"tool/{call_name}") from None
 
     def _record(self, call: ToolCall, turn: Turn | None, started_s: float) -> None:
         event = ToolEvent(
@@ -234,7 +236,7 @@ class Episode:
 
     @property
     def leaf(self) -> str:
-        """The node at which a tree of the orchestra's own ended, "" without one."""
+        """The node at which a tree that the orchestra grows has ended; "" without a tree."""
         return self.session.leaf
 
     @property
@@ -255,15 +257,17 @@ class Episode:
     @property
     def waiting(self) -> str:
         """The calls that the orchestra waits for, as a text."""
-        calls = [str(what) for what, _ in self.session.waiting.values()]
+        calls = [str(awaited) for awaited, _ in self.session.waiting.values()]
         return ", ".join(calls) or "the orchestra"
 
     def waits(self) -> list[Wait]:
-        """Return what the episode's tasks wait for, for a watchdog."""
+        """Return the calls that the episode's tasks wait for, for a watchdog."""
         last = self.session.last_turn
-        after = f" after turn {last.index} of {last.agent}" if last else ""
+        after_turn = f" after turn {last.index} of {last.agent}" if last else ""
         waits = []
-        for what, since in self.session.waiting.values():
-            policy = f" waits for policy {what.agent.policy}" if isinstance(what, Call) else after
-            waits.append(Wait(what=f"{what}{policy}", since=since))
+        for awaited, since in self.session.waiting.values():
+            detail = after_turn
+            if isinstance(awaited, Call):
+                detail = f" waits for policy {awaited.agent.policy}"
+            waits.append(Wait(what=f"{awaited}{detail}", since=since))
         return waits

@@ -93,7 +93,7 @@ class TeamSession:
         self.tools: dict[str, Sequence[Tool]] = {}  # tools that are open, by agent
         # makes a tool call; an episode times and records it
         self.run_tool: ToolRunner = lambda name, call, turn: call()
-        # what each task of this trajectory waits for, and since when on the event loop's clock
+        # by task of this trajectory: the awaited call, and the time on the event loop's clock
         self.waiting: dict[asyncio.Future[Any], tuple[object, float]] = {}
         self.closed = False  # the trajectory has ended: no task of it may wait any more
 
@@ -112,7 +112,7 @@ class TeamSession:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns so far with their scores, in the order in which they were asked for."""
+        """The turns so far with their scores, in the order of their calls."""
         return tuple(
             replace(turn, round=self._rounds[index], scores=self.scores[index])
             for index, turn in sorted(self._turns.items())
@@ -266,9 +266,9 @@ class TeamSession:
             scores["team"] = scores.get("team", 0.0) + reward
         self._stepped = True
 
-    def waits_for(self, what: object) -> AbstractContextManager[asyncio.Task[Any]]:
-        """Return a context in which the running task, which it yields, waits for `what`."""
-        return _Waiting(self, what)
+    def waits_for(self, awaited: object) -> AbstractContextManager[asyncio.Task[Any]]:
+        """Return a context in which the running task, which it yields, waits for a call."""
+        return _Waiting(self, awaited)
 
     async def prompt_tokens(
         self, agent: Agent, messages: Sequence[Message], chat: ChatState
@@ -310,11 +310,11 @@ class TeamSession:
 class _Waiting:  # a class, because @contextmanager would be several times slower
     """Context in which the running task waits for something."""
 
-    __slots__ = ("_session", "_task", "_what")
+    __slots__ = ("_awaited", "_session", "_task")
 
-    def __init__(self, session: TeamSession, what: object) -> None:
+    def __init__(self, session: TeamSession, awaited: object) -> None:
         self._session = session
-        self._what = what
+        self._awaited = awaited
 
     def __enter__(self) -> asyncio.Task[Any]:
         # looked up once: Python 3.11 asks the system for the process's number each time
@@ -323,7 +323,7 @@ class _Waiting:  # a class, because @contextmanager would be several times slowe
         if self._session.closed or task is None:
             raise asyncio.CancelledError  # the orchestra has ended and left this task behind
         self._task = task
-        self._session.waiting[task] = self._what, loop.time()
+        self._session.waiting[task] = self._awaited, loop.time()
         return task
 
     def __exit__(self, *_: object) -> None:

@@ -33,7 +33,7 @@ from rollout.teams.team import Call, RecordedReply, Team, TeamSession
 # cycles of the event loop in which nested gathers start their calls and hand results on
 _SETTLE_CYCLES = 8
 
-TurnReply = tuple[Turn, AgentReply]  # record of a turn, and what the orchestra gets
+TurnReply = tuple[Turn, AgentReply]  # record of a turn, and the reply that the orchestra gets
 CallKey = tuple[int, str, str]  # turn, agent, state key
 AnsweredCall = tuple[Call, TurnReply | EngineError | EnvError]
 
@@ -166,7 +166,7 @@ class Tree:
         """The metrics of the branch that continued, and how many branches failed.
 
         Failed branches are counted by reason as `dropped_branches/<reason>`, and those that were
-        late or undecided also as `late/<what>` and `undecided`.
+        late or undecided also as `late/<part>` and `undecided`.
         """
         dropped = {name: float(count) for name, count in self._dropped.items()}
         return self.episode.metrics | dropped
@@ -183,7 +183,7 @@ class Tree:
         return ", ".join(dict.fromkeys(calls)) or "the orchestra"
 
     def waits(self) -> list[Wait]:
-        """Return what the branches wait for, for a watchdog."""
+        """Return the calls that the branches wait for, for a watchdog."""
         waits: list[Wait] = []
         for branch in self._branches:
             if not branch.resting:
@@ -207,10 +207,10 @@ class BranchSession(TeamSession):
         self.tasks: set[asyncio.Task[Any] | None] = set()  # all that have waited
 
     @contextmanager
-    def waits_for(self, what: object) -> Iterator[asyncio.Task[Any]]:
+    def waits_for(self, awaited: object) -> Iterator[asyncio.Task[Any]]:
         self.tasks.add(asyncio.current_task())
         try:
-            with super().waits_for(what) as task:
+            with super().waits_for(awaited) as task:
                 yield task
         finally:
             self.changed.set()

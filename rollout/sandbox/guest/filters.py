@@ -146,8 +146,9 @@ def confine_files(*, readable: Iterable[str], writable: Iterable[str], port: int
         writable: paths that may be written.
         port: TCP port that may be connected to; 0: none.
 
-    Raises: OSError: the kernel has no Landlock, or one that does not protect files from being
-        truncated.
+    Raises:
+        OSError: the kernel has no Landlock, or one that does not protect files from being
+            truncated.
     """
     version = _landlock_version()
     if version < _TRUNCATE_VERSION:
