@@ -90,7 +90,11 @@ class World:
 
 
 class Proxy:
-    def __getattr__(self, name: str) -> Any: ...
+    def __init__(self) -> None:
+        self.read: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.append(name)
 
 
 class NoStep(World):
@@ -127,6 +131,14 @@ def test_a_method_that_is_missing_or_cannot_be_called_is_refused(
     assert str(refused.value) == message
 
 
-@pytest.mark.parametrize("target", [World, World(), Proxy()])
-def test_an_object_with_the_methods_is_accepted(target: Any) -> None:
+@pytest.mark.parametrize("target", [World, World()], ids=["class", "object"])
+def test_only_an_object_with_all_methods_is_accepted(target: Any) -> None:
     check_methods("it", target, METHODS)
+    with pytest.raises(OptionsError, match=r"it lacks a method jump; expected .* and jump\(task\)"):
+        check_methods("it", target, {**METHODS, "jump": ("task",)})
+
+
+def test_an_object_that_makes_its_attributes_is_accepted_without_reading_them() -> None:
+    proxy = Proxy()
+    check_methods("it", proxy, METHODS)
+    assert proxy.read == []

@@ -63,8 +63,13 @@ def test_a_tensor_that_differs_is_named() -> None:
         check([first, Server(2, {}, {})])
 
 
-def test_servers_that_cut_the_model_otherwise_are_not_compared() -> None:
-    check([Server(1, {"norm": "1"}, {"norm": "1"}), Server(2, {"norm": "2"})])
+def test_servers_with_other_numbers_of_ranks_are_not_compared() -> None:
+    two_ranks = Server(1, {"norm": "1"}, {"norm": "1"})
+    one_rank = Server(2, {"norm": "2"})
+    check([two_ranks, one_rank])
+    assert [two_ranks.requests, one_rank.requests] == [1, 1]
+    with pytest.raises(EngineError, match="tensor 'norm' of rank 0 at version 4"):
+        check([Server(3, {"norm": "3"}), one_rank])
 
 
 def test_servers_without_checksums_are_mentioned_once() -> None:

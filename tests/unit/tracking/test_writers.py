@@ -57,7 +57,9 @@ def test_wandb_keeps_a_run_on_this_machine(tmp_path: Path, monkeypatch: pytest.M
     writer.write(rows_of(range(-1, 3)))
     writer.close("FINISHED")
     (file,) = (config.folder / "train" / "wandb").glob("offline-run-*/run-demo_math-*.wandb")
-    wait_until(lambda: b"reward/mean" in file.read_bytes(), 60)  # another process writes it
+    # Another process writes the file; wait_until raises if the metric does not appear in it.
+    wait_until(lambda: b"reward/mean" in file.read_bytes(), 60)
+    assert b"reward/mean" in file.read_bytes()
 
 
 def test_a_training_that_resumes_continues_its_run_of_wandb(
